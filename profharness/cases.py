@@ -1,5 +1,5 @@
-"""What `verify` checks: the cases derived from a config, what came of each check as a row, and
-which rows make a backend wrong.
+"""The cases that `verify` derives from a config, the rows for their checks, and the rows that make
+a backend wrong.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from profharness.errors import UsageError
 AS_GIVEN = "as_given"
 STANDARD = "standard"
 NONE = "none"
-MAX_BATCH = 2  # in derived cases: what goes wrong with a shape shows in two of a batch
+MAX_BATCH = 2  # in derived cases: two batch elements suffice to expose a fault
 MAX_HEADS = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem to verify. Its inputs are normally distributed, but for these names: `large` has
-    scores far beyond what exp can take, `equal` the same score for every key, `large_offset`
-    tensors that begin 1 MiB elements into their storage, `masked_row` a query row that may attend
-    to no key.
+    """One problem to verify.
+
+    Inputs are normally distributed, except in cases with these names. `large` has scores beyond the
+    range of exp, `equal` has the same score for every key, `large_offset` has tensors that start 1
+    MiB elements into their storage, and `masked_row` has a query row that may not attend to any
+    key.
     """
 
     name: str
@@ -30,38 +32,38 @@ class Case:
 
     @property
     def values(self) -> str:
-        """How its inputs are made: one of VALUES, or `normal`."""
+        """The distribution of the inputs: one of VALUES, or `normal`."""
         return values_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class VerificationRow:
-    """One check of one case on one backend. asked is the label of the config that the case was
-    derived from, config its own. what is `out` `dq` `dk` `dv` or `inputs` (they come back
-    unchanged). error is the largest absolute difference from the fp64 reference, relative_error the
-    Frobenius norm of the difference over that of the reference; None where it is not a finite
-    number. passed is None where nothing was checked (a refusal, too little memory), with the reason
-    in message.
-    """
+    """One check of one case on one backend."""
 
     run: str
     asked: str
+    """Label of the config that the case was derived from."""
     config: str
+    """Label of the case's own config."""
     case: str
     backend: str
     what: str
+    """`out`, `dq`, `dk`, `dv`, or `inputs` (they must be unchanged)."""
     error: float | None
+    """Largest absolute difference from the fp64 reference. None if it is not finite."""
     allowance: float | None
     relative_error: float | None
+    """Frobenius norm of the difference divided by that of the reference. None if it is not finite."""
     relative_allowance: float | None
     passed: bool | None
+    """None if nothing was checked, as for a refusal or too little memory. `message` is the reason."""
     message: str | None
     status: str
 
 
 def _small(config: Config) -> Config:
-    """The config with no more batch and heads than show a mistake, its tensors in order; heads per
-    key head are kept.
+    """Return the config with the fewest batch elements and heads that expose faults, and contiguous
+    tensors. The number of query heads per key head is kept.
     """
     group = config.num_heads // config.num_kv_heads
     kv_heads = max(1, min(config.num_kv_heads, MAX_HEADS // group))
@@ -83,7 +85,7 @@ def _sized(rows: int, columns: int) -> Derive:
 
 
 def _grouped(divisor: int | None) -> Derive:
-    """Query heads over that many key heads each; None: over a single one."""
+    """Group the query heads by `divisor` per key head, or all over one key head if it is None."""
 
     def derive(config: Config) -> Config | None:
         heads = min(config.num_heads, MAX_HEADS)
@@ -115,7 +117,7 @@ def _plain(config: Config) -> Config:
     return _small(config).contiguous()
 
 
-# How each case changes the config; None where it does not apply.
+# How each case changes the config. None if it does not apply.
 _DERIVED: dict[str, Derive] = {
     "seq_1": _sized(1, 1),
     "seq_7": _sized(7, 7),
@@ -135,15 +137,20 @@ _DERIVED: dict[str, Derive] = {
     "equal": _plain,
     "masked_row": lambda config: _plain(config) if config.mask != "none" else None,
 }
-VALUES = ("large_offset", "large", "equal", "masked_row")  # cases whose inputs are not normal
+VALUES = (
+    "large_offset",
+    "large",
+    "equal",
+    "masked_row",
+)  # cases whose inputs are not normally distributed
 CASES = (AS_GIVEN, *_DERIVED)
 
 
 def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
-    """The cases of a config: itself, then those of the names that apply to it; each problem once.
+    """Return the config itself, then its cases with these names that apply, without duplicates.
 
-    names are case names, `standard` for all, `none` for the config alone. Dropout is off in all of
-    them: nothing could be expected of it. Raises UsageError for an unknown name.
+    `names` are case names, `standard` for all, `none` for the config alone. Dropout is off in all
+    cases, because its result is random. Raise UsageError for an unknown name.
     """
     unknown = sorted(set(names) - {*CASES, STANDARD, NONE})
     if unknown:
@@ -161,10 +168,10 @@ def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
 
 
 def values_of(case: str) -> str:
-    """How the inputs of a case of that name are made."""
+    """Return the distribution of the inputs of a case."""
     return case if case in VALUES else "normal"
 
 
 def failures(rows: Iterable[VerificationRow]) -> list[VerificationRow]:
-    """The rows that make a backend wrong."""
+    """Return the rows that make a backend wrong."""
     return [row for row in rows if row.passed is False]

@@ -1,5 +1,5 @@
-"""One attention problem, and the grammar that names it: `2,8,512,64,bf16,causal` and its label
-`b2-h8-s512-d64-bf16-causal`.
+"""Configs: attention problems, the grammar that describes them (`2,8,512,64,bf16,causal`), and
+their labels (`b2-h8-s512-d64-bf16-causal`).
 """
 
 from __future__ import annotations
@@ -15,71 +15,69 @@ from typing import Any, NamedTuple
 from profharness.errors import UsageError
 
 DTYPES = ("fp16", "bf16", "fp32")
-SDP_BACKENDS = {  # the ones that SDPA chooses between, and their members of SDPBackend
+SDP_BACKENDS = {  # the backends that SDPA selects from, and their members of SDPBackend
     "flash": "FLASH_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
     "math": "MATH",
 }
 SDPA_BACKENDS = tuple(SDP_BACKENDS)
-AUTO = "auto"  # all flags as they are, and what an observed call asks for where none is ruled out
-OWN_CHOICE = (AUTO, "all-disabled")  # settings that leave the choice to PyTorch
+AUTO = "auto"  # no flag is changed
+OWN_CHOICE = (AUTO, "all-disabled")  # settings under which PyTorch selects the backend
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
-# Which dimensions a mask really has, those it is broadcast over written as 1; the fewer-dimensional
-# ones lack the outer dimensions.
+# The dimensions of a mask, with 1 for a broadcast one. Masks with fewer dimensions lack the outer ones.
 MASK_SHAPES = tuple(
     "".join(letters)
     for dims in ("bhqk", "hqk", "qk")
     for letters in itertools.product(*(f"{letter}1" for letter in dims))
 )
-WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # the shape of a mask is 11qk, but for these
+WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # other masks have the shape 11qk
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
 MAX_CONFIGS = 100_000
 
 
 class Option(NamedTuple):
-    """One thing that a config text can say, and the field of Config that it sets.
-
-    kind: `number` (a set or a range), `real`, `choice` (one of allowed), `word` (a choice that is
-    written without its name), `strides` (elements, joined by `x`) or `flag`. short: what stands
-    before the number in a label; without one the label has the text of the grammar. example: a
-    value for the help.
-    """
+    """An option of the config grammar, and the field of Config that it sets."""
 
     name: str
     field: str
     kind: str
+    """`number` (a set or a range), `real`, `choice` (one of `allowed`), `word` (a choice written
+    without its name), `strides` (elements, joined by `x`) or `flag`.
+    """
     short: str = ""
+    """Prefix of the number in a label. Without one, a label contains the grammar's text."""
     allowed: tuple[str, ...] = ()
     example: str = ""
+    """A value for the help."""
 
     @property
     def default(self) -> Any:
-        """The field's value where nothing is said; None where it must be said or follows another."""
+        """The field's default, or None if it is required or follows another field."""
         return getattr(Config, self.field, None)
 
     def text(self, value: Any) -> str:
-        """The option in a label: `kv4`, `fp16`, `causal` or `mask=bool`."""
+        """Format the option for a label: `kv4`, `fp16`, `causal` or `mask=bool`."""
         if self.short:
             return f"{self.short}{value}"
         if self.kind == "flag":
             return self.name
         if self.kind == "word":
             return str(value)
-        if self.kind == "real":  # without an exponent: a label splits on `-`
+        if self.kind == "real":  # no exponent, because a label splits on `-`
             value = format(Decimal(repr(value)).normalize(), "f")
         if self.kind == "strides":
             value = "x".join(map(str, value))
         return f"{self.name}={value}"
 
 
-# In the order of a label. Whatever knows all options derives from this table.
+# In the order of a label. All other lists of options are derived from this table.
 OPTIONS = (
     Option("batch", "batch", "number", "b"),
     Option("heads", "num_heads", "number", "h"),
     Option("kv_heads", "num_kv_heads", "number", "kv"),
     Option("kv_batch", "kv_batch", "number", "kb"),
-    Option("seq", "seq_len_q", "number", "s"),  # both lengths
+    Option("seq", "seq_len_q", "number", "s"),  # sets both lengths
     Option("seq_q", "seq_len_q", "number", "sq"),
     Option("seq_kv", "seq_len_kv", "number", "skv"),
     Option("head_dim", "head_dim", "number", "d"),
@@ -110,7 +108,7 @@ FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
 MAX_DIGITS = 12
-# Other names of the dtypes, for a hint.
+# Other names of the dtypes, for error messages.
 DTYPE_NAMES = {
     **dict.fromkeys(("float16", "half", "f16"), "fp16"),
     **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
@@ -124,7 +122,7 @@ GRAMMAR = (
 
 
 def grammar_lines() -> list[str]:
-    """The options as a help text lists them: words and flags, numbers, then the choices."""
+    """Return the options as lines of a help text: words and flags, numbers, then the choices."""
     keyed = KEYED.values()
     numbers = " ".join(f"{option.name}=" for option in keyed if option.kind == "number")
     reals = [f"{option.name}={option.example}" for option in keyed if option.kind == "real"]
@@ -144,19 +142,7 @@ def grammar_lines() -> list[str]:
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes in SDPA's layout [batch, heads, seq_len, head_dim]. dtype None: the device's default,
-    fp16 on CUDA, fp32 on the CPU.
-
-    head_dim_v is the last dimension of value and output, None where it is head_dim. mask float is
-    additive; shapes are [1, 1, seq_len_q, seq_len_kv], but [seq_len_q, seq_len_kv] for bool_2d and
-    [batch, heads, seq_len_q, seq_len_kv] for float_bh; float_grad requires a gradient.
-    deterministic: under torch.use_deterministic_algorithms. layout says how the three inputs lie
-    in memory: `bshd` is a transposed [batch, seq_len, heads, head_dim], `strided_last` has a last
-    stride of 2, `offset1` a storage offset of one element, `broadcast_batch` batch stride 0.
-    kv_batch is the batch of key and value where it is another one. mask_shape says which of
-    [batch, heads, seq_len_q, seq_len_kv] the mask has, where that differs from what mask says.
-    Strides, in elements, are those of tensors that lie otherwise than layout says.
-    """
+    """One attention problem, in SDPA's layout [batch, heads, seq_len, head_dim]."""
 
     batch: int
     num_heads: int
@@ -165,20 +151,36 @@ class Config:
     seq_len_kv: int
     head_dim: int
     dtype: str | None = None
+    """None for the device's default."""
     causal: bool = False
     mask: str = "none"
+    """`float` is additive, `float_grad` requires a gradient. The shape is [1, 1, seq_len_q,
+    seq_len_kv], except for `bool_2d` ([seq_len_q, seq_len_kv]) and `float_bh` ([batch, heads,
+    seq_len_q, seq_len_kv]).
+    """
     dropout: float = 0.0
     scale: float | None = None
     layout: str = "contiguous"
+    """Memory layout of query, key and value: `bshd` is a transposed [batch, seq_len, heads,
+    head_dim], `strided_last` has a last stride of 2, `offset1` a storage offset of one element,
+    `broadcast_batch` batch stride 0.
+    """
     bwd: bool = False
     head_dim_v: int | None = None
+    """Last dimension of value and output. None if it is head_dim."""
     deterministic: bool = False
+    """Run under torch.use_deterministic_algorithms."""
     kv_batch: int | None = None
+    """Batch of key and value. None if it is `batch`."""
     mask_shape: str | None = None
+    """Which of [batch, heads, seq_len_q, seq_len_kv] the mask has, if it differs from the shape
+    that `mask` implies.
+    """
     q_strides: tuple[int, ...] | None = None
     k_strides: tuple[int, ...] | None = None
     v_strides: tuple[int, ...] | None = None
     mask_strides: tuple[int, ...] | None = None
+    """Strides in elements, for tensors whose strides differ from those that `layout` implies."""
 
     @property
     def key_batch(self) -> int:
@@ -187,12 +189,12 @@ class Config:
 
     @property
     def output_batch(self) -> int:
-        """The batch of the output: a batch of 1 is broadcast over the other one."""
+        """The batch of the output. A batch of 1 is broadcast."""
         return max(self.batch, self.key_batch)
 
     @property
     def mask_dims(self) -> tuple[int, ...]:
-        """The mask's shape; empty without a mask."""
+        """The mask's shape, empty without a mask."""
         if self.mask == "none":
             return ()
         letters = self.mask_shape or WHOLE_MASKS.get(self.mask, "11qk")
@@ -206,7 +208,7 @@ class Config:
 
     @property
     def label(self) -> str:
-        """The canonical short text, which `parse_config` reads back."""
+        """The canonical short text. `parse_config` parses it."""
         square = self.seq_len_q == self.seq_len_kv
         unsaid = ["seq_q", "seq_kv"] if square else ["seq"]
         if self.num_kv_heads == self.num_heads:
@@ -222,21 +224,21 @@ class Config:
         return self.label
 
     def resolve(self, device_type: str) -> Config:
-        """The config with its dtype filled in: fp16 on `cuda`, fp32 on `cpu`."""
+        """Return the config with the device's default dtype if it has none: fp16 on `cuda`, fp32 on `cpu`."""
         default = "fp16" if device_type == "cuda" else "fp32"
         return self if self.dtype else replace(self, dtype=default)
 
     def contiguous(self) -> Config:
-        """The config with query, key and value laid out in order."""
+        """Return the config with contiguous query, key and value."""
         return replace(self, layout="contiguous", q_strides=None, k_strides=None, v_strides=None)
 
     def matches(self, stored: Config) -> bool:
-        """Whether a stored config is this one, or this one in any dtype where none is given here."""
+        """Return whether a stored config equals this one. A config without a dtype matches any dtype."""
         return stored == (self if self.dtype else replace(self, dtype=stored.dtype))
 
 
 def parse_config(text: str) -> Config:
-    """One config from grammar or label. Raises UsageError where it stands for more than one."""
+    """Parse one config from grammar or label. Raise UsageError if the text stands for several configs."""
     configs = expand_configs(text)
     if len(configs) != 1:
         raise UsageError(f"config {text!r} stands for {len(configs)} configs; one is wanted here")
@@ -244,16 +246,15 @@ def parse_config(text: str) -> Config:
 
 
 class Setting(NamedTuple):
-    """The backends that SDPA may take, one or more of SDPA_BACKENDS. ordered: tried in this order
-    (`sdpa_kernel` with set_priority=True), else in PyTorch's own.
-    """
+    """The backends that SDPA may select, one or more of SDPA_BACKENDS."""
 
     backends: tuple[str, ...]
     ordered: bool = False
+    """Whether PyTorch tries them in this order (`sdpa_kernel` with set_priority=True)."""
 
     @property
     def name(self) -> str:
-        """`flash+math`, the same for any order of writing; `cudnn>flash` for an order."""
+        """`flash+math` in canonical order for a set, `cudnn>flash` for an order."""
         return (">" if self.ordered else "+").join(self.backends)
 
 
@@ -261,14 +262,16 @@ _JOINED = re.compile(r"(\+|>|-then-)")
 
 
 def sdpa_setting(backend: str) -> Setting | None:
-    """What a backend's name permits: `math`, a set `flash+math`, an order `cudnn>flash` (also
-    `cudnn-then-flash`); None for `auto`, and for a name that is no such setting. Raises UsageError for a set
-    or an order with something else in it.
+    """Parse a backend name that permits some of SDPA's backends: `math`, a set `flash+math`, or an
+    order `cudnn>flash` (or `cudnn-then-flash`).
+
+    Return None for `auto` and other names. Raise UsageError for a set or an order that contains
+    another name.
     """
     if backend == OWN_CHOICE[1]:
         return Setting(("cudnn",))
     names, marks = _JOINED.split(backend)[::2], set(_JOINED.split(backend)[1::2])
-    # a file or a package, whose name may have any sign in it, and an implementation of that name
+    # A file or a package may have any character in its name, and an implementation may have that name.
     if re.search(r"[./:]", backend) or not {*names} & {*SDPA_BACKENDS}:
         return None
     wrong = [name for name in names if name not in SDPA_BACKENDS]
@@ -286,20 +289,22 @@ def sdpa_setting(backend: str) -> Setting | None:
 
 
 def setting_name(backend: str) -> str:
-    """A set or an order as cells name it, `math+flash` as `flash+math`; any other name as it is."""
+    """Return the canonical name of a set or an order, `flash+math` for `math+flash`. Return other
+    names unchanged.
+    """
     setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
     return backend if setting is None else setting.name
 
 
 def leaves_choice(backend: str) -> bool:
-    """Whether PyTorch chooses: among all of its backends, or among several that are permitted."""
+    """Return whether PyTorch selects the backend, from all of its backends or from several permitted ones."""
     setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
     return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
 
 
 def split_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """`"flash, math"` or `["flash,math", "auto"]` -> each name once, empty ones left out. Raises
-    UsageError for what is no text.
+    """Split `"flash, math"` or `["flash,math", "auto"]` into distinct, non-empty names. Raise
+    UsageError for values that are not text.
     """
     texts = [names] if isinstance(names, str) or not isinstance(names, Iterable) else [*names]
     for text in texts:
@@ -313,7 +318,7 @@ def split_names(names: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def expand_configs(text: str) -> list[Config]:
-    """The configs of a text, in its order, without repeats. Raises UsageError naming the token."""
+    """Return the distinct configs of a text, in its order. Raise UsageError naming the token."""
     text = text.strip()
     if re.fullmatch(r"b\d+-h\d+-.*", text):
         return [_parse_label(text)]
@@ -335,7 +340,7 @@ def expand_configs(text: str) -> list[Config]:
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
-    """Configs of a file with `#` comments and blank lines; errors name `source` and the line."""
+    """Parse a file of configs with `#` comments and blank lines. Errors contain `source` and the line."""
     configs: dict[Config, None] = {}
     for number, line in enumerate(lines, start=1):
         token = line.split("#", 1)[0].strip()
@@ -369,12 +374,12 @@ def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
             message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
             raise UsageError(f"config {text!r}: {message}; grouped queries need a divisor")
         configs.append(_canonical(config, text))
-    # a set may say one value twice
+    # a set may contain a value twice
     return list(dict.fromkeys(configs))
 
 
 def _canonical(config: Config, text: str) -> Config:
-    """The config with what goes without saying left out. Raises UsageError for what cannot be."""
+    """Replace values that equal a default by the default. Raise UsageError for contradictions."""
     if config.head_dim_v == config.head_dim:
         config = replace(config, head_dim_v=None)
     if config.kv_batch == config.batch:
@@ -399,7 +404,7 @@ def _canonical(config: Config, text: str) -> Config:
 
 
 def _split(text: str) -> list[str]:
-    """Tokens between commas that stand outside braces."""
+    """Split at commas outside braces."""
     tokens = re.findall(r"(?:\{[^{}]*\}|[^,{}])+|(?<=,)(?=,|$)|^(?=,)", text)
     if text.count("{") != text.count("}") or "".join(tokens).count("{") != text.count("{"):
         raise UsageError(f"config {text!r}: braces do not match")
@@ -407,7 +412,7 @@ def _split(text: str) -> list[str]:
 
 
 def _option(token: str, text: str) -> tuple[str, list[Any]]:
-    """The field that a token sets, and its values."""
+    """Return the field that a token sets, and its values."""
     dtypes = _elements(token) if token.startswith("{") else [token]
     if all(dtype in DTYPES for dtype in dtypes):
         return "dtype", dtypes
@@ -432,7 +437,7 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
 
 
 def _unread(token: str) -> str:
-    """Why a token is no option, and what was meant where that can be told."""
+    """Return why a token is not an option, with a suggestion if there is one."""
     allowed = (
         f"allowed after the four numbers: {' '.join(DTYPES)} {' '.join(FLAGS)} "
         f"{' '.join(f'{name}=' for name in KEYED)}"
@@ -459,7 +464,7 @@ def _elements(value: str) -> list[str]:
 def _real(key: str, word: str, text: str) -> float:
     try:
         value = float(Decimal(word))
-    except (ArithmeticError, ValueError):  # the second: a signalling NaN
+    except (ArithmeticError, ValueError):  # ValueError: a signalling NaN
         raise UsageError(f"config {text!r}: {key}={word!r} is not a number") from None
     if key == "dropout" and not 0 <= value < 1:
         raise UsageError(f"config {text!r}: dropout={word} is outside 0 <= p < 1")
@@ -487,7 +492,7 @@ def _numbers(token: str, text: str) -> Iterator[int]:
 
 
 def _range(word: str, text: str) -> Iterator[int]:
-    """`512`, `128:4096:*2` or `64:256:+64`; both ends count."""
+    """Yield the numbers of `512`, `128:4096:*2` or `64:256:+64`. Both ends are included."""
     match = re.fullmatch(r"(\d+)(?::(\d+):([*+])(\d+))?", word)
     if match and any(len(part) > MAX_DIGITS for part in re.findall(r"\d+", word)):
         raise UsageError(

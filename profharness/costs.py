@@ -1,6 +1,6 @@
-"""FLOPs, compulsory bytes and phases of one attention config, from its shapes alone.
+"""Compute the FLOPs, compulsory bytes and phases of a config from its shapes.
 
-Conventions and their sources stand in docs/measuring.md, "FLOPs and bytes".
+The section "FLOPs and bytes" of docs/measuring.md explains the conventions and their sources.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from profharness.errors import UsageError
 
 CONVENTIONS = ("exact", "flash-attention")
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
-STATISTIC_BYTES = 4  # log-sum-exp and delta are fp32, one a query row
-CASTS = "casts"  # the phase that inputs need which are narrower than the scores
-REPEAT = "repeat K and V"  # the phase that grouped heads need where products do not group them
-SOFTMAX_OPS = 5  # a score: scale, compare, subtract and exponentiate, add, divide
-SOFTMAX_BWD_OPS = 4  # a score: multiply with the probability, subtract delta, multiply, scale
+STATISTIC_BYTES = 4  # fp32: one log-sum-exp or delta per query row
+CASTS = "casts"  # phase of inputs that are narrower than the scores
+REPEAT = "repeat K and V"  # phase of grouped heads if the products do not group them
+SOFTMAX_OPS = 5  # per score: scale, compare, subtract and exponentiate, add, divide
+SOFTMAX_BWD_OPS = 4  # per score: multiply by the probability, subtract delta, multiply, scale
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """Bytes of each tensor of a call as stored. Inputs count a dimension with stride 0 once, and
-    key and value only the rows that some query sees. statistics is one log-sum-exp a query row.
-    gradients are those of Q, K, V and of a mask with a gradient, written whole whatever a query
-    sees.
+    """Bytes of each tensor of a call as stored.
+
+    In inputs, a dimension with stride 0 counts once. Key and value have only the rows that some
+    query attends to.
     """
 
     query: int
@@ -34,16 +34,18 @@ class TensorBytes:
     mask: int
     output: int
     statistics: int
+    """One log-sum-exp per query row."""
     gradients: int
+    """Gradients of Q, K, V and of a mask that requires one. They are written in full."""
 
     @property
     def forward(self) -> int:
-        """Inputs and output."""
+        """Bytes of the inputs and the output."""
         return self.query + self.key + self.value + self.mask + self.output
 
 
 def tensor_bytes(config: Config) -> TensorBytes:
-    """The bytes of a config's tensors. Raises UsageError for a config without a dtype."""
+    """Return the bytes of a config's tensors. Raise UsageError if the config has no dtype."""
     if config.dtype is None:
         text = "bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
         raise UsageError(f"config {config}: {text}")
@@ -60,7 +62,7 @@ def tensor_bytes(config: Config) -> TensorBytes:
         )
     )
     mask = math.prod(config.mask_dims) if config.mask != "none" else 0
-    mask *= item if config.mask.startswith("float") else 1  # a bool is one byte a score
+    mask *= item if config.mask.startswith("float") else 1  # a bool takes one byte per score
     gradients = item * config.batch * config.num_heads * rows * config.head_dim
     gradients += item * config.key_batch * config.num_kv_heads * columns * dims
     return TensorBytes(
@@ -75,15 +77,15 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 
 def matrix_bytes(config: Config, dtype: str) -> int:
-    """The bytes of one whole score matrix of all heads in a dtype, as unfused attention keeps it."""
+    """Return the bytes of the score matrices of all heads in a dtype, as unfused attention stores them."""
     return _all_scores(config) * ITEM_BYTES[dtype]
 
 
 def copy_bytes(config: Config, dtype: str) -> int:
-    """The bytes of what unfused attention in a dtype copies first: K and V once a query head where
-    heads are grouped, and Q, K and V where they are widened.
+    """Return the bytes of the copies that unfused attention in a dtype makes first: K and V for
+    each query head if heads are grouped, and Q, K and V if they are widened.
     """
-    tensors = tensor_bytes(replace(config, causal=False))  # causal saves nothing
+    tensors = tensor_bytes(replace(config, causal=False))  # causal does not reduce the copies
     widen = ITEM_BYTES[dtype] // ITEM_BYTES[str(config.dtype)]
     repeated = config.num_heads // config.num_kv_heads
     grown = repeated * widen
@@ -92,37 +94,38 @@ def copy_bytes(config: Config, dtype: str) -> int:
 
 
 def _all_scores(config: Config) -> int:
-    """The scores of all heads, hidden ones too."""
+    """Count the scores of all heads, including masked ones."""
     return config.output_batch * config.num_heads * config.seq_len_q * config.seq_len_kv
 
 
 def _stored(batch: int, layout: str, strides: tuple[int, ...] | None) -> int:
-    """How many of a batch lie in memory."""
+    """Return the number of batch elements in memory."""
     return 1 if layout == "broadcast_batch" or (strides and strides[0] == 0) else batch
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One step of attention: its operations, and the bytes that it moves to and from memory (0 for
-    a fused phase on registers alone). matmul: a matrix product, which the FLOPs of a config count;
-    softmax and the like never count there.
-    """
+    """One step of attention."""
 
     name: str
     flops: int
     bytes: int
+    """Bytes moved to and from memory, 0 for a fused phase that uses only registers."""
     matmul: bool = True
+    """Whether this is a matrix product. Only these count as FLOPs of a config."""
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs over bytes; None where the phase moves no bytes."""
+        """FLOPs per byte. None if the phase moves no bytes."""
         return self.flops / self.bytes if self.bytes else None
 
 
 def score_count(config: Config) -> int:
-    """Scores that one head must compute: with `causal` those that torch's is_causal keeps (aligned
-    top left, query row i sees the keys up to i), else all. What a mask tensor hides is not known
-    from the config and counts as computed.
+    """Count the scores that one head must compute.
+
+    With `causal`, these are the scores that torch's is_causal keeps: aligned to the top left, query
+    row i attends to the keys up to i. Scores that a mask tensor hides count, because a config does
+    not contain the mask's values.
     """
     rows, columns = config.seq_len_q, config.seq_len_kv
     if not config.causal:
@@ -132,12 +135,12 @@ def score_count(config: Config) -> int:
 
 
 def flops(config: Config, convention: str = "exact") -> int:
-    """FLOPs of the matrix products of one call, a multiply-add counted as two.
+    """Return the FLOPs of the matrix products of one call. A multiply-add counts as two.
 
-    `exact`: 2 products over the scores that are needed, and with bwd 5 more (QK^T once again, dV,
-    dP, dQ, dK). `flash-attention`: as that project's benchmarks count, causal as half of a square
-    (aligned bottom right where the lengths differ), backward as 2.5 times the forward. Query heads
-    count, key-value heads do not. Raises UsageError for an unknown convention.
+    `exact` counts 2 products over the required scores, and with bwd 5 more (QK^T again, dV, dP, dQ,
+    dK). `flash-attention` counts like that project's benchmarks: causal as half of a square
+    (aligned to the bottom right if the lengths differ), backward as 2.5 times the forward. Query
+    heads count, key-value heads do not. Raise UsageError for an unknown convention.
     """
     if convention == "exact":
         scores = 2 * config.output_batch * config.num_heads * score_count(config)
@@ -155,10 +158,12 @@ def flops(config: Config, convention: str = "exact") -> int:
 
 
 def compulsory_bytes(config: Config) -> int:
-    """Bytes that a call must move if every input is read once and every output written once. With
-    bwd the log-sum-exp goes out and in, Q, K, V, mask and output go in again with the output's
-    gradient, and the gradients of Q, K, V (and of a float_grad mask) go out. Raises UsageError for
-    a config without a dtype.
+    """Return the bytes that a call must move if every input is read once and every output is
+    written once.
+
+    With bwd, the log-sum-exp is written and read, Q, K, V, mask and output are read again with the
+    output's gradient, and the gradients of Q, K, V and of a float_grad mask are written. Raise
+    UsageError if the config has no dtype.
     """
     tensors = tensor_bytes(config)
     again = tensors.forward + tensors.statistics if config.bwd else 0
@@ -166,8 +171,8 @@ def compulsory_bytes(config: Config) -> int:
 
 
 def working_set_bytes(config: Config) -> int:
-    """Bytes of all tensors that a call must touch, each once however often it is read: what has
-    to fit in a cache for a repeated call to stay in it.
+    """Return the bytes of all tensors of a call, each counted once. If a cache of this size holds
+    them, repeated calls do not read from memory.
     """
     tensors = tensor_bytes(config)
     if not config.bwd:
@@ -176,11 +181,14 @@ def working_set_bytes(config: Config) -> int:
 
 
 def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
-    """The steps of one call in order. Fused, without a score_dtype: scores stay on the chip, so
-    QK^T moves Q and K, PV moves V and the output, and only scores that are needed are computed. The
-    mask is read by the softmax phase. Unfused: each step reads and writes whole score matrices in
-    score_dtype, causal saves nothing, and K and V of grouped heads are repeated. Narrower inputs are
-    cast first, as PyTorch's math casts 16-bit ones to fp32. Raises UsageError without a dtype.
+    """Return the steps of one call in order. Raise UsageError if the config has no dtype.
+
+    Without `score_dtype`, attention is fused: scores stay on the chip, QK^T moves Q and K, PV moves
+    V and the output, and only the required scores are computed. The softmax phase reads the mask.
+
+    With `score_dtype`, it is unfused: each step reads and writes whole score matrices in that
+    dtype, causal saves nothing, and K and V of grouped heads are repeated. Narrower inputs are cast
+    first, as PyTorch's math backend casts 16-bit inputs to fp32.
     """
     return _fused(config) if score_dtype is None else _unfused(config, score_dtype)
 
@@ -199,7 +207,7 @@ def _fused(config: Config) -> tuple[Phase, ...]:
     )
     if not config.bwd:
         return forward
-    gradients = tensors.gradients - query - key - value  # those of dV, dP, dQ, dK apart
+    gradients = tensors.gradients - query - key - value  # without those of dV, dP, dQ, dK
     delta = 2 * heads * config.seq_len_q * config.value_dim
     return (
         *forward,

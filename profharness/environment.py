@@ -1,5 +1,5 @@
-"""The NVIDIA driver and GPU as NVML sees them, without torch, the extras that are installed, and
-the variables that are recorded.
+"""The environment of a measurement without torch: the NVIDIA driver and GPUs from NVML, installed
+extras, and the recorded variables.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-CHANGED = ", changed"  # behind the commit of a work tree whose file is not as committed
+CHANGED = ", changed"  # follows the commit of a work tree whose file differs from it
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Optional packages of pyproject.toml. modules: name to import -> name to install."""
+    """Optional packages of pyproject.toml."""
 
     modules: dict[str, str]
+    """Name to import -> name to install."""
     purpose: str
 
 
@@ -43,19 +44,19 @@ EXTRAS = {
 
 
 def lacking(extra: str) -> list[str]:
-    """The packages of an extra that are not installed. None of them is imported whole."""
+    """Return the packages of an extra that are not installed, without importing them."""
     return [package for name, package in EXTRAS[extra].modules.items() if not _is_installed(name)]
 
 
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):  # its package is missing, or hidden
+    except (ImportError, ValueError):  # the parent package is missing or hidden
         return False
 
 
 def installed_versions(extra: str) -> str:
-    """`altair 6.3.0, vl-convert-python 1.9.0`: what is installed of an extra."""
+    """Return the installed versions of an extra, such as `altair 6.3.0, vl-convert-python 1.9.0`."""
     versions = []
     for package in EXTRAS[extra].modules.values():
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -65,7 +66,7 @@ def installed_versions(extra: str) -> str:
 
 @contextlib.contextmanager
 def _opened_nvml() -> Iterator[Any]:
-    """The pynvml module, initialised within the block; None without the package or a driver."""
+    """Yield the initialized pynvml module, or None without the package or a driver."""
     try:
         import pynvml
 
@@ -80,40 +81,41 @@ def _opened_nvml() -> Iterator[Any]:
 
 
 def hashed_key(text: str) -> str:
-    """Stands for a host's name or a GPU's UUID where neither is to be kept."""
+    """Return a hash that replaces a host name or a GPU's UUID in records."""
     return blake2b(
         text.lower().encode(errors="replace"), digest_size=6, person=b"profharness"
     ).hexdigest()
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version; None without a driver."""
+    """Return the version of the NVIDIA driver, or None without one."""
     with _opened_nvml() as nvml:
         return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-MIG = "MIG-"  # begins the UUID of an instance
+MIG = "MIG-"  # prefix of a MIG instance's UUID
 
 
 @dataclass(frozen=True)
 class VisibleGpu:
-    """One GPU, or MIG instance, that CUDA shows to this process. bus is its PCI address as sysfs has it."""
+    """A GPU or MIG instance that CUDA exposes to this process."""
 
     uuid: str
     name: str
     memory_bytes: int
     bus: str
+    """PCI address in sysfs's format."""
 
     @property
     def key(self) -> str:
-        """What is recorded of the UUID: the same for the same GPU, and not the UUID."""
+        """Hash of the UUID, for records."""
         return hashed_key(self.uuid)
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, else in that of their PCI addresses.
-    The MIG instances of a GPU stand in its place.
+    """Return the GPUs of CUDA_VISIBLE_DEVICES in its order, or all in the order of their PCI
+    addresses. A GPU with MIG instances is replaced by them.
     """
     with _opened_nvml() as nvml:
         if nvml is None:
@@ -122,23 +124,23 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
         with contextlib.suppress(nvml.NVMLError):
             gpus = [[] for _ in range(nvml.nvmlDeviceGetCount())]
         for index in range(len(gpus)):
-            # one that is lost is left out, and the others keep their numbers
+            # a lost GPU is omitted, and the others keep their indices
             with contextlib.suppress(nvml.NVMLError):
                 gpus[index] = _instances(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
         return _chosen(gpus)
 
 
 def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
-    """A GPU, then its MIG instances."""
+    """Return a GPU, then its MIG instances."""
     parts = [handle]
-    with contextlib.suppress(Exception):  # no MIG on this GPU or driver
+    with contextlib.suppress(Exception):  # this GPU or driver has no MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:
             for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with contextlib.suppress(nvml.NVMLError):  # a place without an instance
+                with contextlib.suppress(nvml.NVMLError):  # an empty slot
                     parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
     bus = ""
     with contextlib.suppress(Exception):
-        # sysfs writes four digits of the domain where NVML writes eight
+        # sysfs writes four digits of the PCI domain, NVML eight
         bus = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
     return [
         VisibleGpu(
@@ -152,10 +154,10 @@ def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
 
 
 def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
-    """What CUDA_VISIBLE_DEVICES names, by index or by how a UUID begins; a name that fits nothing
-    ends the list, as in CUDA.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by index or by UUID prefix. As in CUDA, the
+    first entry that matches nothing ends the list.
     """
-    # a GPU that is parted computes by its instances alone
+    # a partitioned GPU computes only through its instances
     whole = [gpu[1:] or gpu for gpu in gpus]
     names = os.environ.get(VISIBLE)
     if names is None:
@@ -174,7 +176,9 @@ def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
 
 
 def gpu_handle(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of the GPU with that UUID, of a MIG instance its whole GPU's. Raises NVMLError."""
+    """Return NVML's handle of the GPU with this UUID, or of the GPU that contains this MIG
+    instance. Raise NVMLError.
+    """
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
     if uuid.startswith(MIG):
         return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
@@ -182,12 +186,12 @@ def gpu_handle(nvml: Any, uuid: str) -> Any:
 
 
 def gpu_present() -> bool:
-    """Whether there is an NVIDIA GPU for this process."""
+    """Return whether this process can use an NVIDIA GPU."""
     return bool(visible_gpus())
 
 
 def gpu_name() -> str | None:
-    """The name of the first GPU for this process as CUDA gives it; None without one."""
+    """Return the CUDA name of this process's first GPU, or None."""
     return next((gpu.name for gpu in visible_gpus()), None)
 
 
@@ -195,8 +199,8 @@ def _text(answer: str | bytes) -> str:
     return answer.decode() if isinstance(answer, bytes) else answer
 
 
-# The variables that change dispatch or speed; no others are recorded. Not CUDA_VISIBLE_DEVICES: which
-# GPU it was stands in `gpu_key`.
+# The recorded variables, which change dispatch or speed. CUDA_VISIBLE_DEVICES is not among them:
+# `gpu_key` identifies the GPU.
 RELEVANT_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -1,6 +1,4 @@
-"""Every error that profharness raises on purpose; a message says what failed, on what, and what to
-do.
-"""
+"""The exceptions of profharness. A message contains what failed, on which object, and a remedy."""
 
 from __future__ import annotations
 
@@ -9,8 +7,10 @@ from pathlib import Path
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Return a text of anybody's for a terminal: escapes stand for what does not print, such as control
-    characters, marks that turn the direction of text around, invisible ones and lone surrogates.
+    """Return untrusted text in a printable form.
+
+    Control characters, bidirectional marks, invisible characters and lone surrogates are replaced
+    by escapes.
     """
     if text.isprintable():
         return text
@@ -21,57 +21,57 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a printable text on one line, with single spaces for line breaks and tabs."""
+    """Return printable text on one line, with single spaces for line breaks and tabs."""
     return text if text.isprintable() else printable(" ".join(text.split()))
 
 
 def shown(path: str | Path) -> str:
-    """Return a path as one line that any terminal and any store takes."""
+    """Return a path as one printable line."""
     return printable(str(path), kept="")
 
 
 def few(names: Collection[str], most: int) -> str:
-    """The first names, and how many more there are."""
+    """Join the first `most` names, and append how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(list(names)[:most]) + more
 
 
 class ProfharnessError(Exception):
-    """Base of all errors with a remedy; the command line prints it and exits with `exit_code`."""
+    """Base of all errors with a remedy. The command line prints it and exits with `exit_code`."""
 
     exit_code = 1
 
 
 class UsageError(ProfharnessError):
-    """The user asked for something that cannot be meant: a bad config token, an unknown backend."""
+    """The user's input is invalid: a bad config token, an unknown backend."""
 
     exit_code = 2
 
 
 class GateError(ProfharnessError):
-    """A gate (`--fail-on`, `--expect`) was not met."""
+    """The condition of a gate (`--fail-on`, `--expect`) is not met."""
 
     exit_code = 3
 
 
 class CaptureError(ProfharnessError):
-    """A run could not be made at all (a single failed cell is a result, not an error)."""
+    """A run could not be made. A single failed cell is a result, not an error."""
 
 
 class UnwritableError(CaptureError):
-    """A run folder cannot be written to; what stands in it can be gone on with."""
+    """A run folder cannot be written. The cells in it can be resumed."""
 
 
 class StoreError(ProfharnessError):
-    """The store is missing, foreign, or newer than this profharness."""
+    """The store is missing, is not one of profharness, or is newer than this version."""
 
 
 class NotFoundError(StoreError):
-    """Nothing in the store answers the question."""
+    """The store contains no answer to the question."""
 
 
 class MissingExtraError(ProfharnessError):
-    """A feature needs a package that is not installed."""
+    """A required package is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(
@@ -80,15 +80,13 @@ class MissingExtraError(ProfharnessError):
 
 
 def pip_line(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml."""
+    """Return the command that installs an extra of pyproject.toml."""
     return f"pip install 'profharness[{extra}]'"
 
 
 class TraceFormatError(ProfharnessError):
-    """A file is not the trace that it should be.
-
-    path is the file, offset the byte (of the uncompressed content) where reading failed, None when
-    the whole file is meant, expected what should have stood there.
+    """A file is not a valid trace. `offset` is the byte in the uncompressed content where reading
+    failed, or None for the whole file. `expected` is what that position should have contained.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class TraceFormatError(ProfharnessError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped a run. folder holds what was done; `profharness capture --resume` goes on."""
+    """The user interrupted a run. `folder` contains the results so far; `capture --resume` continues it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))

@@ -1,6 +1,4 @@
-"""Where files go by default, input files that cannot hang a reader, and output files that appear whole
-or not at all.
-"""
+"""Default paths, input files that never block a reader, and output files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,21 +18,21 @@ import msgspec
 from profharness.errors import UsageError
 
 DEFAULT_STORE = "profharness.db"
-STORE_ID = 0x70726F66  # "prof": the application id by which SQLite tells a store from other files
-STORE_VARIABLE = "PROFHARNESS_STORE"  # names the store where none is given
+STORE_ID = 0x70726F66  # "prof", the application id of a store
+STORE_VARIABLE = "PROFHARNESS_STORE"  # path of the store without --store
 RUNS_FOLDER = Path("traces/runs")
-LOCKS = Path("/tmp")  # not TMPDIR: every user of the host has to look in the same place
+LOCKS = Path("/tmp")  # not TMPDIR: all users of the host must use the same folder
 
-RECORD_BYTES = 100_000_000  # of a file that is read whole
-LINE_BYTES = 16 << 20  # of a file that is read line by line
-JSON_WEIGHT = 6_000_000  # commas, and brackets twice; see `is_heavy`
+RECORD_BYTES = 100_000_000  # limit of files that are read whole
+LINE_BYTES = 16 << 20  # limit of a line
+JSON_WEIGHT = 6_000_000  # commas, plus two per opening bracket
 T = TypeVar("T")
 
 
 class InputFile(io.FileIO):
-    """A regular file of which no more is read than it held when it was opened.
+    """A regular file that ends at the size it had when it was opened.
 
-    So a reader ends, whether the file grows meanwhile or is one of /proc, which says that it is empty.
+    Reading ends even if the file grows, or if it is a file of /proc, whose size is 0.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -47,14 +45,14 @@ class InputFile(io.FileIO):
         return super().readinto(memoryview(buffer).cast("B")[:left]) or 0
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read at most so many bytes, all for a negative number."""
+        """Read at most `size` bytes, or all if it is negative."""
         left = max(0, self.size - self.tell())
         if size is None or size < 0:
             return self.readall()
         return super().read(min(size, left)) or b""
 
     def readall(self) -> bytes:
-        """Read what is left."""
+        """Read the rest."""
         parts = []
         while part := self.read(max(1, self.size - self.tell())):
             parts.append(part)
@@ -62,10 +60,10 @@ class InputFile(io.FileIO):
 
 
 def is_store(path: str | Path) -> bool:
-    """Return whether a file is a store, or SQLite's log of one.
+    """Return whether a file is a store, or a write-ahead log of one.
 
-    SQLite reads the file: closing any other descriptor of a store would release the locks that
-    SQLite holds on it in this process. An immutable connection reads the header alone.
+    SQLite reads the file: closing any other descriptor of a store would release SQLite's locks on
+    it in this process. An immutable connection reads only the header.
     """
     import sqlite3  # most commands that open files open no store
 
@@ -78,16 +76,16 @@ def is_store(path: str | Path) -> bool:
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(uri, uri=True)) as connection,
     ):
-        connection.execute("PRAGMA writable_schema = ON")  # reads a file that is cut short, too
+        connection.execute("PRAGMA writable_schema = ON")  # allows reading a truncated file
         return bool(connection.execute("PRAGMA application_id").fetchone() == (STORE_ID,))
     return False
 
 
 def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
-    """Open a file that a user or a folder names, without waiting for anything.
+    """Open a file named by a user or a folder, without ever blocking.
 
-    Raises OSError for what cannot be opened, for what is no regular file (a folder, a FIFO, a device),
-    for a store, and for a link that leads out of the folder `within`.
+    Raise OSError if the file cannot be opened, is not regular (a folder, a FIFO, a device), is a
+    store, or is a link out of the folder `within`.
     """
     real, flags = os.fspath(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
     try:
@@ -99,7 +97,7 @@ def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
             message = "a store of profharness, not a trace; read it with --store"
             raise OSError(errno.EINVAL, message, os.fspath(path))
         descriptor = os.open(real, flags)
-    except ValueError:  # a NUL
+    except ValueError:  # a NUL in the path
         raise OSError(errno.EINVAL, "no file can have this name", os.fspath(path)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -111,7 +109,7 @@ def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
 
 
 def read_input(path: Path, *, limit: int = RECORD_BYTES, within: Path | None = None) -> bytes:
-    """Return all of a file that `open_input` opens. Raises OSError for one of more than `limit` bytes too."""
+    """Return the content of a file. Raise OSError as `open_input` does, and for more than `limit` bytes."""
     with open_input(path, within=within) as file:
         if file.size > limit:
             raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", os.fspath(path))
@@ -119,7 +117,9 @@ def read_input(path: Path, *, limit: int = RECORD_BYTES, within: Path | None = N
 
 
 def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
-    """Yield the lines of a file that `open_input` opens. Raises OSError for one of more than LINE_BYTES too."""
+    """Yield the lines of a file. Raise OSError as `open_input` does, and for a line of more than
+    LINE_BYTES.
+    """
     with io.BufferedReader(open_input(path, within=within), 1 << 20) as file:
         while line := file.readline(LINE_BYTES + 1):
             if len(line) > LINE_BYTES:
@@ -128,19 +128,19 @@ def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
 
 
 def read_json(path: Path, kind: type[T], *, within: Path | None = None) -> T:
-    """Decode a JSON file. Raises OSError as `read_input` does, and what `decode_json` raises."""
+    """Decode a JSON file. Raise OSError as `read_input` does, and the errors of `decode_json`."""
     return decode_json(read_input(path, within=within), kind)
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode JSON to a type. Raises what msgspec raises, and MsgspecError for text that `is_heavy`."""
+    """Decode JSON to a type. Raise msgspec's errors, and MsgspecError for text that `is_heavy`."""
     if is_heavy(data):
         raise msgspec.MsgspecError(f"more than {JSON_WEIGHT:,} values")
     return msgspec.json.decode(data, type=kind)
 
 
 def is_heavy(data: bytes) -> bool:
-    """Whether JSON has so many values that they would fill the memory, told before any is made.
+    """Return whether JSON text has so many values that decoding it would exhaust memory.
 
     A value takes far more memory than its text: a number 40 bytes, an empty list 80.
     """
@@ -150,16 +150,14 @@ def is_heavy(data: bytes) -> bool:
 
 
 def shell_command(*arguments: str, store: Path) -> str:
-    """A command line that works as printed: --store stands in it unless that store is the one meant
-    without it.
-    """
+    """Format a command line that can be run as printed. It contains --store unless `store` is the default."""
     usual = Path(os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
     option = () if store == usual else ("--store", str(store))
     return shlex.join(["profharness", *arguments, *option])
 
 
 def check_output(output: Path, *, force: bool) -> None:
-    """Refuse early, before any work is done, what `atomic_file` would refuse at the end."""
+    """Raise the UsageError that `atomic_file` would raise at its end, before any work is done."""
     if output.exists() and not force:
         raise UsageError(f"{output}: already exists; --force overwrites it")
     if not output.parent.is_dir():
@@ -168,10 +166,10 @@ def check_output(output: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[str | None]:
-    """Hold a lock file; yields None, or who has it where another process does.
+    """Hold a lock file during the block. Yield None, or the name of the process that holds it.
 
-    The system ends the lock with the process, however that ends. The holder may delete the file.
-    Where no file can be locked, nobody is kept out.
+    The system releases the lock when the process ends. The holder may delete the file. If locking
+    is not possible, the block runs without a lock.
     """
     descriptor: int | None = None
     holder: str | None = None
@@ -180,9 +178,9 @@ def exclusive(path: Path) -> Iterator[str | None]:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_file(descriptor, path):
-                os.close(descriptor)  # the holder that has just gone deleted the file
+                os.close(descriptor)  # the previous holder deleted the file
                 descriptor = None
-        # the holder before may have left a longer text
+        # the previous holder's text may be longer
         os.truncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()}".encode())
     except BlockingIOError:
@@ -198,11 +196,11 @@ def exclusive(path: Path) -> Iterator[str | None]:
 
 
 def opened_to_lock(path: Path) -> int | None:
-    """A descriptor to lock by, None where there can be no file: reading suffices, also for a file of
-    another user.
+    """Open a file to lock it. Return None if that is not possible. Files of other users are opened
+    to read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    # a sticky folder lets none open another's to create
+    # in a sticky folder, O_CREAT fails on other users' files
     for more in (0, os.O_CREAT | os.O_EXCL, 0):
         with contextlib.suppress(OSError):
             return os.open(path, flags | more, 0o644)
@@ -210,7 +208,7 @@ def opened_to_lock(path: Path) -> int | None:
 
 
 def locked_now(descriptor: int, kind: int) -> bool:
-    """Take a lock of a kind of `flock` if it can be had at once."""
+    """Take a lock of this `flock` kind if it is free."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
@@ -219,7 +217,7 @@ def locked_now(descriptor: int, kind: int) -> bool:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has that name."""
+    """Return whether `path` is still the name of an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -228,14 +226,13 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
-    """A binary file that appears under its name only when the block ends well; until then any old
-    one stays.
+    """Open a binary file that replaces `output` only if the block succeeds.
 
-    Raises UsageError when the file is there (even if it came to be meanwhile) and force is not
-    given, or cannot be written.
+    Raise UsageError if the file cannot be written, or if it exists at the end and `force` is not
+    set.
     """
     check_output(output, force=force)
-    # two may write one output at a time, and hosts that share a folder share no process ids
+    # Two processes may write the same output. Process ids are not unique across hosts.
     temporary = output.with_name(f".{output.name}.{os.urandom(6).hex()}.part")
     try:
         file = temporary.open("xb")
@@ -253,8 +250,7 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
 
 
 def _put(temporary: Path, output: Path, *, force: bool) -> None:
-    """Give the finished file its name; without force by a hard link, which never replaces an
-    existing one."""
+    """Rename the finished file. Without `force`, use a hard link, which never replaces a file."""
     if force:
         temporary.replace(output)
         return
@@ -263,5 +259,5 @@ def _put(temporary: Path, output: Path, *, force: bool) -> None:
     except FileExistsError:
         raise UsageError(f"{output}: already exists; --force overwrites it") from None
     except OSError:
-        # A file system without hard links.
+        # the file system has no hard links
         temporary.replace(output)

@@ -1,4 +1,4 @@
-"""The log that PROFHARNESS_LOG asks a worker for: what was compiled, and what came from a cache."""
+"""The worker's log of compilations and cache hits, enabled by PROFHARNESS_LOG."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def log_wanted() -> bool:
-    """Whether the environment asks for a log."""
+    """Return whether PROFHARNESS_LOG is set."""
     return bool(os.environ.get(LOG_VARIABLE))
 
 
 def start_log() -> None:
-    """Send what loggers of `profharness` say at the wanted level to stderr, a worker's worker.log;
-    those of torch stay as they are. Raises ValueError for a level that there is not.
+    """Log messages of profharness's loggers at the requested level to stderr, which is worker.log
+    in a worker. torch's loggers are unchanged. Raise ValueError for an unknown level.
     """
     level = os.environ.get(LOG_VARIABLE, "")
     if not level:
