@@ -9,7 +9,9 @@ from profharness.answers.atlas.data import Atlas
 from profharness.answers.atlas.features import sizes, with_shapes
 from profharness.answers.atlas.kernels import Formula
 
-train = pytest.importorskip("atlas_train", reason="needs the extra `train`")
+train = pytest.importorskip(
+    "atlas_train", reason="needs scikit-learn and lightgbm (the extra `train`)"
+)
 
 
 def test_tree_separates_classes_at_round_numbers() -> None:
