@@ -1,7 +1,7 @@
-"""A lane: one GPU of one host, or some cores of it, and what runs a group there.
+"""A lane: one GPU of one host, or some of its cores, and the function that runs a group there.
 
-`run_group` is a function of a module that takes and gives plain values, so that any transport can
-call it on any host. The group runs in a child that ends with the thread that called.
+`run_group` takes and returns plain values, so that any transport can call it on any host. The group
+runs in a child process that ends with the calling thread.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ LAST_WORDS = 500
 ENDED_S = 2.0
 
 Plain = dict[str, Any]
-_children: set[subprocess.Popen[bytes]] = set()  # that run the groups of this process
+_children: set[subprocess.Popen[bytes]] = set()  # running groups for this process
 
 
 def describe_lane(uuid: str | None = None) -> Plain:
-    """The lane that this process is, or the one of the GPU with that UUID. problems: why none can run."""
+    """Describe the lane of this process, or of the GPU with the given UUID.
+
+    `problems` lists the reasons why the lane cannot run anything.
+    """
     gpus = visible_gpus()
     gpu = next((each for each in gpus if uuid in (None, each.uuid)), None)
     problems = [] if gpu or uuid is None else [f"the GPU {uuid} does not answer"]
@@ -62,7 +65,7 @@ def describe_lane(uuid: str | None = None) -> Plain:
 
 
 def host_key() -> str:
-    """What stands for this host as long as it is up; neither its name nor its address."""
+    """Return a key of this host that lasts until its next boot and reveals no name or address."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -70,7 +73,7 @@ def host_key() -> str:
 
 
 def own_part(final: Path) -> Path:
-    """Where the lanes of this host run a group until it is whole."""
+    """Return the folder in which the lanes of this host run a group until it is finished."""
     return final.with_name(f"{final.name}.{host_key()}{PART}")
 
 
@@ -79,13 +82,14 @@ def run_group(
     on_step: Callable[[Plain], None] = lambda _: None,
     on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
 ) -> Plain:
-    """Run a group of `make_spec` and tell what came of it: group, folder, seconds, attempt, error
-    (None where it is whole), lost (why the lane can do nothing more), and where the spec has `pack`
-    the folder's bytes and hash, of a group that failed those of its part. on_step hears of its cells,
-    on_start of the child.
+    """Run a group made by `make_spec` and return its outcome; raise nothing.
 
-    A spec may have `uuid`, the GPU to run on, `gpu_key`, how to know it again, and `cpus`, the cores.
-    Nothing is raised: what fails is the error.
+    The outcome has the keys `group`, `folder`, `seconds`, `attempt`, `error` (None on success) and
+    `lost` (why the lane cannot run anything more, or None). If the spec sets `pack`, it also has
+    the folder as bytes, and their hash; of a failed group, those of its partial results.
+
+    The spec may contain `uuid` (the GPU to run on), `gpu_key` (its key) and `cpus` (the cores to
+    use). `on_step` gets the progress of the cells, `on_start` the child process.
     """
     begin = time.monotonic()
     final = Path(spec["root"]) / spec["group"]
@@ -100,7 +104,7 @@ def run_group(
     except OSError as error:
         outcome["error"] = outcome["lost"] = str(error)
     except Exception as error:
-        # a fault of this program: whoever called has to hear of it all the same
+        # a bug in this program must still reach the caller
         outcome["error"] = f"{type(error).__name__}: {error}"
     return {
         "group": spec["group"],
@@ -120,13 +124,13 @@ def _in_child(
     part = own_part(Path(spec["root"]) / spec["group"])
     if spec.get("uuid"):
         environment[VISIBLE] = spec["uuid"]
-    # ncu keeps others off by a file in TMPDIR, whatever GPU it profiles
+    # ncu's lock file in TMPDIR excludes other ncu processes, even on other GPUs
     own = tempfile.mkdtemp(prefix="profharness-") if "ncu" in spec["run"]["profilers"] else None
     if own:
         environment["TMPDIR"] = own
     root = Path(spec["root"])
     root.mkdir(parents=True, exist_ok=True)
-    # beside the part, which the child may replace
+    # not inside the part, which the child may replace
     log = root / f".{spec['group']}.{host_key()}.log"
     with log.open("wb") as errors:
         child = start_python(
@@ -140,7 +144,7 @@ def _in_child(
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps({**spec, "part": str(part)}).encode())
         for line in child.stdout:
-            with contextlib.suppress(ValueError):  # a line that its end cut short
+            with contextlib.suppress(ValueError):  # a line cut short by a crash
                 row = json.loads(line)
                 if "error" in row:
                     outcome = row
@@ -168,10 +172,10 @@ def _in_child(
 
 
 def run_spec(text: str) -> Plain:
-    """`run_group` for a spec as the text of its JSON, which a transport has no need to look into.
+    """Run a group whose spec is JSON text, which saves the transport from inspecting it.
 
-    It may have `seen`, a file of the campaign: a lane that does not see it works below `scratch`, and
-    packs what is done.
+    If the spec names a campaign file under `seen` that this host cannot see, the group runs below
+    `scratch` and the finished folder is packed.
     """
     spec = json.loads(text)
     if "seen" in spec and not Path(spec["seen"]).exists():
@@ -180,6 +184,6 @@ def run_spec(text: str) -> Plain:
 
 
 def end_groups(at_once: bool) -> None:
-    """End what this process runs: in order, or at once. Does not wait for it."""
+    """Signal the child processes of this process to end, or kill them. Do not wait for them."""
     for child in tuple(_children):
         kill_group(child, signal.SIGKILL if at_once else signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Lanes of this host: one a visible GPU, or some cores each. A thread waits for the child of each."""
+"""Lanes of this host: one per visible GPU, or some cores each. A thread waits for each child."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from profharness.jobs.scheduler import OnStep
 from profharness.processes import kill_group
 from profharness.runner.group import SHARED_HOST
 
-OWN = ("uuid", "gpu_key", "cpus")  # of a lane, what its groups run on
-CORES = 2  # that a lane of a GPU has at least, where it has cores of its own
+OWN = ("uuid", "gpu_key", "cpus")  # keys of a lane that say where its groups run
+CORES = 2  # minimum per GPU lane; with fewer, lanes share all cores
 SYSFS = Path("/sys")
 
 Plain = dict[str, Any]
 
 
 def local_lanes(count: int | None, device: str) -> list[Plain]:
-    """The lanes of this host, named `gpu 0` or `cpu 0`: one a visible GPU, the first `count` of them;
-    without a GPU, or on device `cpu`, as many as are asked for, or one. Raises UsageError.
+    """Return the lanes of this host, named `gpu 0` or `cpu 0`.
+
+    There is one lane per visible GPU, limited to the first `count`. Without a GPU, or on device
+    `cpu`, there are `count` lanes, or one. Raise UsageError if there are fewer GPUs than `count`.
     """
     gpus = visible_gpus() if device != "cpu" else ()
     if not gpus:
@@ -49,7 +51,10 @@ def local_lanes(count: int | None, device: str) -> list[Plain]:
 
 
 def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]]:
-    """The cores of each GPU's lane, near it and its own; none where each cannot have CORES."""
+    """Return the cores of each GPU's lane, close to the GPU and used by no other lane.
+
+    The lists are empty if some lane would have fewer than CORES.
+    """
     allowed = os.sched_getaffinity(0)
     near = []
     for gpu in gpus:
@@ -62,7 +67,7 @@ def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]
 
 
 def parse_cores(text: str) -> set[int]:
-    """`0-3,8` as the kernel writes a set of cores. Raises ValueError."""
+    """Parse a set of cores as the kernel writes it (`0-3,8`). Raise ValueError."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -71,7 +76,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
-    """CPUs with the threads of a physical core beside each other, so that lanes do not share one."""
+    """Sort CPUs so that threads of a physical core are neighbors and lanes do not share a core."""
 
     def place(cpu: int) -> tuple[int, int]:
         path = sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -84,8 +89,9 @@ def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
 
 
 def shared_out(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
-    """Equal parts of the cores for the lanes that are near the same ones; no lane is bound to cores
-    where some would have fewer than `least`.
+    """Split the cores equally among the lanes that are close to the same ones.
+
+    Return empty lists if some lane would have fewer than `least` cores.
     """
     parts = []
     for index, cores in enumerate(near):
@@ -95,13 +101,13 @@ def shared_out(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
             return [[] for _ in near]
         begin = alike.index(index) * size
         parts.append(list(cores[begin : begin + size]))
-    # one size for all: how many threads torch takes is part of the environment
+    # equal sizes: torch's number of threads is part of a run's environment
     size = min(map(len, parts), default=0)
     return [part[:size] for part in parts]
 
 
 class LocalLanes:
-    """The transport to lanes of this host."""
+    """Transport to lanes of this host."""
 
     def __init__(self, lanes: Sequence[Plain]) -> None:
         shared = [lane for lane in lanes if not lane["cpus"]] if len(lanes) > 1 else []
@@ -109,10 +115,10 @@ class LocalLanes:
         self._lanes = {lane["lane"]: {**lane, **warning} for lane in lanes}
         self._done: queue.SimpleQueue[tuple[str, Plain]] = queue.SimpleQueue()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._told: set[int] = set()  # children that were asked to end
+        self._told: set[int] = set()  # pids of children that got SIGTERM
 
     def lanes(self) -> list[Plain]:
-        """All lanes, in order."""
+        """Return all lanes, in order."""
         return list(self._lanes.values())
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:
@@ -128,17 +134,20 @@ class LocalLanes:
             self._children.pop(name, None)
             self._done.put((name, outcome))
 
-        # daemon: nothing waits for a lane when this process leaves, and the child ends with its thread
+        # daemon: this process can exit at once, and the child ends with its thread
         threading.Thread(target=work, daemon=True, name=name).start()
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
-        """The next lane that is done with its group."""
+        """Return the next finished group and its lane, or None after the timeout."""
         with contextlib.suppress(queue.Empty):
             return self._done.get(timeout=timeout_s)
         return None
 
     def end(self, lane: Plain) -> None:
-        """End the child of a lane and what it runs; its part stays, to be gone on with."""
+        """Terminate a lane's child process and everything it started; kill it the second time.
+
+        The partial result is kept so that it can be resumed.
+        """
         child = self._children.get(lane["lane"])
         if child is not None:
             first = child.pid not in self._told
@@ -146,4 +155,4 @@ class LocalLanes:
             kill_group(child, signal.SIGTERM if first else signal.SIGKILL)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no connection is open."""

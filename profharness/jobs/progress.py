@@ -1,4 +1,4 @@
-"""How far a job is: one line for the Python interface, and how a time that is left is told."""
+"""Progress display for the Python interface, and formatting of durations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from profharness.errors import one_line
 from profharness.runner.supervise import Progress, Step
 
-WIDEST = 100  # of a line of progress
+WIDEST = 100  # characters in a line
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `2.5 h`."""
+    """Format seconds as `40 s`, `12 min` or `2.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -21,8 +21,10 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def shown(wanted: bool | None) -> Iterator[Progress | None]:
-    """A progress that keeps one line up to date: on stderr where that is a terminal, on stdout in a
-    notebook. wanted None: there alone; else always or never.
+    """Yield a progress callback that keeps one line up to date, or None if it is not displayed.
+
+    The line goes to stdout in a notebook and otherwise to stderr. If `wanted` is None, it is
+    displayed only in notebooks and on terminals.
     """
     notebook = hasattr(sys.modules.get("IPython"), "get_ipython") and hasattr(
         sys.modules["IPython"].get_ipython(), "kernel"

@@ -1,4 +1,4 @@
-"""A run folder as bytes, for a lane that does not see the campaign's folder."""
+"""Run folders as bytes, for lanes that do not see the campaign's folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from profharness.run import read_run, unwritable
 from profharness.runner.group import publish
 
 BLOCK = 1 << 20
-UNPACKING = ".unpacking"  # suffix of a folder that is being unpacked
+UNPACKING = ".unpacking"  # suffix of a folder while it is unpacked
 
 
 def content_hash(folder: Path) -> str:
-    """The names and bytes of a folder's regular files as one hash. Hidden files do not count."""
+    """Return a hash of the names and bytes of a folder's regular, visible files."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in _files(folder):
         with open_input(path, within=folder) as file:
@@ -32,7 +32,7 @@ def content_hash(folder: Path) -> str:
 
 
 def pack(folder: Path) -> bytes:
-    """The files that `content_hash` counts, as a tar file without owners and times."""
+    """Return the files that `content_hash` covers as a tar file without owners and times."""
     buffer = io.BytesIO()
     # traces are compressed already
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -45,10 +45,11 @@ def pack(folder: Path) -> bytes:
 
 
 def unpack(data: bytes, folder: Path, expected: str) -> bool:
-    """Make the folder of what `pack` returned, whole or not at all; False where it is there already.
+    """Create a folder from the output of `pack`. Return False if it exists already.
 
-    Raises CaptureError for what leaves the folder, is no regular file, has another hash or no record of
-    a run; UnwritableError for a folder that nothing can be written to.
+    The folder appears complete or not at all. Raise CaptureError for a member that is no regular
+    file or leads outside, for another hash, or if there is no run record. Raise UnwritableError if
+    nothing can be written.
     """
     if folder.exists():
         return False
@@ -63,7 +64,7 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
     except (tarfile.TarError, TraceFormatError) as error:
         raise CaptureError(f"{folder}: what the lane sent is no run folder: {error}") from None
     except OSError as error:
-        # of the campaign: that is where one goes on
+        # name the campaign's folder, which the user can resume
         raise unwritable(folder.parent.parent, f"{folder.name}: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -74,7 +75,7 @@ def _extract(data: bytes, part: Path) -> None:
         for member in archive:
             name = PurePosixPath(member.name)
             plain = member.isreg() and not member.issparse() and "\0" not in member.name
-            # no name that `_files` would pass over: the hash says nothing of it
+            # `_files` skips hidden names, so the hash does not cover them
             hidden = any(part.startswith(".") for part in name.parts)
             if not plain or name.is_absolute() or hidden or not name.parts:
                 raise CaptureError(f"what the lane sent holds {member.name!r}, which is refused")
@@ -89,7 +90,7 @@ def _extract(data: bytes, part: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The regular files below a folder with their names in it, in the order of these."""
+    """Yield the names and paths of the visible regular files below a folder, sorted by name."""
     files = {
         path.relative_to(folder).as_posix(): path
         for path in folder.rglob("*")
