@@ -1,1 +1,1 @@
-"""What changed between two backends of a run, or between two runs: kernels paired by role."""
+"""Compare two backends of a run, or two runs: kernels are paired by role."""

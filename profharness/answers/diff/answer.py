@@ -1,4 +1,4 @@
-"""The diff: cells of two sides paired by config, their kernels by role, and a row for each pair."""
+"""Compare the cells of two sides, paired by config, and their kernels, paired by role."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FIELDS = (
 NO_CONFIG = "(no config)"
 MAX_CLOCK_RATIO = 1.05
 LAUNCHES = "profiler launches"
-KERNELS_ROLE = "kernels"  # all of a call, from samples where no trace tells them apart
+KERNELS_ROLE = "kernels"  # all kernels of a call, from samples if a trace does not separate them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class _Cell:
 
 
 def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRESHOLD) -> Diff:
-    """The diff of two sides. They pair by config where both name a backend, else by config and
-    backend; a side that names none takes over the other's. threshold is the smallest relative
-    change that counts.
+    """Compare two sides. They pair by config if both name a backend, else by config and backend. A
+    side without a named backend uses the other's. `threshold` is the smallest relative change that
+    counts.
     """
     if baseline.backend is None or candidate.backend is None:
         backend = baseline.backend or candidate.backend
@@ -97,7 +97,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
 
 
 def _costs(base: _Cell, cand: _Cell) -> Iterable[Cost]:
-    """What a cell of both sides takes besides time."""
+    """Yield the costs other than time of a cell that both sides have."""
     if base.cell is None or cand.cell is None:
         return
     cells = base.cell, cand.cell
@@ -109,7 +109,7 @@ def _costs(base: _Cell, cand: _Cell) -> Iterable[Cost]:
 
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:
-    """One side's cells by what they pair on, in the order of its rows."""
+    """Return one side's cells by the key that they pair on, in the order of its rows."""
     cells: dict[tuple[str, str | None], _Cell] = {}
     for cell in side.cells:
         if side.backend in (None, cell.backend):
@@ -140,7 +140,7 @@ def _diff_pair(
 
 
 def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
-    """A config that only one side has."""
+    """Return the rows of a config that only one side has."""
     here = base or cand
     assert here is not None
     template = DiffRow(
@@ -174,7 +174,7 @@ def _kernel_rows(
     left, right, composite = aligned(grouped(kernels[0]), grouped(kernels[1]))
     rows = []
     unseen = _unseen(base, kernels[0], "baseline") or _unseen(cand, kernels[1], "candidate")
-    # a set has no order, and roles that no table ranks go by their names
+    # A set has no order. Roles without a rank are sorted by name.
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
         sides = left.get(role, ()), right.get(role, ())
         row = _kernel_row(pair | {"role": role}, sides, calls, doubts, threshold, allowance)
@@ -195,7 +195,9 @@ def _sum_rows(
     threshold: float,
     kernels: tuple[tuple[KernelRow, ...], tuple[KernelRow, ...]],
 ) -> list[DiffRow]:
-    """A row on the time of all kernels of a call, where a side has no trace of them any more."""
+    """Return a row for the time of all kernels of a call, if one side no longer has a trace of
+    them.
+    """
     if all(kernels) or base.cell is None or cand.cell is None:
         return []
     sides = base.cell.samples, cand.cell.samples
@@ -205,18 +207,18 @@ def _sum_rows(
 
 
 def _process_times(side: _Cell, kernels: Sequence[KernelRow], calls: int) -> list[float]:
-    """The time of a call's kernels in each process, in ns."""
+    """Return the time of a call's kernels in each process, in ns."""
     traced = call_ns(kernels, calls)
     samples = side.cell.samples.get(KERNEL, ()) if side.cell else ()
     medians = stats.process_medians(samples)
     if not traced:
         return []
-    # of a run of an older version the trace alone tells the first process
+    # in a run of an older version, only the trace has the first process
     return medians if stats.of_first_process(samples) else [traced, *medians]
 
 
 def _unseen(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
-    """Why it is not known what a side launches; None where it is, as after a refusal."""
+    """Return why the launches of a side are unknown. None if they are known, or after a refusal."""
     if kernels or side.cell is None or side.cell.status == "refused":
         return None
     if side.cell.status == "ok":
@@ -262,21 +264,21 @@ def _kernel_row(
 
 
 def _least(rows: Sequence[KernelRow]) -> int:
-    """The calls of launches without a known number of calls: the rarest kernel runs once a call."""
+    """Return the number of calls, if it is not recorded: the rarest kernel runs once per call."""
     return min((row.launches for row in rows), default=1) or 1
 
 
 def incomparable(
     baseline: Side, candidate: Side, base_cell: CellRow | None, cand_cell: CellRow | None
 ) -> tuple[str, ...]:
-    """Why times of the two sides must not be compared; empty when they may be."""
+    """Return why times of the two sides cannot be compared. Empty if they can."""
     base, cand = baseline.environment, candidate.environment
     reasons = []
     for key, text in (("device_type", "kinds of device differ"), ("gpu", "the GPUs differ")):
         if base.get(key) is not None and cand.get(key) is not None and base[key] != cand[key]:
             reasons.append(f"{text} ({base[key]} and {cand[key]})")
     on_cpu = base.get("device_type") == cand.get("device_type") == "cpu"
-    # a CPU does not stand under `gpu`
+    # the key `gpu` does not contain a CPU
     if on_cpu and base.get("cpu") != cand.get("cpu"):
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
     clocks = [cell.clocks.get("sm_mhz", 0) if cell else 0 for cell in (base_cell, cand_cell)]
@@ -286,7 +288,9 @@ def incomparable(
 
 
 def status_row(pair: dict[str, Any], baseline: CellRow, candidate: CellRow) -> DiffRow | None:
-    """How the cells ended; None where both are ok, `same` where both have one status and codes."""
+    """Compare how the cells ended. None if both are ok, `same` if both have the same status and
+    codes.
+    """
     if baseline.status == candidate.status == "ok":
         return None
     statuses = baseline.status, candidate.status
@@ -310,7 +314,7 @@ def call_row(
     doubts: Sequence[str],
     threshold: float,
 ) -> DiffRow:
-    """Latency of the whole call by the first of CALL_MEASUREMENTS that both sides have."""
+    """Compare the latency of the whole call by the first of CALL_MEASUREMENTS that both sides have."""
     differing = [
         Change(name, *values)
         for name in ("sdpa_op", "choice", "peak_memory_bytes")
@@ -337,7 +341,7 @@ def _timed_row(
     doubts: Sequence[str],
     threshold: float,
 ) -> DiffRow:
-    """The row with the verdict on the samples of one measurement, which both sides have."""
+    """Return the row with a verdict on the samples of one measurement, which both sides have."""
     base, cand = baseline[basis], candidate[basis]
     compared = stats.compare(base, cand, threshold=threshold)
     return replace(
@@ -352,7 +356,7 @@ def _timed_row(
 
 
 def _of_one_side(baseline: CellRow, candidate: CellRow, basis: str) -> tuple[str, ...]:
-    """What clocks and lanes beside say against the times of one side, and not against the other's."""
+    """Return the doubts from clocks and parallel lanes that affect the times of only one side."""
     sides = {
         side: (*clock_doubts(cell.clocks), *host_doubts(cell, basis))
         for side, cell in (("baseline", baseline), ("candidate", candidate))
@@ -364,7 +368,7 @@ def _of_one_side(baseline: CellRow, candidate: CellRow, basis: str) -> tuple[str
 
 
 def _codes(cell: CellRow) -> tuple[str, ...]:
-    # other reasons are a difference, another order of them is none
+    # other reasons are a difference, another order of them is not
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 
@@ -374,14 +378,15 @@ def _ending(cell: CellRow) -> str:
 
 
 def grouped(rows: Iterable[KernelRow]) -> Groups:
-    """The rows of one cell by role, in the order of ROLES."""
+    """Group the rows of one cell by role, in the order of ROLES."""
     groups = by_role(rows)
     return {name: tuple(groups[name]) for name in sorted(groups, key=role_order)}
 
 
 def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
-    """Both sides in the same terms, and which roles are composite. A fused kernel against math
-    kernels is one row a direction; products that one side cannot tell apart are one row on both.
+    """Express both sides in the same roles, and return which roles are composite. A fused kernel
+    against math kernels is one row per direction. Products that one side cannot separate are one
+    row on both.
     """
     composite: set[str] = set()
     for name, math, whole in COMPOSITES:
@@ -400,14 +405,16 @@ def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[st
 def common_profiler(
     baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]
 ) -> tuple[str | None, str | None]:
-    """The profilers to compare, one that both sides have if possible, as TRACE_PROFILERS rank."""
+    """Return the profilers to compare: one that both sides have if possible, in the order of
+    TRACE_PROFILERS.
+    """
     base, cand = {row.profiler for row in baseline}, {row.profiler for row in candidate}
     both = _preferred(base & cand)
     return (both, both) if both else (_preferred(base), _preferred(cand))
 
 
 def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tuple[Change, ...]:
-    """The identity and launch properties that differ; an unknown value is no change."""
+    """Return the identity and launch properties that differ. An unknown value is no change."""
     sides = [[_properties(row) for row in rows] for rows in (baseline, candidate)]
     if Counter(sides[0]) == Counter(sides[1]):
         return ()
@@ -426,7 +433,9 @@ def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tu
 
 
 def call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
-    """Median launch time times launches per call, summed over rows; None where a time is missing."""
+    """Return median launch time times launches per call, summed over rows. None if a time is
+    missing.
+    """
     return _summed(rows, [row.duration_ns for row in rows], calls) if rows else None
 
 
@@ -437,9 +446,8 @@ def speed(
     threshold: float,
     allowance: float | None = None,
 ) -> tuple[Verdict, str]:
-    """same, faster, slower or unknown from the launches' medians and ranges, and the reason.
-
-    allowance: the ratio above 1 by which like processes differ, None where nobody knows.
+    """Return same, faster, slower or unknown from the launches' medians and ranges, and the reason.
+    `allowance` is the ratio above 1 by which equal processes differ, or None if unknown.
     """
     times = call_ns(baseline, calls[0]), call_ns(candidate, calls[1])
     if not times[0] or not times[1]:
@@ -472,7 +480,7 @@ def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
 
 def _preferred(profilers: set[str]) -> str | None:
     ranked = (name for name in TRACE_PROFILERS if name in profilers)
-    # the least name, for a set has no first
+    # the smallest name, as a set has no first element
     return next(ranked, min(profilers, default=None))
 
 
@@ -483,7 +491,7 @@ def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
 
 
 def _summed(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> float | None:
-    """A time of each row, times its launches per call, summed; None if one is not known."""
+    """Sum a time of each row times its launches per call. None if a time is unknown."""
     present = [time for time in times if time is not None]
     if len(present) < len(rows):
         return None
@@ -493,6 +501,6 @@ def _summed(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> f
 
 
 def _properties(row: KernelRow) -> tuple[Any, ...]:
-    """The values of FIELDS; the tile is in the kernel's name."""
+    """Return the values of FIELDS. The tile is part of the kernel's name."""
     tile = parse_kernel_name(row.kernel, row.kernel_kind).tile
     return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)

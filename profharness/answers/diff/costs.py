@@ -1,4 +1,6 @@
-"""What a cell takes besides time, on both sides of a diff: peak memory, launches, and whether it runs."""
+"""Costs of a cell other than time, on both sides of a diff: peak memory, launches, and whether it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from profharness.answers.roles import launches_per_call
 from profharness.rows import CellRow, KernelRow
 
 MEMORY_THRESHOLD = 0.01
-"""Peaks repeat to the byte; an allocation is rounded up to 512 of them."""
+"""Peaks are repeatable to the byte. An allocation is rounded up to 512 bytes."""
 
 
 def memory_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
-    """Peak memory, where both sides tell it: a CPU does not."""
+    """Compare peak memory, if both sides report it. A CPU does not."""
     peaks = baseline.peak_memory_bytes, candidate.peak_memory_bytes
     if peaks[0] and peaks[1]:
         same = not stats.beyond(peaks[1] / peaks[0], MEMORY_THRESHOLD)
@@ -27,8 +29,8 @@ def launch_cost(
     kernels: tuple[Sequence[KernelRow], Sequence[KernelRow]],
     calls: tuple[int, int],
 ) -> Iterator[Cost]:
-    """Launches of one call, copies included, where one profiler saw both sides. calls: those of a side
-    whose rows do not tell.
+    """Compare the launches of one call, including copies, if one profiler recorded both sides.
+    `calls` are those of a side whose rows do not have them.
     """
     if all(kernels) and kernels[0][0].profiler == kernels[1][0].profiler:
         counts = [
@@ -40,7 +42,7 @@ def launch_cost(
 
 
 def refusal_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
-    """Whether one side alone refuses what the other one runs."""
+    """Report a config that only one side refuses."""
     statuses = baseline.status, candidate.status
     verdicts: dict[tuple[str, str], CostVerdict] = {
         ("ok", "refused"): "refused",

@@ -1,5 +1,5 @@
-"""The diff of two programs: their attention calls paired layer by layer, with what ran before and
-after and what it cost.
+"""Compare two programs: attention calls paired layer by layer, with what ran and its time on both
+sides.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ from profharness.answers.layers import (
 from profharness.config import Config, parse_config
 from profharness.rows import UNTRACED, CallRow
 
-# What wraps a model and is no layer of it: torch.compile, DistributedDataParallel.
+# Wrappers around a model that are not layers of it: torch.compile, DistributedDataParallel.
 WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """The like calls of one layer. name is its module without wrappers, else None; place counts the
-    sites of a config whose calls have no module.
-    """
+    """The calls of one layer with one shape and direction."""
 
-    name: str | None
-    place: int
+    name: str | None  # module without wrappers, else None
+    place: int  # number of the site among those of its config, for calls without a module
     shape: Hashable
     core: Hashable
     direction: str
@@ -62,12 +60,13 @@ class _Site:
 
 
 SIDES = ("baseline", "candidate")
-RECORDED = ("asked", "choice", "mask")  # of a kind of call, by the observer alone
+RECORDED = ("asked", "choice", "mask")  # recorded by the observer only, for a group of calls
 _Times = tuple[int, int | None] | None
 _Pair = tuple[list[_Site], list[_Site]]
 
-# How sites pair, the strictest way first: a layer may be compiled, have another mask or repeat its
-# key-value heads on one side; names say nothing where one side has none, or names of another kind.
+# Keys by which sites pair, the strictest first. On one side a layer may be compiled, have another
+# mask or repeat its key-value heads. Names are ignored if one side has none or names of another
+# kind.
 _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
     lambda site: (site.name or site.place, site.shape),
     lambda site: (site.pattern, site.shape),
@@ -78,8 +77,9 @@ _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
-    """A row for the like layers of both sides, in the baseline's order; what only one has is `added`
-    or `removed`. threshold is the smallest relative change of a time that counts.
+    """Return one row per group of equal layers of both sides, in the baseline's order. A layer of
+    one side is `added` or `removed`. `threshold` is the smallest relative change of a time that
+    counts.
     """
     whole = not (baseline.calls and candidate.calls)
     pairs, removed, added = _paired(_sites(baseline, whole), _sites(candidate, whole))
@@ -101,7 +101,9 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
 
 
 def layers_beside(programs: Sequence[Program]) -> tuple[LayersBeside, ...]:
-    """A row for the like layers of several programs, in the order of the first that has them."""
+    """Match layers of several programs. Return one row per group of equal layers, in the order of
+    the first program that has them.
+    """
     whole = not all(program.calls for program in programs)
     tracks: list[list[list[_Site]]] = []
     for place, program in enumerate(programs):
@@ -110,7 +112,7 @@ def layers_beside(programs: Sequence[Program]) -> tuple[LayersBeside, ...]:
         pairs, _, added = _paired(heads, _sites(program, whole))
         for left, right in pairs:
             kept, *rest = (owners[id(head)] for head in left)
-            for track in rest:  # layers that names do not tell apart are one
+            for track in rest:  # layers that their names do not distinguish are one row
                 kept[:] = [[*sites, *more] for sites, more in zip(kept, track, strict=True)]
             tracks = [track for track in tracks if not any(track is other for other in rest)]
             kept[place] += right
@@ -127,7 +129,9 @@ def layers_beside(programs: Sequence[Program]) -> tuple[LayersBeside, ...]:
 
 
 def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> LayersBeside:
-    """Like layers of the programs as one row; tracks: the sites of each layer by program."""
+    """Return equal layers of the programs as one row. `tracks` are the sites of each layer by
+    program.
+    """
     calls = [_calls(chain.from_iterable(sites)) for sites in zip(*tracks, strict=True)]
     sides = [
         _side(program, own) if own else None for program, own in zip(programs, calls, strict=True)
@@ -149,8 +153,8 @@ def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) ->
 
 
 def _sites(program: Program, whole: bool) -> list[_Site]:
-    """The layers of a program, in the order of their first calls. whole: what no trace shows counts
-    too, for a side has no trace.
+    """Return the layers of a program, in the order of their first calls. With `whole`, calls
+    without a trace count too, because a side has no trace.
     """
     calls_by_site: dict[_Site, list[CallRow]] = {}
     seen: Counter[Hashable] = Counter()
@@ -171,8 +175,8 @@ def _sites(program: Program, whole: bool) -> list[_Site]:
 
 
 def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
-    """(what a config computes, less its dtype and strides; its sizes without masks and groups). A
-    decoding call has any number of keys.
+    """Return (the config without dtype and strides, its sizes without masks and groups). The number
+    of keys of a decoding call is left out.
     """
     if config is None:
         dims = tuple(dims for dims in call.dims if dims is not None)
@@ -187,10 +191,9 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
 
 
 def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Site], list[_Site]]:
-    """(pairs in the baseline's order, what only the baseline has, what only the candidate has).
-
-    Sites that agree in a key pair in their order where both sides have as many of them; where names
-    cannot agree, all of them are one.
+    """Return (pairs in the baseline's order, sites of the baseline only, sites of the candidate
+    only). Sites with an equal key pair in order if both sides have the same number of them. If
+    their names cannot be compared, all of them are one pair.
     """
     pairs: list[_Pair] = []
     taken: set[int] = set()
@@ -206,7 +209,7 @@ def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Si
                 pairs += [([site], [other]) for site, other in zip(sites, others, strict=True)]
             else:
                 continue
-            # by identity: a site of one side may equal one of the other
+            # by identity, as sites of the two sides may compare equal
             taken |= {id(site) for site in chain(sites, others)}
         base, cand = ([site for site in sites if id(site) not in taken] for sites in (base, cand))
     # the keys above are sets, which have no order of their own
@@ -228,7 +231,7 @@ def _by(
 
 
 def _named_apart(base: _Site, cand: _Site) -> bool:
-    """Whether names of the two sides cannot agree: one has none, or a path where the other has
+    """Return whether names of the two sides cannot match: one has none, or a path and the other
     classes.
     """
     return base.name is None or cand.name is None or base.dotted != cand.dotted
@@ -248,13 +251,13 @@ def _dtype(call: CallRow) -> str | None:
 
 
 def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
-    """What computed the calls; several where steps differ, None where it is not told."""
+    """Return the backends of the calls, several if steps differ. None if unknown."""
     names = (ran(call) or program.observed.told_of(call, "ran") for call in calls)
     return " and ".join(sorted(set(filter(None, names)))) or None
 
 
 def _told_of(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
-    """What the observer recorded of the calls; several where they differ."""
+    """Return a value that the observer recorded of the calls, several if they differ."""
     values = (program.observed.told_of(call, name) for call in calls)
     return " and ".join(sorted(set(filter(None, values)))) or None
 
@@ -264,7 +267,9 @@ def _calls(sites: Iterable[_Site]) -> list[CallRow]:
 
 
 def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
-    """What like calls of like layers have in common; their middle one by length stands for them."""
+    """Return what equal calls of equal layers have in common. The call of median length represents
+    them.
+    """
     middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
     names = module_names(calls)
     spent = [times for call in calls if (times := _spent(call))]
@@ -288,7 +293,9 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
 
 
 def _points(program: Program, calls: Sequence[CallRow]) -> tuple[tuple[str, float], ...]:
-    """The configs to time in place of calls; none where one of them is not told by its config."""
+    """Return the configs to time instead of the calls. Empty if one of them is not determined by
+    its config.
+    """
     if any(call.config is None or call.reason for call in calls):
         return ()
     traced = [call for call in calls if call.trace != UNTRACED]
@@ -302,7 +309,9 @@ def _length(call: CallRow) -> int:
 
 
 def _spent(call: CallRow) -> tuple[int, int | None] | None:
-    """(forward ns, backward ns) of a call's kernels: no backward is None, as are no kernels."""
+    """Return (forward ns, backward ns) of a call's kernels. The second is None without a backward,
+    and the result is None without kernels.
+    """
     if not call.kernels:
         return None
     backward = [kernel.total_ns for kernel in call.kernels if kernel.direction == "backward"]
@@ -347,7 +356,9 @@ def _row(
 
 
 def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
-    """What differs beside backend and time; of what a program alone tells, what both tell."""
+    """Return differences other than backend and time. Values that only a program records count if
+    both sides have them.
+    """
     steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
     told_alone: tuple[tuple[str, Any, Any], ...] = (
         ("calls a step", steps[0], steps[1]),
@@ -366,7 +377,7 @@ def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
 
 
 def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> list[LayerDiff]:
-    """The like layers that one side has alone."""
+    """Return the layers that only one side has."""
     here, there = ("baseline", "candidate") if verdict == "removed" else ("candidate", "baseline")
     groups: dict[Hashable, list[_Site]] = {}
     for site in sites:
@@ -380,7 +391,7 @@ def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> 
 
 
 def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
-    """The times of single calls, with those of their backward or without."""
+    """Return the times of single calls, with or without those of their backward."""
     measured = [pair for pair in times if pair is not None]
     if not both_ways:
         return [forward for forward, _ in measured]
@@ -390,7 +401,9 @@ def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
 def _speed(
     base: Sequence[int], cand: Sequence[int], threshold: float
 ) -> tuple[float | None, Verdict, str]:
-    """(ratio, verdict, reason) of the times of calls: by a rank test, of few calls by their ranges."""
+    """Return (ratio, verdict, reason) for the times of calls: by a rank test, or by their ranges if
+    there are few.
+    """
     if not base or not cand or not median(base) or not median(cand):
         return None, "unknown", "no times of kernels on both sides"
     times = median(base), median(cand)
@@ -413,7 +426,7 @@ def _speed(
 
 
 def _doubts(baseline: Program, candidate: Program) -> list[str]:
-    """Why times of the two programs must not be compared."""
+    """Return why times of the two programs cannot be compared."""
     devices = baseline.device, candidate.device
     if None not in devices and devices[0] != devices[1]:
         return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
@@ -424,6 +437,6 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
 
 
 def _on_cpu(program: Program) -> bool | None:
-    """Whether ops stand for kernels; None without any."""
+    """Return whether ops take the place of kernels. None without any."""
     names = [kernel.kernel for call in program.calls for kernel in call.kernels]
     return all(name.startswith("aten::") for name in names) if names else None

@@ -1,4 +1,4 @@
-"""The frozen pieces of a diff and its JSON form."""
+"""The records of a diff and their JSON form."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from profharness.rows import CallRow, CellRow, KernelRow, StepRow
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 BACKEND_CHANGED = "backend-changed"
-"""What a gate calls a layer that another backend computes."""
+"""The gate's name for a layer that another backend computes."""
 CostVerdict = Literal["same", "more", "less", "refused", "accepted"]
 COSTS = MEMORY, LAUNCHES, REFUSED = "memory", "launches", "refused"
-"""What a gate calls a candidate that takes more memory or launches, or refuses what the baseline runs."""
+"""The gate's names for a candidate that needs more memory or launches, or refuses what the baseline
+runs.
+"""
 SCHEMA = "profharness.diff/1"
 MIN_LAUNCHES = 3
-RESOLUTION_NS = 64  # two ticks of the 32 ns clock that device timestamps are read from
+RESOLUTION_NS = 64  # two ticks of the 32 ns clock of device timestamps
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The attention calls of a program in traces, its steps, and the name of its GPU if it is known.
-    untraced is a call for each observed kind of which no trace shows some calls.
-    """
+    """The attention calls of a program."""
 
-    calls: tuple[CallRow, ...]
+    calls: tuple[CallRow, ...]  # in traces
     steps: tuple[StepRow, ...] = ()
-    device: str | None = None
+    device: str | None = None  # name of its GPU, if known
+    # one call for each observed kind of which some calls are in no trace
     untraced: tuple[CallRow, ...] = ()
     observed: Observed = field(default_factory=lambda: Observed((), ()))
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a diff. Kernels without a config are grouped by their range. program: the calls of
-    a run that is no capture, None without any.
-    """
+    """One side of a diff. Kernels without a config are grouped by their range."""
 
     label: str
     cells: tuple[CellRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()
     backend: str | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
-    program: Program | None = None
+    program: Program | None = None  # the calls of a run that is no capture
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One differing property of a row; a tuple of values where a side has several kernels."""
+    """A property of a row that differs. A tuple of values if a side has several kernels."""
 
     field: str
     baseline: Any
@@ -63,113 +62,98 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class EnvChange:
-    """One differing key of the environments. explains: what such a change can do, None: nothing."""
+    """A key of the environments that differs."""
 
     key: str
     baseline: Any
     candidate: Any
-    explains: str | None
+    explains: str | None  # what such a change can cause; None: nothing
 
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One role of one config on both sides; role is `call`, `status`, one of answers/roles, or
-    `kernels` for the sum of all.
-    composite: a fused kernel on one side, math kernels on the other. Times are ns per call, ratio
-    is candidate over baseline; basis is what was timed. changed: the kernels' identity, launch
-    properties or status differ, whatever the verdict on the time.
-    """
+    """One role of one config on both sides. Times are ns per call."""
 
     config: str
     backend_baseline: str | None
     backend_candidate: str | None
-    role: str
+    role: str  # `call`, `status`, a role of answers/roles, or `kernels` for their sum
     baseline: tuple[KernelRow, ...] = ()
     candidate: tuple[KernelRow, ...] = ()
-    ratio: float | None = None
+    ratio: float | None = None  # candidate over baseline
     verdict: Verdict = "unknown"
     reasons: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
+    # The kernels' identity, launch properties or status differ, whatever the verdict on the time.
     changed: bool = False
-    composite: bool = False
+    composite: bool = False  # a fused kernel on one side, math kernels on the other
     baseline_ns: float | None = None
     candidate_ns: float | None = None
-    basis: str | None = None
+    basis: str | None = None  # what was timed
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One of COSTS of one config on both sides: bytes at the peak, launches a call, or how the cells
-    ended. ratio is candidate over baseline. `accepted`: the baseline alone refuses.
-    """
+    """One of COSTS of one config on both sides."""
 
     config: str
     backend_baseline: str | None
     backend_candidate: str | None
     what: str
-    baseline: float | str
+    baseline: float | str  # bytes at the peak, launches per call, or how the cell ended
     candidate: float | str
-    verdict: CostVerdict
-    ratio: float | None = None
+    verdict: CostVerdict  # `accepted`: only the baseline refuses
+    ratio: float | None = None  # candidate over baseline
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSide:
-    """Like calls of like layers on one side. module has the layers' numbers in braces. calls are
-    those of a step, None without a recorded one; forward_ns and backward_ns the medians of one call's
-    kernels. config is that of the call of median length, as phase, mode and sdpa_op are; ran is what
-    computed the calls, None where that is not told. asked, choice, mask and program_calls are those of
-    a row of the map, None where the program was not observed. points are the configs to time in place of
-    the calls, each with the calls of a step that it stands for, else of the whole program; empty where
-    no config replays them.
+    """Equal calls of equal layers on one side. config, phase, mode and sdpa_op are those of the
+    call of median length.
     """
 
-    module: str | None
+    module: str | None  # layer numbers in braces
     config: str | None
-    calls: float | None
+    calls: float | None  # per step; None without a recorded step
     phase: str | None
     mode: str
-    ran: str | None
+    ran: str | None  # what computed the calls; None if unknown
     sdpa_op: str | None
-    forward_ns: float | None
+    forward_ns: float | None  # median of one call's kernels, like backward_ns
     backward_ns: float | None
-    asked: str | None = None
+    asked: str | None = None  # recorded by the observer, like choice, mask and program_calls
     choice: str | None = None
     mask: str | None = None
     program_calls: int | None = None
+    # The configs to time instead of the calls, with the number of calls per step, else of the whole
+    # program. Empty if no config replays them.
     points: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayersBeside:
-    """Like layers of several programs, None where one has none. call_ns are the medians of one call's
-    kernels, None where no time is told; basis says what of it was timed on all that have times. reasons
-    are what each has differently from the first that has such layers.
-    """
+    """Equal layers of several programs, None for a program without them."""
 
     direction: str
     sides: tuple[LayerSide | None, ...]
-    call_ns: tuple[float | None, ...]
-    basis: str | None
-    reasons: tuple[tuple[str, ...], ...]
+    call_ns: tuple[float | None, ...]  # medians of one call's kernels; None if unknown
+    basis: str | None  # what was timed on all that have times
+    reasons: tuple[tuple[str, ...], ...]  # differences of each from the first that has the layers
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """Like layers on both sides; None: that side has none. ratio is the candidate's time of a call
-    over the baseline's, basis what of it was timed. verdict is `changed` where another backend or
-    mode ran, else speed, what the times say. backend_changed: both are told and differ.
-    """
+    """Equal layers on both sides, None for a side without them."""
 
     direction: str
     baseline: LayerSide | None = None
     candidate: LayerSide | None = None
-    ratio: float | None = None
-    basis: str | None = None
-    verdict: Verdict = "unknown"
-    speed: Verdict = "unknown"
+    ratio: float | None = None  # time of a call, candidate over baseline
+    basis: str | None = None  # what was timed
+    verdict: Verdict = "unknown"  # `changed` if another backend or mode ran, else speed
+    speed: Verdict = "unknown"  # the verdict on the times
     changed: bool = False
-    backend_changed: bool = False
+    backend_changed: bool = False  # both are known and differ
     reasons: tuple[str, ...] = ()
 
     @property
@@ -182,33 +166,36 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """All rows in the order of the baseline's configs, and the differences of the environments.
-    layers are of two programs that have attention calls. environment_told: both sides name their
-    PyTorch; a trace alone tells little, so that nothing differs says little too.
-    """
+    """All rows in the order of the baseline's configs, and the differences of the environments."""
 
     baseline: str
     candidate: str
     environment: tuple[EnvChange, ...]
     rows: tuple[DiffRow, ...]
-    layers: tuple[LayerDiff, ...] = ()
+    layers: tuple[LayerDiff, ...] = ()  # of two programs with attention calls
+    # Both sides record their PyTorch. A trace alone records little, so that its lack of differences
+    # is no evidence.
     environment_told: bool = True
     costs: tuple[Cost, ...] = ()
 
     def verdicts(self) -> Counter[str]:
-        """How many rows have each verdict."""
+        """Count the rows per verdict."""
         return Counter(row.verdict for row in self.rows)
 
     def fails(self, on: Set[str]) -> list[DiffRow]:
-        """The rows whose verdict is in on; `changed` also meets changed rows with another verdict."""
+        """Return the rows whose verdict is in `on`. `changed` also matches changed rows with
+        another verdict.
+        """
         return [row for row in self.rows if row.verdict in on or (row.changed and "changed" in on)]
 
     def failing_costs(self, on: Set[str]) -> list[Cost]:
-        """What is in on, and more on the candidate or refused by it alone."""
+        """Return the costs in `on` that are higher on the candidate or refused only there."""
         return [row for row in self.costs if row.what in on and row.verdict in ("more", REFUSED)]
 
     def failing_layers(self, on: Set[str]) -> list[LayerDiff]:
-        """The layers whose verdict or speed is in on; BACKEND_CHANGED meets those of another backend."""
+        """Return the layers whose verdict or speed is in `on`. BACKEND_CHANGED matches those of
+        another backend.
+        """
         return [
             row
             for row in self.layers
@@ -218,8 +205,8 @@ class Diff:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars under schema `profharness.diff/1`; `layers` and `costs` where
-        there are any, `environment_told` where it is false.
+        """Return plain dicts, lists and scalars under schema `profharness.diff/1`. `layers` and
+        `costs` are left out if empty, `environment_told` if true.
         """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
         for name in ("layers", "costs"):
@@ -230,7 +217,7 @@ class Diff:
         return {"schema": SCHEMA, **plain}
 
 
-# What a change of a key can do, in order of weight. The sentences are about PyTorch's dispatch on
+# What a change of a key can cause, in order of weight. The sentences describe PyTorch's dispatch on
 # CUDA: its order of backends and the checks of their constraints.
 _EXPLAINS = {
     "device_type": "another kind of device runs other kernels; times do not compare",
@@ -267,9 +254,9 @@ _EXPLAINS = {
     r"sm_mhz|clocks\.\w+|power_limit\w*": "another clock gives other times for the same kernel",
 }
 EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())
-# What a trace says of its own file, and not of the machine.
+# Keys of the trace file, not of the machine.
 OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUnit"})
-# Which of several like GPUs it was; one of another kind differs in more than these.
+# Which of several equal GPUs it was. GPUs of two models differ in more keys than these.
 OF_ONE_GPU = frozenset({"gpu_key", "env.CUDA_VISIBLE_DEVICES"})
 UNIMPORTANT = re.compile(
     r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
@@ -279,9 +266,10 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Every key but OF_A_FILE and OF_ONE_GPU whose value differs, nested dicts flattened with dots. What a side does
-    not tell is no difference; of a section that both tell, such as `env`, a key may be missing: None.
-    Keys that can explain other kernels or times come first.
+    """Return every key other than OF_A_FILE and OF_ONE_GPU whose value differs, with nested dicts
+    flattened to dotted keys. A key that a side lacks is no difference, except in a section that
+    both have, such as `env`: there it is None. Keys that can explain other kernels or times come
+    first.
     """
     both = base_env.keys() & cand_env.keys()
     base, cand = ({key: env[key] for key in both} for env in (base_env, cand_env))
@@ -295,7 +283,9 @@ def environment_changes(
 
 
 def _weight(key: str) -> tuple[int, str | None]:
-    """The place of a key in the order of weight, and what a change of it can do, where known."""
+    """Return the position of a key in the order of weight, and what a change of it can cause, if
+    known.
+    """
     for weight, (pattern, sentence) in enumerate(EXPLAINS):
         if pattern.fullmatch(key):
             return weight, sentence
@@ -303,7 +293,9 @@ def _weight(key: str) -> tuple[int, str | None]:
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys; tuples as lists, so that a stored and a fresh one are equal."""
+    """Flatten nested dicts to dotted keys. Tuples become lists, so that a stored and a fresh
+    environment are equal.
+    """
     flat: dict[str, Any] = {}
     for key, value in environment.items():
         name = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""Which rows the two sides of a diff are, and whether anything of them could be compared."""
+"""Select the rows of the two sides of a diff, and check that anything could be compared."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ OF_KERNELS = ("changed", "added", "removed")
 def find_sides(
     store: Store, baseline: str, candidate: str, configs: Sequence[Config] = ()
 ) -> tuple[Side, Side]:
-    """The rows of RUN, RUN:BACKEND or a backend; those of the latest run that has all that are named.
-
-    `latest` is the newest run with kernels; where that finds no two sides, with times, else with
-    attention calls, traced or counted. Raises NotFoundError.
+    """Return the rows of RUN, RUN:BACKEND or a backend, by default of the latest run that has
+    everything named. `latest` is the newest run with kernels, else with times, else with attention
+    calls, traced or counted. Raise NotFoundError.
     """
     texts = _stored_text(baseline), _stored_text(candidate)
     for need in NEEDS:
         with contextlib.suppress(NotFoundError):
             return _find_sides(store, texts, configs, need)
-    return _find_sides(store, texts, configs, "times")  # whose error says most
+    return _find_sides(store, texts, configs, "times")  # its error has the most information
 
 
 def _stored_text(text: str) -> str:
-    """A side's text with a set or an order of backends as cells name it."""
+    """Return a side's text with a set or an order of backends in the form that cells use."""
     run, colon, backend = text.rpartition(":")
     return f"{run}{colon}{setting_name(backend)}"
 
@@ -65,7 +64,7 @@ def _find_sides(
 
 
 def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need: Need) -> str:
-    """The latest run with all the configs on all the backends."""
+    """Return the latest run with all the configs on all the backends."""
     try:
         return store.find_run(Selection(None, configs, names), need)
     except NotFoundError as error:
@@ -95,7 +94,7 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
         raise NotFoundError(f"run {run} has no cell on {backend!r}{of}; its backends are {has}")
-    # a trace has its GPU beside its environment
+    # a trace stores its GPU separately from its environment
     gpus = [("gpu", device.name) for device in store.devices(run)[:1]]
     return Side(
         label=f"{run}:{backend}" if backend else run,
@@ -108,7 +107,7 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
 
 
 def program_of(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
-    """The attention calls of a run without cells, of these configs alone if any are named."""
+    """Return the attention calls of a run without cells, restricted to these configs if any."""
     if store.cells(run):
         return None
     calls = store.calls(run)
@@ -127,7 +126,7 @@ def program_of(store: Store, run: str, configs: Sequence[Config]) -> Program | N
     return Program(tuple(calls), tuple(steps), device, tuple(untraced), observed)
 
 
-# why two sides with like cells may have no figure of this cost in common
+# why two sides with equal cells may have no value of this cost in common
 UNTOLD = {
     LAUNCHES: "no config has launches that one profiler saw on both sides",
     MEMORY: "no config has a peak of memory on both sides; cells that ran on a CPU have none",
@@ -137,9 +136,9 @@ UNTOLD = {
 def nothing_compared(
     diff: Diff, sides: Iterable[Side], verdicts: Collection[str] = ()
 ) -> str | None:
-    """Why a diff says nothing on some of the verdicts, or at all if none is named; else None.
-
-    Times and kernels count as compared where some config or layer has them on both sides.
+    """Return why a diff decides nothing on some of the verdicts, or nothing at all if none is
+    named. Return None if it does. Times and kernels count as compared if some config or layer has
+    them on both sides.
     """
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
     judged: set[str] = set()
@@ -160,7 +159,7 @@ def nothing_compared(
 
 
 def _judged(rows: Sequence[DiffRow]) -> set[str]:
-    """The verdicts that were possible for one config on both sides."""
+    """Return the verdicts that were possible for one config on both sides."""
     every = {*OF_TIMES, *OF_KERNELS, "unknown"}
     if any(row.role == "status" for row in rows):
         return every
@@ -171,8 +170,8 @@ def _judged(rows: Sequence[DiffRow]) -> set[str]:
 
 
 def _judged_layer(row: LayerDiff) -> set[str]:
-    """The verdicts that were possible for one layer; backends are judged where both are told, and so
-    is what changed of calls that a side only counted.
+    """Return the verdicts that were possible for one layer. A backend is judged if both sides know
+    it, and so is `changed` for calls that a side only counted.
     """
     if row.baseline is None or row.candidate is None:
         return {"added", "removed"}
@@ -184,7 +183,7 @@ def _judged_layer(row: LayerDiff) -> set[str]:
 
 
 def _has(side: Side) -> str:
-    """What a side has of which configs."""
+    """Describe what a side has of which configs."""
     cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = [cell.config for cell in cells] or [str(row.range) for row in rows]

@@ -1,4 +1,4 @@
-"""What `profharness ranks` decides: which ranks of a job differ from the others, and in what."""
+"""Compare the ranks of a job: which differ from the others, and in what."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def compare_ranks(
     store: Store, refs: Sequence[str] = (), threshold: float = THRESHOLD
 ) -> RankComparison:
-    """The ranks that refs mean, as `Store.ranks` takes them, held against each other."""
-    # loads numpy, which no other reading command needs
+    """Compare the ranks that `refs` select, as in `Store.ranks`."""
+    # imports numpy, which no other reading command needs
     from profharness.answers.ranks.answer import compare
 
     return compare(store, refs, threshold)

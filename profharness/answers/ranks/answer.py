@@ -1,4 +1,4 @@
-"""The ranks of a job held against each other: figures of each, and what sets some apart."""
+"""Compare the ranks of a job: figures of each, and outliers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from profharness.rows import RankRow
     from profharness.store import Store
 
-BROAD = 0.5  # of its compute time lies in kernels that are slow, where a GPU is
+BROAD = 0.5  # share of compute time in slow kernels from which a GPU is slow
 NAMES_SHOWN, RANKS_SHOWN = 3, 8
 
 
 def compare(store: Store, refs: Sequence[str], threshold: float) -> RankComparison:
-    """The ranks that refs mean, as `Store.ranks` takes them. threshold: the smallest excess of a ratio
-    that names a GPU or a kernel slow. Raises NotFoundError where fewer than two ranks have kernels.
+    """Compare the ranks that `refs` select, as in `Store.ranks`. `threshold` is the smallest excess
+    of a ratio for a slow GPU or kernel. Raise NotFoundError if fewer than two ranks have kernels.
     """
     ranks = store.ranks(refs)
     table = launched(ranks, store.rank_launches(ranks))
@@ -117,8 +117,8 @@ def _figures(
 def _slow(
     rows: list[RankFigures], ranks: Sequence[RankRow], table: Launched, threshold: float
 ) -> tuple[list[RankFigures], list[Finding]]:
-    """The rows with their ratios, and the ranks whose kernels take longer. GPUs of one model alone are
-    held against each other.
+    """Return the rows with their ratios, and findings about slow ranks. Only GPUs of one model are
+    compared.
     """
     findings, made = [], list(rows)
     models: dict[str | None, list[int]] = {}
@@ -156,7 +156,9 @@ def _slow(
 
 
 def _usual(values: Sequence[Hashable]) -> tuple[Hashable, int] | None:
-    """(what most of the ranks have, how many); of two ranks what the first has. None without such."""
+    """Return (the value of most ranks, how many have it). With two ranks, the first one's value.
+    None without a majority.
+    """
     (value, number), *_ = Counter(values).most_common(1)
     if len(values) == 2:
         return values[0], number
@@ -169,7 +171,7 @@ def _other_attention(
     families: Sequence[Mapping[int, frozenset[str]]],
     table: Launched,
 ) -> Iterator[Finding]:
-    """A finding for each way in which ranks deviate, with all of the ranges in which they do."""
+    """Yield a finding for each way in which ranks deviate, with all ranges in which they do."""
     found: dict[tuple[int, frozenset[str], Any, int], list[int]] = {}
     for place in places:
         sets = [rank.get(place, frozenset()) for rank in families]
@@ -190,7 +192,7 @@ def _other_attention(
 
 
 def _in_places(names: Sequence[str]) -> str:
-    """` (in 'step' and 2 more ranges)`; empty outside of any."""
+    """Return ` (in 'step' and 2 more ranges)`. Empty outside of any range."""
     named = [name for name in names if name]
     if not named:
         return ""
@@ -203,7 +205,7 @@ def _other_kernels(
     families: Sequence[Mapping[int, frozenset[str]]],
     table: Launched,
 ) -> Iterator[Finding]:
-    """A finding for each way in which ranks deviate from the number of launches that most have."""
+    """Yield a finding for each way in which ranks deviate from the launch counts of most ranks."""
     seen: dict[int, dict[str, list[str]]] = {}
     for place, kernel, counts in uneven(table):
         numbers = counts.tolist()
@@ -213,7 +215,7 @@ def _other_kernels(
         name = table.kernels[kernel].short
         typical = _usual([rank.get(place, frozenset()) for rank in families])
         for index, number in enumerate(numbers):
-            # another backend's kernels are told as such
+            # another backend's kernels have a finding of their own
             ran = families[index].get(place, frozenset())
             chose = bool(ran) and typical is not None and ran != typical[0]
             if number == usual[0] or (
@@ -252,7 +254,7 @@ def _some(names: Sequence[str]) -> str:
 def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[Finding]:
     texts = [json.dumps(rank.environment, sort_keys=True, default=str) for rank in ranks]
     base: dict[str, Any] = {}
-    split: set[str] = set()  # keys of which no value is that of most ranks
+    split: set[str] = set()  # keys without a value that most ranks share
     for key in dict.fromkeys(key for rank in ranks for key in rank.environment):
         values = [json.dumps(rank.environment.get(key), sort_keys=True) for rank in ranks]
         usual = _usual(values)
@@ -294,7 +296,7 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[Finding]:
 
 
 def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[Finding]:
-    """Ranks that leave the collectives soonest after they came: of those that made as many."""
+    """Report ranks that wait least in collectives, among those that ran equally many."""
     numbers = [n for n, kernel in table.kernels.items() if kernel.family == COLLECTIVE]
     counts = table.count[:, np.isin(table.kernel, numbers)].sum(axis=1).astype(int).tolist()
     usual = _usual(counts)
@@ -327,7 +329,7 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[Finding]:
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:
-    """What these figures cannot tell."""
+    """Yield the limits of these figures."""
     if all(row.span_ns is None for row in rows):
         yield "waits and communication are not told: cells are captured one by one"
     if all(rank.rank is None for rank in ranks):

@@ -1,4 +1,4 @@
-"""Figures of many ranks at once, from the summed up launches: ratios of times, counts, families."""
+"""Figures of many ranks at once, from summed launches: ratios of times, counts, families."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     Figures = NDArray[np.float64]
     Column = NDArray[np.int64]
 
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
-LEFT_OUT_UP_TO = 32  # ranks; of more, one hardly moves the median
+MAD_TO_SIGMA = 1.4826  # for a normal distribution
+LEFT_OUT_UP_TO = 32  # number of ranks; in larger jobs one rank hardly changes the median
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Launches and their time by rank (row) and key (column): a kernel in a launch configuration and
-    a place. total is NaN where a time is not known.
+    """Launches and their time by rank (row) and key (column). A key is a kernel with a launch
+    configuration and a range.
     """
 
     count: Figures
-    total: Figures
+    total: Figures  # ns; NaN if a time is unknown
     place: Column
     kernel: Column
     kernels: dict[int, RankKernel]
@@ -36,7 +36,7 @@ class Launched:
 
     @property
     def computes(self) -> NDArray[np.bool_]:
-        """Which keys are kernels that compute: no copies, no collectives."""
+        """Return which keys are compute kernels, so no copies and no collectives."""
         wanted = [
             n for n, k in self.kernels.items() if k.kind == "kernel" and k.family != COLLECTIVE
         ]
@@ -44,7 +44,7 @@ class Launched:
 
 
 def launched(ranks: Sequence[RankRow], launches: RankLaunches) -> Launched:
-    """The matrices of the ranks, in their order."""
+    """Return the matrices of the ranks, in their order."""
     table = np.array(launches.groups, np.int64).reshape(-1, 7)
     owner = {trace: row for row, rank in enumerate(ranks) for trace in rank.traces}
     traces, which = np.unique(table[:, 0], return_inverse=True)
@@ -60,7 +60,7 @@ def launched(ranks: Sequence[RankRow], launches: RankLaunches) -> Launched:
 
 
 def _unique(columns: Column) -> tuple[Column, Column]:
-    """The rows that differ, and for each row which of these it is."""
+    """Return the distinct rows, and the index of each row among them."""
     key = np.zeros(len(columns), np.int64)
     for values in columns.T:
         _, inverse = np.unique(values, return_inverse=True)
@@ -71,19 +71,18 @@ def _unique(columns: Column) -> tuple[Column, Column]:
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """How long each rank's kernels took against those of the other ranks. ratio is NaN for a rank that
-    shares no kernel with another. broad is the part of its time in kernels that are slow; worst the key
-    that costs it the most, and worst_ratio how much longer that took.
-    """
+    """The time of each rank's kernels relative to the other ranks."""
 
-    ratio: Figures
-    broad: Figures
-    worst: Column
-    worst_ratio: Figures
+    ratio: Figures  # NaN for a rank that shares no kernel with another
+    broad: Figures  # share of its time in slow kernels
+    worst: Column  # the key that costs it the most
+    worst_ratio: Figures  # how much longer that one took
 
 
 def paces(table: Launched, members: Sequence[int], slow: float) -> Paces:
-    """The paces of these rows of a table, in their order. slow: the ratio from which on a kernel is."""
+    """Return the paces of these rows of a table, in order. `slow` is the smallest ratio of a slow
+    kernel.
+    """
     rows = np.asarray(members)
     count, total = table.count[rows], table.total[rows]
     keys = table.computes & ((count > 0).sum(axis=0) > 1)
@@ -109,7 +108,7 @@ def paces(table: Launched, members: Sequence[int], slow: float) -> Paces:
 
 
 def _medians_of_others(values: Figures) -> Figures:
-    """Of each element the median of its column in the other rows, where they have one."""
+    """Return for each element the median of the other rows in its column."""
     if len(values) > LEFT_OUT_UP_TO:
         return np.broadcast_to(_medians(values), values.shape)
     rows = range(len(values))
@@ -117,8 +116,8 @@ def _medians_of_others(values: Figures) -> Figures:
 
 
 def _medians(values: Figures) -> Figures:
-    """Of each column the median of what is known; NaN without any. Faster than nanmedian."""
-    ordered = np.sort(values, axis=0)  # NaN comes last
+    """Return the median of each column without NaN, or NaN for an empty one. Faster than nanmedian."""
+    ordered = np.sort(values, axis=0)  # sorts NaN to the end
     known = np.isfinite(values).sum(axis=0)
     at = np.arange(values.shape[1])
     low, high = np.maximum(known - 1, 0) // 2, np.minimum(known // 2, len(values) - 1)
@@ -127,14 +126,14 @@ def _medians(values: Figures) -> Figures:
 
 
 def center(values: Figures) -> tuple[float, float]:
-    """(the median, the standard deviation by the median absolute deviation)."""
+    """Return (the median, the standard deviation estimated from the median absolute deviation)."""
     middle = float(np.median(values))
     return middle, MAD_TO_SIGMA * float(np.median(np.abs(values - middle)))
 
 
 def outside(values: Figures, sigmas: float) -> tuple[Figures, Figures]:
-    """(how far each value lies above the median of the others, how far the spread of the others reaches):
-    so many standard deviations, from the median absolute deviation. NaN is left out.
+    """Return (the distance of each value above the median of the others, `sigmas` standard
+    deviations of the others by their median absolute deviation). NaN is ignored.
     """
     known = np.flatnonzero(np.isfinite(values))
     above, reach = np.full(len(values), np.nan), np.full(len(values), np.nan)
@@ -154,7 +153,7 @@ def outside(values: Figures, sigmas: float) -> tuple[Figures, Figures]:
 
 
 def attention(table: Launched) -> tuple[list[int], list[dict[int, frozenset[str]]]]:
-    """(the places where attention ran, for each rank its families there)."""
+    """Return (the ranges in which attention ran, for each rank its families there)."""
     names = {number: kernel.family for number, kernel in table.kernels.items()}
     keys = [
         key
@@ -173,7 +172,7 @@ def attention(table: Launched) -> tuple[list[int], list[dict[int, frozenset[str]
 
 
 def uneven(table: Launched) -> Iterator[tuple[int, int, Column]]:
-    """(place, kernel, launches by rank) of the kernels that ranks did not launch equally often."""
+    """Yield (range, kernel, launches by rank) of kernels with unequal launch counts."""
     keys = np.flatnonzero(
         np.isin(table.kernel, [n for n, kernel in table.kernels.items() if kernel.kind == "kernel"])
     )

@@ -1,4 +1,4 @@
-"""The comparison of a job's ranks: one row a rank, and findings."""
+"""The comparison of a job's ranks: one row per rank, and findings."""
 
 from __future__ import annotations
 
@@ -21,28 +21,23 @@ CODES = {
     LATE: "it spends the least time in collectives: the others wait for it there",
     MISSING: "ranks of the job that are not stored",
 }
-"""What a finding says of a rank."""
-SIGMAS = 3.5  # outside of the spread of the other ranks
+"""Codes of findings, and what they mean for a rank."""
+SIGMAS = 3.5  # distance from the other ranks that is an outlier
 WAIT_SHARE = 0.05  # of the span
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What some ranks have in common and most have not. ranks are their labels."""
+    """A property of some ranks that most do not have."""
 
     code: str
-    ranks: tuple[str, ...]
+    ranks: tuple[str, ...]  # labels
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """One rank. ratio is the time of its compute kernels over that of the same kernels on the median
-    of the other ranks, each weighted by its time; compute_ns is theirs, collectives left out.
-
-    span_ns is from the first launch to the end of the last, added up over its devices; idle_ns,
-    collective_ns and exposed_ns (collectives alone) are parts of it. None is not known.
-    """
+    """The figures of one rank. None if unknown."""
 
     rank: int | None
     label: str
@@ -51,28 +46,30 @@ class RankFigures:
     host_key: str | None
     gpu_key: str | None
     launches: int
+    # Time of its compute kernels over that of the same kernels on the median of the other ranks,
+    # weighted by time.
     ratio: float | None
-    compute_ns: int
-    span_ns: int | None
-    idle_ns: int | None
+    compute_ns: int  # without collectives
+    span_ns: int | None  # from the first launch to the end of the last, summed over its devices
+    idle_ns: int | None  # part of the span, like the next two
     collective_ns: int | None
-    exposed_ns: int | None
+    exposed_ns: int | None  # collectives without parallel compute
     attention: tuple[str, ...]
     findings: tuple[str, ...] = ()
 
     @property
     def idle_share(self) -> float | None:
-        """Of the span."""
+        """Share of the span."""
         return self._share(self.idle_ns)
 
     @property
     def collective_share(self) -> float | None:
-        """Of the span."""
+        """Share of the span."""
         return self._share(self.collective_ns)
 
     @property
     def exposed_share(self) -> float | None:
-        """Of the span."""
+        """Share of the span."""
         return self._share(self.exposed_ns)
 
     def _share(self, part: int | None) -> float | None:
@@ -81,14 +78,12 @@ class RankFigures:
 
 @dataclass(frozen=True, slots=True)
 class RankComparison:
-    """The ranks of one job. world_size is what its traces tell; spread is the standard deviation of the
-    ratios, without what lies outside. caveats say what was not compared.
-    """
+    """The comparison of the ranks of one job."""
 
     rows: tuple[RankFigures, ...]
     findings: tuple[Finding, ...]
-    world_size: int | None
+    world_size: int | None  # as recorded in its traces
     hosts: int | None
-    spread: float | None
+    spread: float | None  # standard deviation of the ratios without outliers
     threshold: float = THRESHOLD
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()  # what was not compared
