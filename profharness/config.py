@@ -342,15 +342,18 @@ def expand_configs(text: str) -> list[Config]:
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
     """Parse a file of configs with `#` comments and blank lines. Errors contain `source` and the line."""
     configs: dict[Config, None] = {}
+    count = 0  # with repetitions, which take as long
     for number, line in enumerate(lines, start=1):
         token = line.split("#", 1)[0].strip()
         if not token:
             continue
         try:
-            configs |= dict.fromkeys(expand_configs(token))
+            expanded = expand_configs(token)
         except UsageError as error:
             raise UsageError(f"{source}, line {number}: {error}") from None
-        if len(configs) > MAX_CONFIGS:
+        configs |= dict.fromkeys(expanded)
+        count += len(expanded)
+        if count > MAX_CONFIGS:
             raise UsageError(
                 f"{source}, line {number}: more than {MAX_CONFIGS} configs in one file"
             )

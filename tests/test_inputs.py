@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from profharness import files
+from profharness.cli._options import read_configs
+from profharness.config import parse_config_lines
+from profharness.errors import UsageError
 from profharness.files import decode_json, open_input, read_input, read_lines
 
 PACKAGE = Path(files.__file__).parent
@@ -30,7 +33,7 @@ OTHERS = {
     "jobs/run_archive.py": "an archive in memory",
     "store/filesystems.py": "/proc",
     "cli/main.py": "/dev/null",
-    "cli/_options.py": "/dev/null",
+    "commands/_output.py": "/dev/null",
     "views/html.py": "the package's own assets",
     "parse/nsys_export.py": "SQLite, after open_input",
     "profilers/nsys.py": "SQLite, after open_input",
@@ -132,3 +135,13 @@ def test_json_of_too_many_values_is_refused_before_they_are_made() -> None:
         with pytest.raises(Exception, match="more than 6,000,000 values"):
             decode_json(data, list)
     assert len(decode_json(b"[" + b"1," * 100_000 + b"1]", list)) == 100_001
+
+
+def test_a_file_of_configs_is_bounded_with_its_repetitions(tmp_path: Path) -> None:
+    lines = ["1,1,{1:1000:+1},16"] * 1000
+    with pytest.raises(UsageError, match="line 101: more than 100000 configs"):
+        parse_config_lines(lines, "x")
+    path = tmp_path / "configs"
+    path.write_text("#" * 10_000_001)
+    with pytest.raises(UsageError, match="larger than 10,000,000 bytes"):
+        read_configs((), path)

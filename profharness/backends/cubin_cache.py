@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 MAGIC = b"profharness-1"
+SOURCE_BYTES = 16_000_000  # of a file of source code
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 
 
@@ -49,6 +50,11 @@ def cache_folder() -> Path:
     return Path(base) / "profharness" / "cuda"
 
 
+def is_source(path: Path) -> bool:
+    """Return whether a path is a regular file small enough to be source code."""
+    return path.is_file() and path.stat().st_size <= SOURCE_BYTES
+
+
 def local_files(source: Path, text: bytes) -> dict[Path, bytes]:
     """Return the contents of the source (`text`) and of all local files that it includes.
 
@@ -66,7 +72,7 @@ def local_files(source: Path, text: bytes) -> dict[Path, bytes]:
         for name in _INCLUDE.findall(files[path]):
             places = (folder / os.fsdecode(name) for folder in (path.parent, source.parent))
             # One key per file, regardless of how its includes spell the path.
-            todo += [Path(os.path.normpath(place)) for place in places if place.is_file()][:1]
+            todo += [Path(os.path.normpath(place)) for place in places if is_source(place)][:1]
     return files
 
 

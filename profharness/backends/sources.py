@@ -29,7 +29,7 @@ from profharness.backends.base import (
     find_module,
     outside_contract,
 )
-from profharness.backends.cubin_cache import local_files
+from profharness.backends.cubin_cache import SOURCE_BYTES, is_source, local_files
 from profharness.config import Config
 from profharness.environment import CHANGED
 from profharness.errors import UsageError
@@ -64,7 +64,7 @@ def parts_of(file: Path) -> dict[Path, bytes]:
         # CUDA text in a Python file includes as a .cu file does
         for part, content in local_files(path, path.read_bytes()).items():
             if parts.setdefault(part, content) is content and part.suffix == ".py":
-                todo += (named for named in _named(part, content) if named.is_file())
+                todo += (named for named in _named(part, content) if is_source(named))
     return parts
 
 
@@ -214,6 +214,8 @@ def _of_file(path: Path, function: str, text: str) -> Backend:
         file = SHIPPED / path.name
     if not file.is_file():
         raise UsageError(f"backend {text!r}: there is no file {path}")
+    if not is_source(file):
+        raise UsageError(f"backend {text!r}: {path} is larger than {SOURCE_BYTES:,} bytes")
     outside = path.is_absolute() or ".." in path.parts
     shown = path.name if outside else path.as_posix()
     name = f"{shown}:{function}" if text.endswith(f".py:{function}") else shown
@@ -223,7 +225,7 @@ def _of_file(path: Path, function: str, text: str) -> Backend:
 def _by_name(name: str) -> Backend | None:
     for folder in _folders():
         path = folder / f"{name}.py"
-        if path.is_file():
+        if is_source(path):
             source = f"{path.resolve()}:{FUNCTION}"
             own = folder != SHIPPED
             summary = f"implementation in {FOLDER}/{name}.py" if own else "comes with profharness"

@@ -54,6 +54,7 @@ __all__ = [
     "require_charts",
     "store_arguments",
 ]
+CONFIGS_BYTES = 10_000_000  # of a file of --configs
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -275,7 +276,7 @@ def read_configs(config: Sequence[str], configs_file: Path | None) -> list[Confi
     if configs_file is not None:
         try:
             # Windows editors put a byte order mark before the first config
-            text = read_input(configs_file).decode("utf-8-sig")
+            text = read_input(configs_file, limit=CONFIGS_BYTES).decode("utf-8-sig")
         except OSError as error:
             raise UsageError(
                 f"--configs {configs_file}: cannot be read: {error.strerror}"

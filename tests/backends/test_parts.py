@@ -13,8 +13,9 @@ import pytest
 from waiting import PATIENCE_S
 
 from profharness.backends import find_backend
-from profharness.backends.sources import commit, fingerprint, parts_of
+from profharness.backends.sources import commit, find_implementation, fingerprint, parts_of
 from profharness.config import expand_configs
+from profharness.errors import UsageError
 from profharness.logs import LOG_VARIABLE, start_log
 from profharness.run import CaptureOptions, Protocol, read_run
 from profharness.runner import capture
@@ -107,6 +108,16 @@ def test_a_file_that_is_no_python_has_a_version_all_the_same(folder: Path) -> No
     long = f"x = '{'y' * 5000}.cu'\n"
     (folder / "broken.py").write_text(long)
     assert set(parts_of(folder / "broken.py")) == {folder / "broken.py"}
+
+
+def test_a_file_too_large_to_be_code_is_not_read(folder: Path) -> None:
+    parts = parts_of(folder / "mine.py")
+    for name in ("sub/deep.py", "huge.py"):
+        with (folder / name).open("wb") as file:
+            file.truncate(1 << 31)
+    assert set(parts_of(folder / "mine.py")) == set(parts) - {folder / "sub" / "deep.py"}
+    with pytest.raises(UsageError, match="larger than 1,000,000 bytes"):
+        find_implementation(f"{folder}/huge.py")
 
 
 def test_parts_of_what_is_in_kernels() -> None:
