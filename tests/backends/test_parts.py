@@ -116,7 +116,7 @@ def test_a_file_too_large_to_be_code_is_not_read(folder: Path) -> None:
         with (folder / name).open("wb") as file:
             file.truncate(1 << 31)
     assert set(parts_of(folder / "mine.py")) == set(parts) - {folder / "sub" / "deep.py"}
-    with pytest.raises(UsageError, match="larger than 1,000,000 bytes"):
+    with pytest.raises(UsageError, match="larger than 16,000,000 bytes"):
         find_implementation(f"{folder}/huge.py")
 
 
