@@ -1,4 +1,4 @@
-"""Child processes: how they start, are waited for and end, and interrupts meanwhile."""
+"""Child processes: start them, wait for them, end them, and handle interrupts meanwhile."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
-STEP_S = 0.1  # of a wait that interrupts may end
+STEP_S = 0.1  # polling interval of waits that interrupts may end
 END_GRACE_S = 2.0
-ALONE_S = 0.5  # that what a tool left in the background has to end by itself
-LOG_BYTES = 10_000_000  # of what a tool and its target print
-KEPT_BYTES = 1_000_000  # of its head, and of its tail, where it was more
-MARK_BYTES = 100  # the mark of what was left out is shorter
+ALONE_S = 0.5  # grace period for processes that a tool left in the background
+LOG_BYTES = 10_000_000  # limit for the output of a tool and its target
+KEPT_BYTES = 1_000_000  # kept of the head and of the tail of a longer output
+MARK_BYTES = 100  # upper bound for the text that replaces the middle
 PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
 CUT = re.compile(rb"\n\[(\d+) bytes are left out here\]\n")
 MAX_TEXT_BYTES = 1 << 20
@@ -37,9 +37,8 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 class _Hold:
-    """The handler inside of a held block. While handlers are being changed, and where an exception
-    of that moment left it installed, it does what the handler before it does. passes: `let_through`
-    may end the block.
+    """Signal handler during a held block. It forwards signals to the previous handler while
+    handlers are being replaced, or if an exception at that moment left it installed.
     """
 
     def __init__(self, *, passes: bool) -> None:
@@ -57,7 +56,7 @@ class _Hold:
 
 
 def _unwrapped(number: signal.Signals) -> Any:
-    """The handler of a signal, without the holds that are over."""
+    """Return the handler of a signal below finished holds."""
     handler = signal.getsignal(number)
     while isinstance(handler, _Hold) and handler.done:
         handler = handler.before[number]
@@ -66,10 +65,10 @@ def _unwrapped(number: signal.Signals) -> Any:
 
 @contextlib.contextmanager
 def held(*, passes: bool = False) -> Iterator[None]:
-    """Signals that would end the block wait until it is done, and are then raised again.
+    """Delay signals until the block ends, then raise them again.
 
-    Only the main thread can be interrupted; in another this does nothing. Handlers of Python alone
-    are held: a signal without one ends the process, as before.
+    Only the main thread receives signals; in other threads this does nothing. Only handlers in
+    Python are delayed: a signal without one still ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -84,15 +83,15 @@ def held(*, passes: bool = False) -> Iterator[None]:
         hold.holds, hold.done = False, True
         for number, handler in hold.before.items():
             signal.signal(number, handler)
-        # the kernel too keeps but one of a signal that comes several times
+        # like the kernel, raise a repeated signal once
         for late in dict.fromkeys(hold.caught):
             signal.raise_signal(late)
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Signals that would end the block come where it calls `let_through`, and at its end. Anywhere
-    else they would break off what another thread waits for, such as an import that holds its lock.
+    """Delay signals until the block calls `let_through`, or ends. At other points they could break
+    off something that another thread waits for, such as an import that holds its lock.
     """
     if _holds():
         yield
@@ -102,7 +101,7 @@ def deferred() -> Iterator[None]:
 
 
 def let_through() -> None:
-    """Raise the signals that a deferred block has put off; nothing inside of a held one."""
+    """Raise the delayed signals of a `deferred` block. Does nothing within a held block."""
     for hold in _holds() if threading.current_thread() is threading.main_thread() else ():
         while hold.passes and hold.caught:
             number = hold.caught[0]
@@ -111,22 +110,20 @@ def let_through() -> None:
 
 
 def _holds() -> list[_Hold]:
-    """The hold that signals go to now, if any."""
+    """Return the hold that currently receives signals, if any, in a list."""
     handlers = (_unwrapped(number) for number in SIGNALS)
     return [handler for handler in handlers if isinstance(handler, _Hold)][:1]
 
 
 class Group(subprocess.Popen[bytes]):
-    """A child that leads a process group and a session. What its logs hold is kept short; paused_s
-    are the seconds that it was stopped together with this process.
-    """
+    """A child process that leads a process group and a session."""
 
     logs: tuple[Path, ...] = ()
-    cut_bytes: int = 0  # what was cut out of the first log
+    cut_bytes: int = 0  # removed from the first log
     paused_s: float = 0.0
 
     def shorten_logs(self) -> None:
-        """Free the middle of logs that have grown too long; once it has ended, cut it out."""
+        """Free the middle of logs that are too long. After the process has ended, remove it."""
         for log in self.logs:
             if self.returncode is None and hollow(log):
                 continue
@@ -135,30 +132,32 @@ class Group(subprocess.Popen[bytes]):
 
 
 def hollow(log: Path) -> bool:
-    """Free what the middle of a file takes, if it is more than LOG_BYTES. Nothing moves, so nothing
-    that others write meanwhile is lost. False where the file system cannot do that.
+    """Free the disk blocks in the middle of a file of more than LOG_BYTES. Return False if the file
+    system cannot do that.
+
+    Nothing moves, so concurrent writes are not lost.
     """
     try:
         state = log.stat()
         length = state.st_size - 2 * KEPT_BYTES
-        # st_blocks counts 512 bytes, whatever the blocks of the disk
+        # st_blocks counts units of 512 bytes on every disk
         if min(state.st_size, state.st_blocks * 512) <= LOG_BYTES or length <= 0:
             return True
-        begin = KEPT_BYTES + MARK_BYTES  # behind the mark of an earlier cut
+        begin = KEPT_BYTES + MARK_BYTES  # after the mark of an earlier cut
         with log.open("r+b") as file:
-            # os.posix_fallocate punches no holes
+            # os.posix_fallocate cannot punch holes
             fallocate = ctypes.CDLL(None).fallocate64
             fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
             return int(fallocate(file.fileno(), PUNCH_HOLE, begin, length)) == 0
     except AttributeError:
         return False
     except OSError:
-        return True  # it is gone
+        return True  # deleted meanwhile
 
 
 def shorten(log: Path) -> int:
-    """Cut the middle out of a file of more than LOG_BYTES, and tell there how much it was; the bytes
-    by which what stood behind has moved. Those that still write to it go on at its end.
+    """Remove the middle of a file of more than LOG_BYTES, and insert a line with the number of
+    removed bytes. Return by how many bytes the tail has moved. Open writers continue at its end.
     """
     try:
         state = log.stat()
@@ -174,13 +173,13 @@ def shorten(log: Path) -> int:
             mark = b"\n[%d bytes are left out here]\n" % omitted
             file.truncate(KEPT_BYTES)
             end.write(mark + tail)
-    except OSError:  # it is gone, or the disk is full
+    except OSError:  # deleted meanwhile, or the disk is full
         return 0
     return left_out - len(mark)
 
 
 def read_end(path: Path, begin: int = 0, limit: int = MAX_TEXT_BYTES) -> str:
-    """The end of a text file, not before the byte `begin`; empty where there is no file."""
+    """Return the end of a text file, from the byte `begin` at the earliest. Empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - limit))
@@ -190,8 +189,10 @@ def read_end(path: Path, begin: int = 0, limit: int = MAX_TEXT_BYTES) -> str:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended. An exception inside of Popen.poll(), which a signal raises, can
-    leave its lock taken: no wait() would return any more.
+    """Return whether a process has ended.
+
+    Unlike Popen.poll(), this is safe if a signal handler raises: such an exception can leave
+    Popen's lock taken, and then wait() would never return.
     """
     with held():
         ended = process.poll() is not None
@@ -201,7 +202,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for the end of a process that long; whether it came. Interrupts come through."""
+    """Wait for a process for at most `seconds`. Return whether it has ended. Signals interrupt the wait."""
     deadline = time.monotonic() + seconds
     while not has_ended(process):
         let_through()
@@ -213,19 +214,19 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def stopped_together(process: Group, mark: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, Ctrl-Z (SIGTSTP) stops what `orphans_adopted` has marked too, and SIGCONT
-    lets it go on. Only where nobody else handles it.
+    """Forward Ctrl-Z (SIGTSTP) to all processes marked by `orphans_adopted`, and SIGCONT too. Only
+    if there is no other handler for them.
     """
 
     def stop(number: int, _: FrameType | None) -> None:
         begin = time.monotonic()
         pids = _marked(mark)
-        # SIGSTOP: a group without a shell of its own takes no notice of SIGTSTP
+        # SIGSTOP, because a process group without a shell ignores SIGTSTP
         for pid in pids:
             kill(pid, signal.SIGSTOP)
         try:
             signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)  # here it stands still
+            signal.raise_signal(number)  # stops here
         finally:
             signal.signal(number, stop)
             for pid in pids:
@@ -247,13 +248,15 @@ def stopped_together(process: Group, mark: Mapping[str, str]) -> Iterator[None]:
 def orphans_adopted(
     report: Callable[[str], None] = lambda _: None, mark: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """What a child started in the block, with this variable in its environment, leaves in sessions of
-    its own comes to this process when its parent ends (Linux), and is ended after the block. report
-    gets a sentence on each that has lost the variable: it may be somebody else's.
+    """Adopt the orphans of a child that was started in the block with `mark` in its environment,
+    and end them after it (Linux).
+
+    `report` receives a sentence on each orphan without the variable, because it may belong to
+    somebody else.
     """
-    # another profharness may be at work at the same time
+    # another profharness may run at the same time
     mark = dict(mark or new_mark())
-    # what was there before the block is somebody else's
+    # processes that existed before the block belong to somebody else
     adopts, before = _adopt(1), set(_adopted())
     try:
         yield mark
@@ -268,16 +271,16 @@ def orphans_adopted(
 
 
 def new_mark() -> dict[str, str]:
-    """The variable by which what a child has started is known."""
+    """Return the environment variable that marks the processes started by a child."""
     return {STARTED_BY: secrets.token_hex(8)}
 
 
 def _adopted() -> dict[int, str]:
-    """The children of this process in sessions of their own, with their names."""
+    """Return the names of this process's children that lead their own sessions, by pid."""
     names = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
-            # the name in parentheses may hold blanks
+            # the name in parentheses may contain spaces
             name, _, rest = path.read_text(errors="replace").rpartition(")")
             state, parent, _, session = rest.split()[:4]
             own = int(parent) == os.getpid() and int(session) != os.getsid(0)
@@ -287,13 +290,13 @@ def _adopted() -> dict[int, str]:
 
 
 def wake_with_parent() -> None:
-    """Let this process go on when its parent ends while both are stopped: it could not see that."""
+    """Continue this process if its parent ends while both are stopped, as it could not notice otherwise."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def end_with_parent(parent: int) -> None:
-    """SIGTERM for this process when the thread that started it ends, at once where it has (Linux)."""
+    """Send SIGTERM to this process when the thread that started it ends, or now if it already has (Linux)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent:
@@ -301,8 +304,8 @@ def end_with_parent(parent: int) -> None:
 
 
 def _adopt(on: int) -> int | None:
-    """Let orphans below this process become its children, or not; what held before, None where the
-    system has no such thing.
+    """Set whether orphans below this process become its children. Return the previous value, or
+    None if the system does not support it.
     """
     before = ctypes.c_int()
     try:
@@ -315,9 +318,7 @@ def _adopt(on: int) -> int | None:
 
 
 def _end_marked(mark: Mapping[str, str]) -> None:
-    """End the processes with a variable in their environment: a moment to end by themselves, then
-    SIGTERM, then SIGKILL.
-    """
+    """End the processes with a variable in their environment: wait briefly, then SIGTERM, then SIGKILL."""
     ended: set[int] = set()
     for number, seconds in ((None, ALONE_S), (signal.SIGTERM, 1.0), (signal.SIGKILL, END_GRACE_S)):
         deadline = time.monotonic() + seconds
@@ -331,7 +332,7 @@ def _end_marked(mark: Mapping[str, str]) -> None:
             time.sleep(POLL_S)
     for pid in ended:
         with contextlib.suppress(ChildProcessError):
-            # adopted processes are children now, and would stay as zombies
+            # adopted processes are children, and would remain as zombies
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -339,7 +340,7 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
     ((name, value),) = mark.items()
     text, pids = os.fsencode(f"{name}={value}"), []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        # another user's process, or one that has just ended
+        # belongs to another user, or has just ended
         with contextlib.suppress(OSError):
             if text in path.read_bytes().split(b"\0"):
                 pids.append(int(path.parent.name))
@@ -347,11 +348,13 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
 
 
 WORKER_SCRIPT = Path(__file__).resolve().parent / "worker" / "foreign_python.py"
-"""Starts the worker in a Python that has no profharness."""
+"""Starts the worker in a Python without profharness."""
 
 
 def find_workers(folder: Path) -> list[int]:
-    """The workers of a run folder (their last argument), also those that a dead tool has left."""
+    """Return the pids of a run folder's workers (it is their last argument), including those left
+    by a dead tool.
+    """
     pids, script = [], os.fsencode(WORKER_SCRIPT)
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -369,7 +372,7 @@ def find_workers(folder: Path) -> list[int]:
 
 
 def kill(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may be gone already."""
+    """Send a signal to a process that may no longer exist."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
@@ -388,9 +391,10 @@ def start_group(
     short: bool = False,
     **options: Any,
 ) -> Group:
-    """A child that leads a process group and a session of its own; both its streams are appended to
-    log, unless the options of Popen say otherwise. short: the log is kept below LOG_BYTES. Raises
-    OSError when it does not start.
+    """Start a child that leads its own process group and session, with stdout and stderr appended
+    to `log` unless the Popen options redirect them.
+
+    With `short`, the log is kept below LOG_BYTES. Raise OSError if it does not start.
     """
     with log.open("ab") as file:
         group = Group(
@@ -430,7 +434,7 @@ class PrewarmedWorker:
             with log.open("ab") as file:
                 order = "\0".join(arguments).encode()
                 socket.send_fds(self.line, [order], [file.fileno(), *descriptors])
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             self.end()
             return None
         self.line.close()
@@ -472,12 +476,14 @@ def run_group(
     timeout_s: float,
     **options: Any,
 ) -> int | None:
-    """The exit code of a child of `start_group`, None when it was ended for taking too long. Nothing
-    of its group is left afterwards, whatever interrupts the wait.
+    """Run a child of `start_group`. Return its exit code, or None if it was ended after the
+    timeout.
+
+    Its whole group is ended, even if the wait is interrupted.
     """
     process: Group | None = None
     try:
-        with held():  # an interrupt inside of Popen() would leave a child that nobody knows
+        with held():  # an interrupt inside Popen() would leave an untracked child
             process = start_group(argv, log, environment, **options)
         return _waited(process, timeout_s)
     finally:
@@ -487,7 +493,7 @@ def run_group(
 
 
 def _waited(process: Group, timeout_s: float) -> int | None:
-    """The exit code of a process; None when it goes on for longer. Interrupts come through."""
+    """Return the exit code of a process, or None after the timeout. Signals interrupt the wait."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -512,8 +518,10 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def run_briefly(
     argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """A short child and what it wrote, of each stream BRIEF_BYTES at most: one that writes more is
-    ended. None when it does not start or takes longer than timeout_s. Nothing of its group is left.
+    """Run a short child and return it with its output, at most BRIEF_BYTES per stream. A child that
+    writes more is ended.
+
+    Return None if it does not start or takes longer than `timeout_s`. Its whole group is ended.
     """
     process: Group | None = None
     try:
@@ -542,11 +550,11 @@ def run_briefly(
 
 
 def _both_streams(process: Group, deadline: float) -> list[bytearray] | None:
-    """What a process writes until it ends or writes too much; None where it takes too long."""
+    """Read both streams until the process ends or writes too much. Return None after the deadline."""
     assert process.stdout is not None and process.stderr is not None
     streams = (process.stdout, process.stderr)
     for stream in streams:
-        # waiting for one stream would let the child stand still over the other
+        # reading only one stream would block a child that fills the other
         os.set_blocking(stream.fileno(), False)
     texts = [bytearray(), bytearray()]
     while True:
@@ -563,21 +571,23 @@ def _both_streams(process: Group, deadline: float) -> list[bytearray] | None:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment with profharness importable, last on the user's path."""
+    """Return this process's environment with profharness importable, last on PYTHONPATH."""
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
 
 
 def with_startup(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment with a folder first on the path of every Python started in it."""
+    """Return the environment with a folder first on the path of every Python that starts with it."""
     path = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else str(folder)}
 
 
 def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """A child of this Python that runs `code`, with pipes to its stdin and stdout. Its tracebacks are lost
-    unless `options` give it a stderr. -P: the user's own folder stays off its path.
+    """Start a child of this Python that runs `code`, with pipes to its stdin and stdout.
+
+    Its tracebacks are lost unless `options` contain a stderr. -P keeps the working directory off
+    its path.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, *arguments],
@@ -588,12 +598,14 @@ def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen
 
 
 FORWARDED = (*SIGNALS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-FROM_KERNEL = 0x80  # SI_KERNEL of <asm-generic/siginfo.h>: a terminal's, for the whole group
+FROM_KERNEL = 0x80  # SI_KERNEL of <asm-generic/siginfo.h>: sent by a terminal to the whole group
 
 
 def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The return code of a child with this process's own streams and group. Signals go on to the
-    child, except those that a terminal has sent to both. Raises OSError when it does not start.
+    """Run a child with this process's own streams and group. Return its return code. Raise OSError
+    if it does not start.
+
+    Signals are forwarded to the child, except those that a terminal sends to both.
     """
     # SIGCHLD ends the wait when the child ends
     wanted = {signal.SIGCHLD, *FORWARDED}
@@ -602,7 +614,7 @@ def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         child = subprocess.Popen(
             argv,
             env=environment,
-            # the mask is inherited, and the child would get none of these signals
+            # the child would inherit the mask and get none of these signals
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
         )
         while child.poll() is None:

@@ -1,4 +1,4 @@
-"""What the store answers with: frozen rows, the same whatever profiler or file they came from."""
+"""Rows returned by the store, independent of the profiler and the file that they came from."""
 
 from __future__ import annotations
 
@@ -9,60 +9,63 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 Triple = tuple[int, int, int]
 
 TRACE_PROFILERS = ("torch", "nsys", "ncu")
-"""The profilers whose launches can be stored, in the order in which an answer prefers them."""
+"""Profilers with kernel launches, in order of preference for an answer."""
 COUNTERS = ("ncu",)
-"""Those of them that read hardware counters; they run each kernel alone, with cold caches."""
+"""Those that read hardware counters. They run each kernel alone, with cold caches."""
 COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
 EVENT = "event"
-"""A cold call of an older run, on which the stream was not held until all was queued."""
+"""A cold call of an older run, whose stream was not held until all work was queued."""
 HOST = "host"
-"""The host's own time of an eager call. It stands beside EAGER, and is no latency."""
+"""Host time of an eager call. It is recorded with EAGER and is not a latency."""
 MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
-"""What a latency sample can be, in the order in which one ranks backends; wall is the CPU's."""
+"""Kinds of latency samples, in the order of preference for ranking backends. `wall` is for the CPU."""
 HOSTED = (EAGER, HOST, WALL)
-"""Measurements with the host in them."""
+"""Measurements that include host time."""
 SHARED_CORES = (
     "lanes of this host share its cores: times with the host in them (eager, host, wall) may be off"
 )
-"""Warning of a cell that was measured beside other lanes, on cores that they used too."""
+"""Warning of a cell that was measured while other lanes used the same cores."""
 CPU_WAIT = "cpu_wait_max"
-"""The share of its timing in which the worker was ready to run and waited for a CPU, among a cell's
-clocks: the largest of its processes.
+"""Key in a cell's clocks: share of the timing in which the worker was runnable but waited for a
+CPU, at its worst process.
 """
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
-"""What a GPU is measured by."""
+"""Measurements on a GPU."""
 ALIASES = {EVENT: COLD}
-"""What a measurement was called before, and is called now."""
+"""Former names of measurements."""
 CALL_MEASUREMENTS = (GRAPH, COLD, EVENT, EAGER, WALL)
-"""What tells the call's own time best comes first; profiled kernels are not among them."""
+"""Measurements in the order of how closely they represent the call's own time. Profiled kernels are
+not included.
+"""
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
-"""Hardware counters by ncu's names."""
+"""Names of hardware counters in ncu."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why a backend cannot take a config. source: live (PyTorch said so), rule, or
-    inferred.
-    """
+    """One reason why a backend cannot compute a config."""
 
     code: str
     message: str
     source: str = "live"
+    """`live` (from PyTorch), `rule` or `inferred`."""
 
 
 NAIVE_COMPILED = "naive-compiled"
-"""The backend whose `tuning` counts REPLACEMENTS: how often Inductor put SDPA into its graph."""
+"""The backend whose `tuning` contains REPLACEMENTS, the number of SDPA calls that Inductor put into
+its graph.
+"""
 REPLACEMENTS = "sdpa_replacements"
 
 
 def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
-    """A grid or block as three columns: `grid_x`, `grid_y`, `grid_z`."""
+    """Return a grid or block as three columns: `grid_x`, `grid_y`, `grid_z`."""
     return dict(zip((f"{name}_{axis}" for axis in "xyz"), triple or (None,) * 3, strict=True))
 
 
 def triple(x: int | None, y: int | None, z: int | None) -> Triple | None:
-    """A grid or block of its three columns; None where one is not known."""
+    """Return a grid or block from its columns. None if one is unknown."""
     return None if x is None or y is None or z is None else (x, y, z)
 
 
@@ -77,7 +80,7 @@ _R = TypeVar("_R", bound=_OfProfiler)
 
 
 def of_first_profiler(rows: Iterable[_R]) -> list[_R]:
-    """Of each run the rows of one profiler: the first of TRACE_PROFILERS that it has."""
+    """Keep, for each run, the rows of one profiler: the first in TRACE_PROFILERS that has any."""
     kept = list(rows)
     seen: dict[str, set[str]] = {}
     for row in kept:
@@ -91,16 +94,14 @@ def of_first_profiler(rows: Iterable[_R]) -> list[_R]:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One stored run. source is `capture` (made by profharness) or `trace` (somebody's file).
-
-    kind is the command that made it (`capture bench verify explain`), or `trace`. warnings tell what
-    was wrong with its traces. host_key and gpu_key are hashes; the last four are None where not told.
-    """
+    """One stored run."""
 
     run: str
     created: str
     source: str
+    """`capture` (made by profharness) or `trace` (a file from elsewhere)."""
     kind: str
+    """The command that made it (`capture bench verify explain`), or `trace`."""
     path: str
     device: str | None
     torch: str | None
@@ -109,23 +110,18 @@ class RunRow:
     failed_cells: int
     launches: int
     warnings: tuple[str, ...] = ()
+    """Problems of its traces."""
     rank: int | None = None
     world_size: int | None = None
     host_key: str | None = None
+    """Hash. None if unknown."""
     gpu_key: str | None = None
+    """Hash. None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellRow:
-    """One cell: status, why it failed or was refused, and its raw samples in nanoseconds by
-    measurement name.
-
-    sdpa_op is the op that the trace shows to have run
-    (`aten::_scaled_dot_product_flash_attention`), a witness of the backend that is independent of
-    the kernels' names; choice is what PyTorch said beforehand; predicted what the dispatch rules
-    say: a backend or `none` for `auto`, `eligible` or `refused` for a forced backend, None where
-    the rules of its machine are not known. tuning is what an implementation says that it chose.
-    """
+    """One cell of a run."""
 
     run: str
     cell: str
@@ -133,37 +129,38 @@ class CellRow:
     backend: str
     status: str
     message: str | None
+    """Why the cell failed."""
     choice: str | None
+    """Backend that PyTorch reported before the call."""
     sdpa_op: str | None
+    """Op that ran according to the trace, such as `aten::_scaled_dot_product_flash_attention`.
+    Identifies the backend independently of kernel names.
+    """
     iterations: int
     refusals: tuple[Refusal, ...]
     warnings: tuple[str, ...]
     samples: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Raw samples in ns by measurement."""
     peak_memory_bytes: int | None = None
     clocks: dict[str, Any] = field(default_factory=dict)
     predicted: str | None = None
+    """Prediction of the dispatch rules: a backend or `none` for `auto`, `eligible` or `refused` for
+    a forced backend. None if the rules do not cover the machine.
+    """
     tuning: dict[str, Any] | None = None
+    """Parameters that the implementation reports to have chosen."""
 
     @property
     def reason(self) -> str | None:
-        """Why it did not run: the message, else those of its refusals."""
+        """Why the cell did not run: its message, or those of its refusals."""
         return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One kernel of one cell in one launch configuration, all its launches summed up.
+    """One kernel of one cell in one launch configuration, summed over all its launches.
 
-    config, backend, cell are None for a foreign trace's launches. kernel_kind is `kernel memcpy
-    memset op`. duration_ns is the median of one launch, total_ns the sum over all launches of all
-    profiled calls, launches_per_call launches over calls, share the part of the cell's (for a
-    foreign trace: the range's) total_ns; a time that was not measured is None. first_ns orders
-    kernels within a call: earliest start relative to the start of its cell's first call. op_path
-    is the folded op stack, sdpa_op its attention op if any. occupancy is theoretical, 0 to 1, with
-    its limiter (`registers shared_memory block warps`), None where the device or resources are
-    unknown. metrics are hardware counters by ncu's name: the median over the launches, and the
-    unit. shared_share is what one block takes of an SM's shared memory, 0 to 1. source is `profiled`, or
-    of an atlas `measured`, `model` or `floor`.
+    Unmeasured times are None. config, backend and cell are None for launches of a foreign trace.
     """
 
     run: str
@@ -176,6 +173,7 @@ class KernelRow:
     kernel: str
     kernel_short: str
     kernel_kind: str
+    """`kernel`, `memcpy`, `memset` or `op`."""
     family: str
     grid: Triple | None
     block: Triple | None
@@ -185,37 +183,49 @@ class KernelRow:
     shared_bytes: int | None
     launches: int
     launches_per_call: float | None
+    """Launches divided by profiled calls."""
     duration_ns: int | None
+    """Median of one launch."""
     total_ns: int | None
+    """Sum over all launches of all profiled calls."""
     min_ns: int | None
     max_ns: int | None
     share: float | None
+    """Share of the cell's total_ns, or of the range's in a foreign trace."""
     first_ns: int
+    """Earliest start relative to the start of the cell's first call. Orders kernels within a call."""
     op_path: str | None
+    """Folded op stack."""
     sdpa_op: str | None
+    """Attention op in the stack, if any."""
     occupancy: float | None
+    """Theoretical, 0 to 1. None if the device or the resources are unknown."""
     occupancy_limiter: str | None
+    """`registers`, `shared_memory`, `block` or `warps`."""
     device: int
     metrics: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
+    """Hardware counters by ncu's name: median over the launches, and unit."""
     shared_share: float | None = None
+    """Share of an SM's shared memory that one block uses, 0 to 1."""
     source: str = "profiled"
+    """`profiled`, or from an atlas `measured`, `model` or `floor`."""
 
     @property
     def dram_bytes_per_s(self) -> float | None:
-        """Bytes from and to DRAM over the time that ncu saw; None without its counters."""
+        """Bytes to and from DRAM per second of ncu's kernel time. None without its counters."""
         moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]
         return sum(moved) / self.duration_ns * 1e9 if moved and self.duration_ns else None
 
     @property
     def call_ns(self) -> float | None:
-        """The time of its launches in one call; None for a foreign trace, or without a time."""
+        """Time of the kernel's launches in one call. None for a foreign trace, or if unmeasured."""
         if self.total_ns is None or self.launches_per_call is None:
             return None
         return self.total_ns / self.launches * self.launches_per_call
 
 
 class LaunchRow(NamedTuple):
-    """One launch; None where a profiler cannot know. Times in ns, on the trace's clock."""
+    """One launch. Values that a profiler cannot provide are None. Times are in ns on the trace's clock."""
 
     run: str
     config: str | None
@@ -255,7 +265,7 @@ class LaunchRow(NamedTuple):
 
 
 class RangeRow(NamedTuple):
-    """One user range; parent is the enclosing one's id, iteration the ordinal of its call."""
+    """One user range."""
 
     id: int
     profiler: str
@@ -265,16 +275,17 @@ class RangeRow(NamedTuple):
     pid: int
     tid: int
     parent: int | None
+    """Id of the enclosing range."""
     cell: str | None
     iteration: int | None
+    """Ordinal of the range's call in its cell."""
 
 
 class CallKernel(NamedTuple):
-    """A kernel of an attention call in a direction: `forward`, `recompute` or `backward`, in one
-    launch configuration.
-    """
+    """A kernel of an attention call in one launch configuration."""
 
     direction: str
+    """`forward`, `recompute` or `backward`."""
     kernel: str
     kernel_short: str
     family: str
@@ -289,15 +300,14 @@ class CallKernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """An attention call of a program, as `profharness.trace.AttentionCall` describes it. step counts
-    the steps of its trace, None outside of them. template is the row of the observed kind of call that
-    it is of, None where there is none. Calls that were counted and not traced have trace UNTRACED.
-    """
+    """An attention call of a program, with the fields of `profharness.trace.AttentionCall`."""
 
     run: str
     trace: int
+    """Row id of the trace, UNTRACED for calls that were counted but not traced."""
     call: int
     step: int | None
+    """Number of the step in its trace. None outside of steps."""
     kind: str
     op: str
     sdpa_op: str | None
@@ -314,27 +324,27 @@ class CallRow:
     kernels: tuple[CallKernel, ...] = ()
     graph: bool = False
     template: int | None = None
+    """Row id of the observed kind of call, or None."""
 
     @property
     def mode(self) -> str:
-        """`eager`, `compile` or, in whatever way it was captured, `graph`."""
+        """`eager`, `compile`, or `graph` for calls replayed by a CUDA graph."""
         return "graph" if self.graph else "compile" if self.compiled else "eager"
 
     @property
     def dims(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Those of query, key, value and mask; None for a tensor that is not told."""
+        """Dims of query, key, value and mask. None for an unknown tensor."""
         return tuple(tuple(tensor["dims"]) if tensor else None for tensor in self.tensors)
 
 
 UNTRACED = 0
-"""In place of a trace's number."""
+"""Replaces the trace's row id."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """A kind of call that a process of an observed program made, and how often, as
-    `profharness.parse.observed.ObservedCall` describes it. name is what the module is called in a
-    trace, config that of the first call.
+    """A kind of call in one process of an observed program and its number of calls, with the fields
+    of `profharness.parse.observed.ObservedCall`.
     """
 
     template: int
@@ -343,11 +353,13 @@ class CallSignature:
     kind: str
     op: str
     name: str | None
+    """Name of the module as in a trace."""
     compiled: bool
     recompute: bool
     backward: bool
     modules: tuple[str, ...]
     config: str | None
+    """Config of the first call."""
     reason: str | None
     tensors: tuple[Any, ...]
     calls: int
@@ -362,11 +374,11 @@ class CallSignature:
 
 
 WHOLE_TRACE = "the whole trace"
-"""The name of the one step of a trace that tells none."""
+"""Name of the only step of a trace without steps."""
 
 
 class StepRow(NamedTuple):
-    """A step of a trace; busy_ns is how long at least one kernel ran that began in it."""
+    """A step of a trace."""
 
     trace: int
     step: int
@@ -374,12 +386,11 @@ class StepRow(NamedTuple):
     start_ns: int
     duration_ns: int
     busy_ns: int
+    """Time during which at least one kernel ran that started in the step."""
 
 
 class GapRow(NamedTuple):
-    """A stretch without any kernel on a device, and the launch that ended it: launch_ns is when the
-    program asked for it.
-    """
+    """An interval without a kernel on a device, and the launch that ended it."""
 
     device: int
     start_ns: int
@@ -387,12 +398,11 @@ class GapRow(NamedTuple):
     kernel_short: str
     op_path: str | None
     launch_ns: int | None
+    """When the program made that launch."""
 
 
 class DeviceTime(NamedTuple):
-    """How long a GPU was busy between its first and its last launch of a trace. exposed_ns is the time
-    in which collectives ran and nothing else did.
-    """
+    """How long a GPU was busy between its first and its last launch of a trace."""
 
     device: int
     launches: int
@@ -401,24 +411,26 @@ class DeviceTime(NamedTuple):
     busy_ns: int
     collective_ns: int
     exposed_ns: int
+    """Time during which only collectives ran."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank of a job: a run, or of a run of several ranks the traces of one. rank is None where
-    nothing tells it; name is that of its file or folder. traces are row ids.
-    """
+    """One rank of a job: a run, or one rank's traces of a run of several ranks."""
 
     run: str
     rank: int | None
+    """None if unknown."""
     world_size: int | None
     host_key: str | None
     gpu_key: str | None
     name: str
+    """Name of its file or folder."""
     created: str
     device: str | None
     environment: dict[str, Any]
     traces: tuple[int, ...]
+    """Row ids."""
     times: tuple[DeviceTime, ...] = ()
 
     @property
@@ -428,7 +440,7 @@ class RankRow:
 
 
 class RankKernel(NamedTuple):
-    """What a kernel's id stands for in a `RankLaunches`."""
+    """The kernel of an id in `RankLaunches`."""
 
     name: str
     short: str
@@ -438,10 +450,12 @@ class RankKernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankLaunches:
-    """The launches of traces, summed up. groups are (trace, place, kernel, launch configuration,
-    launches, total_ns, cell) with ids; a total of -1 is not known. A place is a range, or a config on a backend.
-    """
+    """Aggregated launches of traces."""
 
     groups: list[tuple[int, ...]]
+    """(trace, place, kernel, launch configuration, launches, total_ns, cell), all ids but launches
+    and total_ns. A total_ns of -1 is unknown.
+    """
     places: dict[int, str]
+    """Id -> range, or config and backend."""
     kernels: dict[int, RankKernel]

@@ -1,8 +1,7 @@
-"""A parsed trace: what every parser returns and the store takes in, whatever profiler wrote the
-file.
+"""Parsed traces: the result of every parser and the input of the store's ingest, for all profilers.
 
-Small tables (names, launch configurations, ranges) are plain lists; launches come in column
-batches, because there can be millions. A batch refers to the small tables by index. Times are
+Small tables (names, launch configurations, ranges) are plain lists. There can be millions of
+launches, so they come in batches of columns, which refer to the small tables by index. Times are
 integer nanoseconds on the trace's own absolute clock.
 """
 
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
 
 CELL_RANGE_PREFIX = "profharness:"
 WARMUP_RANGE = "profharness:warmup"
-NONE = -1  # in a column: "no such row" (index columns) or "not known" (value columns)
+NONE = -1  # in a column: no such row (index columns) or unknown (value columns)
 
 
 def cell_range(cell: str) -> str:
-    """The name of the range that the worker opens around each profiled call of a cell."""
+    """Return the name of the range that the worker opens around each profiled call of a cell."""
     return f"{CELL_RANGE_PREFIX}{cell}"
 
 
 def range_cell(name: str) -> str | None:
-    """The cell id that a range name stands for; None for warm-up and for other people's ranges."""
+    """Return the cell id in a range name. None for warm-up and for ranges of other programs."""
     if not name.startswith(CELL_RANGE_PREFIX) or name == WARMUP_RANGE:
         return None
     return name[len(CELL_RANGE_PREFIX) :]
@@ -41,7 +40,7 @@ def range_cell(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Grid, block and resources of a launch; None where not known, as for an op on the CPU."""
+    """Grid, block and resources of a launch. None if unknown, as for an op on the CPU."""
 
     grid: tuple[int, int, int] | None
     block: tuple[int, int, int] | None
@@ -53,7 +52,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One user range (record_function or NVTX) on one thread; parent is an index, or None."""
+    """One user range (record_function or NVTX) on one thread."""
 
     name: str
     start_ns: int
@@ -61,63 +60,70 @@ class Range:
     pid: int
     tid: int
     parent: int | None = None
+    """Index of the enclosing range, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorArgument:
-    """A tensor that an op was given. strides and dtype are None where the trace does not tell them;
-    a dtype that configs know has their name.
-    """
+    """A tensor argument of an op."""
 
     dims: tuple[int, ...]
     strides: tuple[int, ...] | None = None
+    """None if the trace does not contain them."""
     dtype: str | None = None
+    """Config name of the dtype if it has one. None if the trace does not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One attention call of a program. Times are those of its ops on the CPU.
-
-    kind is `sdpa` (scaled_dot_product_attention), `inner` (the op below it alone, as compiled code
-    calls it), `fast_path` (nn.TransformerEncoder's), `flex`, `custom` (a package's op), `eager`
-    (matrix products around a softmax) or `replay` (kernels of a CUDA graph whose ops the trace does
-    not have). graph: a CUDA graph replayed it. op is what was called, sdpa_op what computed it, None
-    where that is not told. recompute: it repeats a forward during a backward. backward: a gradient was
-    computed or prepared for. modules are the nn.Modules around it, outermost first; path is their
-    dotted name where a marker tells it. config replays the call; reason says why there is none, or
-    what of the call a config does not say. tensors are query, key, value and mask.
-    """
+    """One attention call of a program. Times are those of its ops on the CPU."""
 
     kind: str
+    """`sdpa` (scaled_dot_product_attention), `inner` (only the op below it, as in compiled code),
+    `fast_path` (that of nn.TransformerEncoder), `flex`, `custom` (an op of a package), `eager`
+    (matrix products around a softmax) or `replay` (kernels of a CUDA graph whose ops the trace
+    lacks).
+    """
     op: str
+    """The op that was called."""
     sdpa_op: str | None
+    """The op that computed it. None if unknown."""
     compiled: bool
     recompute: bool
+    """Repeats a forward pass during a backward pass."""
     backward: bool
+    """A gradient was computed or prepared for."""
     modules: tuple[str, ...]
+    """The nn.Modules around it, outermost first."""
     config: Config | None
+    """A config that replays the call, or None."""
     reason: str | None
+    """Why there is no config, or what the config does not cover."""
     tensors: tuple[TensorArgument | None, ...]
+    """Query, key, value and mask."""
     path: str | None = None
+    """Dotted path of the modules, if a marker contains it."""
     step: int | None = None
     pid: int = NONE
     tid: int = NONE
     start_ns: int = 0
     duration_ns: int = 0
     graph: bool = False
+    """Whether a CUDA graph replayed the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """A stretch of a thread whose launches belong to the call of that index, in a direction."""
+    """An interval of a thread whose launches belong to a call in one direction."""
 
     call: int
+    """Index of the call."""
     direction: str
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a program; its name is that of the range or module that bounds it."""
+    """One step of a program. It has the name of the range or the module that bounds it."""
 
     name: str
     start_ns: int
@@ -126,73 +132,76 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LaunchBatch:
-    """Columns of equal length, one element a launch, all int64; NONE (-1) where there is no such
-    thing.
+    """Columns of launches: int64 arrays of equal length. NONE (-1) marks a missing value.
 
-    kernel, launch_config, op_path, range, api and call_span are indices into the Trace's lists. cell_range is
-    the index of the enclosing `profharness:` range: on the launching thread if one is open there,
-    else one of the same process that was open at the time of the launch call (autograd launches
-    from a thread of its own). range is the innermost user range of the launching thread, else equal
-    to cell_range. launch_ns is when the launching call began; start_ns and duration_ns are the
-    device's. device is -1 for the CPU (an op of a CPU-only trace
-    with the time that is its own, not its child ops').
+    kernel, launch_config, op_path, range, api and call_span are indices into the lists of the
+    Trace.
     """
 
     kernel: Column
     launch_config: Column
     op_path: Column
     range: Column
+    """Innermost user range of the launching thread, else cell_range."""
     cell_range: Column
+    """Index of the enclosing `profharness:` range: one that is open on the launching thread, else
+    one of the same process that was open at the time of the launch (autograd launches from its own
+    thread).
+    """
     api: Column
     device: Column
+    """-1 for the CPU: an op of a CPU-only trace, whose time excludes its child ops."""
     stream: Column
     correlation: Column
     graph_node: Column
     pid: Column
     tid: Column
     launch_ns: Column
+    """Start of the launching call."""
     start_ns: Column
+    """On the device."""
     duration_ns: Column
-    bytes: Column  # moved by a memcpy or memset
-    call_span: Column  # the stretch of an attention call in which it was launched
+    """On the device."""
+    bytes: Column
+    """Moved by a memcpy or memset."""
+    call_span: Column
+    """Interval of an attention call that contains the launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Hardware counters of a trace's launches, under the profiler's own names and units.
-
-    values: [launches, names] float64, NaN where a launch has no such value; row i is the i-th
-    launch in the order of the batches.
-    """
+    """Hardware counters of a trace's launches, with the profiler's names and units."""
 
     names: list[str]
     units: list[str]
     values: NDArray[np.float64]
+    """[launches, names] float64. NaN if a launch has no such value. Row i is the i-th launch in the
+    order of the batches.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One parsed file. Call `batches()` once; `close()` gives its temporary files back.
-
-    kernels are canonical names (as Kineto prints them; a memcpy or memset under its trace name),
-    kernel_kinds says for each `kernel memcpy memset op`. op_paths are folded stacks of
-    ATen/autograd ops, outermost first, joined by ";", the innermost op last. environment holds what
-    the file itself says (cuda_runtime_version, cupti_version, distributedInfo, …), never host,
-    user, path or command line. skipped counts unreadable events. created_s is when the file says that
-    it was made, in seconds since 1970.
-    """
+    """One parsed file. Call `batches()` once, and `close()` to delete its temporary files."""
 
     profiler: str
     devices: tuple[Device, ...]
     environment: dict[str, object]
+    """Properties recorded in the file (cuda_runtime_version, cupti_version, distributedInfo, …),
+    without host, user, paths and command line.
+    """
     kernels: list[str]
+    """Canonical names as Kineto prints them. A memcpy or memset has its name in the trace."""
     kernel_kinds: list[str]
+    """`kernel`, `memcpy`, `memset` or `op` for each kernel."""
     launch_configs: list[LaunchConfig]
     op_paths: list[str]
+    """Folded stacks of ATen and autograd ops, outermost first, joined by ";"."""
     apis: list[str]
     ranges: list[Range]
     num_launches: int
     skipped: int
+    """Number of unreadable events."""
     batches: Callable[[], Iterator[LaunchBatch]]
     close: Callable[[], None]
     warnings: tuple[str, ...] = field(default=())
@@ -201,3 +210,4 @@ class Trace:
     steps: tuple[Step, ...] = ()
     metrics: Metrics | None = None
     created_s: int | None = None
+    """When the file was made, as recorded in it, in seconds since 1970."""
