@@ -1,4 +1,6 @@
-"""What a backend is: how it is called, what it cannot express, and why it may be absent."""
+"""The interface of a backend: how it is called, which configs it cannot compute, and why it may be
+unavailable.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from profharness.errors import ProfharnessError
 from profharness.rows import Refusal
 
 Attention = Callable[..., Any]
-"""attention(q, k, v, *, is_causal, scale, enable_gqa) on tensors in SDPA's layout: q [B, Hq, Sq, D],
-k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]; returns [B, Hq, Sq, Dv] in q's dtype, on q's device.
-is_causal is SDPA's: row i attends to columns 0..i, also where Sq and Skv differ.
+"""attention(q, k, v, *, is_causal, scale, enable_gqa) on tensors in SDPA's layout: q [B, Hq, Sq,
+D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]. Returns [B, Hq, Sq, Dv] in q's dtype on q's device.
+is_causal has SDPA's meaning: row i attends to columns 0..i, even if Sq and Skv differ.
 """
 
 
 class RefusedError(ProfharnessError):
-    """A backend does not take a config. code is `absent` or `unsupported`; the text is the reason."""
+    """A backend refuses a config. `code` is `absent` or `unsupported`; the text is the reason."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -33,7 +35,7 @@ class RefusedError(ProfharnessError):
 
 
 class ImplementationError(ProfharnessError):
-    """An implementation of the user's cannot be loaded or breaks the contract."""
+    """A user's implementation cannot be loaded or violates the contract."""
 
 
 def nothing(*_: object) -> str | None:
@@ -42,39 +44,44 @@ def nothing(*_: object) -> str | None:
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute attention.
-
-    devices are where it can exist; context opens the state in which the call runs. load gives the
-    callable, inside the worker; without it the call is `scaled_dot_product_attention` with all its
-    arguments. absent says why it is not there (worker only), supports why it cannot take a config;
-    None: nothing stands against it. tuning tells what the last call ran with, where the loaded
-    function has no `tuning` of its own. Exceptions of `refuses` in the first call are refusals,
-    others errors. source says where the worker finds an implementation: `/folder/file.py:function`
-    or `package.module:function`; file is its file, packages are the distributions it rests on.
-    isolated: code that is not PyTorch's own runs, so its cells need a process of their own.
-    """
+    """A way to compute attention."""
 
     name: str
     summary: str
     devices: tuple[str, ...]
+    """Device types that it can run on."""
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Opens the state in which the call runs."""
     load: Callable[[], Attention] | None = None
+    """Return the callable (in the worker). Without it, the call is `scaled_dot_product_attention`
+    with all its arguments.
+    """
     supports: Callable[[Config], str | None] = nothing
+    """Return why it cannot compute a config, or None."""
     absent: Callable[[], str | None] = nothing
+    """Return why it is not available, or None (in the worker)."""
     tuning: Callable[[], Any] = nothing
+    """Return the parameters of the last call, if the loaded function has no `tuning` of its own."""
     refuses: tuple[type[Exception], ...] = ()
+    """Exceptions in the first call that are refusals. Others are errors."""
     source: str | None = None
+    """Location of an implementation: `/folder/file.py:function` or `package.module:function`."""
     file: Path | None = None
+    """The implementation's file."""
     packages: tuple[str, ...] = ()
+    """Distributions that it depends on."""
     isolated: bool = False
+    """Whether it runs code that is not PyTorch's, so that its cells need their own process."""
 
 
 GpuBackend = functools.partial(Backend, devices=("cuda",), refuses=(Exception,))
-"""A backend of a library: what its first call raises is its way to refuse."""
+"""A backend of a library. Every exception in its first call is a refusal."""
 
 
 def outside_contract(config: Config) -> str | None:
-    """Why no `Attention` can take the config: its arguments have no mask and no dropout."""
+    """Return why no `Attention` can compute the config, or None. Its arguments include no mask and
+    no dropout.
+    """
     if config.mask != "none":
         return f"an attention mask (mask={config.mask}) cannot be passed; causal can"
     if config.dropout:
@@ -96,10 +103,10 @@ def wants(
     forward_only: bool = False,
     one_batch: bool = False,
 ) -> Callable[[Config], str | None]:
-    """A `supports` function made of the usual limits.
+    """Return a `supports` function that checks common limits.
 
-    square_causal: its causal mask is not aligned to the first row and column as SDPA's is (or not
-    defined), so the two agree only where seq_q = seq_kv.
+    `square_causal` is for causal masks that are undefined, or not aligned to the top left like
+    SDPA's, if seq_q and seq_kv differ.
     """
 
     def supports(config: Config) -> str | None:
@@ -124,7 +131,7 @@ def wants(
 
 
 def needs_module(module: str, install: str) -> Callable[[], str | None]:
-    """An `absent` function: the module must be there. install is what to do about it."""
+    """Return an `absent` function that checks for a module. `install` is the remedy."""
 
     def absent() -> str | None:
         if find_module(module) is not None:
@@ -135,7 +142,7 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Return the spec of a module, or None. Nothing is imported, not even the packages above it."""
+    """Return the spec of a module, or None. Nothing is imported, not even its parent packages."""
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -149,7 +156,7 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def loaded(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
-    """A `load` whose failure is an `absent` refusal: installed, but of no use here."""
+    """Wrap `load` so that its failure is an `absent` refusal: installed, but not usable here."""
 
     def wrapped() -> Attention:
         try:

@@ -1,5 +1,7 @@
-"""Attention of other packages: an adapter and a row each. An adapter turns SDPA's layout into the
-package's as a view and the output back as a view; it copies nothing unless it says so.
+"""Attention of other packages: one adapter and one table row each.
+
+An adapter converts SDPA's layout to the package's layout and back as views. It copies only where
+its docstring says so.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from profharness.backends.base import (
 
 
 def flash_attn() -> Attention:
-    """flash_attn_func takes [B, S, H, D], and fewer key heads by itself."""
+    """Adapt flash_attn_func, which takes [B, S, H, D] and supports grouped key heads."""
     from flash_attn import flash_attn_func
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
@@ -30,9 +32,10 @@ def flash_attn() -> Attention:
 
 
 def xformers() -> Attention:
-    """memory_efficient_attention(query, key, value, attn_bias, p, scale) on [B, S, H, D], and for
-    grouped queries on [B, S, Hkv, Hq / Hkv, D] with key and value expanded. Its lower triangle is
-    top left, as SDPA's.
+    """Adapt memory_efficient_attention(query, key, value, attn_bias, p, scale) on [B, S, H, D].
+
+    For grouped queries it takes [B, S, Hkv, Hq / Hkv, D] with expanded key and value. Its lower
+    triangle is aligned to the top left, like SDPA's.
     """
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
@@ -50,7 +53,7 @@ def xformers() -> Attention:
 
 
 def sage() -> Attention:
-    """sageattn takes SDPA's layout as HND, and fewer key heads by itself."""
+    """Adapt sageattn, which takes SDPA's layout as HND and supports grouped key heads."""
     from sageattention import sageattn
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
@@ -61,7 +64,7 @@ def sage() -> Attention:
 
 
 def flashinfer() -> Attention:
-    """single_prefill_with_kv_cache takes one sequence, and fewer key heads by itself."""
+    """Adapt single_prefill_with_kv_cache, which takes one sequence and supports grouped key heads."""
     from flashinfer import single_prefill_with_kv_cache
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Starting points for implementations of one's own: each is right as it stands, and has a test."""
+"""Templates for implementations of attention. Each is correct as it stands, and has a test."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def supports(config: Config) -> str | None:
         return "takes one head_dim up to 256"
     return None
 '''
-"""Of the file `NAME.py`; `{name}` and `{signature}` are to be replaced."""
+"""Content of `NAME.py`, with `{name}` and `{signature}` to be replaced."""
 
 
 CUDA_CHECK = """
@@ -104,7 +104,7 @@ def test_it_compiles_without_a_gpu(arch):
     names = list(implementation["KERNELS"].values())
     assert set(implementation["SOURCE"].cubin(names, arch).names) == set(names)
 """
-"""What the test of such a file has in addition."""
+"""Additional content of its test."""
 KINDS = ("torch", "triton", "cuda")
 _SIGNATURE = '''def attention(
     q: torch.Tensor,
@@ -307,10 +307,12 @@ _TEST_PARTS = {
 
 
 def kernel_text(name: str, kind: str) -> str:
-    """The file `NAME.py` of one of KINDS."""
+    """Return the content of `NAME.py` for one of KINDS."""
     return _KERNELS[kind].replace("{signature}", _SIGNATURE).replace("{name}", name)
 
 
 def check_text(name: str, kind: str, file: str) -> str:
-    """The file `test_NAME.py`; file is the implementation's place seen from the test's folder."""
+    """Return the content of `test_NAME.py`. `file` is the implementation's path relative to the
+    test's folder.
+    """
     return _TEST.format(name=name, file=file, **_TEST_PARTS[kind])

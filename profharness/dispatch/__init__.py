@@ -1,1 +1,1 @@
-"""Why a backend is or is not taken: PyTorch's dispatch rules as data, and its own reasons as codes."""
+"""PyTorch's dispatch rules as data: which backend it selects, and the reasons against the others."""

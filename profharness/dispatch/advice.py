@@ -1,5 +1,5 @@
-"""The smallest change that makes a backend take a config: a search over changes, in which every
-answer comes from the oracle.
+"""Find the smallest change of a config that lets a backend compute it, by a search that queries an
+oracle for every candidate.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ LARGEST_DIM = 256
 
 @dataclass(frozen=True)
 class Change:
-    """One change. codes: the reasons that it may remove. apply gives the changed config, None where
-    it does not fit. text is a sentence over `b` and `a`, the config before and after it. exact: the
-    output stays the same within the dtype's error. group: of the changes of one group, the first
-    that removes the reason is enough.
-    """
+    """A change of a config that may remove a reason against a backend."""
 
     name: str
     codes: tuple[str, ...]
+    """Reason codes that it may remove."""
     apply: Callable[[Config], Config | None]
+    """Return the changed config, or None if the change does not apply."""
     text: str
+    """A format string over `b` and `a`, the configs before and after."""
     exact: bool = True
+    """Whether the output stays equal within the dtype's error."""
     group: str | None = None
+    """In a group, only the first change that removes the reason is used."""
 
 
 def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
-    """The scale stays that of the real head_dim."""
+    """Pad the head dims, and keep the scale of the original head_dim."""
     scale = config.scale
     if head_dim != config.head_dim and scale is None:
         scale = config.head_dim**-0.5
@@ -72,7 +73,7 @@ def _sixteenth(config: Config) -> Config | None:
     return replace(config, dropout=nearest) if config.dropout else None
 
 
-# Better changes first: those that keep the output, then those that cost something.
+# In order of preference: first changes that keep the output, then those with a cost.
 CHANGES = (
     Change("contiguous", ("last_dim_stride",), Config.contiguous,
            "make the last dimension of q, k and v contiguous (a copy of each)"),
@@ -131,8 +132,9 @@ TORCH_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torc
 
 
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
-    """Code that has `before`'s tensors and makes `after`'s call, with an output of the shape and
-    dtype of `before`'s. backend: only what that name permits may run it (`sdpa_kernel`).
+    """Return Python code that has the tensors of `before` and makes the call of `after`. Its output
+    has the shape and dtype of `before`. With `backend`, only the backends that this name permits
+    may run it (`sdpa_kernel`).
     """
     imports = ["import torch", "import torch.nn.functional as F"]
     contexts = ["torch.inference_mode()"] if before.bwd and not after.bwd else []
@@ -158,7 +160,7 @@ FIRST_CHOICE = "torch._fused_sdp_choice(q, k, v)  # a process's first choice wou
 
 
 def setting_code(setting: Setting) -> str:
-    """The call of `sdpa_kernel` that permits these backends."""
+    """Return the sdpa_kernel call that permits these backends."""
     members = ", ".join(f"SDPBackend.{SDP_BACKENDS[name]}" for name in setting.backends)
     return f"sdpa_kernel([{members}]{', set_priority=True' if setting.ordered else ''})"
 
@@ -180,7 +182,7 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
     if before.deterministic and not after.deterministic:
         yield "torch.use_deterministic_algorithms(False)  # or (True, warn_only=True)"
     if before.contiguous() != before and after.contiguous() == after:
-        # contiguous() gives a tensor back as it is where only its storage offset is odd
+        # contiguous() returns the same tensor if only its storage offset is odd
         copy = "clone" if before.layout == "offset1" else "contiguous"
         yield f"q, k, v = (each.{copy}() for each in (q, k, v))"
     queries, keys = after.seq_len_q - before.seq_len_q, after.seq_len_kv - before.seq_len_kv
@@ -231,21 +233,22 @@ out = torch.compile(flex_attention)(q, k, v, score_mod=score_mod{arguments})"""
 
 @dataclass(frozen=True)
 class Advice:
-    """One change that makes a backend take a config.
-
-    change is a sentence, code the Python to write. config is the changed config's label, None where
-    the grammar cannot say it. verified: asked again, with the change, the backend was eligible
-    (None: could not be asked). choice: what `auto`, or the setting asked about, takes then. gain:
-    time before over time after, where both were measured. steps: the names of the changes.
-    """
+    """A change that lets a backend compute a config."""
 
     change: str
+    """A sentence."""
     code: str
+    """Python code that makes the change."""
     config: str | None = None
+    """Label of the changed config. None if the grammar cannot express it."""
     verified: bool | None = None
+    """Whether the backend was eligible for the changed config. None if it could not be queried."""
     choice: str | None = None
+    """Backend that `auto`, or the requested setting, then selects."""
     gain: float | None = None
+    """Time before divided by time after, if both were measured."""
     steps: tuple[str, ...] = ()
+    """Names of the changes."""
 
 
 @dataclass(frozen=True)
@@ -257,18 +260,20 @@ class _State:
 
     @property
     def code(self) -> str:
-        """The reason that stands in the way first."""
+        """Code of the first reason against the backend."""
         return self.answer.reasons[0].code if self.answer.reasons else "no_text"
 
 
 def advise(
     config: Config, backend: str, oracle: Oracle, choose: Choose, asked: str = AUTO
 ) -> tuple[Advice, ...]:
-    """At most three ways, of as few changes as there are; none where the backend runs anyhow, where
-    nothing is known, or where no change helps. asked: `auto`, or the setting under which `choose`
-    answers, which the code then sets too.
+    """Return at most three changes that let a backend compute a config, with the fewest steps
+    possible.
 
-    config's dtype must be filled in. Ways outside of the grammar have verified None and come last.
+    `asked` is `auto` or the setting under which `choose` selects a backend; the code then sets it
+    too. The config must have a dtype. Changes that the grammar cannot express come last and have
+    verified None. Return nothing if the backend runs without a change, if nothing is known, or if
+    no change helps.
     """
     answer = oracle(config, backend)
     if answer.eligible is None:
@@ -285,8 +290,8 @@ def advise(
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
-    """Breadth first, so that the fewest changes come first. Only the reason that PyTorch stops at
-    has to be removed: without that, nothing else can help.
+    """Search breadth-first, so that the fewest changes come first. A step must remove the first
+    reason, because PyTorch stops there.
     """
     seen = {start.config}
     level = [start]
@@ -302,7 +307,7 @@ def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
 
 def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config]) -> list[_State]:
     states: list[_State] = []
-    served: set[str] = set()  # groups of which one change has removed the reason
+    served: set[str] = set()  # groups in which one change has removed the reason
     for change in CHANGES:
         if before.code not in change.codes or change.group in served:
             continue
@@ -319,7 +324,7 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
 
 
 def _way(config: Config, state: _State, backend: str, choose: Choose, asked: str) -> Advice:
-    """Where another backend is taken even then, the code also names the wanted one."""
+    """If another backend is selected even after the change, the code also requests the wanted one."""
     choice = choose(state.config)
     named = asked if choice == backend else backend
     sentences = list(state.sentences)
@@ -336,7 +341,7 @@ def _way(config: Config, state: _State, backend: str, choose: Choose, asked: str
 
 
 def _name_it(config: Config, backend: str, asked: str) -> Advice:
-    """Eligible, but not what is taken. The one verified way: asked under sdpa_kernel it is."""
+    """Return the advice for a backend that is eligible but not selected: request it with sdpa_kernel."""
     return Advice(
         change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow {backend} alone with "
         "sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the others as a fallback, with "
@@ -378,7 +383,7 @@ def _four_d(config: Config, _: str) -> Advice:
     return Advice("give 3-D inputs a batch dimension", code, steps=("four_d",))
 
 
-# Reasons with a way that no config can say.
+# Reasons with a remedy that a config cannot express.
 OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
     "mask": _flex,
     "runtime_disabled": _switch,
@@ -389,27 +394,29 @@ ANSWERS_FILE = "answers.jsonl"
 
 @dataclass(frozen=True)
 class BackendAnswer:
-    """One backend's side of an answer. eligible None: not known. reasons are all that stand in the
-    way, the one that PyTorch stops at first. can_use: what `can_use_*_attention` says, None where
-    there is no such function or it was not asked.
-    """
+    """The answer for one backend."""
 
     backend: str
     eligible: bool | None
+    """None if unknown."""
     reasons: tuple[Refusal, ...] = ()
+    """All reasons against it. PyTorch stops at the first."""
     advice: tuple[Advice, ...] = ()
     can_use: bool | None = None
+    """Result of `can_use_*_attention`. None if the function does not exist or was not called."""
 
 
 @dataclass(frozen=True)
 class LiveAnswer:
-    """One config's answers; cell is the id that the question came with, config its label. choice is
-    a backend or `none` where PyTorch raises. error: why nothing could be asked.
-    """
+    """The answers for one config."""
 
     cell: str
+    """Id of the question."""
     config: str
+    """Label of the config."""
     choice: str | None = None
+    """A backend, or `none` if PyTorch raises."""
     priority_order: tuple[str, ...] = ()
     backends: tuple[BackendAnswer, ...] = ()
     error: str | None = None
+    """Why no backend could be queried."""

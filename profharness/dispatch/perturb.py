@@ -1,5 +1,7 @@
-"""Every property of a config that stands in a backend's way. PyTorch stops at its first failing
-check, so each property is tried alone on a config that is otherwise easy, then pairs and more.
+"""Find every property of a config that prevents a backend.
+
+PyTorch stops at its first failing check. Therefore each property is tried alone on a config that is
+otherwise easy, then pairs and larger sets.
 """
 
 from __future__ import annotations
@@ -14,20 +16,22 @@ from profharness.dispatch.predict import Verdict, judge, predict
 from profharness.rows import Refusal
 
 EASY_DIM = 64
-EASY_LENGTH = 32  # a multiple of 8, more than one, and not 64 modulo 128
+EASY_LENGTH = 32  # a multiple of 8, greater than one, and not 64 modulo 128
 EASY_HEADS = 8
 EASY_GROUP = 4
 LARGEST_SET = 3
 Oracle = Callable[[Config, str], Verdict]
-"""Answers for (config, backend), the first reason first: PyTorch itself, or the rules."""
+"""Return the verdict on a config and a backend, with the first reason first. Implemented by PyTorch
+or the rules.
+"""
 Choose = Callable[[Config], str]
-"""The backend that `auto` takes for a config, `none` or `unknown`."""
+"""Return the backend that `auto` selects for a config, `none` or `unknown`."""
 
 
 @dataclass(frozen=True)
 class Blocker:
-    """Properties that stand in the way, only together if there are several; none where even the
-    easy config is refused, so that nothing about the config can help.
+    """A set of properties that together prevent a backend. Empty if even the easy config is
+    refused, so that no change of the config can help.
     """
 
     properties: tuple[str, ...]
@@ -35,12 +39,12 @@ class Blocker:
 
 
 def rounded_up(number: int, multiple: int = 8) -> int:
-    """The next multiple of `multiple`, 100 as 104."""
+    """Round up to the next multiple, 100 to 104."""
     return -(-number // multiple) * multiple
 
 
 def with_dims(config: Config, head_dim: int, value_dim: int) -> Config:
-    """The config with these two, equal ones written as the grammar does."""
+    """Set both head dims. Equal ones are written as in the grammar."""
     return replace(
         config, head_dim=head_dim, head_dim_v=None if value_dim == head_dim else value_dim
     )
@@ -52,14 +56,14 @@ def _easy_remainder(config: Config) -> Config:
 
 
 def _easy_size(config: Config) -> Config:
-    """64, or 128 where that tells it from an unlike head_dim_v of 64; the remainder modulo 8 stays."""
+    """Set head_dim to 64, or to 128 if head_dim_v is 64. Its remainder modulo 8 is kept."""
     easy = EASY_DIM * (2 if config.head_dim_v == EASY_DIM else 1)
     head_dim = easy - (-config.head_dim % 8)
     return with_dims(config, head_dim, config.head_dim_v or head_dim)
 
 
 def _easy_heads(config: Config) -> Config:
-    """At most 8, grouped if they were."""
+    """Reduce to at most 8 heads, and keep grouping."""
     if config.num_heads <= EASY_HEADS:
         return config
     kv_heads = min(config.num_kv_heads, 2)
@@ -67,8 +71,8 @@ def _easy_heads(config: Config) -> Config:
     return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
 
 
-# In the order in which a config is made easy: the remainder is read before the size is changed.
-# The order also decides which of several reasons is named first.
+# In the order in which a config is made easy: the remainder is read before the size is changed. The
+# order also decides which of several reasons comes first.
 PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "dtype": lambda c: replace(c, dtype="fp16"),
     "mask": lambda c: replace(c, mask="none", mask_shape=None, mask_strides=None),
@@ -86,11 +90,11 @@ PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "lengths": lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH),
     "batch": lambda c: replace(c, batch=min(c.batch, 2)),
 }
-"""What sets each property to a value that every backend takes, and leaves the rest."""
+"""Functions that set one property to a value that every backend accepts."""
 
 
 def eased(config: Config, names: Collection[str]) -> Config:
-    """The config with these properties made easy."""
+    """Return the config with these properties made easy."""
     for name, ease in PROPERTIES.items():
         if name in names:
             config = ease(config)
@@ -98,20 +102,21 @@ def eased(config: Config, names: Collection[str]) -> Config:
 
 
 def only(config: Config, names: Collection[str]) -> Config:
-    """An easy config that has these properties from the asked one."""
+    """Return an easy config with only these properties of `config`."""
     return eased(config, PROPERTIES.keys() - set(names))
 
 
 def uneasy(config: Config) -> tuple[str, ...]:
-    """The properties in which a config differs from an easy one."""
+    """Return the properties in which a config differs from an easy one."""
     return tuple(name for name, ease in PROPERTIES.items() if ease(config) != config)
 
 
 def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...]:
-    """All that stands in the way of `backend`, what PyTorch meets first first; empty where it is
-    eligible or where that is not known. With all named properties eased it is refused no more.
+    """Return everything that prevents `backend`, starting with PyTorch's first reason. With all
+    these properties made easy, the backend is no longer refused.
 
-    Each reason's text speaks of the asked config with the other blockers out of the way.
+    Each reason refers to the config without the other blockers. Return nothing if the backend is
+    eligible or if that is unknown.
     """
     verdict = oracle(config, backend)
     if verdict.eligible is not False:
@@ -124,8 +129,8 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
         answer = oracle(changed, backend)
         return _first(answer) if answer.eligible is False else None
 
-    # A set counts only if the asked config is refused for it too, once the other sets are out of the
-    # way: what an fp16 config is refused for may be fine in fp32.
+    # A set counts only if the config is still refused for it without the other sets: a reason
+    # against an fp16 config may not exist in fp32.
     sets = _alone(config, refusal)
     involved = {name for names in sets for name in names}
     standing_blockers = [
@@ -154,11 +159,11 @@ def _first(answer: Verdict) -> Refusal:
 
 
 _Ask = Callable[[Config], Refusal | None]
-"""Why the backend refuses; None where it does not, or where that is not known."""
+"""Return why the backend refuses a config, or None if it does not or if that is unknown."""
 
 
 def _alone(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
-    """Minimal sets of properties that an easy config is refused with, none inside another."""
+    """Return the minimal sets of properties with which an easy config is refused."""
     names = uneasy(config)
     sets: list[tuple[str, ...]] = [(name,) for name in names if refusal(only(config, (name,)))]
     rest = [name for name in names if (name,) not in sets]
@@ -174,8 +179,8 @@ def _alone(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
 
 
 def _left_over(config: Config, gone: set[str], refusal: _Ask) -> Iterator[Blocker]:
-    """What still refuses when all sets found are out of the way: properties are eased one after
-    another as long as it does.
+    """Yield the reasons that remain without all sets found so far. Properties are made easy one
+    after another while the refusal persists.
     """
     while (reason := refusal(eased(config, gone))) is not None:
         needed = [name for name in uneasy(config) if name not in gone]
@@ -195,7 +200,7 @@ def rule_oracle(
     device: str = "cuda",
     adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
 ) -> Oracle:
-    """The rules as an oracle; adjust may set what a config cannot say, such as flags."""
+    """Return the rules as an oracle. `adjust` may set properties that a config lacks, such as flags."""
 
     def ask(config: Config, backend: str) -> Verdict:
         verdict = judge(backend, adjust(from_config(config, device)), machine)
@@ -205,5 +210,5 @@ def rule_oracle(
 
 
 def rule_choice(machine: Machine, device: str = "cuda", setting: Setting | None = None) -> Choose:
-    """What `auto`, or a call under a setting, takes by the rules."""
+    """Return the function that predicts the backend of `auto`, or of a call under a setting."""
     return lambda config: predict(permitted(from_config(config, device), setting), machine).choice

@@ -1,9 +1,10 @@
-"""The profiler window of an observed process: opened once nothing new comes, closed after a few steps.
+"""The profiler window of an observed process. It opens when no new kind of call occurs, and closes
+after a few steps.
 
 PyTorch's profiler is a state of the thread that started it, and only that thread can stop it. The
-process has one session of the tracer below it. So the steps of one thread open and close the window:
-the main one, which is there until the process ends. A fork, or a profiler of the program's own, ends it
-before that.
+process has one session of the underlying tracer. Therefore the steps of one thread open and close
+the window: the main thread, which lives until the process ends. A fork, or a profiler of the
+program, ends the window early.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from profharness.observer.journal import Journal
 
-TRIES = 3  # windows that forks and other profilers may break
+TRIES = 3  # windows that a fork or another profiler may break
 SUFFIX = ".torch.json.gz"
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 OWN_PROFILER = "the program ran a profiler of its own"
@@ -30,9 +31,11 @@ STARTS, STOPS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",
 
 
 class Window:
-    """steps: how many steps the window holds; warmup: steps without a new template before it opens.
-    profiler is `torch`, `nsys` or `none`. home is the thread whose steps count; elsewhere are the
-    calls of others while the window waits, and while it is open.
+    """The profiler window of a process.
+
+    `steps` is the number of steps in the window. `warmup` is the number of steps without a new
+    template before it opens. `profiler` is `torch`, `nsys` or `none`. `home` is the thread whose
+    steps count. `elsewhere` counts the calls of other threads while the window waits or is open.
     """
 
     def __init__(self, journal: Journal, profiler: str, steps: int, warmup: int) -> None:
@@ -40,12 +43,12 @@ class Window:
         self.steps, self.warmup, self.profiler = steps, warmup, profiler
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
         self.quiet = self.passed = self.tries = 0
-        self.waited = False  # for the program's own profiler, and written down
+        self.waited = False  # waiting for the program's own profiler was recorded
         self.others: set[int] = set()  # threads in which the program's own profilers run
         self.busy = False  # starting or stopping the profiler
         self.used = False  # the profiler was started once
         self.taken = False  # a profiler in another thread has the tracer's session
-        # the thread that imports torch: from any other the tracer prints an error
+        # The thread that imports torch. In other threads the tracer prints an error.
         self.home = get_ident() if threading.current_thread() is threading.main_thread() else 0
         self.elsewhere = 0
         self.active: Any = None
@@ -59,11 +62,11 @@ class Window:
         return self.state == "open"
 
     def fresh(self) -> None:
-        """A new template came."""
+        """Note that a new template has occurred."""
         self.quiet = -1  # this step does not count
 
     def step(self) -> None:
-        """A step has ended, and the next one begins."""
+        """End a step and begin the next one."""
         if self.state == "open" and self.taken:
             if not self.others:
                 self.give_way(OWN_PROFILER)
@@ -80,12 +83,12 @@ class Window:
                 self._begin()
 
     def first(self) -> None:
-        """The first call is about to be made."""
+        """Open the window before the first call if there is no warm-up."""
         if self.state == "waiting" and self.warmup == 0:
             self._begin()
 
     def pass_elsewhere(self) -> None:
-        """A thread that is not recorded is about to make a call."""
+        """Count a call in a thread that is not recorded."""
         self.elsewhere += 1
         if self.elsewhere == 1 and self.state == "waiting":
             self.journal.write("window", state="waiting", why=ELSEWHERE)
@@ -118,10 +121,10 @@ class Window:
         self.journal.write("window", state="closed", trace=name, **told)
 
     def give_way(self, why: str) -> None:
-        """End the window before its time; it opens again later. Raises nothing."""
+        """End the window early. It opens again later. Never raises."""
         if get_ident() != self.home:
             return
-        if self.profiler == "nsys":  # which records once
+        if self.profiler == "nsys":  # nsys can record only once
             with contextlib.suppress(Exception):
                 self.close()
                 self.close()
@@ -133,8 +136,10 @@ class Window:
             self._lost(why)
 
     def end_ops(self) -> None:
-        """Let ops be no ranges any more. A window closes inside of the range of an optimizer's step, of
-        whose end PyTorch would warn then; the next call of the model lies outside.
+        """Stop recording ops as ranges.
+
+        A window closes inside the range of an optimizer's step, and PyTorch would warn at the end
+        of that range. The next call of the model is outside of it.
         """
         active, self.active = self.active, None
         self.state = "done"
@@ -142,7 +147,7 @@ class Window:
             active.__exit__(None, None, None)
 
     def forget(self) -> None:
-        """The parent's window is not this forked child's."""
+        """Discard the parent's window in a forked child."""
         self.active = self.step_range = None
         self.state = "off"
         if self.used:
@@ -171,7 +176,7 @@ class Window:
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        """Start or stop the window's profiler."""
+        """Mark the block that starts or stops the window's own profiler."""
         self.busy = True
         try:
             yield
@@ -179,14 +184,14 @@ class Window:
             self.busy = False
 
     def _stop(self) -> Any:
-        """Stop the profiler. Raises RuntimeError where another one ended it."""
+        """Stop the profiler. Raise RuntimeError if another one has ended it."""
         active, self.active = self.active, None
         taken, self.taken = self.taken, False
         with self._own():
             if not torch.autograd._profiler_enabled():
                 raise RuntimeError("another profiler ended it")
             if taken:
-                active.profiler._prepare_trace()  # to stop without a session is a crash
+                active.profiler._prepare_trace()  # stopping without a session crashes
             active.stop()
         if taken:
             raise RuntimeError(OWN_PROFILER)
@@ -213,14 +218,13 @@ class Window:
     def _start(self) -> None:
         if self.profiler == "nsys":
             torch.cuda.profiler.start()
-            # ops with the sizes of their tensors become NVTX ranges, else no call can be told
+            # Ops with the sizes of their tensors become NVTX ranges, which are required to recognize calls.
             self.active = torch.autograd.profiler.emit_nvtx(record_shapes=True)
             self.active.__enter__()
         else:
             self.used = True
             self.active = active = torch.profiler._KinetoProfile(record_shapes=True)
-            # start() imports torch._inductor: beside an import of a part of it in another thread, one
-            # of the two fails
+            # start() imports torch._inductor, which fails if another thread imports a part of it meanwhile
             active.profiler = torch.autograd.profiler.profile(
                 use_device=active.use_device, record_shapes=True, use_kineto=True
             )
@@ -251,15 +255,17 @@ class Window:
         self.tries += 1
         self.quiet = self.elsewhere = 0
         self.state = "waiting" if self.tries < TRIES else "off"
-        with contextlib.suppress(OSError):  # no room: the recorder says so
+        with contextlib.suppress(OSError):  # the disk is full; the recorder reports that
             self.journal.write("window", state="lost", why=why)
 
 
 def _skip_destructors() -> None:
-    """Let this process end as by os._exit, with the exit code and the output that it would have: in a
-    forked child the destructor of PyTorch's tracer waits for ever for a thread that the parent has.
+    """End this process like os._exit, but with its exit code and output.
+
+    In a forked child, the destructor of PyTorch's tracer would wait forever for a thread of the
+    parent.
     """
     libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):  # of glibc
+    with contextlib.suppress(AttributeError):  # glibc only
         libc.on_exit(libc._exit, None)
-        libc.__cxa_atexit(libc.fflush, None, None)  # the last one runs first
+        libc.__cxa_atexit(libc.fflush, None, None)  # the last registered function runs first
