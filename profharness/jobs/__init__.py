@@ -1,4 +1,4 @@
-"""What starts a worker: each job captures into a run folder and takes the folder into the store."""
+"""Jobs that start a worker: each captures into a run folder and ingests it into the store."""
 
 from __future__ import annotations
 
@@ -82,14 +82,15 @@ if TYPE_CHECKING:
     from profharness.store import IngestResult
 
 
-PROFILED_CALLS = 10  # of a bench, for the kernel measurement
+PROFILED_CALLS = 10  # per benchmark process, for the `kernel` measurement
 
 
 @dataclass(frozen=True)
 class Listener:
-    """What hears of a job: `say` takes a sentence, `progress` displays a worker's cells."""
+    """Callbacks of a job."""
 
-    say: Callable[[str], None] = lambda _: None
+    say: Callable[[str], None] = lambda _: None  # prints a sentence
+    # opens a display of a worker's progress
     progress: Callable[[], AbstractContextManager[Progress | None]] = contextlib.nullcontext
 
 
@@ -98,7 +99,7 @@ SILENT = Listener()
 
 @dataclass(frozen=True)
 class Use:
-    """One everyday use of attention: a config for a GPU, and one that a CPU computes in milliseconds."""
+    """A common use of attention: a config for a GPU, and one that a CPU computes in milliseconds."""
 
     name: str
     cuda: str
@@ -112,41 +113,37 @@ EVERYDAY = (
     Use("a mask", "4,16,1024,64,bf16,mask=bool", "1,8,256,64,fp32,mask=bool"),
     Use("grouped queries", "4,32,1024,128,bf16,causal,kv_heads=8", "1,8,256,64,fp32,kv_heads=2"),
 )
-"""What a capture runs that names no config."""
+"""The configs of a capture that names none."""
 
 
 def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[str, Config]:
-    """The configs of EVERYDAY by their uses, for a device as `default_backends` takes it; that of
-    lanes, where they are named.
-    """
+    """Return the configs of EVERYDAY by their uses, for a device or the lanes if they are named."""
     kind = device_type(fleet.lanes_device(lanes or Fleet(), device))
     return {use.name: parse_config(getattr(use, kind)) for use in EVERYDAY}
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What a capture left: the run folder, its record, and what the store made of it. others: the runs
-    of further classes of GPU.
-    """
+    """The result of a capture."""
 
     folder: Path
     run: Run
     ingested: list[IngestResult]
-    others: tuple[Captured, ...] = ()
+    others: tuple[Captured, ...] = ()  # the runs of further GPU classes
 
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
-    """auto flash efficient cudnn math where there is an NVIDIA GPU, else auto flash math."""
+    """Return the default backends: more of them if there is an NVIDIA GPU."""
     return DEFAULT_BACKENDS if device_type(device) == "cuda" else CPU_BACKENDS
 
 
 def device_type(device: str) -> str:
-    """`cuda` or `cpu`; `auto` is what this machine has."""
+    """Return `cuda` or `cpu`; `auto` stands for what this machine has."""
     return "cuda" if device == "cuda" or (device == "auto" and gpu_present()) else "cpu"
 
 
 def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
-    """The backends to verify: no name is `all,kernels`; the words are those of `expand_backends`."""
+    """Return the backends to verify, by default `all,kernels`."""
     return expand_backends(named or (ALL, KERNELS), default)
 
 
@@ -192,7 +189,7 @@ def capture_into_store(
 
 
 def _on_lanes(protocol: Protocol, lanes: Fleet) -> Protocol:
-    """The protocol with the device of the lanes, which this host need not have."""
+    """Replace the device by that of the lanes, which this host need not have."""
     return replace(protocol, device=fleet.lanes_device(lanes, protocol.device))
 
 
@@ -204,9 +201,9 @@ def capture_with_each(
     options: CaptureOptions,
     listener: Listener = SILENT,
 ) -> Iterator[Captured]:
-    """A capture with the torch of each interpreter, one after another. All are tried before the first.
+    """Capture with the torch of each interpreter in turn. Probe all of them first.
 
-    Raises CaptureError once all are done, if one could not be measured.
+    Raise CaptureError at the end if any could not be measured.
     """
     profilers = find_profilers(options.profilers)
     wrapped = [profiler.name for profiler in profilers if profiler.session]
@@ -251,7 +248,7 @@ def bench_into_store(
 
 @dataclass(frozen=True)
 class ObserveResult:
-    """What an observed program left: its run folder, the calls it made, what the store made of it."""
+    """The result of observing a program."""
 
     observed: Observed
     calls: tuple[ObservedCall, ...]
@@ -271,17 +268,16 @@ def observe_into_store(
 
 
 def find_run_folder(text: str, out: Path) -> Path:
-    """A run folder to go on with: a path, or a run id or a unique prefix of one below `out`.
-    `latest` is the newest one there that can go on.
+    """Return the run folder to resume: a path, a run id or a unique prefix of one below `out`.
 
-    Raises NotFoundError.
+    `latest` is the newest folder that can be resumed. Raise NotFoundError.
     """
     for exact in (Path(text), out / text):
         if (exact / RUN_FILE).exists():
             return exact
     if text == LATEST:
         return _latest_unfinished(out)
-    # what a user typed may hold the signs of a pattern
+    # the text may contain wildcards
     folders = sorted(path.parent for path in out.glob(f"{glob.escape(text)}*/{RUN_FILE}"))
     if len(folders) != 1:
         many = f"{len(folders)} of them fit" if folders else "there is none"
@@ -292,7 +288,7 @@ def find_run_folder(text: str, out: Path) -> Path:
 
 
 def _latest_unfinished(out: Path) -> Path:
-    """By the names, which begin with the time of the run."""
+    """Return the newest folder that can be resumed; names begin with the time of the run."""
     reasons = []
     for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
         folder = path.parent
@@ -306,16 +302,16 @@ def _latest_unfinished(out: Path) -> Path:
 
 
 def find_source(text: str, store: Path) -> Path:
-    """A run folder or trace given as a path, or as a stored run: an id, a unique prefix, `latest`,
-    `latest~1`.
+    """Return the path of a run folder or trace, or that of a stored run.
 
-    Raises TraceFormatError where there is no such file and nothing stored, NotFoundError where
-    the store does not know the run or its files are gone.
+    A stored run is given by its id, a unique prefix, `latest` or `latest~1`. Raise TraceFormatError
+    if there is neither a file nor a stored run, and NotFoundError if the run is unknown or its
+    files are gone.
     """
     path = Path(text)
     if path.exists():
         return path
-    # no id has a slash in it
+    # run ids contain no slash
     if not store.is_file() or len(path.parts) > 1:
         raise TraceFormatError(path, "no such file or folder", expected="a run folder or a trace")
     with open_store(store) as opened:
@@ -329,8 +325,9 @@ def find_source(text: str, store: Path) -> Path:
 def resume_into_store(
     folder: Path, store: Path, progress: Progress | None = None, lanes: Fleet | None = None
 ) -> Captured:
-    """Finish an interrupted run and ingest it, in place of what the store had of it. lanes: those of a
-    campaign, of this host if none are named.
+    """Finish an interrupted run and ingest it again.
+
+    `lanes` are those of a campaign, by default those of this host.
     """
     require_store(store)
     with open_background_ingest(store) as background:
@@ -344,9 +341,9 @@ def resume_into_store(
 
 
 def require_store(path: Path) -> None:
-    """Refuse, before anything runs, a store that could not take the run in. Raises StoreError.
+    """Raise StoreError, before anything runs, if the store cannot be written.
 
-    Making a new one is left for later, for it costs as much as a cell.
+    Do not create a new store yet: that takes as long as a cell.
     """
     refuse_network(path)
     place = path if path.exists() else path.parent
@@ -367,9 +364,9 @@ def _ingest_run_folder(
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification left: the run's id, of several classes of GPU the first one's, and all checks."""
+    """The result of a verification."""
 
-    run: str
+    run: str  # with several GPU classes, the run of the first one
     rows: tuple[VerificationRow, ...]
 
 
@@ -380,9 +377,10 @@ def verify_into_store(
     options: VerifyOptions | None = None,
     progress: Progress | None = None,
 ) -> Verified:
-    """Verify and ingest; no backends means `all,kernels`. A wrong backend is a row, not an error.
+    """Verify and ingest, by default the backends `all,kernels`.
 
-    Raises UsageError for unknown names, CaptureError if no worker starts.
+    A wrong backend is a row, not an error. Raise UsageError for unknown names and CaptureError if
+    no worker starts.
     """
     options = options or VerifyOptions()
     check_protocol(options.protocol)
@@ -398,7 +396,7 @@ def verify_into_store(
 
 
 def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
-    """Capture the configs of a selection that no stored run has; the selection, of the new run."""
+    """Capture configs that no stored run has, and return the selection of the new run."""
     count, named = len(selection.configs), ", ".join(selection.backends) or "the usual backends"
     listener.say(f"{store} has no kernels of them yet: capturing {count} config(s) on {named}")
     options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
@@ -410,9 +408,9 @@ def capture_missing(store: Path, selection: Selection, listener: Listener = SILE
 
 
 def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> answer.Benched:
-    """Measure, or ask a stored run, by its own precision and ranking unless others are given.
+    """Measure, or query a stored run with its own precision and ranking unless others are given.
 
-    Raises UsageError, NotFoundError, or CaptureError when no worker starts.
+    Raise UsageError, NotFoundError, or CaptureError if no worker starts.
     """
     answer.check_convention(options.convention)
     precision = PRECISION if options.precision is None else options.precision
@@ -443,7 +441,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
     counts = PROFILED_CALLS, options.warmup, options.iterations or 0
     protocol = Protocol(
         *(*counts, options.timeout_s, options.seed, options.device),
-        # a process without a sample has nothing to say
+        # at least one sample per process
         processes=min(options.processes, options.iterations or options.processes),
     )
     capture_options = CaptureOptions(
@@ -473,10 +471,11 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
 def time_layers(
     layers: LayerMap, options: BenchOptions, store: Path, listener: Listener = SILENT
 ) -> LayerMap:
-    """The map with what its calls would save on the fastest correct backends: by options.run, else by
-    a bench of their configs. Kernel times rank, since the map has kernel times.
+    """Add to a map what its calls would save on the fastest correct backends.
 
-    Raises CaptureError on a machine unlike the one of the trace, and as `bench`.
+    The times come from options.run, or from a benchmark of the map's configs. Kernel times rank,
+    since the map has kernel times. Raise CaptureError on a machine unlike that of the trace, and
+    what `bench` raises.
     """
     device = "cuda" if layers.gpu else "cpu"
     backends = options.backends
@@ -497,14 +496,14 @@ def time_layers(
 
 
 def _timed_run(store: Store, options: BenchOptions) -> str:
-    """The run that is meant; where none has the configs, the one whose configs are to be told."""
+    """Return the selected run. If no run has the configs, return the one to list configs of."""
     with contextlib.suppress(NotFoundError):
         return store.find_run(Selection(options.run, options.configs), *answer.TIMED)
     return store.find_run(Selection(options.run), *answer.TIMED)
 
 
 def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -> None:
-    """Check the outputs of what was timed, on the configs as they are."""
+    """Check the outputs of the configs and backends that were timed."""
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
     backends = list(dict.fromkeys(cell.backend for cell in cells))

@@ -1,8 +1,8 @@
-"""A campaign: a run whose cells are cut into groups that lanes run, each in a run folder of its own.
+"""Campaigns: runs whose cells are cut into groups that lanes run, each in its own run folder.
 
-The campaign's folder is a run folder too: its run.json has all cells, and whoever reads it takes their
-results from `groups/<group>` where those are whole. A group that is being run stands in `groups/<group>.<host>.part`.
-What is on disk is all the state there is.
+The campaign's folder is a run folder too. Its run.json lists all cells, and readers take their
+results from the finished groups in `groups/<group>`. A group in progress is in
+`groups/<group>.<host>.part`. There is no state besides these files.
 """
 
 from __future__ import annotations
@@ -36,48 +36,45 @@ from profharness.run import (
 from profharness.runner.group import PART, make_part, publish, results_in
 
 SCHEMA = "profharness.campaign/1"
-GROUP_S = (
-    60.0  # of estimated work in a process, whose start (5.5 s on an H200) is a tenth of it at most
-)
-SMALLEST_S = 20.0  # of the last ones, so that lanes end at about the same time
-GROUPS_A_LANE = 20  # where there is more work than for so many, groups are longer
-# What a cell takes besides its calls, in seconds, and what a call of a device is reckoned by.
+# Estimated work per group and process; starting a worker (5.5 s on an H200) adds at most a tenth.
+GROUP_S = 60.0
+SMALLEST_S = 20.0  # of the last groups, so that all lanes end at about the same time
+GROUPS_A_LANE = 20  # beyond that, groups get longer
+# Fixed overhead per cell in seconds, and the figures for estimating one call on a device.
 PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
-TURNS_S = 0.2  # of one measurement of a bench that is soon precise
+TURNS_S = 0.2  # of a benchmark measurement that becomes precise quickly
 CALLS = {"bench": 60, "verify": 20}
 FLOPS_PER_S, BYTES_PER_S = {"cuda": 1e14, "cpu": 2e10}, {"cuda": 1e12, "cpu": 5e9}
-WRAPPED_S = 2.0  # of a cell under nsys or ncu
+WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that one lane runs in a row. group: the hash of what is run and how; seconds: estimated."""
+    """Cells that one lane runs in a row."""
 
-    group: str
+    group: str  # the hash of what is run and how
     cells: tuple[str, ...]
-    seconds: float
+    seconds: float  # estimated
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What campaign.json holds; cells, protocol and profilers stand in run.json. backends as they
-    were asked for; gpu: the class of GPU that may run it; python: another interpreter of the worker.
-    """
+    """The contents of campaign.json. run.json has the cells, protocol and profilers."""
 
-    backends: tuple[str, ...]
+    backends: tuple[str, ...]  # as requested
     groups: tuple[Group, ...]
-    gpu: str | None = None
-    python: str | None = None
+    gpu: str | None = None  # the GPU class that may run it
+    python: str | None = None  # another interpreter for the worker
     schema: str = SCHEMA
 
 
 def cut_groups(
     run: Run, backends: Sequence[str], lanes: int, gpu: str | None = None
 ) -> list[Group]:
-    """All cells of a run in groups, longest first; all of one config are in one group.
+    """Cut a run into groups, longest first. All cells of a config are in one group.
 
-    A group has a minute of estimated work in each process, or a twentieth of its lane's; towards the
-    end of the work groups are smaller, where there are several lanes.
+    A group has about a minute of estimated work per process, or a twentieth of its lane's work if
+    that is more. With several lanes, the last groups are smaller.
     """
     units = []
     for _, unit in itertools.groupby(run.cells, key=lambda cell: cell.asked or cell.config.label):
@@ -98,7 +95,7 @@ def cut_groups(
         last_ones = max(smallest, left / (2 * lanes)) if lanes > 1 else largest
         if seconds >= min(largest, last_ones) or number == len(units):
             left -= seconds
-            # in the order of the run, in which configs were named
+            # in the order of the run
             gathered.sort(key=lambda cell: cell.cell)
             names = tuple(cell.cell for cell in gathered)
             groups.append(Group(_hash(gathered, run, code, gpu), names, round(seconds, 3)))
@@ -107,7 +104,7 @@ def cut_groups(
 
 
 def estimate_s(cell: Cell, run: Run) -> float:
-    """About how long a cell takes in all processes: by its FLOPs and bytes on a plain GPU, or a CPU."""
+    """Estimate how long a cell takes in all processes, from its FLOPs and bytes."""
     device = "cpu" if run.protocol.device == "cpu" else "cuda"
     config = cell.config.resolve(device)
     call = flops(config) / FLOPS_PER_S[device] + compulsory_bytes(config) / BYTES_PER_S[device]
@@ -124,7 +121,7 @@ def estimate_s(cell: Cell, run: Run) -> float:
 
 
 def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None) -> str:
-    """The same for the same work: configs, cases, backends and their code, how, and on what."""
+    """Hash what is run (configs, cases, backends and their code), how, and on which GPU class."""
     work = [(cell.config.label, cell.backend, cell.case) for cell in cells]
     used = {name: code[name] for name in sorted({cell.backend for cell in cells} & code.keys())}
     asked = work, used, run.profilers, run.protocol, run.bench, run.kind, gpu
@@ -132,19 +129,19 @@ def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None
 
 
 def write_campaign(folder: Path, campaign: Campaign) -> None:
-    """Leave campaign.json in a run folder. It appears whole."""
+    """Write campaign.json of a run folder atomically."""
     temporary = folder / f".{CAMPAIGN_FILE}.{os.urandom(6).hex()}"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(campaign), indent=1))
     temporary.replace(folder / CAMPAIGN_FILE)
 
 
 def is_campaign(folder: Path) -> bool:
-    """Whether a run folder is that of a campaign."""
+    """Return whether a run folder belongs to a campaign."""
     return (folder / CAMPAIGN_FILE).is_file()
 
 
 def read_campaign(folder: Path) -> Campaign:
-    """What `write_campaign` left. Raises TraceFormatError."""
+    """Read campaign.json of a run folder. Raise TraceFormatError."""
     path = folder / CAMPAIGN_FILE
     try:
         campaign = read_part(path, Campaign, f"a campaign of schema {SCHEMA}")
@@ -152,25 +149,26 @@ def read_campaign(folder: Path) -> Campaign:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if campaign.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
-    # a name is that of a folder, and no way out of the campaign's
+    # names are used as folder names and must not lead outside
     if not all(GROUP_NAME.fullmatch(group.group) for group in campaign.groups):
         raise TraceFormatError(path, "a group has no proper name", expected=f"schema {SCHEMA}")
     return campaign
 
 
 def group_folder(folder: Path, group: str) -> Path:
-    """Where the run folder of a group is when it is whole."""
+    """Return the run folder of a finished group."""
     return folder / GROUPS_FOLDER / group
 
 
 def open_groups(folder: Path, campaign: Campaign) -> list[Group]:
-    """The groups that are not done, in their order."""
+    """Return the groups that are not done, in order."""
     return [group for group in campaign.groups if not group_folder(folder, group.group).is_dir()]
 
 
 def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> dict[str, Any]:
-    """What a lane needs to know to run a group, as plain values that JSON can hold. root: where the
-    folder of the group is to be; run: its record, without any result.
+    """Describe a group for a lane in plain values.
+
+    `root` is the parent of the group's folder, `run` its record without any result.
     """
     wanted = set(group.cells)
     cells = tuple(cell for cell in run.cells if cell.cell in wanted)
@@ -196,8 +194,9 @@ def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> dict[
 
 
 def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
-    """Write down that no lane could run a group: what results its parts have stay, and every other
-    cell has crashed.
+    """Publish a group that no lane could run.
+
+    Existing results are kept, and all other cells get the status `crashed`.
     """
     final = group_folder(folder, spec["group"])
     part = fullest_part(final) or final.with_name(f"{spec['group']}.failed{PART}")
@@ -212,19 +211,19 @@ def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
 
 
 def fullest_part(final: Path) -> Path | None:
-    """The part with most results of those in which lanes have run a group; None where there is none."""
+    """Return the part of a group with most results, or None if there is none."""
     return max(final.parent.glob(f"{final.name}.*{PART}"), key=results_in, default=None)
 
 
 def merge(folder: Path) -> Run:
-    """Write the results of all groups that are done into run.json of the campaign; the run."""
+    """Write the results of all finished groups into run.json, and return the run."""
     run = read_run(folder)
     write_run(folder, run)
     return run
 
 
 def tidy(folder: Path) -> None:
-    """Remove what lanes that are gone have left of groups that others have done."""
+    """Remove what vanished lanes left of groups that others finished."""
     groups = folder / GROUPS_FOLDER
     for part in groups.glob(f"*{PART}"):
         if group_folder(folder, part.name.partition(".")[0]).is_dir():
@@ -236,7 +235,7 @@ def tidy(folder: Path) -> None:
 
 
 def plan_campaign(folder: Path, campaign: Campaign) -> Path:
-    """Make a planned run folder a campaign."""
+    """Turn a planned run folder into a campaign."""
     (folder / GROUPS_FOLDER).mkdir(exist_ok=True)
     write_campaign(folder, campaign)
     return folder

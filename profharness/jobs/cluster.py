@@ -1,7 +1,7 @@
-"""Lanes of many hosts behind a Dask scheduler: a worker is a lane, by its address.
+"""Transport to the workers of a Dask scheduler, each of which is a lane.
 
-This is the only file that imports distributed, and it is loaded only for `--scheduler tls://…`.
-What crosses the wire are functions of `lane`, by their names, texts and plain dicts.
+This is the only module that imports distributed. It is loaded only for `--scheduler tls://…`.
+Functions of `lane` are sent by name, with text and plain dicts as arguments and results.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from profharness.runner.group import PART
 
 Plain = dict[str, Any]
 T = TypeVar("T")
-# Of a client whose scheduler or worker is gone; the third while it looks for the scheduler again.
+# What a client raises if its scheduler or worker is gone; AttributeError while it reconnects.
 FAILURES = (OSError, TimeoutError, AttributeError, ValueError)
 CONNECT_S = 10.0
-LOOK_S = 1.0  # between two looks at which workers are there
-ANSWER_S = 30.0  # that the scheduler may take to answer, and workers to tell of themselves at first
+LOOK_S = 1.0  # between two queries for the workers
+ANSWER_S = 30.0  # limit for answers of the scheduler, and for the first descriptions of workers
 LOOPBACK = "localhost"
 EXAMPLE = "as in tls://head:8786"
 TLS_SETTINGS = {
@@ -48,49 +48,51 @@ TLS_SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT": "tls_client_cert",
     "DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY": "tls_client_key",
 }
-"""Variable of Dask's configuration -> attribute of its Security, of what a client of TLS needs."""
+"""Dask configuration variable -> attribute of `Security`, for all that a TLS client needs."""
 
 
 @dataclass
 class _Worker:
-    """A worker of the scheduler as a lane: the future of the group that it has, and how often it was
-    asked to end it.
-    """
+    """A worker of the scheduler, as a lane."""
 
     address: str
     description: Plain
-    scratch: str  # a folder of the host that outlives the worker
-    future: Future | None = None
-    ends: int = 0
+    scratch: str  # a folder on its host that outlives the worker
+    future: Future | None = None  # of its group
+    ends: int = 0  # how often `end` was called for that
 
 
 class Cluster:
     """The transport to the lanes of a Dask scheduler.
 
-    Raises UsageError for an address that is none or not safe, CaptureError where nobody answers.
+    Raise UsageError for an invalid or unsafe address, and CaptureError if no scheduler answers.
     """
 
     def __init__(self, url: str, *, insecure: bool = False) -> None:
         check_address(url, insecure=insecure)
         self._url = url
         self._lanes: dict[str, _Worker] = {}
-        self._left: set[str] = set()  # names of lanes that are gone
-        self._asked: set[str] = set()  # addresses that have not told yet what they are
+        self._left: set[str] = set()  # names of vanished lanes
+        self._asked: set[str] = set()  # addresses of workers without a description yet
         self._told: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[str, Future, Plain | None]] = queue.SimpleQueue()
         self._looked = 0.0
         self._client = _connect(url)
 
     def lanes(self) -> list[Plain]:
-        """The workers that are there now, by their names. One that Dask has started anew is another
-        lane.
+        """Return the workers that are available now.
+
+        A worker that Dask has restarted is a new lane.
         """
         if not self._lanes or time.monotonic() - self._looked >= LOOK_S:
             self._look()
         return [worker.description for worker in self._lanes.values()]
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:  # noqa: ARG002
-        """Hand a group to a lane. One that does not see the folder of the campaign sends it, packed."""
+        """Send a group to a lane.
+
+        A lane that does not see the campaign's folder returns the finished folder packed.
+        """
         name, home = lane["lane"], Path(spec["root"])
         worker = self._lanes[name]
         spec = {
@@ -101,11 +103,11 @@ class Cluster:
         }
         future = worker.future = self._client.submit(
             run_spec,
-            # a text: Dask looks through all values of a dict for tasks, at 3 ms a cell
+            # text, because Dask searches all values of a dict for tasks, which takes 3 ms per cell
             json.dumps(spec),
             key=f"profharness-{spec['group']}-{secrets.token_hex(4)}",
             workers=[worker.address],
-            # the window retries, and knows which lane is good for what
+            # the campaign scheduler retries and chooses the lane
             allow_other_workers=False,
             retries=0,
             pure=False,
@@ -116,34 +118,38 @@ class Cluster:
             try:
                 outcome = self._outcome(worker.address, future, home)
             except Exception as error:
-                # a fault of this program, or no answer of `run_spec`: the window has to hear of it
+                # a bug in this program, or an invalid answer, must still reach the campaign scheduler
                 outcome = {"group": spec["group"], "error": _reason(error)}
             self._done.put((name, future, outcome))
 
-        # of its own: between result and gathering the worker may end, and nobody would answer
+        # a thread per group: a worker that ends before its result is fetched never answers
         _aside(wait)
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
-        """The next lane that is done with its group. Raises CaptureError where the scheduler is gone."""
+        """Return the next finished group and its lane, or None after the timeout.
+
+        Raise CaptureError if the scheduler is gone.
+        """
         try:
             name, future, outcome = self._done.get(timeout=timeout_s)
         except queue.Empty:
             return None
         worker = self._lanes.get(name)
         if worker is None or worker.future != future:
-            return None  # a lane that was given up
+            return None  # the lane was given up
         worker.future = None
         if outcome is None:
             raise self._gone()
         return name, outcome
 
     def _outcome(self, address: str, future: Future, home: Path) -> Plain | None:
-        """What a worker did, and its folder below home where it came packed; None where the scheduler
-        has forgotten the group.
+        """Wait for a group and unpack its folder, if packed, below `home`.
+
+        Return its outcome, or None if the scheduler has forgotten the group.
         """
         try:
             outcome: Plain = future.result()
-        except BaseException as error:  # that of a cancelled future is no Exception
+        except BaseException as error:  # CancelledError is not an Exception
             if future.status != "error":
                 return None
             return {"group": _group(future), "error": _reason(error)}
@@ -158,13 +164,13 @@ class Cluster:
             return outcome | {"unwritable": str(error)}
         except CaptureError as error:
             return outcome | {"error": outcome["error"] or str(error)}
-        # only now: what could not be taken in is still there
+        # only after unpacking, so that nothing is lost
         if not failed:
             self._ask(shutil.rmtree, address, outcome["folder"], True)
         return outcome
 
     def end(self, lane: Plain) -> None:
-        """End the group of a lane, the second time at once. Dask itself stops no task that runs."""
+        """Terminate the group of a lane; kill it the second time. Dask cannot stop a running task."""
         worker = self._lanes.get(lane["lane"])
         if worker is not None:
             worker.ends += 1
@@ -172,12 +178,15 @@ class Cluster:
             _aside(lambda: self._ask(end_groups, address, at_once))
 
     def close(self) -> None:
-        """Leave the scheduler."""
+        """Disconnect from the scheduler."""
         with contextlib.suppress(*FAILURES):
             self._client.close(timeout=CONNECT_S)
 
     def _look(self) -> None:
-        """Which workers are there. The task of one that is gone would wait for its address for ever."""
+        """Update the lanes from the scheduler's list of workers.
+
+        Cancel the groups of vanished workers: they would wait for their address forever.
+        """
         try:
             here = _timely(lambda: self._client.scheduler_info(n_workers=-1)["workers"])
         except FAILURES:
@@ -195,7 +204,7 @@ class Cluster:
         known = {worker.address for worker in self._lanes.values()} | self._asked
         for address in here.keys() - known:
             self._introduce(address)
-        # at first for all of them, later for none: others work meanwhile
+        # wait for all descriptions only if there are no lanes yet
         patience_s = 0.0 if self._lanes else ANSWER_S
         while self._asked:
             try:
@@ -213,22 +222,24 @@ class Cluster:
             self._asked.discard(address)
 
     def _introduce(self, address: str) -> None:
-        """Ask a worker what it is. One that does not answer keeps nobody waiting."""
+        """Query a worker's description in a thread, without waiting."""
         self._asked.add(address)
         _aside(lambda: self._told.put((address, self._ask(describe_lane, address))))
 
     def _name(self, wanted: str) -> str:
-        """A name that no lane had: Dask gives the name of a worker to the one that takes its place."""
+        """Return an unused name: Dask gives a restarted worker the name of its predecessor."""
         names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
         return next(name for name in names if name not in self._lanes and name not in self._left)
 
     def _seen(self, campaign: Path) -> str:
-        """The file of a campaign that tells a lane that it sees the same storage."""
+        """Return the campaign file that a lane sees if it has the same storage."""
         return str(campaign / CAMPAIGN_FILE)
 
     def _ask(self, function: Callable[..., Any], address: str, *given: Any) -> object:
-        """The answer of a worker, beside what it works on; an exception too. None where it is gone. It
-        may never come: call this in a thread.
+        """Run a function on a worker, even while it runs a group, and return the result.
+
+        The result may be an exception, or None if the worker is gone. This may block forever: call
+        it in a thread.
         """
         try:
             answers: dict[str, object] = self._client.run(
@@ -246,13 +257,13 @@ class Cluster:
 
 
 def check_address(url: str, *, insecure: bool) -> None:
-    """Raise UsageError for an address that is none, and for an open one that others can reach."""
+    """Raise UsageError for an invalid address, and for one without TLS that others can reach."""
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise UsageError(f"--scheduler {url}: {error}; say host and port, {EXAMPLE}") from None
-    # Dask would look up all of user@host as a host's name
+    # Dask would resolve all of user@host as a host name
     if parts.scheme not in ("tls", "tcp") or not host or port is None or "@" in parts.netloc:
         raise UsageError(f"--scheduler {url}: say host and port, {EXAMPLE}")
     if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
@@ -278,11 +289,11 @@ def _connect(url: str) -> Client:
                 f"--scheduler {url}: Dask's configuration names no certificate: set "
                 f"{', '.join(missing)}; docs/scale.md says how to make one"
             )
-    # it writes tracebacks about connections, which are told here as errors
+    # it logs tracebacks about connections, which are raised as errors below
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
-        # `doctor --scheduler` compares what matters of them
+        # Dask warns about version differences; `doctor --scheduler` compares those that matter
         warnings.simplefilter("ignore")
         try:
             return Client(url, security=security, timeout=CONNECT_S, set_as_default=False)
@@ -294,17 +305,17 @@ def _connect(url: str) -> Client:
 
 
 def _described(answer: object) -> Plain:
-    """What a worker says of itself, or why it cannot."""
+    """Return a worker's description, or a problem if it raised an exception."""
     return answer if isinstance(answer, dict) else {"problems": [_reason(answer)]}
 
 
 def _aside(work: Callable[[], object]) -> None:
-    """Do what may never end in a thread that nothing waits for."""
+    """Run work that may never end in a daemon thread."""
     threading.Thread(target=work, daemon=True, name="cluster").start()
 
 
 def _timely(call: Callable[[], T]) -> T:
-    """What a call gives. Raises TimeoutError after ANSWER_S, and what the call raises."""
+    """Return the result of a call. Raise TimeoutError after ANSWER_S, and what the call raises."""
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:
@@ -321,11 +332,10 @@ def _timely(call: Callable[[], T]) -> T:
 
 
 def _group(future: Future) -> str:
-    """The group that a future is of."""
     return str(future.key).split("-")[1]
 
 
 def _reason(answer: object) -> str:
-    """Why something failed, in one line."""
+    """Return why something failed, in one line."""
     kind = f"{type(answer).__name__}: " if isinstance(answer, BaseException) else ""
     return (kind + str(answer)).splitlines()[0] if str(answer) else kind.rstrip(": ")

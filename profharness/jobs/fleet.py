@@ -1,4 +1,4 @@
-"""Which lanes a run goes to: none of its own, those of this host, or those of a cluster."""
+"""Execution of runs on lanes: of this host or of a cluster, or none for a run of one process."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from profharness.runner.capture import RunFolder, finished, write_folder
 from profharness.runner.supervise import Progress
 
 SCHEDULERS = "local, local:2, tls://head:8786"
-PRIVATE = ("uuid", "cpus", "address")  # of what is known of a lane
-ONE_ENVIRONMENT = ("torch", "driver")  # of what a lane tells, the same in all of a run
+PRIVATE = ("uuid", "cpus", "address")  # keys of a lane that are not displayed
+ONE_ENVIRONMENT = ("torch", "driver")  # keys that must be equal on all lanes of a GPU
 
 
 def open_transport(fleet: Fleet, device: str) -> Transport | None:
-    """The lanes that a scheduler names; where none is named those of this host, if it has several GPUs.
-    None: a run of one process, without lanes. Raises UsageError, MissingExtraError and CaptureError.
+    """Open the lanes of a scheduler, or return None for a run of one process.
+
+    Without a named scheduler, use the GPUs of this host if there are several. Raise UsageError,
+    MissingExtraError and CaptureError.
     """
     if fleet.scheduler is None:
         several = device != "cpu" and len(visible_gpus()) > 1
@@ -53,8 +55,10 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
 
 
 def lanes_device(fleet: Fleet, device: str) -> str:
-    """The device that lanes on other hosts compute on, where none is named: `cuda` unless no lane
-    that is there has a GPU. That of lanes on this host is as it was asked for.
+    """Return the device of the lanes on other hosts if none is named.
+
+    That is `cuda` if any lane has a GPU, else `cpu`. For lanes of this host, return `device`
+    unchanged.
     """
     if device != "auto" or fleet.scheduler is None or fleet.scheduler.startswith("local"):
         return device
@@ -63,7 +67,7 @@ def lanes_device(fleet: Fleet, device: str) -> str:
 
 
 def open_cluster(fleet: Fleet) -> Transport:
-    """The lanes of a Dask scheduler. Raises MissingExtraError without the extra, and as `Cluster`."""
+    """Connect to a Dask scheduler. Raise MissingExtraError, and what `Cluster` raises."""
     if lacking("cluster"):
         raise MissingExtraError(f"--scheduler {fleet.scheduler}", "cluster")
     # the one file that imports distributed
@@ -148,7 +152,7 @@ def _plan(
     gpu: str | None,
     lanes: int,
 ) -> Path:
-    """The campaign of one class of GPU, in a folder of its own, cut for so many lanes."""
+    """Write the campaign of one GPU class, cut for the given number of lanes."""
     if len(fleet.gpus) > 1:
         run = replace(run, run=f"{run.run}-{class_word(str(gpu))}")
     groups = cut_groups(run, backends, lanes, gpu)
@@ -158,9 +162,11 @@ def _plan(
 
 
 def agreeing(device: str) -> Callable[[dict[str, Any]], str | None]:
-    """Why a lane cannot take part: it has another profharness than this host, no GPU where `cuda` is
-    asked for, or another torch or driver than the first lane with a GPU of its name. A run has one
-    environment.
+    """Return a function that says why a lane cannot join, or None if it can.
+
+    A lane cannot join if it has another version of profharness than this host, no GPU although
+    `cuda` is requested, or another torch or driver than the first lane with the same GPU: a run has
+    one environment.
     """
     first: dict[str | None, dict[str, Any]] = {}
 
@@ -184,8 +190,10 @@ def resume_on_lanes(
     progress: Progress | None,
     background: BackgroundIngest | None = None,
 ) -> RunFolder:
-    """Go on with a campaign, on this host's lanes unless others are named. background gets all groups
-    that are done. Raises UsageError for one that is finished, and as `capture` does.
+    """Resume a campaign, on lanes of this host unless others are named.
+
+    `background` gets all finished groups. Raise UsageError for a finished campaign, and what
+    `capture` raises.
     """
     run, campaign = read_run(folder), read_campaign(folder)
     if why := why_not_resumed(folder, run):
@@ -206,8 +214,9 @@ def resume_on_lanes(
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:
-    """Why a campaign cannot go on; None where it can: a group is left, or a client was killed before it
-    could merge them.
+    """Return why a campaign cannot be resumed, or None if it can.
+
+    It can if a group is left, or if a client was killed before it merged the results.
     """
     merged = all(cell.status != "pending" for cell in read_record(folder).cells)
     if not merged or open_groups(folder, read_campaign(folder)):

@@ -1,7 +1,7 @@
-"""The window: feeds lanes with one group each, whatever brings it there, until all groups are done.
+"""The scheduler of campaigns: gives each lane one group at a time until all groups are done.
 
-It knows no transport: the same code decides on retries, lanes that fail, progress and interrupts for
-lanes of this host and of many.
+It decides on retries, failing lanes, progress and interrupts. It works the same for lanes of this
+host and of many hosts, because a `Transport` runs the groups.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from profharness.run import Cell, Run, read_run, unwritable
 from profharness.runner.capture import locked
 from profharness.runner.supervise import Progress, Step
 
-TRIES = 3  # of a group
-LANE_TRIES = 3  # groups in a row that a lane may fail at without any success
+TRIES = 3  # per group
+LANE_TRIES = 3  # consecutive failed groups after which a lane gets no more
 POLL_S = 0.1
 LEAVING_S = 5.0
-LANES_S = 30.0  # that a lane may take to come up, or to come back
+LANES_S = 30.0  # time for a lane to appear or to come back
 CPU = "cpu"
 
 Plain = dict[str, Any]
@@ -44,84 +44,89 @@ OnStep = Callable[[str, Plain], None]
 
 
 class Transport(Protocol):
-    """What brings groups to lanes. A lane is a dict of `describe_lane` with its name under `lane`."""
+    """Runs groups on lanes. A lane is the dict of `describe_lane`, with its name under `lane`."""
 
     def lanes(self) -> list[Plain]:
-        """The lanes that are there now; one that is gone is not among them."""
+        """Return the lanes that are currently available."""
         ...
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
-        """Have a lane run a group. on_step may be told the lane's name and its steps, in any thread."""
+        """Run a group on a lane. `on_step` may get the lane's name and a step, in any thread."""
         ...
 
     def next_done(self, timeout_s: float, /) -> tuple[str, Plain] | None:
-        """A lane's name and what `run_group` returned there, its folder in its place, or why that cannot
-        be written to under `unwritable`; None when nothing came in that time.
+        """Return a lane's name and the outcome of its group, or None after the timeout.
+
+        The outcome is that of `run_group`, with the group's folder in its place. If that folder
+        cannot be written to, the reason is under `unwritable`.
         """
         ...
 
     def end(self, lane: Plain, /) -> None:
-        """End what a lane does; called once more, at once. Does not wait for it."""
+        """Terminate what a lane runs; kill it the second time. Do not wait for it."""
         ...
 
     def close(self) -> None:
-        """Leave the lanes. What still runs there goes on."""
+        """Disconnect from the lanes. Running groups continue."""
         ...
 
 
 @dataclass(frozen=True)
 class LoadedCampaign:
-    """A campaign in its folder, with the run that it is."""
+    """A campaign's folder, its groups and its run."""
 
     folder: Path
     campaign: Campaign
     run: Run
 
     def takes(self, lane: Plain) -> bool:
-        """Whether a lane is of the class of GPU that this campaign is for."""
+        """Return whether a lane is of the GPU class that this campaign requires."""
         return self.campaign.gpu is None or is_of_class(lane, self.campaign.gpu)
 
 
 def is_of_class(lane: Plain, gpu: str) -> bool:
-    """Whether the name of a lane's GPU has a word: `H100` fits `NVIDIA H100 80GB HBM3`. A lane
-    without a GPU is of the class `cpu`.
+    """Return whether the name of a lane's GPU contains a word, ignoring case.
+
+    `H100` matches `NVIDIA H100 80GB HBM3`. A lane without a GPU is of class `cpu`.
     """
     return gpu.casefold() in str(lane.get("gpu") or CPU).casefold().split()
 
 
 @dataclass
 class _Task:
-    """A group with what became of it so far."""
+    """A group of a campaign, with its failures."""
 
     loaded: LoadedCampaign
     group: Group
     errors: list[str] = field(default_factory=list)
-    failed_on: set[str] = field(default_factory=set)
+    failed_on: set[str] = field(default_factory=set)  # names of lanes
 
     @property
     def folder(self) -> Path:
-        """Where the group stands when it is done."""
+        """Return the folder of the group once it is done."""
         return group_folder(self.loaded.folder, self.group.group)
 
 
 @dataclass
 class _Lane:
-    """A lane that has a group: done counts the cells of it that have ended."""
+    """A lane and the group that it runs."""
 
     description: Plain
     task: _Task | None = None
-    done: int = 0
-    failed: list[str] = field(default_factory=list)  # its errors since its last success
+    done: int = 0  # finished cells of the group
+    failed: list[str] = field(default_factory=list)  # groups that failed since its last success
 
     def release(self) -> _Task | None:
-        """What it had to do, which others may do now."""
+        """Detach the lane's group, so that another lane can run it."""
         task, self.task = self.task, None
         return task
 
 
 class CampaignScheduler:
-    """Campaigns, one a class of GPU, on the lanes of one transport. why_not: why a lane cannot take
-    part; on_group hears of the folder of each group that is done, also of those before.
+    """Runs campaigns, one per GPU class, on the lanes of one transport.
+
+    `why_not` returns why a lane cannot be used, or None. `on_group` gets the folder of every
+    finished group, including those finished by an earlier client.
     """
 
     def __init__(
@@ -145,22 +150,24 @@ class CampaignScheduler:
             for group in open_groups(loaded.folder, loaded.campaign)
         )
         self._lanes: dict[str, _Lane] = {}
-        self._out: dict[str, str] = {}  # lane to why it gets no group
+        self._out: dict[str, str] = {}  # lane -> why it gets no groups
         self._warned: set[str] = set()
-        self._some_left = False
-        self._missed: set[str | None] = set()  # classes that were told to have no lane
+        self._some_left = False  # whether a lane has disappeared
+        self._missed: set[str | None] = set()  # GPU classes already reported as having no lane
         self._groups = sum(len(loaded.campaign.groups) for loaded in self.campaigns)
         self._groups_done = self._groups - len(self._queue)
         self._total = sum(
             len(each.run.cells) * each.run.protocol.processes for each in self.campaigns
         )
         self._done = self._total - sum(map(_steps, self._queue))
-        self._seen = time.monotonic()  # when there was a lane for a group that waits, or could be
+        self._seen = time.monotonic()  # when a waiting group last had a suitable lane
         self._estimated = self._measured = 0.0
 
     def carry_out(self) -> list[Run]:
-        """All groups, then run.json of each campaign. Raises Interrupted after the first interrupt, once
-        the groups that run have ended, or at the second; CaptureError when no lane is left, or the
+        """Run all groups, write run.json of each campaign, and return the runs.
+
+        After the first interrupt, raise Interrupted once the running groups have ended; after the
+        second one, immediately. Raise CaptureError if no lane is left, and UnwritableError if the
         folder cannot be written to.
         """
         with ExitStack() as locks, deferred():
@@ -175,7 +182,7 @@ class CampaignScheduler:
                 place = f"{error.filename or 'its groups'}: {error.strerror}"
                 raise unwritable(self._unfinished(), place) from None
             finally:
-                # an unfinished campaign also records the groups that are done
+                # record finished groups even if the campaign is unfinished
                 runs = [merge(loaded.folder) for loaded in self.campaigns]
             for loaded in self.campaigns:
                 tidy(loaded.folder)
@@ -197,7 +204,7 @@ class CampaignScheduler:
                         self._take(*done)
                     self._require_lanes()
                 except KeyboardInterrupt as stop:
-                    # a signal that ends (TERM, HUP) waits for nothing, nor does a second interrupt
+                    # SIGTERM, SIGHUP and a second interrupt end the groups immediately
                     if not feeding or type(stop) is not KeyboardInterrupt:
                         raise Interrupted(self._unfinished()) from stop
                     feeding = False
@@ -209,13 +216,13 @@ class CampaignScheduler:
             self._end_all()
 
     def _end_all(self) -> None:
-        """End what lanes still do: in order, and what does not end by itself in LEAVING_S at once."""
+        """Terminate running groups, and kill those that have not ended after LEAVING_S."""
         for seconds in (LEAVING_S, LEAVING_S):
             for lane in self._busy():
                 self.transport.end(lane.description)
             deadline = time.monotonic() + seconds
             while self._busy() and time.monotonic() < deadline:
-                # a scheduler that is gone was told of before
+                # a lost scheduler has been reported before
                 with suppress(CaptureError):
                     done = self.transport.next_done(POLL_S)
                     if done is not None and done[0] in self._lanes:
@@ -224,7 +231,7 @@ class CampaignScheduler:
             lane.release()
 
     def _unfinished(self) -> Path:
-        """The folder of the first campaign that has a group left."""
+        """Return the folder of the first campaign that has groups left."""
         left = [lane.task for lane in self._busy() if lane.task] + list(self._queue)
         folders = [each.folder for each in self.campaigns if any(t.loaded is each for t in left)]
         return (folders or [self.campaigns[0].folder])[0]
@@ -233,7 +240,7 @@ class CampaignScheduler:
         return [lane for lane in self._lanes.values() if lane.task is not None]
 
     def _look(self) -> None:
-        """Which lanes are there: new ones take part, and the groups of those that are gone go back."""
+        """Add new lanes, and put the groups of lanes that are gone back into the queue."""
         here = {description["lane"]: description for description in self.transport.lanes()}
         for name, description in here.items():
             if name in self._lanes or name in self._out:
@@ -262,7 +269,11 @@ class CampaignScheduler:
                 self.transport.submit(lane.description, spec, self._step)
 
     def _next(self, name: str, lane: _Lane) -> _Task | None:
-        """The first group for this lane that did not fail on it, unless it failed on every other too."""
+        """Return the first waiting group that suits a lane.
+
+        A lane gets a group that failed on it only if the group also failed on all other suitable
+        lanes.
+        """
         for task in tuple(self._queue):
             if not task.loaded.takes(lane.description) or (
                 name in task.failed_on and not self._fitting(task) <= task.failed_on
@@ -271,22 +282,22 @@ class CampaignScheduler:
             self._queue.remove(task)
             if not task.folder.is_dir():
                 return task
-            # another lane was quicker
+            # another lane has finished it
             self._count(task)
         return None
 
     def _fitting(self, task: _Task) -> set[str]:
-        """The lanes that are of the class of a group."""
+        """Return the names of the lanes of a group's GPU class."""
         return {name for name, lane in self._lanes.items() if task.loaded.takes(lane.description)}
 
     def _take(self, name: str, outcome: Mapping[str, Any]) -> None:
         lane = self._lanes.get(name)
         if lane is None or lane.task is None or lane.task.group.group != outcome["group"]:
-            return  # of a lane that was given up
+            return  # the lane was given up
         task, error = lane.task, outcome["error"]
         lane.release()
         if outcome.get("unwritable"):
-            # of this host: no other lane fares better, and the lane still has what it did
+            # the client's disk: other lanes would fail too, and the lane keeps its result
             raise UnwritableError(outcome["unwritable"])
         if error is None and task.folder.is_dir():
             lane.failed.clear()
@@ -299,18 +310,18 @@ class CampaignScheduler:
         if outcome.get("lost"):
             del self._lanes[name]
             self._leave_out(name, why)
-            self._queue.appendleft(task)  # it was not the group's fault
+            self._queue.appendleft(task)  # does not count as a failure of the group
             return
         self._failed(lane, task, why)
 
     def _failed(self, lane: _Lane, task: _Task, why: str) -> None:
-        """A try of a group came to nothing: it goes to the end of the queue, or to its end."""
+        """Put a failed group at the end of the queue, or give it up after TRIES failures."""
         name = lane.description["lane"]
         lane.failed.append(task.group.group)
         task.errors.append(f"{name}: {why}")
         task.failed_on.add(name)
         if len(set(lane.failed)) >= LANE_TRIES and name in self._lanes:
-            # other groups fail there too: it is the lane, and its failures count for no group
+            # different groups failed there, so the lane is at fault: forget its failures
             del self._lanes[name]
             self._leave_out(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
             busy = (other.task for other in self._busy() if other.task)
@@ -327,12 +338,15 @@ class CampaignScheduler:
         self._count(task)
 
     def _require_lanes(self) -> None:
-        """Tell of classes without a lane. Raises CaptureError where no group that is left has one."""
+        """Warn about GPU classes without a lane.
+
+        Raise CaptureError if no remaining group has a lane.
+        """
         waiting = {task.loaded.campaign.gpu: task for task in self._queue}
         without = {gpu for gpu, task in waiting.items() if not self._fitting(task)}
         if self._busy() or without < waiting.keys() or not waiting:
             self._seen = time.monotonic()
-        # lanes that are gone may come back, those that were left out do not
+        # lanes that disappeared may come back, rejected ones do not
         patience_s = LANES_S if self._some_left or self._lanes or not self._out else 0.0
         over = time.monotonic() - self._seen > patience_s
         for gpu in sorted(filter(None, without - self._missed)) if self._lanes or over else ():
@@ -359,7 +373,7 @@ class CampaignScheduler:
         self._on_group(task.folder)
 
     def _standing(self, name: str, seconds: float) -> str:
-        """How far it is, and how long the rest will take by the groups that are done."""
+        """Describe the progress, and estimate the remaining time from the finished groups."""
         text = f"{name}: {self._groups_done} of {self._groups} groups, {seconds:.1f} s"
         rest = sum(task.group.seconds for task in self._queue)
         rest += sum(lane.task.group.seconds / 2 for lane in self._busy() if lane.task)
@@ -369,7 +383,7 @@ class CampaignScheduler:
         return f"{text}; about {duration(left)} left"
 
     def _step(self, name: str, row: Plain) -> None:
-        """A step that a lane tells of."""
+        """Pass on a step that a lane reported."""
         lane = self._lanes.get(name)
         if lane is None or lane.task is None:
             return
@@ -397,5 +411,5 @@ def _spec(task: _Task) -> Plain:
 
 
 def _steps(task: _Task) -> int:
-    """The cells of a group as progress counts them: once a process."""
+    """Return the number of cells of a group, counted once per process."""
     return len(task.group.cells) * task.loaded.run.protocol.processes
