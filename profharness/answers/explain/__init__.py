@@ -1,1 +1,1 @@
-"""Why a backend is chosen: the rules, PyTorch's own answers and the store, joined."""
+"""Explain why a backend is chosen: by the rules, by PyTorch's own choice, and by the store."""

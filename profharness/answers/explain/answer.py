@@ -1,4 +1,4 @@
-"""The whole answer for configs: live or by rule, joined with what a store has seen and measured."""
+"""Explain configs, live or by rule, together with what a store has recorded and measured."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def explain_all(
     store: Path | None = None,
     asked: str = AUTO,
 ) -> list[Explanation]:
-    """One answer per config and place, for `auto` or a setting; without places PyTorch on this machine
-    is asked. backends limits the advice; a store adds what was seen and the gains. Raises CaptureError if PyTorch
-    cannot be asked at all.
+    """Return one explanation per config and place, for `auto` or a setting. Without places, ask
+    PyTorch on this machine. `backends` limits the advice. A store adds what ran and the gains.
+    Raise CaptureError if PyTorch cannot be asked at all.
     """
     if places:
         answers = [
@@ -48,7 +48,8 @@ def explain_all(
             for place in places
         ]
     else:
-        from profharness.answers.explain.live import explain_live  # starts a worker, torch too
+        # starts a worker, which imports torch
+        from profharness.answers.explain.live import explain_live
 
         answers = explain_live(
             configs,
@@ -62,10 +63,13 @@ def explain_all(
 
 
 def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
-    """The answers with observed, agree and gains. Raises StoreError for a file that is no store."""
+    """Return the explanations with observed, agree and gains. Raise StoreError for a file that is
+    no store.
+    """
     if not path.exists():
         return list(answers)
-    from profharness.store import open_store  # loads sqlite; an answer by rule needs none
+    # loads sqlite, which an explanation by rule does not need
+    from profharness.store import open_store
 
     with open_store(path) as store:
         memory = _Memory(store, answers)
@@ -73,7 +77,7 @@ def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
 
 
 class _Memory:
-    """The cells that a store has of the answers' configs and of the advised ones, read once."""
+    """The stored cells of the explained and of the advised configs, read once."""
 
     def __init__(self, store: Store, answers: Sequence[Explanation]) -> None:
         self.store = store
@@ -86,17 +90,17 @@ class _Memory:
             self._cells.setdefault(cell.config, []).append(cell)
 
     def cells(self, label: str, environment: dict[str, Any]) -> list[CellRow]:
-        """Cells of a config, newest run first, made on such a device with such a release."""
+        """Return the cells of a config on the same device and release, newest run first."""
         cells = self._cells.get(label, [])
         return [cell for cell in cells if _alike(self.environment(cell.run), environment)]
 
     def kernels(self, cell: CellRow) -> list[KernelRow]:
-        """What a cell launched."""
+        """Return the kernels that a cell launched."""
         return self.store.kernels(cell.run, cells=[cell.cell])
 
 
 def _advised(answer: Explanation) -> list[tuple[str, str]]:
-    """The backend and the changed config's label of each advice that has one."""
+    """Return the backend and the label of the changed config for each advice that has one."""
     return [
         (side.backend, advice.config)
         for side in answer.backends
@@ -108,7 +112,7 @@ def _advised(answer: Explanation) -> list[tuple[str, str]]:
 def _joined(answer: Explanation, memory: _Memory) -> Explanation:
     cells = memory.cells(answer.config, answer.environment)
     seen = (_seen(cell, memory) for cell in cells if cell.backend == answer.asked)
-    # what torch.compile put in the place of the plain form
+    # torch.compile replaced the plain form
     caveats = (
         f"{cell.backend}: {replacement_text(taken.took)}, in run {cell.run}"
         for cell in cells
@@ -130,7 +134,7 @@ def _joined(answer: Explanation, memory: _Memory) -> Explanation:
 
 
 def _seen(cell: CellRow, memory: _Memory) -> str | None:
-    """The backend that a cell's op, else its kernels, show; `none` where PyTorch refused."""
+    """Return the backend that a cell's op, else its kernels, show; `none` if PyTorch refused."""
     if cell.status != "ok":
         return "none" if cell.status == "refused" else None
     if (backend := backend_of_op(cell.sdpa_op)) is not None:
@@ -140,7 +144,7 @@ def _seen(cell: CellRow, memory: _Memory) -> str | None:
 
 
 def _alike(run: dict[str, Any], target: dict[str, Any]) -> bool:
-    """Whether release and device are the same, as far as both environments have them."""
+    """Return whether release and device are equal, as far as both environments have them."""
     releases = {str(environment.get("torch", "")).split("+")[0] for environment in (run, target)}
     if len(releases) > 1 or run.get("device_type") != target.get("device_type"):
         return False
@@ -152,7 +156,9 @@ def _alike(run: dict[str, Any], target: dict[str, Any]) -> bool:
 
 
 def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _Memory) -> Advice:
-    """Time before over after, from the newest run with both, else from two on alike machines."""
+    """Add the gain, time before over after: from the newest run with both, else from two runs on
+    equal machines.
+    """
     if advice.config is None or advice.gain is not None:
         return advice
     before = _timed(memory.cells(answer.config, answer.environment), (answer.asked, chosen(answer)))
@@ -172,7 +178,7 @@ def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _Memor
 
 
 def _timed(cells: Sequence[CellRow], backends: Sequence[str]) -> list[CellRow]:
-    """Cells with samples, in the order of the backends."""
+    """Return the cells with samples, in the order of the backends."""
     ran = [cell for cell in cells if cell.status == "ok" and cell.samples]
     return [cell for name in backends for cell in ran if cell.backend == name]
 
@@ -182,7 +188,7 @@ def _gpu(environment: dict[str, Any]) -> object:
 
 
 def require_answer(answers: Sequence[Explanation]) -> None:
-    """Raise CaptureError if there are answers, and PyTorch gave none of them."""
+    """Raise CaptureError if PyTorch failed on every one of the explanations."""
     if not answers or any(answer.error is None for answer in answers):
         return
     more = f" (and of {len(answers) - 1} more)" if len(answers) > 1 else ""
@@ -193,7 +199,7 @@ def require_answer(answers: Sequence[Explanation]) -> None:
 
 
 def to_measure(answers: Sequence[Explanation]) -> dict[tuple[str, ...], list[Config]]:
-    """What has to be captured to tell every gain: backends to configs."""
+    """Return what must be captured to know every gain: backends to configs."""
     backends_of: dict[Config, dict[str, None]] = {}
     for answer in answers:
         for backend, label in _advised(answer):

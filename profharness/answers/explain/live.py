@@ -1,4 +1,4 @@
-"""PyTorch's own answers: a worker is asked, and the rules stand beside it as a second witness."""
+"""Explain by PyTorch's own choice: query a worker, and compare with the rules."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def explain_live(
     progress: AskProgress | None = None,
     asked: str = AUTO,
 ) -> list[Explanation]:
-    """One answer a config from PyTorch on this machine, for `auto` or a setting. backends limits the
-    advice. Raises CaptureError if no worker starts or answers.
+    """Return one explanation per config from PyTorch on this machine, for `auto` or a setting.
+    `backends` limits the advice. Raise CaptureError if no worker starts or replies.
     """
     results = ask(
         configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress, asked=asked
@@ -93,7 +93,7 @@ def _of_order(device: str) -> str:
 
 
 def _deciding(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the choice, and no more."""
+    """Return only the part of the environment that the choice depends on."""
     facts = {key: environment[key] for key in DECIDING if environment.get(key) is not None}
     facts["flags"] = {
         name: environment[f"sdp_{name}"] for name in SDPA_BACKENDS if f"sdp_{name}" in environment

@@ -1,5 +1,5 @@
-"""What `auto` takes over many configs: maps of two properties, and the exact values where it flips.
-Properties have the names of the grammar.
+"""The choice of `auto` over many configs: maps of two properties, and the exact values where it
+changes. Properties have the names of the grammar.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ _DEFAULTS = {field.name: field.default for field in fields(Config)}
 
 
 def get(config: Config, name: str) -> Value:
-    """A property's value; `seq` is seq_len_q, head_dim_v and kv_batch are filled in."""
+    """Return a property's value. `seq` is seq_len_q; head_dim_v and kv_batch have their default
+    filled in.
+    """
     filled = {"head_dim_v": "value_dim", "kv_batch": "key_batch"}
     value: Value = getattr(config, filled.get(name, FIELDS[name]))
     return value
 
 
 def put(config: Config, name: str, value: int) -> Config | None:
-    """The config with a numeric property set: kv_heads follows heads and head_dim_v head_dim where
-    they were the same, and strides are left out. None where no such config exists (kv_heads that
-    does not divide heads, two unlike batches of which none is 1).
+    """Return the config with a numeric property set. kv_heads follows heads and head_dim_v head_dim
+    if they were equal, and strides are dropped. Return None if no such config exists (kv_heads that
+    does not divide heads, two different batches of which none is 1).
     """
-    # strides fit the sizes that they were given with
+    # strides fit only the sizes that they were given with
     config = replace(config, q_strides=None, k_strides=None, v_strides=None, mask_strides=None)
     if name == "seq":
         return replace(config, seq_len_q=value, seq_len_kv=value)
@@ -51,7 +53,7 @@ ALIASES = {field: name for name, field in FIELDS.items()} | {"seq_len": "seq"}
 
 
 def numeric_name(text: str) -> str:
-    """A numeric property by its name in the grammar, `seq` for `seq_len`. Raises UsageError."""
+    """Return a numeric property's name in the grammar, `seq` for `seq_len`. Raise UsageError."""
     name = ALIASES.get(text, text)
     if name not in NUMERIC:
         fault = "is a word, not a number" if name in FIELDS else "is no property"
@@ -61,7 +63,7 @@ def numeric_name(text: str) -> str:
 
 
 def varying(configs: Sequence[Config]) -> list[str]:
-    """The properties that differ among configs, numbers first."""
+    """Return the properties that differ among configs, numbers first."""
     return [
         name
         for name in distinguishing(configs)
@@ -70,15 +72,15 @@ def varying(configs: Sequence[Config]) -> list[str]:
 
 
 def common(configs: Sequence[Config]) -> tuple[tuple[str, Value], ...]:
-    """The properties that all configs share, without what has its default."""
+    """Return the properties that all configs share, without default values."""
     values = {name: {get(config, name) for config in configs} for name in distinguishing(configs)}
     shared = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
     return tuple((n, v) for n, v in shared.items() if v != _DEFAULTS[FIELDS[n]])
 
 
 def distinguishing(configs: Sequence[Config]) -> list[str]:
-    """The properties that tell configs apart, numbers first. seq stands for both lengths where they
-    are always equal; kv_heads and head_dim_v count only where they do not just follow.
+    """Return the properties that distinguish configs, numbers first. seq is both lengths if they
+    are always equal. kv_heads and head_dim_v are left out if they only follow.
     """
     square = all(config.seq_len_q == config.seq_len_kv for config in configs)
     omitted = {"seq_q", "seq_kv"} if square else {"seq"}
@@ -92,45 +94,40 @@ def distinguishing(configs: Sequence[Config]) -> list[str]:
 
 @dataclass(frozen=True)
 class Edge:
-    """Neighbours on a map with different choices. along: the property that changes from `before`
-    to `after`; everywhere: at all values of the other axis; at: the values where it does so.
-    """
+    """Neighbours on a map with different choices."""
 
-    along: str
+    along: str  # the property that changes from `before` to `after`
     before: Value
     after: Value
     choice_before: str
     choice_after: str
-    everywhere: bool
-    at: tuple[Value, ...]
+    everywhere: bool  # at all values of the other axis
+    at: tuple[Value, ...]  # values of the other axis
 
 
 @dataclass(frozen=True)
 class Map:
-    """Choices by the values of two properties. fixed: what tells this map from its neighbours.
+    """Choices by the values of two properties."""
 
-    rows is "" where only one property varies; cells: (row value, column value) to the choice,
-    without the combinations that were not asked. shared: what all configs have in common.
-    """
-
-    fixed: tuple[tuple[str, Value], ...]
-    rows: str
+    fixed: tuple[tuple[str, Value], ...]  # what distinguishes this map from the others
+    rows: str  # "" if only one property varies
     columns: str
     row_values: tuple[Value, ...]
     column_values: tuple[Value, ...]
+    # (row value, column value) to the choice, for queried combinations
     cells: Mapping[tuple[Value, Value], str]
     edges: tuple[Edge, ...]
-    shared: tuple[tuple[str, Value], ...] = ()
+    shared: tuple[tuple[str, Value], ...] = ()  # what all configs have in common
 
     @property
     def title(self) -> str:
-        """`causal=yes, dtype=bf16`: what tells it from its neighbours, and what all share."""
+        """`causal=yes, dtype=bf16`: what distinguishes the map, and what all configs share."""
         properties = (*self.fixed, *self.shared)
         return ", ".join(f"{name}={value_text(value)}" for name, value in properties)
 
     @property
     def choices(self) -> list[list[str | None]]:
-        """The choices row by row; None where a combination was not asked."""
+        """Return the choices row by row, with None for a combination that was not queried."""
         return [
             [self.cells.get((row, column)) for column in self.column_values]
             for row in self.row_values
@@ -140,9 +137,9 @@ class Map:
 def draw_maps(
     configs: Sequence[Config], choices: Sequence[str], *, with_edges: bool = True
 ) -> list[Map]:
-    """One map per combination of what varies besides two properties: the two numeric ones with the
-    most values, in the order of the grammar; choices has one for each config. Figures in place of
-    choices have no edges.
+    """Return one map per combination of the other varying properties. The axes are the two numeric
+    properties with the most values, in the order of the grammar. `choices` has one choice per
+    config. Use `with_edges=False` if these are figures.
     """
     names = varying(configs)
     count = {name: len({get(config, name) for config in configs}) for name in names}
@@ -180,7 +177,9 @@ def _edges(
     others: Sequence[Value],
     cells: Mapping[tuple[Value, Value], str],
 ) -> list[Edge]:
-    """Edges between neighbouring values, one for all values of the other axis that share it."""
+    """Return edges between neighbouring values. An edge at all values of the other axis is merged
+    into one.
+    """
     edges = []
     for before, after in pairwise(values):
         where: dict[tuple[str, str], list[Value]] = {}
@@ -196,29 +195,29 @@ def _edges(
 
 
 def _in_order(values: set[Value]) -> tuple[Value, ...]:
-    """Numbers by size, then words, none first."""
+    """Sort numbers by size, then words, None first."""
     return tuple(sorted(values, key=lambda v: (isinstance(v, str), v is not None, v or 0, str(v))))
 
 
 def value_text(value: Value) -> str:
-    """A value as a map shows it: `yes` and `no` for flags."""
+    """Return a value as text for a map: `yes` and `no` for flags."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 DEFAULT_ENDS = (1, 65_536)
-HEAD_DIM_ENDS = (1, 1024)  # no fused kernel takes more; beyond, only multiples of 8 tell
-ALL_OF = 256  # a range with no more values is asked whole
-NEAR_8 = 1024  # multiples of 8 with their neighbours are asked up to here
-RESTLESS = 128  # still turning within so many values before that end: asked to the end of the range
-NEAR_64 = 65_536  # multiples of 64 too: some rules ask for a length modulo 128
-WAYS = 16  # parts that a stretch is cut into each round: few rounds, as each may start a worker
+HEAD_DIM_ENDS = (1, 1024)  # no fused kernel supports more; above, only multiples of 8 matter
+ALL_OF = 256  # a range with at most so many values is queried completely
+NEAR_8 = 1024  # multiples of 8 with their neighbours are queried up to this value
+RESTLESS = 128  # if the choice still changes this close to that end, query the whole range
+NEAR_64 = 65_536  # multiples of 64 too, because some rules check a length modulo 128
+WAYS = 16  # parts per stretch and round; few rounds, as each may start a worker
 Choose = Callable[[Sequence[Config]], list[str]]
-"""What `auto` takes, one answer a config."""
+"""Returns the choice of `auto`, one per config."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring values with one choice, both ends included and asked."""
+    """Neighbouring values with one choice. Both ends are included and were queried."""
 
     first: int
     last: int
@@ -227,30 +226,26 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The choices along property `name` of one config (its label has the first value).
+    """The choices along property `name` of one config."""
 
-    stretches cover all possible values; both sides of each edge were asked. asked are the values
-    that were; possible counts all that make a config.
-    """
-
-    config: str
+    config: str  # its label has the first value
     name: str
+    # They cover all possible values. Both sides of each edge were queried.
     stretches: tuple[Stretch, ...]
-    asked: tuple[int, ...]
-    possible: int
+    asked: tuple[int, ...]  # the values that were queried
+    possible: int  # number of values that make a config
 
     @property
     def flips(self) -> tuple[tuple[int, int], ...]:
-        """The values before and after each flip."""
+        """The values before and after each change of the choice."""
         return tuple((left.last, right.first) for left, right in pairwise(self.stretches))
 
 
 def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bisection]:
-    """One bisection for each config that is left when the property is put aside.
-
-    The ends are the smallest and the largest value that the configs have; where they have only one,
-    1 and 65,536, or 1 and 1,024 of a head dimension. Raises UsageError for a property that is no
-    number, and for `seq` of configs with unlike lengths.
+    """Return one bisection per config that remains without the property. The ends are the smallest
+    and the largest value of the configs. If they have only one value, the ends are 1 and 65,536, or
+    1 and 1,024 for a head dimension. Raise UsageError for a property that is no number, and for
+    `seq` of configs with different lengths.
     """
     name = numeric_name(name)
     groups: dict[Config, list[Config]] = {}
@@ -265,21 +260,23 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
         values = sorted({value for c in group if isinstance(value := get(c, name), int)})
         default = HEAD_DIM_ENDS if name.startswith("head_dim") else DEFAULT_ENDS
         ends = (values[0], values[-1]) if len(values) > 1 else default
-        # One that does not just follow, as kv_heads follows heads, keeps what is fixed.
+        # Prefer a config whose kv_heads or head_dim_v does not just follow: it keeps the value.
         base = max(group, key=lambda c: (c.num_kv_heads != c.num_heads, c.head_dim_v is not None))
         bisections.append(bisect_one(base, name, ends, choose))
     return bisections
 
 
 def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -> Bisection:
-    """All flips of `choose` along a property between two ends, as far as the sweep shows them."""
+    """Find all changes of `choose` along a property between two ends, as far as the sweep shows
+    them.
+    """
     domain = _domain(base, name, ends)
     if not domain:
         raise UsageError(f"--bisect {name}: no value from {ends[0]} to {ends[1]} fits {base.label}")
     choices: dict[int, str] = {}  # by index into the domain
 
     def ask(indices: Sequence[int]) -> None:
-        # a live answer costs time, so no value is asked twice
+        # a live query is slow, so no value is queried twice
         new = sorted(set(indices) - choices.keys())
         configs = [_set(base, name, domain[index]) for index in new]
         choices.update(zip(new, choose(configs) if configs else (), strict=True))
@@ -305,7 +302,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
 
 
 def sweep(domain: Sequence[int]) -> list[int]:
-    """The indices that are asked first, many because the choice is not monotonic."""
+    """Return the indices of the first queries. They are many because the choice is not monotonic."""
     if len(domain) <= ALL_OF:
         return list(range(len(domain)))
     low, high = domain[0], domain[-1]
@@ -315,7 +312,7 @@ def sweep(domain: Sequence[int]) -> list[int]:
 
 
 def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
-    """The indices of some values and of their neighbours."""
+    """Return the indices of some values and of their neighbours."""
     low, high = domain[0], domain[-1]
     near = {mark + step for mark in marks for step in (-1, 0, 1)}
     inside = (value for value in near if low <= value <= high)
@@ -323,15 +320,15 @@ def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
 
 
 def _cuts(left: int, right: int) -> list[int]:
-    """Up to WAYS - 1 indices strictly between two."""
+    """Return up to WAYS - 1 indices strictly between two."""
     width = right - left
     cuts = {left + width * part // WAYS for part in range(1, WAYS)} - {left, right}
     return sorted(cuts) or [left + width // 2]
 
 
 def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:
-    """The values that make a config: divisors of heads for kv_heads, multiples of a fixed kv_heads
-    for heads, else all.
+    """Return the values that make a config: divisors of heads for kv_heads, multiples of a fixed
+    kv_heads for heads, else all.
     """
     low, high = ends
     if name == "kv_heads":
@@ -352,9 +349,9 @@ def _set(base: Config, name: str, value: int) -> Config:
 
 
 def _put_aside(config: Config, name: str, configs: Sequence[Config]) -> Config:
-    """The same for configs that differ in this property only."""
+    """Return a config that is equal for configs that differ in this property only."""
     if name == "kv_heads":
-        # no config has 0 of them: it stands for any number
+        # no config has 0 of them, so 0 represents any number
         return replace(config, num_kv_heads=0)
     if name == "heads" and any(c.num_kv_heads != c.num_heads for c in configs):
         return replace(config, num_heads=0)

@@ -1,5 +1,5 @@
-"""Why PyTorch takes a backend: what `explain` answers for a config, live or by rule for a GPU, a
-PyTorch release and a cuDNN that the user names.
+"""Why PyTorch chooses a backend: the records of `explain`, and explanations by rule for a GPU, a
+PyTorch release and a cuDNN version.
 """
 
 from __future__ import annotations
@@ -47,36 +47,30 @@ SCHEMA = "profharness.explain/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One config's answer. source is `live` (PyTorch was asked) or `rules`. asked: `auto`, or the
-    set or order of backends that the call may take.
-
-    predicted is what the rules say, choice what PyTorch says (None where it was not asked),
-    observed what a stored run's op or kernels show; each a backend, `none` (PyTorch raises) or
-    `unknown`. agree: whether those that are known are the same. priority_order is empty where it
-    is not known. caveats are sentences on what casts doubt. prediction is what the machine's atlas
-    says of time and best backend, None without one.
+    """The explanation of one config. predicted, choice and observed are a backend, `none` (PyTorch
+    raises) or `unknown`.
     """
 
     config: str
-    source: str
+    source: str  # `live` (PyTorch was asked) or `rules`
     environment: dict[str, Any]
-    priority_order: tuple[str, ...]
-    predicted: str | None
-    choice: str | None = None
-    observed: str | None = None
-    agree: bool | None = None
+    priority_order: tuple[str, ...]  # empty if unknown
+    predicted: str | None  # by the rules
+    choice: str | None = None  # by PyTorch; None if it was not asked
+    observed: str | None = None  # by the op or kernels of a stored run
+    agree: bool | None = None  # whether the known ones are equal
     backends: tuple[BackendAnswer, ...]
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()  # sentences with reasons for doubt
     error: str | None = None
-    asked: str = AUTO
-    prediction: dict[str, Any] | None = None
+    asked: str = AUTO  # `auto`, or the set or order of backends that the call allows
+    prediction: dict[str, Any] | None = None  # time and best backend by the machine's atlas
 
 
 FIELDS = tuple(field.name for field in fields(Explanation))
 
 
 def explanation_record(answer: Explanation) -> dict[str, Any]:
-    """The JSON record of one answer, keys as in FIELDS."""
+    """Return the JSON record of one explanation, with the keys of FIELDS."""
     record: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
     for side in record["backends"]:
         del side["can_use"]
@@ -86,7 +80,9 @@ def explanation_record(answer: Explanation) -> dict[str, Any]:
 
 
 def flat_record(answer: Explanation) -> dict[str, Any]:
-    """One flat row for a data frame, with `<backend>_eligible` and `<backend>_reasons` (codes)."""
+    """Return one flat row for a data frame, with `<backend>_eligible` and `<backend>_reasons`
+    (codes).
+    """
     environment = answer.environment
     facts = ("torch", "device_type", "gpu", "capability", "cudnn")
     row: dict[str, Any] = {
@@ -107,7 +103,7 @@ def flat_record(answer: Explanation) -> dict[str, Any]:
 
 
 def environment_text(answer: Explanation) -> str:
-    """`torch 2.8.0, RTX A6000, cuDNN 91002, by rule`."""
+    """Return `torch 2.8.0, RTX A6000, cuDNN 91002, by rule`."""
     environment = answer.environment
     parts = [f"torch {environment['torch']}"] if environment.get("torch") else []
     device = environment.get("gpu") or {"cpu": "CPU"}.get(str(environment.get("device_type")))
@@ -118,12 +114,14 @@ def environment_text(answer: Explanation) -> str:
 
 
 def chosen(answer: Explanation) -> str:
-    """What is taken: PyTorch's own answer, or that of the rules if only they were asked."""
+    """Return PyTorch's own choice, or that of the rules if only these were used."""
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
 
 
 def settle(answer: Explanation) -> Explanation:
-    """The answer with `agree`: whether all witnesses say the same; None where fewer than two do."""
+    """Return the explanation with `agree` set: whether all known choices are equal, or None if
+    fewer than two are known.
+    """
     witnesses = (answer.predicted, answer.choice, answer.observed)
     names = [name for name in witnesses if name not in (None, "unknown")]
     return replace(answer, agree=len(set(names)) == 1 if len(names) > 1 else None)
@@ -131,18 +129,17 @@ def settle(answer: Explanation) -> Explanation:
 
 @dataclass(frozen=True)
 class Place:
-    """A machine that the rules are asked about. gpu is its name, None for the CPU; pinned: cuDNN's
-    version is the one that the release's build for this CUDA brings, not one that was given.
-    """
+    """A machine and release to apply the rules to."""
 
     machine: Machine
     device: str
-    gpu: str | None
+    gpu: str | None  # its name; None for the CPU
+    # cuDNN's version is that of the release's build for this CUDA, not a given one
     pinned: bool = True
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Flat keys, named as a run's environment names them; None where it is not known."""
+        """Return flat keys, named as in a run's environment. None if unknown."""
         machine = self.machine
         environment: dict[str, Any] = {
             "torch": release_text(machine.torch),
@@ -173,14 +170,12 @@ def named_places(
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
 ) -> list[Place]:
-    """The places that a user names, one per release, oldest first. None where neither torch nor gpu
-    is given, which means PyTorch itself.
-
-    torch: `2.8`, `2.9.1`, `2.5..2.15`, `2.8,2.10`; None means the installed release. A single
-    release need not be one that the rules know. gpu: a name, a capability such as sm90, or `cpu`;
-    None means this machine's GPU, as NVML tells. cudnn is the version at run time, cudnn_compiled
-    the one that PyTorch was built with. Raises UsageError for what is no version, for a GPU that is
-    not known, and for a cuDNN or CUDA without torch or gpu.
+    """Return the places that the options name, one per release, oldest first. Return None if
+    neither `torch` nor `gpu` is given, which selects PyTorch itself. `torch` is `2.8`, `2.9.1`,
+    `2.5..2.15` or `2.8,2.10`; None is the installed release. A single release may be unknown to the
+    rules. `gpu` is a name, a capability such as sm90, or `cpu`; None is this machine's GPU by NVML.
+    `cudnn` is the version at run time, `cudnn_compiled` the one that PyTorch was built with. Raise
+    UsageError for an invalid version, an unknown GPU, and cuDNN or CUDA without `torch` or `gpu`.
     """
     versions = {"cudnn": cudnn, "cuda": cuda, "cudnn-compiled": cudnn_compiled}
     given = [option for option, version in versions.items() if version is not None]
@@ -220,7 +215,7 @@ def named_places(
 
 
 def _installed() -> tuple[int, ...]:
-    """The installed torch's release, read from its package's metadata: torch is not imported."""
+    """Return the installed torch's release from its package metadata, without importing torch."""
     try:
         return parse_release(metadata.version("torch"))
     except metadata.PackageNotFoundError:
@@ -240,19 +235,17 @@ FACTS = {
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """The answer for one release, whether the choice differs from the release before, and what else
-    does, as sentences.
-    """
+    """The explanation for one release, compared with the release before."""
 
     explanation: Explanation
-    flips: bool = False
-    changes: tuple[str, ...] = ()
+    flips: bool = False  # the choice differs
+    changes: tuple[str, ...] = ()  # other differences, as sentences
 
 
 def asked_about(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The setting that backends name (`flash+math`, `cudnn>flash`; `auto` where none does), and the
-    backends that limit the advice. Raises UsageError for several settings, and for what is no backend of
-    PyTorch's.
+    """Return the setting that backends name (`flash+math`, `cudnn>flash`, else `auto`), and the
+    backends that limit the advice. Raise UsageError for several settings, and for anything but
+    PyTorch's own backends.
     """
     settings = [setting_name(name) for name in names if leaves_choice(name)]
     if len(settings) > 1:
@@ -277,7 +270,9 @@ def explain_by_rule(
     advice: bool = True,
     asked: str = AUTO,
 ) -> Explanation:
-    """What the rules say of a config on a place, for `auto` or a setting. backends limits the advice."""
+    """Explain a config on a place by the rules, for `auto` or a setting. `backends` limits the
+    advice.
+    """
     config = config.resolve(place.device)
     machine, device, setting = place.machine, place.device, sdpa_setting(asked)
     params = permitted(from_config(config, device), setting)
@@ -319,7 +314,7 @@ def _sets_no_order(asked: str, machine: Machine) -> bool:
 
 
 def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendAnswer]:
-    """The backends of a prediction, the reason that PyTorch stops at first."""
+    """Return the backends of a prediction, with the reason at which PyTorch stops listed first."""
     sides = []
     for name in names:
         verdict = prediction.backends[name]
@@ -330,7 +325,7 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
 
 
 def choices_by_rule(configs: Sequence[Config], place: Place, asked: str = AUTO) -> list[str]:
-    """Only what `auto` or a setting takes, one answer a config."""
+    """Return only the choice of `auto` or a setting, one per config."""
     if _sets_no_order(asked, place.machine):
         return ["unknown"] * len(configs)
     choose = rule_choice(place.machine, place.device, sdpa_setting(asked))
@@ -338,7 +333,7 @@ def choices_by_rule(configs: Sequence[Config], place: Place, asked: str = AUTO) 
 
 
 def matrix(config: Config, places: Sequence[Place], asked: str = AUTO) -> list[MatrixRow]:
-    """One config over several releases."""
+    """Explain one config for several releases."""
     answers = [explain_by_rule(config, place, advice=False, asked=asked) for place in places]
     rows = [
         MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
@@ -348,7 +343,7 @@ def matrix(config: Config, places: Sequence[Place], asked: str = AUTO) -> list[M
 
 
 def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
-    """What is different, the likely cause of another choice first."""
+    """Return the differences, the likely cause of another choice first."""
     changes = []
     if before.predicted != after.predicted:
         changes.append(f"choice {before.predicted} → {after.predicted}")
@@ -386,7 +381,7 @@ LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
 def _caveats(place: Place, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """What the rules rest on where that is not certain, and what holds wherever PyTorch chooses."""
+    """Yield uncertain assumptions of the rules, and caveats that apply whenever PyTorch chooses."""
     machine, on_gpu = place.machine, place.device == "cuda"
     release = release_text(machine.torch)
     if not machine.known:
@@ -413,7 +408,9 @@ def _caveats(place: Place, params: AttentionParams, prediction: Prediction) -> I
 
 
 def unread(answers: Iterable[Explanation]) -> str | None:
-    """One sentence on the releases of answers by rule that the rules do not know, if there are any."""
+    """Return one sentence about releases that the rules do not know, if any explanation by rule has
+    one.
+    """
     releases = [
         parse_release(answer.environment["torch"]) for answer in answers if answer.source == "rules"
     ]
@@ -421,11 +418,11 @@ def unread(answers: Iterable[Explanation]) -> str | None:
     return _unread(missing) if missing else None
 
 
-LISTED = 6  # releases that one sentence names
+LISTED = 6  # releases in one sentence
 
 
 def skipped_text(releases: Sequence[str]) -> str:
-    """One sentence on the releases of a range that no answer is about."""
+    """Return one sentence about the releases of a range that have no explanation."""
     names = few(releases, LISTED)
     return f"left out of the answer: the rules of PyTorch {names} were not read"
 
@@ -440,7 +437,7 @@ def _unread(missing: Sequence[Release]) -> str:
 
 
 def _gaps(place: Place, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """What would have to be known to decide."""
+    """Yield what must be known to decide."""
     if not prediction.priority_order:
         facts = " and ".join(FACTS[name] for name in undecided(params, place.machine))
         yield f"the order of the backends hangs on {facts}"
