@@ -1,8 +1,8 @@
 """Build a Click command, a Python function and an MCP tool from one typed function.
 
 A command module declares its function with `command`. Its parameters carry an `Option` in their
-annotations. `document` registers how its answer is shown, `gate` what makes the command exit with 3;
-their further parameters are options of the command line alone.
+annotations. `document` registers the function that shows the answer, `gate` the one that makes the
+command exit with 3. Further parameters of these two are options of the command line only.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ IN_PYTHON = "\n\nIn Python "
 
 @dataclass(frozen=True)
 class Option:
-    """How a parameter is given on the command line and to an MCP tool.
+    """The option or argument of a parameter on the command line and of an MCP tool.
 
-    Options of Click that are not named here stand in `click`, such as `{"is_eager": True}`.
+    `click` has further settings of Click, such as `{"is_eager": True}`.
     """
 
     flags: tuple[str, ...] = ()
-    """Without flags the parameter is a positional argument."""
+    """If empty, the parameter is a positional argument."""
     help: str = ""
     metavar: str | None = None
     type: click.ParamType[Any] | None = None
-    """None: the type of the annotation."""
+    """If None, it is derived from the annotation."""
     complete: Callable[..., list[str]] | None = None
     multiple: bool = False
     file_flag: str = ""
-    """A second option that reads further values from a file, one per line, by `read_file`."""
+    """A second option that reads more values from a file, using `read_file`."""
     file_help: str = ""
     read_file: Callable[[Path], list[Any]] | None = None
     check: Callable[[Any], object] | None = None
     """Raise UsageError for a value that the command cannot take. Not called for None."""
     tool: str = ""
-    """The description of the MCP tool's parameter. Without one the tool does not have it."""
+    """The description of the MCP tool's parameter. If empty, the tool lacks the parameter."""
     tool_name: str = ""
-    """Empty: the name on the command line."""
+    """If empty, the name on the command line."""
     tool_examples: tuple[str, ...] = ()
     tool_value: Callable[[str], Any] | None = None
-    """Convert the text that an MCP client gives."""
+    """Convert the text that an MCP client sends."""
     click: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """The name on the command line, without dashes; empty for an argument."""
+        """Return the name on the command line, without dashes; empty for an argument."""
         long = [flag for flag in self.flags if flag.startswith("--")]
         return long[0].removeprefix("--").partition("/")[0] if long else ""
 
@@ -87,7 +87,7 @@ class Parameter:
         return self.option.tool_name or self.option.name or self.name
 
     def click_parameters(self) -> Iterator[click.Parameter]:
-        """Yield the Click parameters that give this one its value."""
+        """Yield the Click parameters that set this one."""
         settings = {"shell_complete": self.option.complete, **self.option.click}
         kind = self.option.type or _click_type(self.base)
         if not self.option.flags:
@@ -112,7 +112,7 @@ class Parameter:
             yield click.Option(names, type=path, metavar="FILE", help=self.option.file_help)
 
     def value(self, given: dict[str, Any]) -> Any:
-        """Take the value out of what Click parsed."""
+        """Remove the value from what Click parsed, and return it."""
         value = given.pop(self.name)
         if self.option.file_flag:
             path = given.pop(f"{self.name}_file")
@@ -129,7 +129,7 @@ class Parameter:
 
 @dataclass
 class Declaration:
-    """Everything about a command, in one object."""
+    """A command: its function, how to show the answer, and its gate."""
 
     name: str
     run: Callable[..., Any]
@@ -142,12 +142,12 @@ class Declaration:
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of the function."""
+        """Return the parameters of the function."""
         return tuple(_parameters(self.run))
 
     @functools.cached_property
     def shown_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of the document and the gate that the function does not have."""
+        """Return the parameters of `document` and `gate` that the function lacks."""
         own = {each.name for each in self.parameters}
         found = [
             each
@@ -159,7 +159,7 @@ class Declaration:
 
     @property
     def makes_document(self) -> bool:
-        """Whether the answer is shown as a document, in one of the formats."""
+        """Return whether the answer is shown as a document, in one of the formats."""
         if self.document is None:
             return False
         returned = _evaluated(self.document, inspect.signature(self.document).return_annotation)
@@ -172,7 +172,7 @@ class Declaration:
                 parameter.require_valid(values[parameter.name])
 
     def answer(self, values: Mapping[str, Any]) -> Any:
-        """Call the function."""
+        """Call the function with these values."""
         positional: list[Any] = []
         named = {}
         for parameter in self.parameters:
@@ -184,12 +184,12 @@ class Declaration:
         return self.run(*positional, **named)
 
     def shown(self, answer: Any, values: Mapping[str, Any]) -> Any:
-        """Return what the registered function of `document` returns."""
+        """Call the function registered with `document`, and return its result."""
         assert self.document is not None
         return self.document(answer, **_accepted(self.document, values))
 
     def judge(self, answer: Any, values: Mapping[str, Any]) -> None:
-        """Raise GateError where a gate is not met."""
+        """Raise GateError if a gate is not met."""
         if self.gate is not None:
             self.gate(answer, **_accepted(self.gate, values))
 
@@ -237,10 +237,10 @@ def command(
 ) -> Callable[[Callable[P, A]], Callable[P, R]]:
     """Declare a function as a command.
 
-    The decorated function is the Python interface: it returns `frame` of the answer. With `tool`, a
-    sentence on what the tool is for, it is an MCP tool too, whose parameters in `tool_required` have
-    to be given. `fill` has texts for names in braces in the docstring. The help text of the command
-    line ends where the docstring describes the Python function; `epilog` follows its options.
+    The decorated function is the Python interface: it returns `frame` of the answer. `tool` describes
+    what the MCP tool is for; without it there is no tool. `tool_required` names the tool's required
+    parameters. `fill` replaces names in braces in the docstring. The help text of the command line is
+    the docstring up to the paragraph on Python; `epilog` follows the options.
     """
 
     def decorate(function: Callable[P, A]) -> Callable[P, R]:
@@ -269,7 +269,7 @@ def declaration_of(function: Callable[..., Any]) -> Declaration:
 def document(
     of: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[A, Q], T]], Callable[Concatenate[A, Q], T]]:
-    """Register how the answer of a command is shown: as a Document, or printed by the function itself."""
+    """Register the function that turns a command's answer into a Document, or prints it itself."""
 
     def register(function: Callable[Concatenate[A, Q], T]) -> Callable[Concatenate[A, Q], T]:
         declaration_of(of).document = function
@@ -281,7 +281,7 @@ def document(
 def gate(
     of: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[A, Q], None]], Callable[Concatenate[A, Q], None]]:
-    """Register what raises GateError after the answer of a command was shown."""
+    """Register the function that raises GateError after a command's answer was shown."""
 
     def register(function: Callable[Concatenate[A, Q], None]) -> Callable[Concatenate[A, Q], None]:
         declaration_of(of).gate = function
@@ -291,7 +291,7 @@ def gate(
 
 
 def as_is(answer: A) -> A:
-    """Return the answer, for commands whose Python function returns it unchanged."""
+    """Return the answer. For commands whose Python function returns it unchanged."""
     return answer
 
 
@@ -310,7 +310,7 @@ def _parameters(function: Callable[..., Any], skip: int = 0) -> Iterator[Paramet
 
 
 def _evaluated(function: Callable[..., Any], annotation: Any) -> Any:
-    """Return an annotation that may be a text. Those that only type checkers can read are not needed."""
+    """Evaluate an annotation that may be a string."""
     return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
 
 
@@ -333,13 +333,13 @@ def _click_type(base: Any) -> click.ParamType[Any] | None:
 
 
 def _accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a function has parameters for."""
+    """Return the values for which a function has parameters."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in names}
 
 
 def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
-    """Return a check that names, separated by commas or repeated, are all known."""
+    """Return a check that raises UsageError for unknown names, separated by commas or repeated."""
     from profharness.config import split_names  # parses numbers of configs too
 
     names = tuple(known)

@@ -1,4 +1,4 @@
-"""The MCP server: the declared commands that read, as tools on stdio.
+"""The MCP server: the commands that only read, as tools on stdio.
 
 Importing this module raises MissingExtraError without the extra `mcp`.
 """
@@ -58,7 +58,7 @@ def declared(name: str) -> Declaration:
 
 @cache
 def arguments_type(name: str) -> type[msgspec.Struct]:
-    """Return a type with a field for each parameter that the tool has."""
+    """Return a type with a field for each parameter of the tool."""
     declaration = declared(name)
     fields = [_field(each, declaration) for each in _offered(declaration).values()]
     return msgspec.defstruct(
@@ -88,7 +88,7 @@ def _field(
 
 
 def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
-    """Return the JSON that the command prints. Raise ProfharnessError, also for a wrong argument."""
+    """Return the JSON that the command prints. Raise ProfharnessError, also for an invalid argument."""
     declaration, offered = declared(name), _offered(declared(name))
     try:
         given = msgspec.structs.asdict(msgspec.convert(arguments, arguments_type(name)))
@@ -99,7 +99,7 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     for key, value in given.items():
         parameter = offered[key]
         if value == "" and not parameter.required:
-            continue  # left out
+            continue  # not given
         convert = parameter.option.tool_value
         values[parameter.name] = convert(value) if convert else value
     declaration.check_values(values)
@@ -114,7 +114,7 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
 
 def serve(store: Path) -> None:
     """Answer on stdin and stdout until stdin ends."""
-    # a thread waits for input, for which an orderly end would wait; nothing is written half here
+    # An orderly exit would wait for the thread that reads stdin. Nothing is half-written here.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     with on_terminal(False):
@@ -140,7 +140,7 @@ async def _serve(store: Path) -> None:
 
 
 def _result(name: str, arguments: dict[str, Any], store: Path) -> types.CallToolResult:
-    """The answer, or what the command line would say of the error."""
+    """Return the answer, or the error message that the command line would print."""
     failed = True
     try:
         text, failed = answer(name, arguments, store), False

@@ -1,4 +1,4 @@
-"""Where the output of commands goes: results to stdout or a file, hints and progress to stderr.
+"""Write the output of commands: results to stdout or a file, hints and progress to stderr.
 
 Commands called as Python functions or by the MCP server print nothing, since only the command line
 enters `on_terminal`.
@@ -40,7 +40,7 @@ _terminal: list[bool | None] = [None]  # None: a command of Click is active in t
 
 @contextlib.contextmanager
 def on_terminal(shown: bool = True) -> Iterator[None]:
-    """Print hints and progress within the block, in all threads; or, for False, do not."""
+    """Enable hints and progress within the block, in all threads. Disable them if `shown` is False."""
     before = _terminal[0]
     _terminal[0] = shown
     try:
@@ -50,8 +50,10 @@ def on_terminal(shown: bool = True) -> Iterator[None]:
 
 
 def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> Path | None:
-    """The file of -o, None for `-`. Refuses before any work what could not be written at its end, and
-    a name that says no format.
+    """Return the file of -o, None for `-`.
+
+    Raise UsageError before any work if the file could not be written, or if its name has no known
+    suffix.
     """
     if ctx.resilient_parsing or ctx.params.get("deleted"):
         return output  # nothing will be written
@@ -69,7 +71,7 @@ def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> P
 
 
 def check_suffix(output: Path) -> None:
-    """Raise UsageError for a file whose name says no format."""
+    """Raise UsageError for a file whose suffix is not that of a format."""
     if output.suffix.lower() not in SUFFIX_FORMATS:
         suffixes = " ".join(SUFFIX_FORMATS)
         raise UsageError(f"-o {output}: no format has this suffix; use --format, or {suffixes}")
@@ -110,28 +112,31 @@ def hint(text: str) -> None:
 
 
 def live(text: str = "") -> None:
-    """A line to stderr, a terminal, in the place of the one before; nothing: clear it."""
+    """Replace the last line on the terminal (stderr). An empty text clears it."""
     click.echo(f"\r\x1b[K{printable(text)}", file=_screen(), nl=False)
 
 
 def _screen() -> IO[str]:
-    """stderr for what moves the cursor."""
+    """Return stderr for output that moves the cursor."""
     return getattr(sys.stderr, "screen", sys.stderr)
 
 
 def is_command_line() -> bool:
-    """Return whether a command of the command line runs, not a Python function or an MCP tool."""
+    """Return whether the command line runs this, not Python code or an MCP tool."""
     shown = _terminal[0]
     return click.get_current_context(silent=True) is not None if shown is None else shown
 
 
 def chosen_format(format_: str | None, output: Path | None) -> str:
-    """The format of --format, else what the suffix of -o says, else `table`."""
+    """Return the format of --format, else that of the suffix of -o, else `table`."""
     return format_ or SUFFIX_FORMATS.get(output.suffix.lower() if output else "", "table")
 
 
 def require_charts(format_: str | None, output: Path | None) -> None:
-    """Before anything is measured. Raises MissingExtraError where charts could not be drawn."""
+    """Raise MissingExtraError if the format needs charts and they cannot be drawn.
+
+    Called before anything is measured.
+    """
     chosen = chosen_format(format_, output)
     if lacking("report") and (chosen == "html" or (chosen == "md" and output is not None)):
         raise MissingExtraError("drawing a chart", "report")
@@ -139,8 +144,9 @@ def require_charts(format_: str | None, output: Path | None) -> None:
 
 @contextlib.contextmanager
 def measured(*show: str) -> Iterator[None]:
-    """Around the output of what was just measured: an error says first that it is stored. show: the
-    arguments that show it again, but for --store.
+    """Wrap the output of a new measurement. On an error, first report that the result is stored.
+
+    `show` has the arguments that print the result again, without --store.
     """
     try:
         yield
@@ -151,9 +157,9 @@ def measured(*show: str) -> Iterator[None]:
 
 
 def store_arguments() -> list[str]:
-    """`--store FILE`, where the command was told so."""
+    """Return `--store FILE` if the command was called with it."""
     context = click.get_current_context()
-    # a default and the environment variable hold for the printed command as well
+    # the default and the environment variable also apply to the printed command
     if context.get_parameter_source("store") is not ParameterSource.COMMANDLINE:
         return []
     return ["--store", str(context.params["store"])]
@@ -168,9 +174,12 @@ def emit(
     images: str = "svg",
     about: str = "",
 ) -> None:
-    """Render the document to the file, else to stdout. Without a format, the file's suffix
-    decides, else `table`. images: what the charts beside a Markdown file are, `svg` or `png`.
-    about: what a file is about, for the line that says that it was written."""
+    """Render the document to the file, or to stdout without one.
+
+    Without a format the file's suffix decides; the default is `table`. `images` is the format of the
+    charts beside a Markdown file, `svg` or `png`. `about` names the content in the line that reports
+    that the file was written.
+    """
     chosen = chosen_format(format, output)
     detail = f": {about}" if about else ""
     if chosen == "md" and output is not None:
@@ -178,13 +187,15 @@ def emit(
         hint(f"wrote {output}" + (f" and {charts} charts beside it" if charts else "") + detail)
         return
     if chosen == "table":
-        from profharness.views.terminal import render_table  # loads rich, for this format alone
+        from profharness.views.terminal import (
+            render_table,
+        )  # loads rich, which only this format needs
 
         on_terminal = output is None and sys.stdout.isatty()
-        # no-color.org: any value but an empty one counts
+        # https://no-color.org: any value that is not empty counts
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
-        # a file or a pipe gets no escape codes, whatever the terminal can show
+        # a file or a pipe gets no escape codes
         color = on_terminal and not plain
         text = render_table(document, width=width, cut=on_terminal, color=color)
     else:
@@ -194,27 +205,27 @@ def emit(
             file.write(text.encode())
         hint(f"wrote {output}{detail}")
         return
-    # people read a table in the terminal's charset; programs read the other formats, as UTF-8
+    # A table uses the terminal's encoding. The other formats are for programs and are UTF-8.
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8") if chosen == "table" else "utf-8"
     with quiet_stdout() as stream:
-        # a sign that the charset lacks must not cost the whole answer
+        # a character that the encoding lacks must not lose the whole answer
         stream.write(text.encode(encoding, "replace"))
 
 
 def _write_markdown(document: Document, output: Path, images: str, *, force: bool) -> int:
-    """The page and, beside it, a picture for each of its charts; their number."""
+    """Write the page and one picture for each chart beside it. Return the number of pictures."""
     charts = [block for block in document.blocks if isinstance(block, Chart)]
     paths = [
         output.with_name(f"{output.stem}-{number}.{images}") for number in range(1, len(charts) + 1)
     ]
-    # all of them first: an old picture found half-way would leave a page in part
+    # check all of them first: an existing picture found half-way would leave a partial page
     for path in paths:
         check_output(path, force=force)
     for number, (path, chart) in enumerate(zip(paths, charts, strict=True), start=1):
         content = _picture(chart, number, images)
         with atomic_file(path, force=force) as file:
             file.write(content)
-    # the page comes last, so that it never names a picture that is not there
+    # write the page last, so that it never refers to a missing picture
     with atomic_file(output, force=force) as file:
         file.write(render_markdown(document, images=[path.name for path in paths]).encode())
     return len(paths)
@@ -228,15 +239,14 @@ def _picture(chart: Chart, number: int, kind: str) -> bytes:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[IO[bytes]]:
-    """Binary stdout for a result; a reader that goes away early (`| head`) ends the writing
-    without a complaint."""
+    """Return binary stdout for a result. Ignore a reader that closes the pipe early (`| head`)."""
     sys.stdout.flush()
     stream = sys.stdout.buffer
     try:
         yield stream
         stream.flush()
     except BrokenPipeError:
-        # What is still buffered would raise once more when the interpreter closes stdout.
+        # Buffered output would raise again when the interpreter closes stdout.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
@@ -244,11 +254,11 @@ def quiet_stdout() -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def capture_progress() -> Iterator[Progress]:
-    """A `Progress` for `capture`; a bar where stderr is a terminal."""
+    """Return a `Progress` for `capture`: a bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield _line
         return
-    # rich is loaded for a terminal alone
+    # rich is only loaded for a terminal
     from rich import console, progress
 
     columns = (
@@ -260,7 +270,7 @@ def capture_progress() -> Iterator[Progress]:
     screen = console.Console(file=_screen())
     with progress.Progress(*columns, console=screen, transient=True) as bar:
         whole = bar.add_task("starting the worker", total=None)
-        # a lane has a row of its own below that of all cells
+        # each lane has its own row below the total
         lanes: dict[str, progress.TaskID] = {}
 
         def show(step: Step) -> None:
@@ -279,7 +289,7 @@ def capture_progress() -> Iterator[Progress]:
 
 
 def run_listener(progress: bool | None) -> Listener:
-    """Return what hears of a job: hints and a bar on the command line, else a line of progress."""
+    """Return the listener of a job: hints and a bar on the command line, else a line of progress."""
     from profharness.jobs import Listener  # loads what runs workers
     from profharness.jobs.progress import shown
 
@@ -292,13 +302,13 @@ def _line(step: Step) -> None:
     cell = step.cell
     if step.notice is not None:
         hint(step.notice)
-    # a log gets one line a cell, when it ends
+    # a log gets one line per finished cell
     elif cell.status != "pending" and step.stage == cell.status:
         lane = f"{step.lane}: " if step.lane else ""
         hint(f"[{step.done}/{step.total}] {lane}{_place(cell)}: {step.stage}")
 
 
 def _place(cell: Cell) -> str:
-    """Config and backend, and the case that a check of `verify` is of."""
+    """Return config, backend and, for a check of `verify`, the case."""
     case = f" ({cell.case})" if cell.case else ""
     return f"{cell.config} {cell.backend}{case}"

@@ -1,4 +1,4 @@
-"""The types of parameters that several commands have, each with its options on the command line."""
+"""Types of parameters that several commands share, each with its command-line option."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TOOL_CONFIGS = 1000  # per call of an MCP tool
 
 def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """Return the backends that complete the last name, after a comma."""
-    # every command imports this file, and a completion alone needs these names
+    # every command imports this file, but only completion needs these names
     from profharness.backends import ALL, BACKENDS, KERNELS
     from profharness.backends.sources import implementation_names
 
@@ -36,11 +36,11 @@ def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) ->
 
 
 def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Return `latest` and the stored run ids that complete a text. Without a readable store, only `latest`."""
+    """Return `latest` and the matching run ids. Without a readable store, return only `latest`."""
     from profharness.store import open_store
 
     names = ["latest"]
-    # what is printed here would land in the line that the user is typing
+    # output would appear in the line that the user is typing
     with contextlib.suppress(Exception), open_store(store_path(ctx.params.get("store"))) as opened:
         names += [row.run for row in opened.runs()]
     return [name for name in names if name.startswith(incomplete)]
@@ -53,12 +53,12 @@ def complete_sides(ctx: click.Context, option: click.Parameter, incomplete: str)
 
 
 def store_path(store: PathLike | None) -> Path:
-    """Return the path of the store: for None that of the environment, else of the working directory."""
+    """Return the path of the store. None means the environment variable, else the working directory."""
     return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
 
 
 def config_list(configs: ConfigLike) -> list[Config]:
-    """Return configs without repeats. Raise UsageError for a text that is not a config."""
+    """Return the configs without duplicates. Raise UsageError for a text that is not a config."""
     if configs is None:
         return []
     is_single = isinstance(configs, str | Config) or not isinstance(configs, Iterable)
@@ -72,7 +72,7 @@ def config_list(configs: ConfigLike) -> list[Config]:
 
 
 def read_config_file(path: Path) -> list[Config]:
-    """Return the configs of a file, one per line. Raise UsageError with the line that is wrong."""
+    """Return the configs of a file, one per line. Raise UsageError that names the invalid line."""
     try:
         # Windows editors put a byte order mark before the first config
         text = read_input(path).decode("utf-8-sig")
@@ -97,7 +97,7 @@ def tool_configs(text: str) -> list[Config]:
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range that does not contain `nan` and `inf`."""
+    """A range of numbers without `nan` and `inf`."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -116,13 +116,13 @@ class PositiveNumber(FiniteRange):
 
 
 def require_positive(value: object) -> None:
-    """Raise UsageError for what is not a finite number above 0."""
+    """Raise UsageError for anything but a finite number above 0."""
     if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
         raise UsageError(f"{value!r} is not a finite number above 0")
 
 
 def config_option(repeat: str = " Repeatable.") -> Option:
-    """Return the option of configs. `repeat` is the sentence on giving it several times."""
+    """Return the option for configs. `repeat` is the help sentence on giving it several times."""
     return Option(
         ("--config",),
         metavar="CONFIG",
@@ -287,11 +287,11 @@ Processes = Annotated[
     ),
 ]
 ShowProgress = bool | None
-"""Of Python functions: whether to show a line of progress. None: on a terminal and in a notebook."""
+"""Whether a Python function shows progress. None means only on a terminal or in a notebook."""
 
 
 def timeout_option(text: str) -> Option:
-    """Return the option of a time limit in seconds, with its help."""
+    """Return an option for a time limit in seconds."""
     return Option(("--timeout",), type=FiniteRange(0.1), help=text)
 
 

@@ -1,4 +1,4 @@
-"""`profharness analyze`: find what holds each backend back, with the evidence."""
+"""`profharness analyze`: find the bottleneck of each backend, with evidence."""
 
 from __future__ import annotations
 
@@ -54,20 +54,19 @@ def analyze(
     peaks: Peaks = None,
     store: Store = None,
 ) -> list[CellAnalysis]:
-    """Say what holds each backend back, with the evidence.
+    """Find the bottleneck of each backend, with evidence.
 
-    Answers from stored rows like `kernels`: without --config every config of the latest run; with
-    --config the latest run that has them, which is captured first if there is none. Counters of
-    ncu are used where a run has them.
+    Without --config, analyze every config of the latest run. With --config, use the latest run that
+    has them; if there is none, capture them first. Counters of ncu are used if a run has them.
 
-    Of a program's trace the like attention calls of its layers stand for backends: those whose
-    config is known, on the time of their kernels, backward included where it was traced.
+    For a program's trace, analyze each group of equal attention calls whose config is known, on the
+    time of their kernels, including backward if it was traced.
 
-    Each finding is measured (a counter or a timing) or derived (a formula or a launch
-    configuration), and names its figures. TFLOP/s and GB/s rest on exact FLOPs and compulsory
-    bytes over the time of the column `of`. Configs that differ in one number give a sweep table.
-    What several configs have in common is told once, and the best backend for training, prefill,
-    decoding and little memory is named.
+    Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
+    configuration), and shows its figures. TFLOP/s and GB/s are exact FLOPs and compulsory bytes
+    divided by the time in the column `of`. Configs that differ in one number get a sweep table. A
+    finding that several configs share is printed once. A summary names the best backend for
+    training, prefill, decoding and low memory.
 
     \b
     Examples:

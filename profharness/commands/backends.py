@@ -1,4 +1,4 @@
-"""`profharness backends`: list what can run here, and why the others cannot."""
+"""`profharness backends`: list which backends run here, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _to_frame(states: list[BackendState]) -> pd.DataFrame:
 
 @command("backends", frame=_to_frame)
 def list_backends() -> list[BackendState]:
-    """List what can run here, and why not the others.
+    """List which backends run here, and why the others cannot.
 
-    Every backend is tried on one small config in a worker process, so the answer is what happens,
-    not what should. Implementations of your own count if they are in kernels/ or offered by an
-    installed package (entry points of the group profharness.backends).
+    Each backend is tried on one small config in a worker process. The list includes your own
+    implementations in kernels/ and those of installed packages (entry points of the group
+    profharness.backends).
 
     \b
     Example:

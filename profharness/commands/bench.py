@@ -196,13 +196,13 @@ def bench(
 ) -> list[Benched]:
     """Time backends on configs, side by side.
 
-    All backends of a config are made ready first and then sampled in turns, in an order drawn anew
-    each round, so that clocks and temperature hit all alike. cold: one call on the GPU, L2 flushed,
-    inputs rotated, the host not in it; graph: CUDA-graph replay; kernel: the kernels of a profiled
-    call; eager: calls one after the other, as a program makes them. A cell that is refused, fails,
-    crashes or hangs is a row that says why.
+    All backends of a config are prepared first. They are then sampled in turns, in random order each
+    round, so that clocks and temperature affect all of them alike. Measurements: cold is one call on
+    the GPU with L2 flushed and inputs rotated, host time excluded; graph is a CUDA graph replay;
+    kernel is the kernels of a profiled call; eager is calls one after the other, as in a program. A
+    cell that is refused, fails, crashes or hangs is a row with the reason.
 
-    Without --backend, or with `all`, the default backends of the device are timed.
+    Without --backend, or with `all`, time the default backends of the device.
 
     \b
     Examples:
@@ -277,8 +277,9 @@ def show(
 def _write_folder(
     document: Document, folder: Path, environment: dict[str, Any], *, force: bool
 ) -> None:
-    """Every format and the environment, each file whole or not at all. Charts, and so the HTML page,
-    need an extra; without it the page is left out, and that is told.
+    """Write every format and the environment, each file atomically.
+
+    The HTML page has charts, which need an extra. Without it, skip the page and print a hint.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

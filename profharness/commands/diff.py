@@ -103,10 +103,10 @@ def diff(
 ) -> Comparison:
     """Compare two backends of a run, or two runs.
 
-    BASELINE and CANDIDATE are each a run (an id, a unique prefix, latest, latest~1), RUN:BACKEND,
-    or the name of a backend in the latest run that has all the backends named. Kernels are paired by
-    what they compute; ratio is the candidate's time over the baseline's. A gate (--fail-on) for which
-    there is nothing to compare is not met. Traces of two programs are compared layer by layer too.
+    BASELINE and CANDIDATE are each a run (an id, a unique prefix, latest or latest~1), RUN:BACKEND,
+    or a backend in the latest run that has all the backends named. Kernels are paired by what they
+    compute. `ratio` is the candidate's time divided by the baseline's. A gate (--fail-on) fails if
+    there is nothing to compare. Traces of two programs are also compared layer by layer.
 
     \b
     Examples:
@@ -114,9 +114,9 @@ def diff(
       profharness diff latest~1 latest --fail-on memory,launches,refused
       profharness diff latest~1 latest --fail-on backend-changed
 
-    In Python the result has the paired rows. What changed in the environment is in
-    `attrs["environment"]`, the layers of two traced programs in `attrs["layers"]`, and peak memory,
-    launches and refusals of both sides in `attrs["costs"]`.
+    In Python the result has the paired rows. `attrs["environment"]` has the changes of the environment,
+    `attrs["layers"]` the layers of two traced programs, and `attrs["costs"]` peak memory, launches and
+    refusals of both sides.
     """
     with open_store(store_path(store)) as opened:
         sides = find_sides(opened, baseline, candidate, config_list(configs))
@@ -125,7 +125,7 @@ def diff(
 
 @document(diff)
 def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> Document:
-    """Return the document. Raise NotFoundError if there is nothing to compare and no gate asks for it."""
+    """Return the document. Raise NotFoundError if there is nothing to compare and no gate."""
     found = comparison.diff
     if not found.rows and not found.layers and not fail_on:
         raise NotFoundError(nothing_compared(found, comparison.sides) or "nothing to compare")
@@ -137,7 +137,7 @@ def check(comparison: Comparison, *, fail_on: FailOn = ()) -> None:
     """Raise GateError if a row, cost or layer has one of the verdicts, or none could be compared."""
     verdicts = frozenset(split_names(fail_on))
     empty = nothing_compared(comparison.diff, comparison.sides, verdicts)
-    # a set's order would differ from run to run
+    # the order of a set would differ between processes
     name = f"--fail-on {','.join(sorted(verdicts))}"
     lines = _failing(comparison.diff, verdicts)
     if lines:

@@ -48,7 +48,7 @@ def run_doctor(
 ) -> Examination:
     """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
 
-    Whatever is missing comes with its remedy; exit code 1 if something that every capture needs is
+    Each problem is printed with a remedy. The exit code is 1 if something that every capture needs is
     missing. Nothing is changed.
 
     \b

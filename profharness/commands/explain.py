@@ -1,4 +1,4 @@
-"""`profharness explain`: why PyTorch takes the backend that it takes, and what would change that."""
+"""`profharness explain`: explain PyTorch's choice of a backend, and what would change it."""
 
 from __future__ import annotations
 
@@ -149,21 +149,21 @@ class Question:
 
     configs: list[Config]
     asked: str
-    """`auto`, a set or an order."""
+    """`auto`, a set, or an order of backends."""
     backends: tuple[str, ...]
-    """The backends that the advice is limited to."""
+    """Limit the advice to these."""
     places: list[Place]
-    """Empty if PyTorch on this machine answers."""
+    """Empty if the local PyTorch is queried."""
     store: Path
     torch: str | None = None
     device: str = AUTO
     timeout_s: float = Protocol.timeout_s
     explanations: list[Explanation] = field(default_factory=list)
-    """Filled by the document, if configs are explained one by one."""
+    """Set by `show` if each config is explained by itself."""
 
     @property
     def unknown_releases(self) -> list[str]:
-        """The releases of a range that the rules do not know."""
+        """Return the releases of a range that the rules do not cover."""
         return [release_text(release) for release in skipped_releases(self.torch or "")]
 
     def explain(self, *, advice: bool = True, store: Path | None = None) -> list[Explanation]:
@@ -212,15 +212,16 @@ def explain(
     timeout_s: Timeout = Protocol.timeout_s,
     store: Store = None,
 ) -> Question:
-    """Say why PyTorch takes the backend that it takes, why not the others, and what to change.
+    """Explain which backend PyTorch chooses, why not the others, and what to change.
 
-    PyTorch on this machine is asked, and nothing is launched. With --torch or --gpu the rules of
-    that release answer instead, without torch and without a GPU; where they do not know, the answer
-    is `unknown`. Exits 1 if PyTorch was asked and answered no config at all. Several configs give a map; several
-    releases a table that marks where the choice changes. Where the GPU and the release have an atlas, one
-    config has its kernel time and the best backend too. --backend limits the advice, and the
-    columns of that table; a set (flash+math) or an order (cudnn-then-flash) is asked about instead
-    of auto.
+    By default the local PyTorch is queried; nothing is launched. With --torch or --gpu, the dispatch
+    rules of that release answer instead, without torch and without a GPU. If the rules do not cover a
+    case, the answer is `unknown`. The exit code is 1 if PyTorch was queried and answered no config.
+
+    Several configs give a map. Several releases give a table that marks where the choice changes. If
+    the GPU and the release have an atlas, one config also gets its kernel time and the best backend.
+    --backend limits the advice and the columns of that table. A set (flash+math) or an order
+    (cudnn-then-flash) replaces auto.
 
     \b
     Examples:
@@ -231,9 +232,9 @@ def explain(
       profharness explain --config '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
       profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
 
-    In Python the result has one row per config and release. `<backend>_eligible` is missing where it is
-    not known; `<backend>_reasons` are codes, the one that PyTorch stops at first. The explanations are in
-    `attrs["answers"]`, the releases of a range that the rules do not know in `attrs["unknown_releases"]`.
+    In Python the result has one row per config and release. `<backend>_eligible` is missing if it is
+    unknown. `<backend>_reasons` are codes, first the one at which PyTorch stops. `attrs["answers"]` has
+    the explanations, `attrs["unknown_releases"]` the releases of a range that the rules do not cover.
     """
     asked, backends = asked_about(split_names(backend))
     chosen_configs = config_list(configs)
@@ -275,9 +276,9 @@ def show(
 
 @gate(explain)
 def check(question: Question) -> None:
-    """Raise CaptureError if PyTorch was asked and answered no config.
+    """Raise CaptureError if PyTorch was queried and answered no config.
 
-    That is after the document, which has what the rules say.
+    The document, which has the answer of the rules, is printed before that.
     """
     if not question.places:
         require_answer(question.explanations)
@@ -307,7 +308,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
 
 
 def _predict(config: Config, place: Place) -> dict[str, Any] | None:
-    """Return time and best backend by the place's atlas. Hint at the GPUs that have one if it has none."""
+    """Return time and best backend from the place's atlas. Without one, print the GPUs that have one."""
     from profharness.answers.atlas.catalog import timed  # loads numpy
 
     prediction, doubt = timed(config, str(place.gpu), place.machine)
@@ -330,7 +331,7 @@ def _bisected(question: Question, name: str) -> Document:
             return choices_by_rule(configs, places[0], question.asked)
         hint(f"asking PyTorch about {len(configs):,} configs")
         answers = replace(question, configs=list(configs), backends=()).explain(advice=False)
-        # which environment it is shows with the first answers only
+        # the environment is known only with the first answers
         if where == "live":
             require_answer(answers)
             where = environment_text(answers[0])
@@ -341,7 +342,7 @@ def _bisected(question: Question, name: str) -> Document:
 
 
 def _measure(answers: Sequence[Explanation], question: Question) -> None:
-    """Capture the configs on `auto`, and the advised ones on their backends."""
+    """Capture the configs on `auto`, and the configs of the advice on their backends."""
     # loads what runs workers, which only --measure needs
     from profharness.jobs import capture_into_store
 

@@ -36,12 +36,12 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
     tool="Use it for a name from any profiler, whole or short. The name alone is read.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
-    """Say a kernel's name in words: what made it, what each part means, and what it leaves open.
+    """Describe a kernel's name: its library, the meaning of each part, and what the name leaves open.
 
-    NAME is whole, mangled or demangled, in the spelling of any profiler, or short as `kernels`
-    shows it; quote it. The name alone is read: no GPU, no torch, no store. A name that no rule
-    knows is answered as unknown, and so is a part that nobody documents. Short names have the flags
-    of FlashAttention only where they are set; whole ones (`kernels --full`) have all.
+    NAME is a full name, mangled or demangled, in the spelling of any profiler, or a short name as
+    printed by `kernels`. Quote it. Only the name is read: no GPU, no torch, no store. Unknown names
+    and undocumented parts are reported as unknown. Short names show the flags of FlashAttention only
+    if they are set; full names (`kernels --full`) show all of them.
 
     \b
     Examples:

@@ -31,16 +31,16 @@ def export(
     force: Force = False,
     store: Store = None,
 ) -> int:
-    """Write a run as a Chrome trace, whatever profiler made it.
+    """Write a run as a Chrome trace. The run may come from any profiler.
 
-    The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis: a track per cell with
-    its kernels, and with each launch its resources, theoretical occupancy, op stack and ncu's
-    counters. On the tracks of their threads stand the ranges, the launch calls, and the ops that
-    launched something; the store keeps no times of ops, so one lasts from its first launch to its
-    last. A name that ends in .gz is compressed; without -o the trace goes to stdout as plain JSON.
+    The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
+    with its kernels. Each launch has its resources, theoretical occupancy, op stack and counters of
+    ncu. The tracks of threads contain ranges, launch calls, and ops that launched kernels. The store
+    has no times of ops, so an op is drawn from its first launch to its last. If FILE ends in .gz, it
+    is compressed. Without -o, the trace is written to stdout as plain JSON.
 
-    Each profiler of a run has a clock of its own; with `--profiler all` each has processes of its
-    own in the file, and all begin at 0.
+    Each profiler of a run has its own clock. With `--profiler all`, each gets its own processes in
+    the file, and all start at 0.
 
     \b
     Example:
@@ -51,14 +51,14 @@ def export(
     with open_store(store_path(store)) as opened:
         name = find_exported(opened, run, profiler)
         chosen = choose_profilers(opened, name, profiler)
-        # each profiler saw the run by its own clock, so one is shown unless all are named
+        # each profiler has its own clock, so only one is written unless `all` is given
         others = set(choose_profilers(opened, name, "all")) - set(chosen)
         if others and profiler is None:
             hint(
                 f"this is what {chosen[0]} saw; --profiler {'|'.join(sorted(others))}|all for more"
             )
         if path is None:
-            # 0 if the reader of stdout went away
+            # 0 if the reader of stdout closed it
             launches = 0
             with quiet_stdout() as stream:
                 launches = write_run(opened, name, stream, chosen)

@@ -65,14 +65,14 @@ the head dimension, the tile of queries x keys and the warps of a block; m8,spli
 block and the most splits that it combines; knob_7 is cuDNN's number of a variant.
 `profharness explain-kernel NAME` says any name in words.
 """
-# The first columns of a frame, since pandas shows the first and the last columns only.
+# The first columns of a frame: pandas prints only the first and last columns.
 FRAME_COLUMNS = (
     *("config", "backend", "kernel_short", "launches_per_call", "duration_ns", "total_ns", "share"),
 )
 
 
 def require_profilers(names: Names) -> None:
-    """Raise UsageError for a profiler that leaves no launches."""
+    """Raise UsageError for a profiler that records no launches."""
     for name in split_names(names):
         if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
             known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
@@ -132,16 +132,16 @@ Expected = Annotated[
 
 @dataclass(frozen=True)
 class KernelsFound:
-    """The selected kernels and cells. `store` is None for rows that an atlas predicts."""
+    """The selected kernels and cells. `store` is None if an atlas predicted them."""
 
     rows: list[KernelRow]
     cells: list[CellRow]
     store: Path | None = None
     profilers: tuple[str, ...] = ()
-    """The profilers that were named, or `all`."""
+    """The names given with --profiler, or `all`."""
 
     def warnings(self) -> dict[str, tuple[str, ...]]:
-        """Return what was wrong with the traces of each run."""
+        """Return the warnings about the traces of each run."""
         if self.store is None:
             return {}
         with open_store(self.store) as opened:
@@ -177,15 +177,16 @@ def kernels(
 ) -> KernelsFound:
     """Show which kernels each backend launched.
 
-    Without --config: every config of the latest run. With --config, the latest run that has them
-    answers; if there is none, they are captured first. smem KiB is shared memory, smem% its part of
-    an SM's, n/call launches per call, µs the median of one launch, µs/call the mean time of all its
-    launches in a call (of a foreign trace: total µs), share% the part of the cell's time on the
-    device, occ% the theoretical occupancy. A value that the profiler cannot know shows as -.
+    Without --config, show every config of the latest run. With --config, use the latest run that has
+    them; if there is none, capture them first.
 
-    --profiler all puts the witnesses side by side: the same kernel's time under torch, nsys and
-    ncu, its counters, and every point on which they disagree; with --run all each profiler's
-    newest run that has the config counts.
+    Columns: smem KiB is shared memory and smem% its share of an SM's; n/call is launches per call; µs
+    is the median of one launch; µs/call is the mean time of all its launches in a call (in a
+    program's trace: total µs); share% is the share of the cell's time on the device; occ% is the
+    theoretical occupancy. `-` means that the profiler does not record the value.
+
+    --profiler all compares the profilers: each kernel's time under torch, nsys and ncu, its counters,
+    and every disagreement. With --run all, each profiler's newest run that has the config is used.
 
     \b
     Examples:
@@ -193,8 +194,8 @@ def kernels(
       profharness kernels --config 2,8,512,64 --profiler all
       profharness kernels --config 2,8,512,64,bf16 --gpu H200
 
-    In Python nothing is captured: the result has one row per kernel and launch configuration of each
-    cell. Raises NotFoundError if no stored run has the configs.
+    In Python nothing is captured. The result has one row per kernel and launch configuration of each
+    cell. Raise NotFoundError if no stored run has the configs.
     """
     named, chosen, names = split_names(profilers), config_list(configs), split_names(backends)
     if gpu or torch or driver or atlas:
@@ -206,7 +207,7 @@ def kernels(
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
     path, selection = store_path(store), select(run, chosen, names, watched)
     rows, cells = find_rows(path, selection, by_op=steps)
-    # each profiler of a run saw the same launches: all their rows would count them again
+    # all profilers of a run recorded the same launches, so use only one
     return KernelsFound(rows if named else _first_profiler(rows), cells, path, named)
 
 
@@ -219,7 +220,7 @@ def show(
     format: Format = None,
     output: OutputFile = None,
 ) -> Document:
-    """Return the document, and print what its format leaves out."""
+    """Return the document. Print hints about what its format omits."""
     if steps:
         from profharness.views.steps import steps_document  # for this one option
 
@@ -241,7 +242,7 @@ def check(found: KernelsFound, *, expect: Expected = (), run: RunOrAll = None) -
     """Raise GateError unless every cell ran one of the expected backends or families."""
     expected = split_names(expect)
     watched = {row.run for row in found.rows}
-    # of every run, those that have no kernels and cannot know are left out
+    # skip cells of runs without kernels
     judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
     failed = unmet_expectations(expected, found.rows, judged) if expected else []
     if failed:
@@ -256,7 +257,7 @@ def select(
 ) -> Selection:
     """Return the selection of --run, --config, --backend and --profiler. Raise UsageError."""
     if backends:
-        # finds implementations, which only a filter by backend needs
+        # searches for implementations, which only a filter by backend needs
         from profharness.backends import stored_names
 
         backends = stored_names(backends)
@@ -270,14 +271,14 @@ def find_rows(
     by_op: bool = False,
     needs: Sequence[Need] = KERNELS_ELSE_CELLS,
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """Return the selected rows of the latest run that has the first of the needs that any run has.
+    """Return the selected rows of the latest run that meets the first of the needs that any run meets.
 
-    On the command line, configs without the first of them are captured if no run is named. Hint at the
-    reason if a run has no kernels.
+    On the command line, if no run is named, configs that do not meet the first need are captured. Print
+    the reason if a run has no kernels.
     """
     capturing = selection.configs and selection.run is None and is_command_line()
     try:
-        # an older run that merely has the cells would keep the configs from being captured
+        # an older run that only has the cells would prevent the capture
         chosen = needs[:1] if capturing else needs
         rows, cells = predicted_rows(store, selection, by_op=by_op, needs=chosen)
     except NotFoundError:
@@ -313,7 +314,7 @@ def _predict(
 
 
 def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
-    """Print what a CSV, which has rows of kernels only, leaves out."""
+    """Print the cells and warnings that CSV, which only has kernel rows, omits."""
     for cell in cells:
         if cell.status != "ok":
             note = cell_notes(cell, [])[0]
@@ -323,7 +324,7 @@ def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]
 
 
 def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
-    """Print the command that shows a program's attention if the rows are of one program."""
+    """Print the command that shows a program's attention, if the rows are of one program."""
     runs = {row.run for row in rows}
     if cells or len(runs) != 1 or not is_command_line():
         return
@@ -335,9 +336,9 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
 
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
-    """Return of each run the rows of one profiler, with a hint at the others that saw it."""
+    """Return the rows of one profiler for each run. Print a hint about the other profilers."""
     kept = of_first_profiler(rows)
-    # a set's order would differ from run to run
+    # the order of a set would differ between processes
     others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
     if others:
         hint(f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side")

@@ -187,10 +187,10 @@ class LayersFound:
     store: Path
     maps: tuple[LayerMap, ...]
     classes: LayerClasses | None = None
-    """None for one program."""
+    """Set for several programs."""
     torch: str | None = None
     predicted: bool = False
-    """Whether the map has what would run on other GPUs."""
+    """Whether the map has predictions for other GPUs."""
 
 
 def _to_frame(found: LayersFound) -> pd.DataFrame:
@@ -220,12 +220,13 @@ def layers(
     atlas: AtlasFolder = None,
     store: Store = None,
 ) -> LayersFound:
-    """Show the attention of a program, layer by layer: what ran, why, what it cost.
+    """Show the attention of a program, layer by layer: what ran, why, and what it cost.
 
-    Answers from a trace of any program that PyTorch's profiler recorded, once `ingest` took it in.
-    Shapes are told by a trace recorded with record_shapes=True, modules by with_stack=True. A line
-    stands for the like calls of like layers; times are of kernels, per step: a step is a
-    ProfilerStep, else it ends with an optimizer's step, else a call of the outermost module begins it.
+    Works on a trace of any program, recorded by PyTorch's profiler and ingested with `ingest`. Record
+    it with record_shapes=True to get shapes, and with_stack=True to get modules. A line stands for
+    equal calls of equal layers. Times are of kernels, per step. A step is a ProfilerStep; without
+    one, it ends with the optimizer's step; without an optimizer, each call of the outermost module
+    starts one.
 
     \b
     Examples:
@@ -236,8 +237,8 @@ def layers(
       profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
       profharness layers --configs > calls.txt; profharness capture --configs calls.txt
 
-    In Python the result has one row per row of the table, with the keys of the JSON. The maps are in
-    `attrs["layers"]`.
+    In Python the result has the rows of the table, with the keys of the JSON. `attrs["layers"]` has the
+    maps.
     """
     require_gpu(gpu, driver, atlas)
     path = store_path(store)
@@ -295,7 +296,7 @@ def show(
 
 @gate(layers)
 def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
-    """Raise GateError if a gate is not met by each run."""
+    """Raise GateError unless every run meets the gates."""
     gates = parse_gates(fail_on, expect)
     for each in found.maps:
         check_gates(each, gates)
@@ -334,7 +335,7 @@ def _show_several(
 def forecast(
     store: Path, run: str | None, places: Sequence[tuple[Place, str]], *, step: int | None = None
 ) -> LayerMap:
-    """Return the map of a run with what would run in some places. Raise NotFoundError."""
+    """Return the map of a run with predictions for some places. Raise NotFoundError."""
     own = _find_map(store, run, step, None)
     for place, doubt in places:
         own = forecast_map(own, place, doubt)
@@ -344,9 +345,9 @@ def forecast(
 def find_places(
     gpus: str, torch: str | None, driver: str | None = None, atlas: PathLike | None = None
 ) -> list[tuple[Place, str]]:
-    """Return the places that a text such as `H100,H200` names, each with why it has no atlas.
+    """Return the places named by a text such as `H100,H200`, each with the reason if it has no atlas.
 
-    Raise UsageError for what is not a GPU, and for one that is named twice.
+    Raise UsageError for an unknown GPU and for one that is named twice.
     """
     entries, names = known_atlases(None if atlas is None else Path(atlas)), gpu_names(gpus)
     places = [find_place(entries, name, torch, driver=driver) for name in names]
@@ -355,7 +356,7 @@ def find_places(
 
 
 def require_gpu(gpu: str | None, *options: object) -> None:
-    """Raise UsageError for options of --gpu without it."""
+    """Raise UsageError for options that require --gpu, if it is missing."""
     if gpu is None and any(options):
         raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
 
@@ -389,7 +390,10 @@ def _require_lines(
 
 
 def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
-    """Return the configs that replay the calls, or those that --regret times. Raise NotFoundError."""
+    """Return the configs that replay the calls; if `timed`, those that --regret times.
+
+    Raise NotFoundError if there are none.
+    """
     if timed:
         return [config.label for config in timed_configs(own)]
     lines = replay_lines(own)
@@ -406,7 +410,10 @@ def _bench_options(
     max_time: str | None,
     out: Path,
 ) -> BenchOptions | None:
-    """Return what to time, None without --regret. Raise UsageError for options that have no effect."""
+    """Return the options of the benchmark, None without --regret.
+
+    Raise UsageError for options that have no effect.
+    """
     if benches and max_time is not None:
         raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
     if not regret and not benches:

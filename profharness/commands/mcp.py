@@ -1,4 +1,4 @@
-"""`profharness mcp`: offer the answers as tools to other programs."""
+"""`profharness mcp`: serve the reading commands as MCP tools."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from profharness.commands._types import Store, store_path
 def mcp(*, store: Store = None) -> None:
     """Serve read-only tools over the store to programs that speak the Model Context Protocol, on stdio.
 
-    Needs the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff and explain-kernel:
-    each takes what the command of its name takes, and answers with the JSON that --format json prints.
-    Nothing is written and nothing is captured; explain answers by rule alone; no argument is a path.
-    Ends when its input ends.
+    Needs the extra `mcp`. The tools are runs, kernels, layers, predict, explain, diff and explain-kernel.
+    Each takes the arguments of the command of that name and returns its JSON (--format json). Nothing
+    is written or captured, explain uses only the dispatch rules, and no argument is a path. The server
+    exits at the end of its input.
 
     \b
     Example:
       profharness mcp --store /data/profharness.db
     """
-    # loads the protocol's SDK, which only the extra `mcp` brings
+    # loads the SDK of the protocol, which is in the extra `mcp`
     from profharness.commands._mcp import serve
 
     serve(store_path(store).absolute())

@@ -37,8 +37,8 @@ def new_kernel(
 ) -> None:
     """Start an attention implementation of your own.
 
-    Writes NAME.py, which is right as it stands (plain torch unless told otherwise), and
-    test_NAME.py, which holds it against the plain attention in fp64. Nothing is overwritten.
+    Writes NAME.py, a working implementation (in plain torch by default), and test_NAME.py, which
+    compares it with plain attention in fp64. Existing files are not overwritten.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def new_kernel(
     folder = Path(out)
     kernel = folder / f"{name}.py"
     test = folder.parent / "tests" / f"test_{name}.py"
-    # both before either is written
+    # check both before writing either
     for path in (kernel, test):
         if path.exists():
             raise UsageError(f"{path} is there already; take another name or another --out")
@@ -68,7 +68,7 @@ def new_kernel(
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # x: a file that came up meanwhile is not overwritten
+            # mode x does not overwrite a file created in the meantime
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:

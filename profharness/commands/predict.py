@@ -1,4 +1,4 @@
-"""`profharness predict`: predict what a GPU would do with configs, by its atlas."""
+"""`profharness predict`: predict backend and time of configs on a GPU, from its atlas."""
 
 from __future__ import annotations
 
@@ -74,14 +74,13 @@ def predict(
     driver: Driver = None,
     atlas: AtlasFolder = None,
 ) -> Asked:
-    """Predict what a GPU does with configs, without that GPU: choice, kernels, time, the best backend.
+    """Predict PyTorch's choice, kernels, time and the best backend for configs on a GPU you do not have.
 
-    Answers come from an atlas: thousands of cells that were measured on such a GPU, and a model
-    between them. `source` says how each figure is known: `measured` in the atlas, by the `model`,
-    whose 90 % interval stands beside it, or `floor`: then nothing but the choice by rule and the
-    roofline bound is told, because the GPU or the release has no atlas or the config lies outside
-    of what one sampled. Several configs give maps of choice, time and loss. No torch and no store is
-    read.
+    Predictions come from an atlas: thousands of cells measured on such a GPU, and a model fitted to
+    them. `source` is `measured` if the atlas has the cell; `model` if the model predicts it, with a
+    90 % interval; or `floor` if the GPU or the release has no atlas, or the config lies outside its
+    samples. A floor has only the choice by the dispatch rules and the roofline bound. Several configs
+    give maps of choice, time and loss. Neither torch nor a store is needed.
 
     \b
     Examples:
@@ -89,9 +88,9 @@ def predict(
       profharness predict --config '2,16,{512:8192:*2},{64,128,256},bf16' --gpu H200 -o maps.html
       profharness predict --configs FILE --gpu H200 --format csv
 
-    In Python the result has one row per config and backend, times in ns. `source` is `measured`, `model`
-    or `floor`, where low_ns is the roofline bound and there is no time. Kernels are short names. Whole
-    rows are in `attrs["answers"]`, the machine in `attrs["place"]`, what is doubtful in `attrs["doubt"]`.
+    In Python the result has one row per config and backend, times in ns. A row with the source `floor`
+    has no time, and low_ns is the roofline bound. Kernels are short names. `attrs["answers"]` has the
+    full rows, `attrs["place"]` the machine, and `attrs["doubt"]` any doubts.
     """
     folder = None if atlas is None else Path(atlas)
     found = predicted(config_list(configs), split_names(backends), gpu, torch, folder, driver)
@@ -106,7 +105,7 @@ def predict(
 def show(
     found: Asked, *, full: Full = False, format: Format = None, output: OutputFile = None
 ) -> Document:
-    """Return the document, with charts for the formats that show them."""
+    """Return the document, with charts if the format shows them."""
     path = None if output is None else Path(output)
     charts = chosen_format(format, path) in ("html", "md")
     return predict_document(found.answers, found.place, found.backends, full=full, charts=charts)

@@ -1,4 +1,4 @@
-"""`profharness ranks`: compare the ranks of a job with each other."""
+"""`profharness ranks`: compare the ranks of a distributed job."""
 
 from __future__ import annotations
 
@@ -69,11 +69,12 @@ def _to_frame(answer: RankComparison) -> pd.DataFrame:
 def ranks(
     *runs: RankRuns, threshold: Threshold = stats.THRESHOLD, store: Store = None
 ) -> RankComparison:
-    """Compare the ranks of a job: which GPU is slow, which rank ran something else.
+    """Compare the ranks of a job: find slow GPUs and ranks that ran something else.
 
-    Kernels are held against the same kernel with the same grid in the same range on the other ranks,
-    collectives left out: where all wait for one GPU, its own kernels still show it. A run stands for
-    the job that it is of: the traces beside it that tell as many ranks. Without one it is the newest job.
+    Each kernel is compared with the same kernel, grid and range on the other ranks. Collectives are
+    excluded: when all ranks wait for one GPU, only its own kernels show that it is slow. A run
+    selects its whole job, that is the traces of the same number of ranks ingested with it. Without a
+    run, the newest job is compared.
 
     \b
     {codes}
@@ -95,7 +96,7 @@ def show(answer: RankComparison, *, full: Full = False) -> Document:
 
 @gate(ranks)
 def check(answer: RankComparison, *, fail_on: FailOn = ()) -> None:
-    """Raise GateError for each finding that was named."""
+    """Raise GateError if there are findings named by --fail-on."""
     gates = split_names(fail_on)
     met = [each for each in answer.findings if each.code in gates or ANY in gates]
     if met:

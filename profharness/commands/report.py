@@ -1,4 +1,4 @@
-"""`profharness report`: write stored runs as one page, to read, to send or to give to a program."""
+"""`profharness report`: write stored runs as one page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Images = Annotated[
 
 @dataclass(frozen=True)
 class Report:
-    """A report, and the file and format that it is written to."""
+    """A report with its output file and format."""
 
     document: Document
     path: Path | None
@@ -51,7 +51,7 @@ class Report:
 
 
 def _write_text(made: Report) -> str:
-    """Return the report as text, written to its file too."""
+    """Write the report to its file, if it has one, and return it as text."""
     suffix = made.path.suffix[1:].lower() if made.path is not None else "html"
     name = made.format or {"htm": "html"}.get(suffix, suffix)
     if name not in RENDERERS:
@@ -74,10 +74,10 @@ def report(
 ) -> Report:
     """Write a report on stored runs: cells, latency, kernels, problems, environment.
 
-    RUN is an id, a unique prefix, latest or latest~1; the latest if none is given. Of two runs the
-    report also says what changed from the first to the second; of several programs, or of benches on
-    several classes of GPU, it has a table with a column a class. An HTML report is one file that
-    needs no network; beside a Markdown file its charts are files of their own, out-1.svg and so on.
+    RUN is an id, a unique prefix, latest or latest~1; the default is the latest run. For two runs, the
+    report shows what changed from the first to the second. For several programs, or benchmarks on
+    several classes of GPU, it has a table with one column per class. An HTML report is a single file
+    that needs no network. The charts of a Markdown report are separate files: out-1.svg and so on.
 
     \b
     Example:

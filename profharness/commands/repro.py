@@ -1,4 +1,4 @@
-"""`profharness repro`: write a cell as a Python script that needs torch alone."""
+"""`profharness repro`: write a cell as a Python script that needs only torch."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def repro(
     force: Force = False,
     store: Store = None,
 ) -> str:
-    """Write one cell as a Python script that needs torch alone: what an issue of PyTorch wants.
+    """Write one cell as a Python script that needs only torch, for a PyTorch issue.
 
-    The script makes the very inputs (shapes, dtype, strides, mask, seed), calls the backend as
-    profharness does, and prints PyTorch's choice, every warning, a checksum of each result and the
-    time of a call. What was refused is refused there too, with PyTorch's own text, and the script
-    exits 1. Files of an implementation are written into it.
+    The script creates the same inputs (shapes, dtype, strides, mask, seed) and calls the backend as
+    profharness does. It prints PyTorch's choice, every warning, a checksum of each result and the
+    time of a call. If PyTorch refuses the call, the script prints PyTorch's message and exits 1. The
+    source of an implementation is included in the script.
 
-    Without --run, --config and --backend (auto, if left out) say what to call; nothing is measured
-    and no store is read. With --run they choose the cell of that run, and what was stored of it
-    stands in the script's first lines.
+    Without --run, --config and --backend (default: auto) define the call; nothing is measured and no
+    store is read. With --run, they select a cell of that run, and the script starts with its stored
+    results.
 
     \b
     Examples:
@@ -100,7 +100,7 @@ def repro(
 
 @document(repro)
 def show(text: str, *, output: OutputFile = None) -> None:
-    """Print the script, or the command that runs its file."""
+    """Print the script, or the command that runs the written file."""
     if output is not None:
         hint(f"wrote {output}; run it with: python {output}")
         return

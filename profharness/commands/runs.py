@@ -1,4 +1,4 @@
-"""`profharness runs`: list what is stored."""
+"""`profharness runs`: list stored runs, or delete some."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Deleted = Annotated[
 
 @dataclass(frozen=True)
 class StoredRuns:
-    """The runs of a store, newest first; after a deletion those that are left."""
+    """The runs of a store, newest first. After a deletion, the remaining ones."""
 
     rows: tuple[RunRow, ...]
     store: Path
@@ -49,10 +49,9 @@ def _to_frame(runs: StoredRuns) -> pd.DataFrame:
     tool="Use it first, to learn what the other tools can be asked about.",
 )
 def runs(*, deleted: Deleted = (), store: Store = None) -> StoredRuns:
-    """List what is stored, the newest run first.
+    """List stored runs, newest first.
 
-    --delete takes a run out of the store; its run folder and traces stay, and `ingest` brings it
-    back.
+    --delete removes a run from the store. Its run folder and traces stay, and `ingest` restores it.
 
     \b
     Example:
@@ -60,7 +59,7 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> StoredRuns:
     """
     path, names = store_path(store), split_names(deleted)
     with open_store(path, write=bool(names)) as opened:
-        # All are looked up before the first one goes, so that `latest~1` means one run.
+        # Look up all runs before deleting any, so that `latest~1` keeps its meaning.
         for run in dict.fromkeys([opened.resolve(name) for name in names]):
             opened.delete_run(run)
             hint(f"deleted {run}")

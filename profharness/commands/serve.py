@@ -29,16 +29,16 @@ Host = Annotated[
 
 @command("serve", frame=as_is)
 def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -> None:
-    """Show the store in a browser, read-only, with ready queries and a report of each run.
+    """Show the store in a browser, read-only, with predefined queries and a report for each run.
 
-    Needs the extra `web` (Datasette). It answers to this machine alone unless --host says
-    otherwise, and ends with Ctrl-C. Runs that are ingested meanwhile appear at once.
+    Needs the extra `web` (Datasette). By default the server accepts connections from this machine
+    only; see --host. Stop it with Ctrl-C. Newly ingested runs appear immediately.
 
     \b
     Example:
       profharness serve --port 8001
     """
-    # loads Datasette, which only the extra `web` brings
+    # loads Datasette, which is in the extra `web`
     from profharness.views import web
 
     if host not in web.LOOPBACK:

@@ -75,23 +75,23 @@ def verify(
     store: Store = None,
     progress: ShowProgress = None,
 ) -> Verified:
-    """Hold backends and implementations against an fp64 reference.
+    """Check backends and implementations against an fp64 reference.
 
-    A result may be off by twice the error that plain attention in the same dtype makes on the same
-    inputs, not by a constant. It is computed on memory filled with NaN, then once more on memory
-    with other contents. --cases standard adds odd lengths, other head counts, layouts and extreme
-    values to each config. What is wrong is kept in the store, and bench does not rank it.
+    The allowed error of a result is twice the error of plain attention in the same dtype on the same
+    inputs. Each result is computed twice: on memory filled with NaN, and on memory with other
+    contents. --cases standard adds odd lengths, other head counts, layouts and extreme values to each
+    config. The store records wrong results, and bench does not rank them.
 
-    Without --backend: all,kernels, which is PyTorch's backends and what lies in kernels/. Exits
-    with 3 if anything is wrong. A refusal is no pass and no failure: it is skipped.
+    The default of --backend is all,kernels: PyTorch's backends and the implementations in kernels/.
+    The exit code is 3 if any result is wrong. A refused call is skipped.
 
     \b
     Example:
       profharness verify --config 1,4,256,64,causal --backend all,my.py:attention --grad
       profharness verify --config 2,8,512,64 --cases seq_1,large --format json
 
-    In Python the result has one row per check. `passed` is False for a wrong result and None for a check
-    that was skipped. Raises CaptureError if no worker starts.
+    In Python the result has one row per check. `passed` is False for a wrong result and None for a
+    skipped check. Raise CaptureError if no worker starts.
     """
     # loads what runs workers, which --help does not need
     from profharness.jobs import verify_into_store
