@@ -1,4 +1,4 @@
-"""Checks of what is installed and works, each with a remedy. Nothing is changed or launched."""
+"""Check what is installed and works, each with a remedy. Nothing is changed or launched."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from profharness.store import open_store
 LDD_TIMEOUT_S = 20.0
 IMPORTER = "QdstrmImporter"
 TORCH_MIN = (2, 5)
-SQLITE_MIN = (3, 37, 0)  # STRICT tables
+SQLITE_MIN = (3, 37, 0)  # for STRICT tables
 DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
 LOCK_FILE = "nsight-compute-lock"
 CAP_SYS_ADMIN = 21
 ROOM_BYTES = 32 << 20  # a small run with its traces, and the store
 DCGM_PROCESSES = ("nv-hostengine", "dcgmi", "dcgm-exporter")
-# gVisor answers with a version that is written into it: the first for years, later one that names it.
+# gVisor reports a fixed version: for years the first one, later one with its name.
 GVISOR = r"gvisor|^Linux version 4\.4\.0 .*Sun Jan 10 15:06:54 PST 2016"
-# Debian's and Ubuntu's packages of the libraries that the importer or nsys takes from the system.
+# Debian's and Ubuntu's packages of the system libraries that the importer or nsys need.
 LIBRARY_PACKAGES = {
     "libbz2.so.1.0": "libbz2-1.0",
     "libcrypto.so.3": "libssl3",
@@ -47,8 +47,8 @@ LIBRARY_PACKAGES = {
     "libssh.so.4": "libssh-4",
     "libz.so.1": "zlib1g",
 }
-# The driver branch that came out with each ncu, by the CUDA release notes; an older driver may not
-# load the counter library of a newer ncu (LibraryNotLoaded).
+# The driver branch released with each ncu, by the CUDA release notes. An older driver may not load
+# the counter library of a newer ncu (LibraryNotLoaded).
 DRIVER_BRANCHES = {
     (2022, 3): 520,
     (2023, 1): 530,
@@ -65,16 +65,16 @@ DRIVER_BRANCHES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. state: `ok`, `warning` (works in part), `missing`, or `absent` (optional)."""
+    """The result of one check."""
 
     name: str
-    state: str
+    state: str  # `ok`, `warning` (works in part), `missing`, or `absent` (optional)
     detail: str
     remedy: str = ""
 
 
 def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[Check]:
-    """All checks in the order of the report; probe asks a worker for its environment."""
+    """Run all checks in the order of the report. `probe` queries a worker for its environment."""
     environment = probe()
     driver = None if isinstance(environment, str) else environment.get("driver")
     if driver is None:
@@ -106,14 +106,14 @@ COMPARED = {
     "profharness": "install one version on all hosts; lanes of another are left out",
     "torch": "a run has one environment: lanes with another torch than the first are left out",
     "driver": "a run has one environment: lanes with another driver than the first are left out",
-    "python": "",  # a lane may have any Python that profharness runs on
+    "python": "",  # a lane may have any Python that profharness supports
 }
-"""What lanes tell of themselves and should agree in, with what helps where they do not."""
+"""Properties of lanes that should be equal, with a remedy if they are not."""
 
 
 def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]:
-    """A finding on each lane of a scheduler, as `describe_lane` tells it, and on each thing in which
-    they differ from each other or from this host's profharness and Python.
+    """Return one check per lane of a scheduler, from `describe_lane`, and one per property in which
+    lanes differ from each other or from this host's profharness and Python.
     """
     if not lanes:
         remedy = "start one worker a GPU; docs/scale.md has the command"
@@ -146,7 +146,7 @@ def _check_lane(lane: Mapping[str, Any]) -> Check:
 
 
 def _by_value(values: Mapping[str, str]) -> str:
-    """`2.10: lane0; 2.11: lane1, lane2`, the value that most have first."""
+    """Return `2.10: lane0; 2.11: lane1, lane2`, the most frequent value first."""
     names: dict[str, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)
@@ -155,12 +155,12 @@ def _by_value(values: Mapping[str, str]) -> str:
 
 
 def check_python() -> Check:
-    """The interpreter that the worker will run in too."""
+    """Check the interpreter that the worker will use too."""
     return Check("Python", "ok", f"{platform.python_version()} ({sys.implementation.name})")
 
 
 def check_torch(environment: dict[str, Any] | str) -> Check:
-    """torch as a worker sees it; environment is a worker's answer, or the text of its failure."""
+    """Check torch in a worker. `environment` is a worker's reply, or the text of its failure."""
     if isinstance(environment, str):
         remedy = (
             "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
@@ -173,7 +173,9 @@ def check_torch(environment: dict[str, Any] | str) -> Check:
 
 
 def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
-    """CUDA, cuDNN as loaded, GPU and driver; on a CPU-only machine one line that says so."""
+    """Check CUDA, cuDNN as loaded, GPU and driver. On a CPU-only machine return one line about
+    that.
+    """
     if isinstance(environment, str):
         return []
     if environment.get("device_type") != "cuda":
@@ -198,7 +200,7 @@ def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
 
 
 def check_driver() -> Check:
-    """The NVIDIA driver through NVML."""
+    """Check the NVIDIA driver through NVML."""
     version = driver_version()
     if version:
         return Check("driver", "ok", version)
@@ -206,7 +208,7 @@ def check_driver() -> Check:
 
 
 def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
-    """What implementations in kernels/ are compiled by: Triton as a worker sees it, and NVRTC."""
+    """Check the compilers of implementations in kernels/: Triton in a worker, and NVRTC."""
     version = None if isinstance(environment, str) else environment.get("triton")
     triton = Check("Triton", "ok", str(version))
     if not version:
@@ -215,7 +217,7 @@ def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
 
 
 def check_extra(extra: str) -> Check:
-    """Whether the packages of an extra are installed, and what they are for."""
+    """Check that the packages of an extra are installed, and describe their use."""
     missing, purpose = lacking(extra), EXTRAS[extra].purpose
     if not missing:
         return Check(f"extra {extra}", "ok", f"{purpose}: {installed_versions(extra)}")
@@ -224,7 +226,7 @@ def check_extra(extra: str) -> Check:
 
 
 def check_nvrtc() -> Check:
-    """NVRTC, which compiles CUDA sources; that a driver can run them is not asked."""
+    """Check NVRTC, which compiles CUDA sources. This does not check that a driver can run them."""
     try:
         return Check("NVRTC", "ok", nvrtc_version())
     except RefusedError as error:
@@ -232,7 +234,7 @@ def check_nvrtc() -> Check:
 
 
 def check_sqlite() -> Check:
-    """SQLite as Python was built with it."""
+    """Check the SQLite library of this Python."""
     if sqlite3.sqlite_version_info < SQLITE_MIN:
         remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
         return Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
@@ -240,7 +242,7 @@ def check_sqlite() -> Check:
 
 
 def check_scanner() -> Check:
-    """Whether traces are read by the compiled scanner."""
+    """Check that the compiled scanner reads traces."""
     if is_compiled():
         return Check("trace scanner", "ok", "compiled")
     remedy = "install a C compiler, then profharness again: pip install --force-reinstall --no-deps"
@@ -253,7 +255,7 @@ def check_scanner() -> Check:
 
 
 def check_store(path: Path) -> Check:
-    """Whether the store can be made or opened, and written to; it is not created."""
+    """Check that the store can be created or opened, and written to, without creating it."""
     try:
         with open_store(path) as store:
             detail = f"{path}: {len(store.runs())} runs"
@@ -269,7 +271,7 @@ def check_store(path: Path) -> Check:
 
 
 def check_place(path: Path) -> str | None:
-    """What keeps a file from being written in its folder; None where nothing does."""
+    """Return what prevents writing a file in its folder. None if nothing does."""
     folder = path.absolute().parent
     try:
         state = os.statvfs(folder)
@@ -284,8 +286,8 @@ def check_place(path: Path) -> str | None:
 
 
 def check_profilers(driver: str | None) -> list[Check]:
-    """The profilers' tools, the importer of nsys, and whether the driver suits ncu. driver: its
-    version, None if there is none.
+    """Check the profilers' tools, the importer of nsys, and whether the driver suits ncu. `driver`
+    is its version, None if there is none.
     """
     checks = []
     for name in (profiler.name for profiler in PROFILERS.values() if profiler.session):
@@ -299,7 +301,9 @@ def check_profilers(driver: str | None) -> list[Check]:
 
 
 def check_tool(name: str) -> tuple[Tool | None, Check]:
-    """A profiler's executable on PATH, where its variable says, or where its installers put it."""
+    """Find a profiler's executable on PATH, in its environment variable, or in its installers'
+    folders.
+    """
     try:
         tool = find_tool(name)
     except ToolError as error:
@@ -315,8 +319,8 @@ def check_tool(name: str) -> tuple[Tool | None, Check]:
 
 
 def find_importer(nsys: Path) -> Path | None:
-    """The importer where nsys looks for it: in a sibling folder of its real one, or in or below
-    that.
+    """Find the importer where nsys searches for it: in a folder next to its real one, or in or
+    below that.
     """
     folder = nsys.resolve().parent
     patterns = [
@@ -329,7 +333,7 @@ def find_importer(nsys: Path) -> Path | None:
 
 
 def check_importer(nsys: Tool) -> Check:
-    """Whether nsys can turn its raw files into reports: importer and its libraries are there."""
+    """Check that nsys can convert its raw files: the importer and its libraries exist."""
     name = "nsys importer"
     importer = find_importer(nsys.path)
     if importer is None:
@@ -352,18 +356,18 @@ def check_importer(nsys: Tool) -> Check:
 
 
 def missing_libraries(path: Path) -> list[str] | None:
-    """The shared libraries that an executable lacks, by `ldd`; None if ldd cannot tell."""
+    """Return the shared libraries that an executable lacks, by `ldd`. None if ldd fails."""
     done = run_briefly(["ldd", str(path)], LDD_TIMEOUT_S, {**os.environ, "LC_ALL": "C"})
     return parse_ldd(done.stdout) if done and done.returncode == 0 else None
 
 
 def parse_ldd(text: str) -> list[str]:
-    """The libraries that ldd reports as not found, each once, sorted."""
+    """Return the libraries that ldd reports as not found, sorted and without duplicates."""
     return sorted(set(re.findall(r"^\s*(\S+) => not found", text, re.MULTILINE)))
 
 
 def packages_remedy(libraries: list[str]) -> str:
-    """What to install for the libraries."""
+    """Return how to install the libraries."""
     packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
     others = [name for name in libraries if name not in LIBRARY_PACKAGES]
     parts = [f"install {' '.join(packages)} (names of Debian and Ubuntu)"] if packages else []
@@ -372,7 +376,7 @@ def packages_remedy(libraries: list[str]) -> str:
 
 
 def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
-    """Whether the driver is as new as ncu, where both are known."""
+    """Check that the driver is as new as ncu, if both versions are known."""
     if ncu is None or driver is None:
         return []
     year, release = (*version_key(ncu), 0, 0)[:2]
@@ -386,7 +390,7 @@ def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
 
 
 def ncu_reader() -> Check:
-    """What can read ncu's reports from Python: the package, or the module in ncu's folder."""
+    """Check what can read ncu's reports from Python: the package, or the module in ncu's folder."""
     try:
         return Check("ncu-report", "ok", metadata.version("ncu-report"))
     except metadata.PackageNotFoundError:
@@ -402,7 +406,7 @@ def ncu_reader() -> Check:
 
 
 def read(path: Path) -> str | None:
-    """A small text file, None if it cannot be read."""
+    """Return the content of a small text file, None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -410,13 +414,15 @@ def read(path: Path) -> str | None:
 
 
 def may_administer(status: Path = Path("/proc/self/status")) -> bool:
-    """Whether this process has CAP_SYS_ADMIN; root in a container often has not."""
+    """Return whether this process has CAP_SYS_ADMIN, which root in a container often lacks."""
     match = re.search(r"^CapEff:\s*([0-9a-f]+)", read(status) or "", re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> CAP_SYS_ADMIN & 1)
 
 
 def check_counters(text: str | None, *, privileged: bool = False) -> Check:
-    """Whether this user may read hardware counters. text: the driver's parameter file, if any."""
+    """Check that this user may read hardware counters. `text` is the driver's parameter file, if
+    any.
+    """
     if text is None:
         return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
     if "RmProfilingAdminOnly: 0" in text:
@@ -431,7 +437,7 @@ def check_counters(text: str | None, *, privileged: bool = False) -> Check:
 
 
 def check_tmpdir(folder: Path) -> Check:
-    """Whether nsys and ncu can work in TMPDIR: raw files and ncu's lock file go there."""
+    """Check that nsys and ncu can use TMPDIR for raw files and ncu's lock file."""
     if not folder.is_dir() or not _may(folder, os.W_OK | os.X_OK):
         remedy = "set TMPDIR to a folder that exists and is writable"
         return Check("TMPDIR", "warning", f"{folder}: not a folder that can be written to", remedy)
@@ -447,7 +453,9 @@ def _may(path: Path, mode: int) -> bool:
 
 
 def check_injection(path: str | None) -> list[Check]:
-    """Another tool that is injected into every CUDA program; path: CUDA_INJECTION64_PATH."""
+    """Report another tool that is injected into every CUDA program. `path` is
+    CUDA_INJECTION64_PATH.
+    """
     if not path:
         return []
     remedy = "unset it: nsys and ncu cannot work beside another injected tool"
@@ -455,13 +463,13 @@ def check_injection(path: str | None) -> list[Check]:
 
 
 def process_names(proc: Path = Path("/proc")) -> list[str]:
-    """The names of all processes that can be seen."""
+    """Return the names of all visible processes."""
     names = (read(path) for path in proc.glob("[0-9]*/comm"))
     return [name.strip() for name in names if name]
 
 
 def check_dcgm(names: Iterable[str]) -> list[Check]:
-    """DCGM, which can hold the hardware counters; names: of the processes that run."""
+    """Report DCGM, which can occupy the hardware counters. `names` are those of running processes."""
     running = sorted(set(names) & set(DCGM_PROCESSES))
     if not running:
         return []
@@ -471,7 +479,9 @@ def check_dcgm(names: Iterable[str]) -> list[Check]:
 
 
 def check_sandbox(version: str | None) -> list[Check]:
-    """gVisor, under which neither nsys nor ncu works; version: the text of /proc/version."""
+    """Report gVisor, under which neither nsys nor ncu works. `version` is the text of
+    /proc/version.
+    """
     if not version or not re.search(GVISOR, version, re.IGNORECASE):
         return []
     remedy = (

@@ -1,1 +1,1 @@
-"""What is decided: rows in, frozen answers out. Nothing here prints, and nothing here imports a view."""
+"""Decisions: rows in, frozen records out. Nothing here prints or imports a view."""

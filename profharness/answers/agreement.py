@@ -1,6 +1,6 @@
-"""Which backend ran, by four witnesses: the rules, PyTorch's own answer, the op in the trace, and the
-kernels' families. Also the gate of `kernels --expect`, what torch.compile replaced, and the same
-kernels under several profilers.
+"""Which backend ran, by four witnesses: the rules, PyTorch's own choice, the op in the trace, and
+the kernels' families. Also the gate of `kernels --expect`, what torch.compile replaced, and a
+comparison of kernels between profilers.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from profharness.rows import (
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
-# Kernel families that compute attention, and the backend each belongs to.
+# Kernel families that compute attention -> their backend.
 FAMILY_BACKENDS = {
     **dict.fromkeys(("flash", "flash_splitkv", "flash_combine", "flash_bwd"), "flash"),
     **dict.fromkeys(("efficient", "efficient_bwd"), "efficient"),
     **dict.fromkeys(("cudnn", "cudnn_bwd"), "cudnn"),
     "flex": "flex",
     "triton": "triton",
-    # of libraries that PyTorch does not bring; the name says which
+    # from libraries other than PyTorch; the name has the library
     **dict.fromkeys(("fmha", "fmha_combine", "fmha_bwd"), "fmha"),
 }
 EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
 _MATH_FAMILIES = {"gemm", "softmax"}  # math has no kernels of its own
-# Kernels that only ever finish another family's work: expecting the one allows the other.
+# Kernels that only finish another family's work: expecting one allows the other.
 _IMPLIED = {"flash_splitkv": ("flash_combine",)}
 _SDPA_OP = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)?_?attention(_math)?")
-_BUILT_IN = "pytorch_flash"  # the namespace of the flash kernels that PyTorch brings
+_BUILT_IN = "pytorch_flash"  # the namespace of the flash kernels that are part of PyTorch
 _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 
 
 def predicted_rows(
     path: Path, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """The selected kernels and cells with `predicted` filled in. Raises NotFoundError."""
+    """Return the selected kernels and cells with `predicted` filled in. Raise NotFoundError."""
     with open_store(path) as store:
         run = store.find_runs(selection, *needs)
         rows, cells = store.rows(replace(selection, run=run), by_op=by_op)
@@ -67,7 +67,7 @@ def predicted_rows(
 
 
 def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
-    """The cells of a store with `predicted` filled in; equal cells of one run are judged once."""
+    """Return a store's cells with `predicted` filled in. Equal cells of one run are evaluated once."""
     environment = lru_cache(maxsize=256)(store.environment)
 
     @lru_cache(maxsize=4096)
@@ -85,13 +85,15 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
 
 def of_pytorch(backend: str) -> bool:
-    """Whether PyTorch's dispatcher decides what runs: one of SDPA's own backends, or several."""
+    """Return whether PyTorch's dispatcher decides what runs: one of SDPA's own backends, or
+    several.
+    """
     return backend in SDPA_BACKENDS or leaves_choice(backend)
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The backends that `rules`, `choice`, `op`, `kernels` or `status` names; `none`: nothing ran."""
+    """The backends that `rules`, `choice`, `op`, `kernels` or `status` names. `none`: nothing ran."""
 
     name: str
     backends: frozenset[str]
@@ -99,7 +101,9 @@ class Witness:
 
 
 def backend_of_op(op: str | None) -> str | None:
-    """The SDPA backend of an ATen op: `aten::_scaled_dot_product_flash_attention_for_cpu` -> flash."""
+    """Return the SDPA backend of an ATen op: `aten::_scaled_dot_product_flash_attention_for_cpu` ->
+    flash.
+    """
     match = _SDPA_OP.search(op or "")
     if match is None:
         return None
@@ -107,22 +111,24 @@ def backend_of_op(op: str | None) -> str | None:
 
 
 def backend_that_ran(cell: CellRow) -> str | None:
-    """The backend of the op in the trace; without a trace, the one that PyTorch said it would take."""
+    """Return the backend of the op in the trace, or without a trace the one that PyTorch chose."""
     return backend_of_op(cell.sdpa_op) or cell.choice
 
 
 def is_another(backend: str, cell: CellRow) -> bool:
-    """Whether a backend is neither the one that was asked for in the cell nor the one that ran."""
+    """Return whether a backend is neither the one requested by the cell nor the one that ran."""
     return backend not in (cell.backend, backend_that_ran(cell))
 
 
 def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
-    """The backends of the kernels' families; none for math, which has no kernels of its own."""
+    """Return the backends of the kernels' families. Empty for math, which has no kernels of its
+    own.
+    """
     return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}
 
 
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
-    """The witnesses of a cell that say anything, from the prediction to the kernels (its rows)."""
+    """Return the witnesses of a cell that have a result, from the prediction to the kernels."""
     clauses = {
         "rules": _rules(cell),
         "choice": _choice(cell),
@@ -136,7 +142,7 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
 
 
 def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """One line for each point on which a cell's witnesses disagree, naming both sides."""
+    """Return one line per disagreement between a cell's witnesses, naming both sides."""
     clauses = []
     for _, group in groupby(witnesses(cell, rows), lambda witness: witness.backends):
         *most, last = [witness.text for witness in group]
@@ -145,11 +151,11 @@ def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     return lines + _other_kernels(cell, rows)
 
 
-_Clause = tuple[set[str], str]  # the backends that a witness names, and the text that says so
+_Clause = tuple[set[str], str]  # the backends of a witness, and its text
 
 
 def _rules(cell: CellRow) -> _Clause | None:
-    """The prediction. A forced backend without one is held against its own name."""
+    """Return the prediction. A forced backend without one is compared with its own name."""
     if leaves_choice(cell.backend):
         if cell.predicted is None:
             return None
@@ -195,7 +201,9 @@ def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
 
 
 def _status(cell: CellRow) -> _Clause | None:
-    """A failed cell of a known backend; running out of memory says nothing about the choice."""
+    """Return the clause of a failed cell of a known backend. Running out of memory is no evidence
+    about the choice.
+    """
     if not of_pytorch(cell.backend):
         return None
     if cell.status == "refused":
@@ -206,7 +214,9 @@ def _status(cell: CellRow) -> _Clause | None:
 
 
 def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """FlashAttention-3 or -4 under PyTorch's flash op: the right backend, but not its own kernels."""
+    """Report FlashAttention-3 or -4 under PyTorch's flash op: the right backend, but not its own
+    kernels.
+    """
     if backend_of_op(cell.sdpa_op) != "flash" or not of_pytorch(cell.backend):
         return []
     names = dict.fromkeys(
@@ -218,7 +228,7 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     )
     if not names:
         return []
-    # the patterns of kernel_names cost 20 ms, which most answers from stored rows can do without
+    # the patterns of kernel_names take 20 ms to load, and most queries do not need them
     from profharness.kernel_names import parse_kernel_name
 
     others = dict.fromkeys(parse_kernel_name(name).backend for name in names)
@@ -230,12 +240,12 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     ]
 
 
-# One sign of what computed attention: its backend, the family of kernels (None for an op), and text.
+# Evidence of what computed attention: backend, family of kernels (None for an op), and text.
 Sign = tuple[str, str | None, str]
 
 
 def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
-    """Each op, each attention family, or else gemm and softmax kernels for math."""
+    """Return each op and each attention family, or gemm and softmax kernels for math."""
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
     families = dict.fromkeys(row.family for row in rows)
     signs: list[Sign] = [
@@ -252,7 +262,9 @@ def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
 
 
 def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
-    """A backend covers its op and its families, a family covers itself and its op."""
+    """Return whether this was expected. A backend covers its op and its families, a family covers
+    itself and its op.
+    """
     return any(
         name in (backend, family)
         or family in _IMPLIED.get(name, ())
@@ -271,8 +283,8 @@ def check_expected_names(expected: Sequence[str]) -> None:
 def unmet_expectations(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
-    """One line for each cell, or range of a foreign trace, where something else ran. Refused and
-    failed cells do not count; a gate that judged nothing is not met.
+    """Return one line per cell, or range of a foreign trace, in which something else ran. Refused
+    and failed cells do not count. A gate that could check nothing fails.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -300,27 +312,25 @@ def unmet_expectations(
     return lines
 
 
-SHOWN = 3  # configs named in one sentence about replacements
+SHOWN = 3  # configs in one sentence about replacements
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A cell whose form torch.compile replaced by SDPA; took is None where only Inductor counted
-    it.
-    """
+    """A cell whose attention torch.compile replaced by SDPA."""
 
     backend: str
     config: str
-    took: str | None
+    took: str | None  # None if only Inductor's counter shows it
 
 
 def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | None:
-    """What replaced a cell's form; None without a witness in its op, its kernels (rows) or its
-    `tuning`.
+    """Return what replaced a cell's attention. None without evidence in its op, its kernels
+    (`rows`) or its `tuning`.
     """
     if cell.backend != NAIVE_COMPILED or cell.status != "ok":
         return None
-    # `triton` is what Inductor writes for the plain form itself
+    # `triton` is the kernel that Inductor generates for the plain form itself
     ran = {backend_of_op(_op_of(cell, rows)), *ran_backends(rows)} - {None, "triton"}
     if not ran and not (cell.tuning or {}).get(REPLACEMENTS):
         return None
@@ -328,18 +338,18 @@ def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | 
 
 
 def replacements(cells: Iterable[CellRow]) -> tuple[Replacement, ...]:
-    """The replacements among the cells, in order."""
+    """Return the replacements among the cells, in order."""
     return tuple(entry for entry in map(replacement, cells) if entry is not None)
 
 
 def replacement_text(took: str | None) -> str:
-    """One sentence for a replacement by a backend, None where it is not known."""
+    """Return one sentence about a replacement by a backend, None if it is unknown."""
     which = f", which took {took}" if took else ""
     return f"torch.compile replaced it by scaled_dot_product_attention{which}"
 
 
 def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
-    """(where, sentence), one for each backend and way: `naive-compiled at b1-…-fp16`."""
+    """Return (cells, sentence) for each backend and way: `naive-compiled at b1-…-fp16`."""
     configs: dict[tuple[str, str | None], list[str]] = {}
     for entry in replaced:
         configs.setdefault((entry.backend, entry.took), []).append(entry.config)
@@ -351,7 +361,7 @@ def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
 
 MAX_TIME_RATIO = 1.25
 MIN_TIME_DIFFERENCE_NS = 2000
-UNSEEN_BY_NCU = ("memcpy", "memset", "op")  # ncu profiles kernels alone
+UNSEEN_BY_NCU = ("memcpy", "memset", "op")  # ncu profiles kernels only
 # What all profilers must agree on: the row's field, the code of a disagreement, and its name.
 _COMPARED = (
     ("launches_per_call", "launches", "launches per call"),
@@ -363,15 +373,15 @@ _Key = tuple[str | None, str | None, str, Triple | None, Triple | None, int]
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """One point. code is `missing`, `launches`, `registers`, `shared_memory` or `time`."""
+    """One disagreement between profilers."""
 
-    code: str
+    code: str  # `missing`, `launches`, `registers`, `shared_memory` or `time`
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedKernel:
-    """One kernel of one cell as each profiler saw it; rows by profiler."""
+    """One kernel of one cell as each profiler recorded it."""
 
     config: str | None
     backend: str | None
@@ -379,23 +389,23 @@ class JoinedKernel:
     kernel_short: str
     grid: Triple | None
     block: Triple | None
-    rows: dict[str, KernelRow]
+    rows: dict[str, KernelRow]  # by profiler
     disagreements: tuple[Disagreement, ...] = ()
 
     def value(self, name: str) -> Any:
-        """A field of the first profiler's row that knows it, in the order of TRACE_PROFILERS."""
+        """Return a field of the first profiler that recorded it, in the order of TRACE_PROFILERS."""
         return next(iter(_values(self.rows, name).values()), None)
 
     def metric(self, name: str) -> float | None:
-        """A counter of ncu's row."""
+        """Return a counter of ncu's row."""
         row = self.rows.get("ncu")
         return row.metrics[name][0] if row is not None and name in row.metrics else None
 
 
 def join(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
-    """Kernels of all cells, joined on canonical name, grid and block, in the order of their first
-    row. Of each profiler the newest run that has a config on a backend counts; rows come newest
-    first. Several rows of one key pair in the order of their first launch.
+    """Join the kernels of all cells on canonical name, grid and block, in the order of their first
+    row. For each profiler, the newest run with a config on a backend counts; `rows` start with the
+    newest. Several rows of one key pair in the order of their first launch.
     """
     runs: dict[tuple[str | None, str | None, str], str] = {}
     places: dict[tuple[Any, ...], int] = {}
@@ -435,14 +445,16 @@ def _joined_kernel(key: _Key, rows: dict[str, KernelRow], profilers: set[str]) -
 
 
 def _values(rows: dict[str, KernelRow], name: str) -> dict[str, Any]:
-    """A field by profiler, where it is known, in the order of TRACE_PROFILERS."""
+    """Return the known values of a field by profiler, in the order of TRACE_PROFILERS."""
     ordered = [profiler for profiler in TRACE_PROFILERS if profiler in rows]
     values = {profiler: getattr(rows[profiler], name) for profiler in ordered}
     return {profiler: value for profiler, value in values.items() if value is not None}
 
 
 def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
-    """nsys against torch both ways; ncu only where it is faster, for cold caches make it slower."""
+    """Compare times of nsys and torch in both directions. ncu counts only if it is faster, because
+    its cold caches slow a kernel down.
+    """
     torch, nsys, ncu = rows.get("torch"), rows.get("nsys"), rows.get("ncu")
     points = []
     for warm, other, both_ways in ((torch, nsys, True), (torch or nsys, ncu, False)):
@@ -457,7 +469,7 @@ def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
 
 
 def cold_ratios(joined: Sequence[JoinedKernel]) -> list[float]:
-    """The ratios of ncu's kernel times to torch's, else nsys's."""
+    """Return the ratios of ncu's kernel times to torch's, else nsys's."""
     return [
         ncu.duration_ns / warm.duration_ns
         for kernel in joined

@@ -1,6 +1,8 @@
-"""A stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and
-HolisticTraceAnalysis. Format: "Trace Event Format" (Google, 2016); categories and argument names
-are those of PyTorch's own traces.
+"""Export a stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and
+HolisticTraceAnalysis.
+
+The format is "Trace Event Format" (Google, 2016). Categories and argument names are those of
+PyTorch's own traces.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from profharness.rows import COUNTERS, TRACE_PROFILERS
 from profharness.store import LaunchRow, RangeRow, Selection, Store
 
 Event = dict[str, Any]
-# A sort key and the event; the number breaks ties, because dicts do not compare.
+# A sort key and the event. The number breaks ties, because dicts cannot be compared.
 _Timed = tuple[int, int, int, Event]
 
-# Above every Linux thread id, because ops of the CPU share a process with real threads.
+# Above every Linux thread id, because CPU ops share a process with real threads.
 FIRST_TRACK = (1 << 22) + 1
-# Sections with a name keep apart by it: above every process, thread and track number.
+# Offset between named sections: above every process, thread and track number.
 SECTION_STEP = 1 << 24
-WINDOW = 1 << 14  # events held back to bring them into order
-RECENT_CALLS = 1 << 12  # launch calls remembered, since one graph launch starts many kernels
+WINDOW = 1 << 14  # events that are buffered to sort them
+# recent launch calls that are kept, because one graph launch starts many kernels
+RECENT_CALLS = 1 << 12
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
-LONGEST_OP = WINDOW // 8  # launches of an op in one event, so that it is still brought into order
+LONGEST_OP = WINDOW // 8  # launches of an op in one event, so that it can still be sorted
 NO_THREAD = "a thread that was not recorded"
 
 
@@ -77,19 +80,18 @@ _DEVICE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one profiler saw, on one clock. A name gives the section processes of its own; counters
-    gives the metrics (value and unit) of a launch by its id.
-    """
+    """The data of one profiler, on one clock."""
 
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
-    name: str | None = None
+    name: str | None = None  # a named section has processes of its own
+    # metrics (value and unit) by launch id
     counters: Callable[[int], Mapping[str, tuple[float, str]]] | None = None
 
 
 @dataclass(slots=True)
 class _Tracks:
-    """Track numbers: one a process and name, and another where two launches of a track overlap."""
+    """Track numbers: one per process and name, and another if two launches of a track overlap."""
 
     numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class _Tracks:
     open_ends: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def lane(self, pid: int, name: str, start_ns: int, end_ns: int) -> tuple[int, str | None]:
-        """The track that is free at start_ns, and its title if it is new."""
+        """Return the track that is free at start_ns, and its title if it is new."""
         lanes = self.numbers.setdefault((pid, name), [])
         for number in lanes:
             if self.ends[number] <= start_ns:
@@ -109,7 +111,7 @@ class _Tracks:
         return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
 
     def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
-        """Open a range if it lies within the innermost open one of its thread; ranges come by
+        """Open a range if it is within the innermost open one of its thread. Ranges are sorted by
         start.
         """
         ends = self.open_ends.setdefault((pid, tid), [])
@@ -129,7 +131,7 @@ def write_chrome_trace(
     properties: Mapping[str, Any] | None = None,
 ) -> int:
     """Write the trace and return its number of launches. Every section starts at time zero. Rows
-    are read once, so memory does not grow with them.
+    are read once, so memory use is constant.
     """
     encode = msgspec.json.Encoder().encode
     devices = tuple(devices)
@@ -146,7 +148,7 @@ def write_chrome_trace(
         **(properties or {}),
         "displayTimeUnit": "ns",
     }
-    # the object stays open, so that events are written as they come
+    # leave the object open, so that events are written as they arrive
     out.write(encode(header)[:-1] + b',"traceEvents":[')
     separator = b"\n"
     launches = 0
@@ -159,7 +161,7 @@ def write_chrome_trace(
 
 
 def _is_launch(event: Event) -> bool:
-    """Whether an event is a launch, and not an op, a call or a range around it."""
+    """Return whether an event is a launch, and not an op, a call or a range around it."""
     return event["ph"] == "X" and "family" in event["args"]
 
 
@@ -168,7 +170,7 @@ def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
 
 
 def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterator[Event]:
-    """The events of all sections; those of the n-th named one in processes from n * SECTION_STEP."""
+    """Yield the events of all sections. The n-th named one has processes from n * SECTION_STEP."""
     tracks = _Tracks()
     titles = {device.index: f"GPU {device.index} {device.name}" for device in devices}
     named = itertools.count(1)
@@ -185,8 +187,8 @@ def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterato
 def _apart(
     events: Iterator[Event], name: str, shift: int, titles: Mapping[int, str]
 ) -> Iterator[Event]:
-    """The events in processes of their own; tracks shift too, for Perfetto numbers threads
-    globally.
+    """Yield the events with processes of their own. Tracks shift too, because Perfetto numbers
+    threads globally.
     """
     named: set[int] = set()
     for event in events:
@@ -201,7 +203,9 @@ def _apart(
 def _section_events(
     section: Section, tracks: _Tracks, devices: tuple[Device, ...]
 ) -> Iterator[Event]:
-    """All events of a section by time, a range before what starts within it at the same moment."""
+    """Yield all events of a section by time, a range before events inside it that start at the same
+    time.
+    """
     ties = itertools.count()
     ranges = (
         (
@@ -220,7 +224,7 @@ def _section_events(
         end_ns = start_ns - base + event["dur"]
         launched, thread = _is_launch(event), (event["pid"], event["tid"])
         loose = event["cat"] in ("user_annotation", "cpu_op") and not launched
-        # a negative thread is one that the profiler did not record
+        # a negative thread was not recorded by the profiler
         loose = loose and not (thread[1] >= 0 and tracks.nests(*thread, start_ns - base, end_ns))
         if loose or launched:
             # NVTX start/end ranges may overlap, which one track cannot show
@@ -245,7 +249,9 @@ def _loose_title(event: Event) -> str:
 
 
 def _arrow(event: Event) -> Iterator[Event]:
-    """The flow from a launch call to its launch, under the launch's id: no two profilers share it."""
+    """Yield the flow from a launch call to its launch, under the launch's id, which is unique among
+    profilers.
+    """
     flow = event["args"].get("flow")
     if flow is None:
         return
@@ -256,7 +262,7 @@ def _arrow(event: Event) -> Iterator[Event]:
 
 
 def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
-    """The events by time, provided that none is more than window places off."""
+    """Sort the events by time, provided that none is more than `window` positions off."""
     heap: list[_Timed] = []
     for event in events:
         if len(heap) < window:
@@ -268,19 +274,19 @@ def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]
 
 
 def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, Any]) -> Event:
-    """A complete event, without its `ts`; `dur` is in ns until it is written."""
+    """Return a complete event without its `ts`. `dur` is in ns until it is written."""
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "dur": dur, "args": args}
 
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What is known of launches besides their rows."""
+    """Data about launches other than their rows."""
 
     counters: Callable[[int], Mapping[str, tuple[float, str]]] | None
     devices: Mapping[int, Device]
 
     def args(self, row: LaunchRow) -> dict[str, Any]:
-        """Occupancy and hardware counters, as far as they are known."""
+        """Return occupancy and hardware counters, if known."""
         args: dict[str, Any] = {}
         device = self.devices.get(row.device)
         shared, registers = row.shared_bytes, row.registers_per_thread
@@ -296,7 +302,7 @@ class _Details:
 
 @dataclass(slots=True)
 class _OpenOp:
-    """An op of a thread's stack, from its first launch to the last one so far."""
+    """An op of a thread's stack, from its first launch to the latest one."""
 
     name: str
     start_ns: int
@@ -307,15 +313,15 @@ class _OpenOp:
 
 @dataclass(slots=True)
 class _Ops:
-    """The ops of launches' stacks by thread. The store keeps no times of ops, so one lasts from the
-    first of neighbouring launches with it in their stack to the last.
+    """The ops of launches' stacks by thread. The store has no times of ops, so an op lasts from the
+    first to the last of the neighbouring launches with it in their stack.
     """
 
     ties: Iterator[int]
     stacks: dict[tuple[int, int], tuple[Any, list[_OpenOp]]] = field(default_factory=dict)
 
     def add(self, row: LaunchRow) -> Iterator[_Timed]:
-        """Take a launch in; the events of what it shows to have ended."""
+        """Add a launch, and yield the events of ops that have ended before it."""
         if row.launch_ns is None or row.pid is None or row.tid is None or not row.op_path:
             return
         if row.kernel_kind == "op":
@@ -341,7 +347,7 @@ class _Ops:
         self.stacks[thread] = call, [*stack[:shared], *opened]
 
     def rest(self) -> Iterator[_Timed]:
-        """The events of all that is still open."""
+        """Yield the events of all ops that are still open."""
         for thread, (_, stack) in self.stacks.items():
             yield from self._closed(thread, stack)
 
@@ -355,7 +361,7 @@ class _Ops:
 def _launch_events(
     launches: Iterable[LaunchRow], details: _Details, ties: Iterator[int]
 ) -> Iterator[_Timed]:
-    """Each launch, before it the call that made it, once per call, and around these the ops."""
+    """Yield each launch, preceded by its launch call once per call, and surrounded by its ops."""
     recent: dict[tuple[int, int], int] = {}
     ops = _Ops(ties)
     for row in launches:
@@ -377,7 +383,7 @@ def _launch_events(
 
 
 def _call_event(row: LaunchRow, flow: int) -> Event:
-    """The launching call, of duration 0: the store keeps when it began, not how long it took."""
+    """Return the launch call with duration 0: the store has its start only."""
     name = row.api or ""
     driver = name.startswith("cu") and not name.startswith("cuda")
     args = {"correlation": row.correlation, "flow": flow}
@@ -386,7 +392,7 @@ def _call_event(row: LaunchRow, flow: int) -> Event:
 
 
 def _launch_event(row: LaunchRow, flow: int | None, more: Mapping[str, Any]) -> Event:
-    """A kernel, copy or op on the track of its cell; tid is the track's title for now."""
+    """Return a kernel, copy or op on the track of its cell. `tid` is the track's title at first."""
     on_host = row.device is None or row.device < 0
     values = ((name, getattr(row, key)) for key, name in _ARGS.items())
     args: dict[str, Any] = {name: value for name, value in values if value is not None}
@@ -407,7 +413,9 @@ def _launch_event(row: LaunchRow, flow: int | None, more: Mapping[str, Any]) -> 
 
 
 def _title(row: LaunchRow, on_host: bool) -> str:
-    """A track's name: the cell's config and backend; for a foreign trace the stream or thread."""
+    """Return a track's name: the cell's config and backend, or for a foreign trace the stream or
+    thread.
+    """
     if row.cell is not None:
         return f"{row.config} {row.backend} ({row.profiler})"
     if on_host:
@@ -419,9 +427,8 @@ ALL = "all"
 
 
 def find_exported(store: Store, ref: str, profiler: str | None = None) -> str:
-    """The run that is meant: `latest` is the newest with launches, of that profiler if any has them.
-
-    Raises NotFoundError.
+    """Return the run of a reference. `latest` is the newest with launches, preferably of that
+    profiler. Raise NotFoundError.
     """
     if profiler not in (None, ALL):
         with contextlib.suppress(NotFoundError):
@@ -430,8 +437,8 @@ def find_exported(store: Store, ref: str, profiler: str | None = None) -> str:
 
 
 def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tuple[str, ...]:
-    """The profilers that an export of the run is made of, out of those that left launches. None:
-    the first of TRACE_PROFILERS; `all`: every one. Raises NotFoundError where there are none.
+    """Return the profilers to export, among those that recorded launches. None selects the first of
+    TRACE_PROFILERS, `all` every one. Raise NotFoundError if there are none.
     """
     row = next(row for row in store.runs() if row.run == run)
     held = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
@@ -449,20 +456,20 @@ def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tup
 def write_run_file(
     store: Store, run: str, output: Path, *, force: bool = False, profiler: str | None = None
 ) -> int:
-    """Write the run to a file, compressed if it ends in .gz; the number of launches. Raises
-    UsageError if the file exists and force is not given.
+    """Write the run to a file, compressed if its name ends in .gz. Return the number of launches.
+    Raise UsageError if the file exists, unless `force` is set.
     """
     chosen = choose_profilers(store, run, profiler)
     with atomic_file(output, force=force) as file:
         if output.suffix != ".gz":
             return write_run(store, run, file, chosen)
-        # no time stamp and no name inside, so that the same run gives the same bytes
+        # no timestamp and no file name inside, so that equal runs give equal bytes
         with igzip.GzipFile("", "wb", compresslevel=2, fileobj=file, mtime=0) as packed:
             return write_run(store, run, cast("IO[bytes]", packed), chosen)
 
 
 def write_run(store: Store, run: str, out: IO[bytes], profilers: tuple[str, ...]) -> int:
-    """Write what these profilers saw of the run as plain JSON; the number of launches in it."""
+    """Write the profilers' data of the run as plain JSON. Return its number of launches."""
     ranges, sections = store.ranges(run), []
     for profiler in profilers:
         own = [row for row in ranges if row.profiler == profiler]

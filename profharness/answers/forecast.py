@@ -1,5 +1,5 @@
-"""What another GPU would do with the attention of a program: the choice by rule for each call, and the
-time of its kernels by that GPU's atlas.
+"""Forecast a program's attention on another GPU: the choice by rule for each call, and the time of
+its kernels by that GPU's atlas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from profharness.kernel_names import parse_kernel_name
 from profharness.stats import THRESHOLD
 
 OF_SDPA = ("sdpa", "inner")  # kinds of calls whose backend PyTorch's dispatcher chooses
-SOURCES = ("measured", "model", "floor")  # from the surest on
+SOURCES = ("measured", "model", "floor")  # from the most to the least certain
 WHY_NOT = {
     "eager": "eager attention calls no backend",
     "flex": "flex_attention calls no backend of scaled_dot_product_attention",
@@ -45,7 +45,7 @@ Asked = tuple[Config, str]  # a config, and the backends that the program allowe
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One config there: what is taken of what the program allows, and the backends that take it."""
+    """The choice for one config on the other GPU, and the backends that support it."""
 
     choice: str
     takers: tuple[str, ...]
@@ -54,7 +54,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """Nanoseconds of weighted configs; ns and high are None where one of them has a bound alone."""
+    """Nanoseconds of weighted configs. ns and high are None if one of them has a lower bound only."""
 
     ns: float | None
     low: float | None
@@ -62,8 +62,8 @@ class _Total:
 
 
 def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
-    """The map with what one more GPU would do. doubt: why that has no atlas. Raises NotFoundError where no call of the
-    map has a config.
+    """Return the map with a forecast for one more GPU. `doubt` is the reason why it has no atlas.
+    Raise NotFoundError if no call of the map has a config.
     """
     by_step = any(row.calls is not None for row in layers.rows)
     points = [
@@ -100,12 +100,14 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
 
 
 def _allowed(row: LayerRow) -> str:
-    """What the program allowed, as a set that `sdpa_setting` reads; empty where it ruled out all."""
+    """Return the backends that the program allowed, as a set for `sdpa_setting`. Empty if it
+    allowed none.
+    """
     return AUTO if row.asked is None else row.asked.replace(",", "+")
 
 
 def _why_not(row: LayerRow, by_step: bool) -> str | None:
-    """Why nothing is predicted of a row; None where something is."""
+    """Return why a row has no prediction, or None if it has one."""
     if row.kind not in OF_SDPA:
         return WHY_NOT.get(row.kind, f"{row.kind} is not scaled_dot_product_attention")
     if by_step and row.calls is None:
@@ -116,7 +118,7 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
 
 
 def _answers(asked: Sequence[Asked], place: Place) -> Iterator[_Answer]:
-    """What each config does on a place, of what the program allows."""
+    """Yield the choice for each config on a place, among the backends that the program allowed."""
     configs = [_in_order(config) for config, _ in asked]
     found = iter(place_estimates(place, configs, SDPA_BACKENDS))
     for config, allowed in asked:
@@ -134,7 +136,7 @@ def _answers(asked: Sequence[Asked], place: Place) -> Iterator[_Answer]:
 
 
 def _in_order(config: Config) -> Config:
-    """The config as an atlas samples it: tensors that lie in order, and the scale that is usual."""
+    """Return the config as an atlas samples it: contiguous tensors and the default scale."""
     return replace(config.contiguous(), mask_strides=None, scale=None)
 
 
@@ -170,14 +172,14 @@ def _row(row: LayerRow, points: Points, answers: Mapping[Asked, _Answer]) -> Lay
 
 
 def _least_sure(estimates: Iterable[tuple[Estimate, float]]) -> str:
-    """The least sure source of some estimates."""
+    """Return the least certain source of some estimates."""
     return max((item.source for item, _ in estimates), key=SOURCES.index)
 
 
 def _with_best(
     forecast: LayerForecast, total: _Total, others: Mapping[str, _Total], calls: float
 ) -> LayerForecast:
-    """The forecast with the backend of least time."""
+    """Return the forecast with the fastest backend."""
     times = {name: other.ns for name, other in others.items() if other.ns is not None}
     if total.ns is None or not times:
         return forecast
@@ -197,7 +199,7 @@ def _with_best(
         predicted_best=best,
         predicted_best_ns=times[best] / calls,
         predicted_saves_ns=total.ns - times[best],
-        # a measured cell has no interval, and repeats within this
+        # a measured cell has no interval, and is repeatable within this
         predicted_certain=told_apart and total.ns > (1 + THRESHOLD) * times[best],
     )
 
@@ -284,7 +286,7 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
 
 
 def _doubts(layers: LayerMap, asked: Iterable[Asked]) -> Iterator[str]:
-    """What the calls have that the atlas does not."""
+    """Report properties of the calls that the atlas does not cover."""
     configs = [config for config, _ in asked]
     if any(_in_order(config) != config for config in configs):
         yield (
@@ -299,7 +301,7 @@ def _doubts(layers: LayerMap, asked: Iterable[Asked]) -> Iterator[str]:
 
 
 def _left_out(layers: LayerMap, rows: Sequence[LayerForecast]) -> Iterator[str]:
-    """A sentence for each reason that rows have no time for."""
+    """Yield one sentence per reason why rows have no time."""
     names: dict[str, list[str]] = {}
     for row, forecast in zip(layers.rows, rows, strict=True):
         if forecast.predicted_ns is None:

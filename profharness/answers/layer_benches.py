@@ -1,5 +1,5 @@
-"""What benches on several classes of GPU say of a program's layers: the backend that runs there, what
-it takes, and what the fastest correct one takes.
+"""Benches of a program's layers on several GPU models: the backend that runs there, its time, and
+that of the fastest correct one.
 """
 
 from __future__ import annotations
@@ -20,52 +20,50 @@ from profharness.store import Selection, Store
 
 @dataclass(frozen=True, slots=True)
 class BenchedCall:
-    """A layer in the bench of one class, in ns of one call on average. backend is what runs there: on
-    the program's own GPU what ran in it, else what PyTorch took in the bench of what the program allowed;
-    None where that is not told. best is the fastest correct backend, or what runs where none is shown
-    to be faster. calls are those of a step, else of the whole program. doubt: what is not told.
-    """
+    """A layer in the bench on one GPU model. Times are ns per call, on average."""
 
+    # What runs there: on the program's own GPU what ran in it, else PyTorch's choice in the bench
+    # among the backends that the program allowed. None if unknown.
     backend: str | None = None
     ns: float | None = None
+    # the fastest correct backend, or what runs if none is shown to be faster
     best: str | None = None
     best_ns: float | None = None
-    calls: float | None = None
-    doubt: str | None = None
+    calls: float | None = None  # per step, else of the whole program
+    doubt: str | None = None  # what is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class BenchClass:
-    """A bench and its GPU. run and measurement are None where no bench is of the GPU of a program. layers
-    is the map of the program that ran on such a GPU, with what the fastest backends save; None where
-    none did. changes are the versions that differ from those of the first bench.
-    """
+    """A bench and its GPU."""
 
     name: str
     device: str
-    run: str | None
+    run: str | None  # None, like measurement, if no bench ran on the program's GPU
     measurement: str | None
+    # The map of the program that ran on this GPU model, with the savings of the fastest backends.
+    # None without such a program.
     layers: LayerMap | None
-    changes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()  # versions that differ from those of the first bench
     doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBenches:
-    """The classes, the layers, and of each layer its call in each class."""
+    """Several benches of the same layers."""
 
     classes: tuple[BenchClass, ...]
     rows: tuple[LayersBeside, ...]
-    calls: tuple[tuple[BenchedCall, ...], ...]
+    calls: tuple[tuple[BenchedCall, ...], ...]  # by layer, then by class
 
 
 _Pair = tuple[LayerClass | None, Benched | None]
 
 
 def find_benches(store: Store, programs: LayerClasses, names: Sequence[str]) -> LayerBenches:
-    """Of several programs each with the bench of its GPU; of one program a class for each bench. Raises
-    UsageError for benches that fit no program or are of one GPU, NotFoundError for one without a time
-    of the layers.
+    """Return each program with the bench on its GPU, or for a single program one class per bench.
+    Raise UsageError for benches that fit no program or ran on the same GPU, NotFoundError for one
+    without a time of the layers.
     """
     benches = _benches(store, names)
     several = len(programs.classes) > 1
@@ -87,7 +85,7 @@ def find_benches(store: Store, programs: LayerClasses, names: Sequence[str]) -> 
 
 
 def _benches(store: Store, names: Sequence[str]) -> list[Benched]:
-    """The stored benches, ranked by a measurement that all have, if there is one."""
+    """Return the stored benches, ranked by a measurement that all have, if there is one."""
     runs = [store.find_run(Selection(name), *TIMED) for name in names]
     if twice := [run for run in runs if runs.count(run) > 1]:
         raise UsageError(f"--bench names run {twice[0]} twice; name it once")
@@ -99,7 +97,7 @@ def _benches(store: Store, names: Sequence[str]) -> list[Benched]:
 
 
 def _by_program(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]:
-    """Each program with the bench of its GPU, if there is one."""
+    """Return each program with the bench on its GPU, if there is one."""
     of_none = [
         bench for bench in benches if all(not _fits(each, bench) for each in programs.classes)
     ]
@@ -117,7 +115,7 @@ def _by_program(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pai
 
 
 def _by_bench(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]:
-    """Each bench, with the program where it ran on such a GPU."""
+    """Return each bench, with the program if it ran on this GPU model."""
     (only,) = programs.classes
     devices = [device_of(bench) for bench in benches]
     for device in devices:
@@ -128,7 +126,7 @@ def _by_bench(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]
 
 
 def _require_apart(benches: Sequence[Benched]) -> None:
-    """Raises UsageError for two benches of one class."""
+    """Raise UsageError for two benches of one class."""
     if len(benches) > 1:
         one, other = benches[:2]
         raise UsageError(
@@ -137,20 +135,20 @@ def _require_apart(benches: Sequence[Benched]) -> None:
 
 
 def _fits(program: LayerClass, bench: Benched) -> bool:
-    """Whether a bench was timed on what the program ran on."""
+    """Return whether a bench ran on the device of the program."""
     environment = bench.environment
     gpu = environment.get("gpu") if environment.get("device_type") == "cuda" else None
     return bool(gpu == program.layers.gpu)
 
 
 def device_of(bench: Benched) -> str:
-    """The GPU of a bench, else its CPU."""
+    """Return the GPU of a bench, else its CPU."""
     environment = bench.environment
     return str(environment.get("gpu") or environment.get("cpu") or "a CPU")
 
 
 def _require_times(bench: Benched, program: str, column: Sequence[BenchedCall]) -> None:
-    """Raises NotFoundError where a bench has no time of any layer."""
+    """Raise NotFoundError if a bench has no time of any layer."""
     if any(call.ns is not None or call.best_ns is not None for call in column):
         return
     doubts = "; ".join(dict.fromkeys(call.doubt for call in column if call.doubt))
@@ -165,7 +163,7 @@ def _require_times(bench: Benched, program: str, column: Sequence[BenchedCall]) 
 def _bench_class(
     store: Store, program: LayerClass | None, bench: Benched | None, first: Benched
 ) -> BenchClass:
-    """A class with its doubts; first is the bench that the others are held against."""
+    """Return a class with its doubts. `first` is the bench to compare with."""
     layers = program.layers if program else None
     if bench is None:
         assert program is not None
@@ -193,8 +191,8 @@ def _bench_class(
 
 
 def _call(side: LayerSide | None, bench: Benched | None, *, own: bool) -> BenchedCall:
-    """What a bench says of like calls, nothing without either. own: it is of the GPU that the program
-    ran on.
+    """Return the result of a bench for equal calls. Empty without a bench or calls. With `own`, the
+    bench ran on the program's GPU.
     """
     if side is None or bench is None:
         return BenchedCall()
@@ -228,7 +226,7 @@ def _part(ns: float | None, calls: float) -> float | None:
 
 
 def _taken(bench: Benched, side: LayerSide, asked: str) -> str | None:
-    """What PyTorch took in the bench of what the program allowed; several where lengths differ."""
+    """Return PyTorch's choice in the bench among the allowed backends, several if lengths differ."""
     labels = {label for label, _ in side.points}
     cells = [cell for cell in bench.cells if cell.backend == asked and cell.config in labels]
     taken = Counter(what_ran(cell) for cell in cells)
@@ -236,7 +234,7 @@ def _taken(bench: Benched, side: LayerSide, asked: str) -> str | None:
 
 
 def with_regret(programs: LayerClasses, benches: LayerBenches) -> LayerClasses:
-    """The programs with the maps of their benches."""
+    """Return the programs with the maps of their benches."""
     maps = {each.layers.run: each.layers for each in benches.classes if each.layers is not None}
     classes = tuple(
         replace(each, layers=maps.get(each.layers.run, each.layers)) for each in programs.classes

@@ -1,4 +1,4 @@
-"""The attention of one model on several classes of GPU, layer by layer."""
+"""Compare the attention of one model on several GPU models, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,34 +15,31 @@ from profharness.answers.layers import LayerMap, find_layers
 from profharness.errors import NotFoundError, UsageError
 from profharness.store import Store
 
-SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # of an environment
+SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # keys of an environment
 
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """One run and what it ran on. name is the device's, with the run where two have one. changes are
-    the versions that differ from those of the first run.
-    """
+    """One run and its device."""
 
-    name: str
+    name: str  # the device's, with the run if two have the same
     device: str
     layers: LayerMap
     attention_ns: float
-    changes: tuple[str, ...]
+    changes: tuple[str, ...]  # versions that differ from those of the first run
 
 
 @dataclass(frozen=True, slots=True)
 class LayerClasses:
-    """The map of each run, and the like layers of all of them."""
+    """The map of each run, and the matched layers of all of them."""
 
     classes: tuple[LayerClass, ...]
     rows: tuple[LayersBeside, ...]
 
 
 def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None) -> LayerClasses:
-    """Several runs side by side, the first as what the others are held against. torch: as of
-    `find_layers`. Raises NotFoundError for a run without attention calls, UsageError for one that is a
-    capture of configs.
+    """Compare several runs with the first. `torch` as in `find_layers`. Raise NotFoundError for a
+    run without attention calls, UsageError for a capture of configs.
     """
     if captures := [run for run in runs if store.cells(run)]:
         remedy = "leave it out"
@@ -53,7 +50,7 @@ def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None)
 
 
 def programs_of(store: Store, runs: Sequence[str]) -> LayerClasses:
-    """Those of the runs that are of programs, of none or one too."""
+    """Compare those of the runs that are programs, which may be none or one."""
     maps = []
     for run in runs:
         with contextlib.suppress(NotFoundError):  # a trace without attention
@@ -62,7 +59,7 @@ def programs_of(store: Store, runs: Sequence[str]) -> LayerClasses:
 
 
 def side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
-    """Programs whose maps are there already."""
+    """Compare programs by their maps."""
     runs = [layers.run for layers in maps]
     environments = [store.environment(run) for run in runs]
     devices = [
@@ -85,7 +82,7 @@ def side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
 
 
 def software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """The versions of two environments that differ, `torch 2.11.0 → 2.12.0`."""
+    """Return the versions that differ between two environments, `torch 2.11.0 → 2.12.0`."""
     return tuple(
         f"{each.key} {each.baseline} → {each.candidate}"
         for each in environment_changes(one, other)

@@ -1,6 +1,4 @@
-"""Gates on the map of a program's attention: what must not have run (`--fail-on`), and what must have
-(`--expect flash@'model.layers.*'`).
-"""
+"""Gates on the map of a program's attention: `--fail-on`, and `--expect flash@'model.layers.*'`."""
 
 from __future__ import annotations
 
@@ -19,24 +17,22 @@ from profharness.answers.layers import (
 from profharness.config import AUTO, SDPA_BACKENDS, parse_config, split_names
 from profharness.errors import GateError, UsageError
 
-THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls that PyTorch's choice is asked about
+THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls that go through PyTorch's choice
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One of the backends computes every call of the modules that a glob matches; text is what the
-    user wrote.
-    """
+    """One of the backends must compute every call of the modules that match a glob."""
 
-    text: str
+    text: str  # as the user wrote it
     backends: tuple[str, ...]
     modules: str
 
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What was asked for; falsy where nothing was."""
+    """The requested gates. False if there are none."""
 
     fail_on: tuple[str, ...] = ()
     expected: tuple[Expectation, ...] = ()
@@ -46,7 +42,7 @@ class Gates:
 
 
 def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
-    """Raises UsageError for a gate or a backend that is none."""
+    """Parse the gates. Raise UsageError for an unknown gate or backend."""
     names = split_names(fail_on)
     for name in names:
         if name not in GATES:
@@ -55,7 +51,7 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
 
 
 def _expectation(text: str) -> Expectation:
-    """Of `flash`, `flash@GLOB` or `flash,cudnn@GLOB`."""
+    """Parse `flash`, `flash@GLOB` or `flash,cudnn@GLOB`."""
     before, at, glob = text.partition("@")
     backends = split_names(before)
     for name in backends:
@@ -67,15 +63,15 @@ def _expectation(text: str) -> Expectation:
 
 
 def require_recorded(layers: LayerMap, gates: Gates) -> None:
-    """Raises UsageError for a gate on what the run does not tell."""
+    """Raise UsageError for a gate on something that the run does not record."""
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
             raise UsageError(f"--fail-on {name}: run {layers.run} does not tell it, {why}")
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
-    """Raises GateError naming all that failed, and what the run does not tell. A gate on what ran
-    fails too where that is told of no call.
+    """Raise GateError that lists all failures, and what the run does not record. A gate on what ran
+    also fails if that is unknown for every call.
     """
     lines: list[str] = []
     blind = OF_WHAT_RAN if all(row.ran is None for row in layers.rows) else ()
@@ -93,18 +89,18 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
 
 
 def _why_missing(gate: str, layers: LayerMap) -> str | None:
-    """Why a run tells nothing that a gate is about; None where it tells it of some call."""
+    """Return why a run records nothing for a gate. None if it does for some call."""
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
         return "which a recorded step alone shows, and none was recorded"
     has_answer = _HAS_ANSWER.get(gate)
-    # of an observed program each call that does not tell it is named
+    # of an observed program, each call without the information is listed
     if has_answer is None or layers.processes or any(map(has_answer, layers.rows)):
         return None
     return "a trace alone cannot; run the program with `profharness observe`"
 
 
 def _missing(gate: str, layers: LayerMap) -> Iterator[str]:
-    """The calls of which an observed program does not tell what a gate is about."""
+    """Yield the calls of an observed program that lack the information for a gate."""
     for row in layers.rows:
         seen = row.calls is None or row.site is not None
         because = f" ({row.reasons[0]})" if row.calls is None and row.reasons else ""
@@ -131,13 +127,13 @@ def _unmet(wanted: Expectation, rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _parts(row: LayerRow) -> set[str]:
-    """The backends that computed the calls of a row, which may be several."""
+    """Return the backends that computed the calls of a row."""
     return set(row.ran.split(" and ")) if row.ran else set()
 
 
 def _matches(row: LayerRow, glob: str) -> bool:
-    """Whether the full name of one of its modules matches, or the innermost part of it. A call
-    without a module is matched by `*` alone.
+    """Return whether the full name of one of its modules matches, or the innermost part of it. Only
+    `*` matches a call without a module.
     """
     names = [part for name in row.names for part in (name, name.rpartition(".")[2])]
     return any(fnmatchcase(name, glob) for name in names or [""])
@@ -150,7 +146,7 @@ def _place(row: LayerRow) -> str:
 
 
 def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Math where it was not the one thing asked for."""
+    """Report math, unless it was the only requested backend."""
     for row in rows:
         if "math" in _parts(row) and row.asked != "math":
             reasons = "; ".join(row.reasons)
@@ -158,7 +154,7 @@ def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _eager(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Attention in plain products, which flex_attention without torch.compile is too."""
+    """Report attention in plain products, which includes flex_attention without torch.compile."""
     unfused = "flex", "eager"
     return (_place(row) for row in rows if row.kind == "eager" or (row.kind, row.mode) == unfused)
 
@@ -168,7 +164,7 @@ def _noop(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """What ran is no backend that was allowed, or another one than PyTorch said."""
+    """Report calls that ran on a backend that was not allowed, or not on PyTorch's choice."""
     for row in rows:
         if not row.ran or not row.asked:
             continue
@@ -179,7 +175,9 @@ def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Modules whose like calls ran on several backends; without modules all like calls."""
+    """Report modules whose equal calls ran on several backends. Without modules, all equal calls
+    count as one.
+    """
     alike: dict[object, list[tuple[str, LayerRow]]] = defaultdict(list)
     for row in rows:
         if row.config is not None and row.ran:
@@ -190,7 +188,7 @@ def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
                 )
     changes: dict[str, None] = {}
     for group in alike.values():
-        # a set's order would differ from run to run
+        # the order of a set differs from run to run
         ran = sorted({str(row.ran) for _, row in group})
         if len(ran) > 1:
             name, row = group[0]
@@ -211,7 +209,7 @@ GATES: dict[str, Callable[[Sequence[LayerRow]], Iterator[str]]] = {
     "unseen": _unseen,
 }
 OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
-# What a gate needs to know of some row, where a trace alone does not tell it.
+# The values that a gate needs of some row, if a trace alone does not record them.
 _HAS_ANSWER: dict[str, Callable[[LayerRow], bool]] = {
     "noop-mask": lambda row: row.mask is not None,
     "asked-not-ran": lambda row: row.asked is not None,

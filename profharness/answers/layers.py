@@ -1,5 +1,5 @@
-"""The map of a program's attention: like calls of like layers as one row, with what ran, what it
-cost, why, and what would help.
+"""The map of a program's attention: equal calls of equal layers as one row, with what ran, its
+time, the reasons, and possible improvements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from profharness.rows import (
 from profharness.store import Store
 
 WHOLE_PROGRAM = "the whole program"
-NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # of `LayerRow.mask`
+NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # values of `LayerRow.mask`
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
@@ -41,76 +41,65 @@ FUSE = "torch.compile(flex_attention): one fused kernel"
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Like calls of like layers. module has the layers' numbers in braces, None where the trace
-    has no modules. calls and times are those of one step, on average over the steps asked for; None
-    for calls of an observed program that no recorded step shows, whose config is that of the first.
-
-    phase is `prefill`, `decode`, `cross` or `train`; direction `forward` or `recompute`; mode
-    `eager`, `compile` or `graph` (replayed by a CUDA graph). asked are the backends that the program
-    allowed, joined by commas, `auto` where it ruled out none, None where that is not told; ran is
-    what computed it. forward_ns and backward_ns are times of kernels, None without any. share is
-    theirs of the time in which the GPU was busy, step_share of the step. config is that of the call
-    of median length, lengths the least and the largest seq_kv. reasons say why it ran so, or what
-    the config does not say; advice what would help. replayable: config is the whole call.
-
-    names are the full names of the modules. mask is what the first call's mask does, `none` without a
-    mask, None where that is not told. choice is the backend that PyTorch said it would take, site the
-    file and line of the call, program_calls how often the whole program made such calls; an observed
-    program tells them, None else. points are the configs to time in place of the calls, each
-    with the calls a step that it stands for. What follows is None until `regret_map` filled it in:
-    the correct backend that is fastest, nanoseconds of one call on what ran and on that backend,
-    and what it saves a step, in all, forward and backward. dims are those of query, key, value and
-    mask where no config says them, None for one that the recording does not tell. program_points are
-    the configs of calls that no step shows, each with the calls of the program that it stands for.
+    """Equal calls of equal layers. calls and times are per step, on average over the selected
+    steps. They are None for calls of an observed program that no recorded step contains; config is
+    then that of the first call.
     """
 
     run: str
     step: str
-    module: str | None
+    module: str | None  # layer numbers in braces; None if the trace has no modules
     module_class: str | None
     kind: str
-    config: str | None
-    lengths: tuple[int, int] | None
+    config: str | None  # of the call of median length
+    lengths: tuple[int, int] | None  # the smallest and the largest seq_kv
     calls: float | None
-    phase: str | None
-    direction: str
-    mode: str
+    phase: str | None  # `prefill`, `decode`, `cross` or `train`
+    direction: str  # `forward` or `recompute`
+    mode: str  # `eager`, `compile` or `graph` (replayed by a CUDA graph)
+    # Backends that the program allowed, joined by commas. `auto` if it excluded none, None if
+    # unknown.
     asked: str | None
-    ran: str | None
+    ran: str | None  # what computed it
     sdpa_op: str | None
     kernels: tuple[str, ...]
-    forward_ns: float | None
+    forward_ns: float | None  # of kernels; None without any
     backward_ns: float | None
-    share: float | None
-    step_share: float | None
-    reasons: tuple[str, ...]
-    advice: tuple[str, ...]
-    replayable: bool
-    names: tuple[str, ...] = ()
+    share: float | None  # of the time in which the GPU was busy
+    step_share: float | None  # of the step
+    reasons: tuple[str, ...]  # why it ran so, or what the config does not describe
+    advice: tuple[str, ...]  # possible improvements
+    replayable: bool  # config is the whole call
+    names: tuple[str, ...] = ()  # full names of the modules
+    # effect of the first call's mask; `none` without a mask, None if unknown
     mask: str | None = None
+    # The configs to time instead of the calls, each with the calls per step that it represents.
     points: tuple[tuple[str, float], ...] = ()
+    # The fastest correct backend. This and the next fields are None before `regret_map`.
     best: str | None = None
-    ran_ns: float | None = None
-    best_ns: float | None = None
-    saves_ns: float | None = None
+    ran_ns: float | None = None  # one call on what ran
+    best_ns: float | None = None  # one call on the best backend
+    saves_ns: float | None = None  # per step, forward and backward
     saves_forward_ns: float | None = None
     saves_backward_ns: float | None = None
-    choice: str | None = None
-    site: str | None = None
-    program_calls: int | None = None
+    choice: str | None = None  # PyTorch's choice; recorded by the observer, like the next two
+    site: str | None = None  # file and line of the call
+    program_calls: int | None = None  # of the whole program
+    # Dimensions of query, key, value and mask if no config describes them. None for one that was
+    # not recorded.
     dims: tuple[tuple[int, ...] | None, ...] = ()
+    # The configs of calls outside of steps, each with the calls of the program that it represents.
     program_points: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """What the fastest correct backends would save a step. run is the bench that it was measured in,
-    measurement what was timed, conclusions what follows from it and what it does not tell. Forward and
-    backward are None where some forward was not timed alone, or nothing has a backward.
+    """The savings per step of the fastest correct backends. Forward and backward are None if some
+    forward was not timed alone, or nothing has a backward.
     """
 
-    run: str
-    measurement: str
+    run: str  # the bench
+    measurement: str  # what was timed
     gpu: str | None
     saves_ns: float
     saves_forward_ns: float | None
@@ -118,63 +107,55 @@ class Regret:
     timed_calls: float
     untimed_calls: float
     launch_bound: bool
-    conclusions: tuple[str, ...]
+    conclusions: tuple[str, ...]  # what follows, and what the bench does not cover
 
 
 @dataclass(frozen=True, slots=True)
 class LayerForecast:
-    """A row of a map on another GPU; times are those of kernels, backward included where the config has
-    `bwd`.
-
-    predicted_backend is what PyTorch takes there of what the program allows, by rule. predicted_source
-    is the least sure one of the calls': `measured`, `model`, or `floor`: then there is no predicted_ns,
-    and predicted_low_ns is a bound. predicted_ns is of one call on average, predicted_total_ns of all
-    calls of a step, else of the whole program; low and high are the 90 % interval of one call. share is
-    of the whole attention that is predicted. best is the fastest backend of those that take the call
-    and have a time; certain: the two intervals lie apart, by more than 3 %. predicted_reason says why
-    something is not told. predicted_gpu is where.
+    """A row of a map on another GPU. Times are those of kernels, with the backward if the config
+    has `bwd`.
     """
 
+    # PyTorch's choice there among the allowed backends, by rule
     predicted_backend: str | None = None
+    # The least certain source of the calls: `measured`, `model` or `floor`. With `floor` there is
+    # no predicted_ns, and predicted_low_ns is a lower bound.
     predicted_source: str | None = None
     predicted_kernels: tuple[str, ...] = ()
-    predicted_ns: float | None = None
-    predicted_low_ns: float | None = None
+    predicted_ns: float | None = None  # per call, on average
+    predicted_low_ns: float | None = None  # 90 % interval of one call
     predicted_high_ns: float | None = None
-    predicted_total_ns: float | None = None
-    predicted_share: float | None = None
-    predicted_best: str | None = None
+    predicted_total_ns: float | None = None  # all calls of a step, else of the whole program
+    predicted_share: float | None = None  # of all predicted attention
+    predicted_best: str | None = None  # fastest backend that supports the call and has a time
     predicted_best_ns: float | None = None
     predicted_saves_ns: float | None = None
-    predicted_certain: bool | None = None
-    predicted_reason: str | None = None
+    predicted_certain: bool | None = None  # the two intervals are more than 3 % apart
+    predicted_reason: str | None = None  # why something is missing
     predicted_gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """All rows on another GPU, in the order of the map's. machine: what its atlas was measured on, None
-    without one. of: `step`, or `program` where no step was recorded; calls and times are those of one.
-    unpredicted_calls have no time.
-    """
+    """All rows on another GPU, in the order of the map's."""
 
     gpu: str
     torch: str
-    machine: str | None
-    of: str
+    machine: str | None  # what its atlas was measured on; None without an atlas
+    of: str  # The unit of calls and times: `step`, or `program` if no step was recorded.
     ns: float
     low_ns: float
     high_ns: float
     saves_ns: float
     calls: float
-    unpredicted_calls: float
+    unpredicted_calls: float  # without a time
     conclusions: tuple[str, ...]
     rows: tuple[LayerForecast, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Why a backend does not take a config, and the first change that makes it."""
+    """Why a backend does not support a config, and the first change after which it does."""
 
     backend: str
     reason: str
@@ -187,39 +168,36 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """The rows, dearest first, the steps that they are of, the largest gaps, and what casts doubt.
-    place is what the rules are asked for, None where that is not known; gpu where the program ran,
-    None for a CPU. processes are those that were observed, forecasts what other GPUs would do.
-    """
+    """The rows in descending order of time, their steps, the largest gaps, and caveats."""
 
     run: str
     rows: tuple[LayerRow, ...]
     steps: tuple[StepRow, ...]
     gaps: tuple[GapRow, ...]
     caveats: tuple[str, ...]
-    place: Place | None = None
-    gpu: str | None = None
+    place: Place | None = None  # where the rules apply; None if unknown
+    gpu: str | None = None  # None for a CPU
     regret: Regret | None = None
-    processes: int = 0
-    forecasts: tuple[Forecast, ...] = ()
+    processes: int = 0  # number of observed processes
+    forecasts: tuple[Forecast, ...] = ()  # of other GPUs
 
     @property
     def busy_ns(self) -> float:
-        """How long the GPU was busy in a step, on average."""
+        """The time per step in which the GPU was busy, on average."""
         return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
     @property
     def step_ns(self) -> float:
-        """How long a step took, on average."""
+        """The duration of a step, on average."""
         return sum(step.duration_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
 
 def find_layers(
     store: Store, run: str, *, step: int | None = None, torch: str | None = None
 ) -> LayerMap:
-    """The map of a run. step: only that one, counted from 0 over all its traces. torch: the release
-    that the rules are asked for, where the run does not tell it. Raises NotFoundError for a run
-    without attention calls and a step that there is not, UsageError for an unknown release.
+    """Return the map of a run. `step` selects a single one, counted from 0 over all its traces.
+    `torch` is the release for the rules if the run does not record it. Raise NotFoundError for a
+    run without attention calls or a missing step, UsageError for an unknown release.
     """
     calls = store.calls(run)
     observed = Observed(store.templates(run), calls)
@@ -250,7 +228,7 @@ def find_layers(
         _row(run, name, group, steps, place, observed, made)
         for group, made in zip(groups, counts, strict=True)
     ]
-    # dearest first; calls that have no times go by how often they were made
+    # descending by time; calls without times by their number
     rows.sort(key=lambda row: (-_spent(row), row.calls is None, -(row.program_calls or 0)))
     problems = [problem.message for problem in store.problems(run)]
     return LayerMap(
@@ -277,7 +255,7 @@ def _spent(row: LayerRow) -> float:
 
 
 def like_calls(calls: Iterable[CallRow], observed: Observed | None = None) -> list[list[CallRow]]:
-    """The calls by what they have in common, in the order of the first of each kind."""
+    """Group equal calls, in the order of the first of each group."""
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
         kind = observed.kind(call) if observed else None
@@ -287,14 +265,14 @@ def like_calls(calls: Iterable[CallRow], observed: Observed | None = None) -> li
 
 
 def _site(kind: CallSignature | None) -> str | None:
-    """`model.py:18`."""
+    """Return text such as `model.py:18`."""
     if kind is None or kind.file is None:
         return None
     return kind.file if kind.line is None else f"{kind.file}:{kind.line}"
 
 
 def _place(store: Store, run: str, torch: str | None) -> Place | None:
-    """Where the program ran, as the rules want it; None where its PyTorch is not known."""
+    """Return the machine of the program for the rules. None if its PyTorch is unknown."""
     environment = store.environment(run)
     devices = store.devices(run)
     if torch is not None:
@@ -308,17 +286,17 @@ def _place(store: Store, run: str, torch: str | None) -> Place | None:
     if not rules_know(environment):
         return None
     device = str(environment["device_type"])
-    # not pinned: the environment tells which cuDNN was there
+    # not pinned: the environment records cuDNN's version
     return Place(machine_of(environment), device, environment.get("gpu"), pinned=False)
 
 
 def module_name(call: CallRow) -> str | None:
-    """Its dotted path, else the classes around it with their numbers."""
+    """Return its dotted path, else the numbered classes around it."""
     return call.path or ".".join(call.modules) or None
 
 
 def _likeness(call: CallRow) -> tuple[Any, ...]:
-    """What calls of one row have in common: decoding may have any length of keys."""
+    """Return the key of equal calls. Decoding calls may differ in the number of keys."""
     config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
     shapes = call.dims if config is None else ()
     module = module_name(call)
@@ -330,14 +308,14 @@ def _likeness(call: CallRow) -> tuple[Any, ...]:
 
 
 def any_length(config: Config, phase: str | None) -> Config:
-    """The config; one of decoding without what changes from token to token."""
+    """Return the config. For decoding, drop what changes from token to token."""
     if phase != "decode":
         return config
     return replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
 
 
 def phase_of(call: CallRow) -> str | None:
-    """What the call is for, by its shapes; None where they are not told."""
+    """Return the purpose of the call by its shapes. None if they are unknown."""
     if call.backward or call.recompute:
         return "train"
     if call.config is None:
@@ -349,24 +327,24 @@ def phase_of(call: CallRow) -> str | None:
 
 
 def ran(call: CallRow) -> str | None:
-    """The backend that computed a call: by its op, else by the families of its kernels."""
+    """Return the backend that computed a call: by its op, else by the families of its kernels."""
     if call.kind in ("eager", "flex"):
         return call.kind
     by_op = backend_of_op(call.sdpa_op)
     if by_op and by_op != "fused":
         return by_op
     families = {FAMILY_BACKENDS.get(kernel.family) for kernel in call.kernels} - {None}
-    # a set's order would differ from run to run
+    # the order of a set differs from run to run
     return " and ".join(sorted(map(str, families))) or None
 
 
 def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
-    """The modules of calls, each once."""
+    """Return the modules of calls without duplicates."""
     return tuple(dict.fromkeys(name for call in calls if (name := module_name(call))))
 
 
 def numbered(names: Sequence[str]) -> str | None:
-    """Names that differ in their numbers as one: `layers.{0-2}.attn`; None of none."""
+    """Merge names that differ in numbers: `layers.{0-2}.attn`. None without names."""
     if not names:
         return None
     columns = [NUMBER.findall(name) for name in names]
@@ -375,7 +353,7 @@ def numbered(names: Sequence[str]) -> str | None:
 
 
 def numbered_names(names: Iterable[str]) -> str:
-    """Names that differ in their numbers joined, the others apart."""
+    """Merge names that differ in numbers, and join the rest by commas."""
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         alike.setdefault(NUMBER.sub("{}", name), []).append(name)
@@ -383,7 +361,7 @@ def numbered_names(names: Iterable[str]) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """`3`, `{0-2}` or `{0-2,5}`."""
+    """Return `3`, `{0-2}` or `{0-2,5}`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -403,7 +381,7 @@ def _row(
     observed: Observed,
     made: int | None,
 ) -> LayerRow:
-    # of an observed program no step may be recorded
+    # an observed program may have no recorded step
     first, count = group[0], max(len(steps), 1)
     kind, traced = observed.kind(first), first.trace != UNTRACED
     configs = [parse_config(call.config) for call in group if call.config]
@@ -457,9 +435,9 @@ def _row(
 
 
 def points_of(calls: Iterable[CallRow], count: int) -> tuple[tuple[str, float], ...]:
-    """The configs of least, median and largest seq_kv of the calls of count steps, with weights in
-    calls a step: a call in between counts towards its two neighbours, the nearer one more. What a
-    backward recomputes is a forward alone.
+    """Return the configs of the smallest, median and largest seq_kv of the calls of `count` steps,
+    weighted in calls per step. A call in between counts towards its two neighbours, in proportion
+    to its closeness. A recompute in the backward counts as a forward.
     """
     configs = [
         replace(config, bwd=False) if call.recompute else config
@@ -488,7 +466,7 @@ def points_of(calls: Iterable[CallRow], count: int) -> tuple[tuple[str, float], 
 
 
 def median_config(configs: Sequence[Config]) -> Config | None:
-    """The one of median seq_kv; None of none."""
+    """Return the config of median seq_kv, None without configs."""
     if not configs:
         return None
     ordered = sorted(configs, key=lambda config: config.seq_len_kv)
@@ -502,7 +480,7 @@ def _because(
     ran_there: str | None,
     kind: CallSignature | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(reasons, advice) of a call."""
+    """Return (reasons, advice) for a call."""
     reasons = [call.reason] if call.reason else []
     advice: list[str] = []
     if kind:
@@ -524,7 +502,7 @@ def _because(
 
 
 def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
-    """Where something else ran than was asked for, or than was said, and masks without effect."""
+    """Yield differences between what was requested, chosen and ran, and masks without effect."""
     if ran_there == "math" and kind.asked not in (None, "math"):
         allowed = "any backend" if kind.asked == AUTO else kind.asked
         yield f"a silent fall-back: the program allowed {allowed}, and math ran"
@@ -539,7 +517,7 @@ def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
 def _without_mask(
     kind: CallSignature, config: Config | None, place: Place | None, ran_there: str | None
 ) -> Iterator[str]:
-    """The change that makes a mask unnecessary, and what PyTorch would take then."""
+    """Yield the change that makes a mask unnecessary, and PyTorch's choice then."""
     change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}
     if kind.mask not in change:
         return
@@ -553,7 +531,7 @@ def _without_mask(
 
 
 def suggestions(config: Config, place: Place) -> list[Suggestion]:
-    """The backends other than math that the rules refuse a config on a place."""
+    """Return the backends other than math that the rules refuse for a config on a place."""
     return [
         Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
         for side in explain_by_rule(config, place).backends
@@ -591,7 +569,9 @@ def _caveats(
 
 
 def replay_lines(layers: LayerMap) -> list[str]:
-    """The configs that replay the calls, one a line with what it stands for, for `--configs`."""
+    """Return the configs that replay the calls, one per line with the calls that it represents, for
+    `--configs`.
+    """
     lines: dict[str, list[str]] = {}
     for row in layers.rows:
         if row.config and row.replayable:

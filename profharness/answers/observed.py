@@ -1,5 +1,5 @@
-"""What an observed program made of each kind of call: which calls of its traces are of that kind, what
-no trace shows, and how often each was made.
+"""Match the observer's templates with the attention calls of traces: which calls belong to a
+template, which are in no trace, and how often each was made.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from profharness.config import Config, parse_config
 from profharness.rows import UNTRACED, CallRow, CallSignature
 
 Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
-MOST_POINTS = 16  # configs that stand for the calls of one row
-Place = tuple[int, Lengths | None]  # a kind, and lengths; None for what no trace shows
+MOST_POINTS = 16  # largest number of configs that represent the calls of one row
+Place = tuple[int, Lengths | None]  # a kind, and lengths; None for a call in no trace
 
 
 class Observed:
-    """Templates of several processes that tell the same are one kind; its number is that of the first
-    template. traced are the calls of the run's traces.
+    """The observed calls of a run. Equal templates of several processes are one kind, with the
+    number of the first template. `traced` are the calls of the run's traces.
     """
 
     def __init__(self, templates: Iterable[CallSignature], traced: Sequence[CallRow]) -> None:
@@ -45,12 +45,12 @@ class Observed:
         return bool(self._kinds)
 
     def kind(self, call: CallRow) -> CallSignature | None:
-        """The kind of a call; None for one of which nothing was observed."""
+        """Return the kind of a call. None if nothing was observed of it."""
         return None if call.template is None else self._kinds[call.template]
 
     def told_of(self, call: CallRow, name: str) -> str | None:
-        """A field of a call's kind. A fused call in compiled code may be of any kind there: it is told
-        where all those tell the same.
+        """Return a field of a call's kind. A fused call in compiled code may belong to any kind
+        there, so return the value only if all those kinds share it.
         """
         kinds: Iterable[CallSignature | None] = [self.kind(call)]
         if call.compiled and call.template is None and call.kind == "inner":
@@ -59,11 +59,11 @@ class Observed:
         return values.pop() if len(values) == 1 else None
 
     def hidden(self) -> list[CallSignature]:
-        """Calls in compiled code, where a trace shows such calls: which is which is not told."""
+        """Return calls in compiled code that cannot be matched with those in a trace."""
         return [kind for kind in self._distinct() if kind.compiled and self._compiled]
 
     def untraced(self) -> list[CallRow]:
-        """A call for each kind of which no trace shows some calls."""
+        """Return one call for each kind of which some calls are in no trace."""
         linked = {number for number, _ in self._shown}
         return [
             _as_call(kind)
@@ -73,12 +73,14 @@ class Observed:
         ]
 
     def lengths(self, group: Iterable[CallRow]) -> list[int]:
-        """The numbers of keys of calls that no trace shows."""
+        """Return the numbers of keys of calls that are in no trace."""
         kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
         return [key[2] for kind in kinds if kind for key in self._left(kind) if key]
 
     def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
-        """The configs of a row's calls that no trace shows, with how many calls each stands for."""
+        """Return the configs of a row's calls that are in no trace, with the number of calls that
+        each represents.
+        """
         made = Counter[Config]()
         for call in group:
             kind = self.kind(call)
@@ -90,8 +92,8 @@ class Observed:
         return tuple((config.label, calls) for config, calls in _thinned(made))
 
     def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
-        """How often the whole program made the calls of each group. None where that is not told, as of
-        replays of a CUDA graph, and where calls of one kind and lengths are in several groups.
+        """Return how often the whole program made the calls of each group. None if unknown, as for
+        CUDA graph replays, and for calls of one kind and lengths in several groups.
         """
         places = [{self._place(call) for call in group} for group in groups]
         groups_with = Counter(place for group in places for place in group)
@@ -113,11 +115,11 @@ class Observed:
         return kind.template, None if call.trace == UNTRACED else _key(kind, _lengths(call))
 
     def _counted(self, place: Place) -> bool:
-        """How often compiled code runs is not known."""
+        """Return whether the number of calls is known. It is not for compiled code."""
         return not self._kinds[place[0]].compiled
 
     def _left(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
-        """The lengths, with counts, of calls that no trace shows."""
+        """Return the lengths, with counts, of calls that are in no trace."""
         return {
             key: count
             for key, count in kind.lengths
@@ -132,7 +134,7 @@ class Observed:
 
 
 def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
-    """The config with other lengths; tensors of other lengths lie as nobody recorded."""
+    """Return the config with other lengths. Strides are not recorded for these."""
     own = (config.batch, config.seq_len_q, config.seq_len_kv)
     if lengths in ((), own) or config.kv_batch is not None:
         return config
@@ -142,7 +144,7 @@ def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
 
 
 def _thinned(made: Counter[Config]) -> list[tuple[Config, int]]:
-    """At most MOST_POINTS configs: of calls of about the same size the middle one stands for all."""
+    """Return at most MOST_POINTS configs. The middle one represents calls of similar size."""
     ordered = sorted(made.items(), key=lambda item: (_size(item[0]), item[0].label))
     whole, before = made.total(), 0
     groups: dict[int, list[tuple[Config, int]]] = {}
@@ -161,14 +163,14 @@ def _size(config: Config) -> int:
 
 
 def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
-    """The lengths as far as the calls of one row of the map have them in common."""
+    """Return the lengths that calls of one row of the map have in common."""
     if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
         return lengths
     return (*lengths[:2], None)
 
 
 def _lengths(call: CallRow) -> tuple[int, ...]:
-    """As the observer's recorder tells them."""
+    """Return the lengths as the observer's recorder defines them."""
     query, key = (dims or () for dims in call.dims[:2])
     if len(query) < 3 or len(key) < 3:
         return ()
@@ -176,7 +178,7 @@ def _lengths(call: CallRow) -> tuple[int, ...]:
 
 
 def _as_call(kind: CallSignature) -> CallRow:
-    """A call of the kind that is in no trace; its config is that of the first one."""
+    """Return a call of the kind that is in no trace. Its config is that of the first call."""
     return CallRow(
         run="",
         trace=UNTRACED,

@@ -1,5 +1,5 @@
-"""What the attention of a program costs over the fastest correct backends: which configs to time in
-place of its calls, and what the times say of a step.
+"""The cost of a program's attention relative to the fastest correct backends: which configs to time
+instead of its calls, and the savings per step.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from profharness.config import OWN_CHOICE, SDP_BACKENDS, SDPA_BACKENDS, Config, 
 from profharness.errors import NotFoundError
 from profharness.rows import COLD, KERNEL
 
-MEASUREMENTS = KERNEL, COLD  # of a bench, the first one ranks
-LAUNCH_BOUND = 0.9  # share of a step in which the GPU is busy, below which it often waits
-UNLIKE = 1.5  # ratio of a call's time in the trace to that in the bench from which it is told
+MEASUREMENTS = KERNEL, COLD  # of a bench; the first one ranks
+LAUNCH_BOUND = 0.9  # share of busy time in a step, below which the GPU often waits
+UNLIKE = 1.5  # ratio of a call's times in trace and bench from which a doubt is reported
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTimes:
-    """Samples of a bench by config label and backend, of the correct cells alone."""
+    """Samples of a bench by config label and backend, for correct cells only."""
 
     samples: dict[tuple[str, str], tuple[int, ...]]
 
@@ -44,7 +44,7 @@ class BenchTimes:
         return stats.summarize(values).median if values else None
 
     def total(self, points: Sequence[tuple[str, float]], backend: str) -> float | None:
-        """A step's nanoseconds of weighted configs; None where one was not timed."""
+        """Return the nanoseconds per step of weighted configs. None if one was not timed."""
         medians = [self.median(label, backend) for label, _ in points]
         timed = [ns for ns in medians if ns is not None]
         if len(timed) < len(points):
@@ -52,7 +52,7 @@ class BenchTimes:
         return sum(ns * weight for ns, (_, weight) in zip(timed, points, strict=True))
 
     def verdict(self, points: Sequence[tuple[str, float]], backend: str, than: str) -> stats.Speed:
-        """Of a backend against another: `slower` where its samples show it on some point."""
+        """Compare two backends: `slower` if the samples show it on some point."""
         verdicts = [
             stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
             for label, _ in points
@@ -61,19 +61,21 @@ class BenchTimes:
         return next((word for word in order if word in verdicts), "same")
 
     def everywhere(self, points: Sequence[tuple[str, float]]) -> list[str]:
-        """The backends that were timed on all points, those aside that leave the choice to PyTorch."""
+        """Return the backends that were timed on all points, except settings that let PyTorch
+        choose.
+        """
         timed = set.intersection(*(self.backends(label) for label, _ in points))
         return sorted(timed - set(OWN_CHOICE))
 
     def fastest(self, points: Sequence[tuple[str, float]]) -> str:
-        """The backend of least time in a step, of those that were timed on all points."""
-        # of equal times the same backend wins each time
+        """Return the backend with the least time per step, among those timed on all points."""
+        # among equal times the result must be deterministic
         return min(self.everywhere(points), key=lambda backend: self.total(points, backend) or 0.0)
 
 
 def regret_configs(layers: LayerMap) -> list[Config]:
-    """The configs to time: those of the calls that can be replayed, what the rules would change, and
-    the forward of each that has a backward. Raises NotFoundError where there is none.
+    """Return the configs to time: those of calls that can be replayed, those after changes by the
+    rules, and the forward of each that has a backward. Raise NotFoundError if there are none.
     """
     configs: dict[Config, None] = {}
     for row in layers.rows:
@@ -83,7 +85,7 @@ def regret_configs(layers: LayerMap) -> list[Config]:
         labels += [str(item.advice.config) for item in _changes(row, layers) if item.advice]
         for config in map(parse_config, labels):
             configs[config] = None
-            # what a backward saves is the whole less the forward
+            # the saving of a backward is the total minus the forward
             configs[replace(config, bwd=False)] = None
     if not configs:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
@@ -95,8 +97,8 @@ def regret_configs(layers: LayerMap) -> list[Config]:
 
 
 def timed_configs(layers: LayerMap) -> list[Config]:
-    """What a bench has to time to tell of the layers: regret_configs, or where no step was recorded the
-    configs of the whole program's calls. Raises NotFoundError where there is none.
+    """Return the configs that a bench of the layers must time: regret_configs, or without a
+    recorded step the configs of the whole program's calls. Raise NotFoundError if there are none.
     """
     labels = dict.fromkeys(label for row in layers.rows for label, _ in row.program_points)
     if labels and all(row.calls is None for row in layers.rows):
@@ -105,7 +107,7 @@ def timed_configs(layers: LayerMap) -> list[Config]:
 
 
 def regret_backends(layers: LayerMap) -> list[str]:
-    """What ran, which has to be timed whatever else is asked for."""
+    """Return what ran, which must be timed whatever else is requested."""
     return list(dict.fromkeys(str(row.ran) for row in layers.rows if _timeable(row)))
 
 
@@ -114,13 +116,13 @@ def _timeable(row: LayerRow) -> bool:
 
 
 def _median(row: LayerRow) -> Config:
-    """The config to time for the row's call of median length."""
+    """Return the config to time for the row's call of median length."""
     config = parse_config(str(row.config))
     return replace(config, bwd=False) if row.direction == "recompute" else config
 
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
-    """What makes the backends take what ran as math, where a config says it."""
+    """Return the changes with which backends support what ran as math, if a config expresses them."""
     if row.ran != "math" or row.config is None or layers.place is None:
         return []
     changes = suggestions(_median(row), layers.place)
@@ -128,8 +130,8 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
 
 
 def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
-    """The map with what each row would save a step, by a bench of its configs. Raises NotFoundError
-    for a bench on another device, or without a time of any row.
+    """Return the map with each row's savings per step, by a bench of its configs. Raise
+    NotFoundError for a bench on another device, or without a time of any row.
     """
     environment = benched.environment
     gpu = environment.get("gpu") if environment.get("device_type") == "cuda" else None
@@ -169,12 +171,12 @@ def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
 
 
 def _launch_bound(layers: LayerMap) -> bool:
-    """Whether the GPU waits for the CPU for much of the step, as it was traced."""
+    """Return whether the GPU waited for the CPU during much of the traced step."""
     return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
 def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: BenchTimes) -> LayerRow:
-    """The row with its best backend. Where none is shown to be faster, that is what ran."""
+    """Return the row with its best backend, which is what ran if none is shown to be faster."""
     if not _timeable(row):
         return row
     calls, actual = sum(weight for _, weight in row.points), str(row.ran)
@@ -205,7 +207,7 @@ def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: BenchTimes) -
 
 
 def _switch(row: LayerRow, layers: LayerMap, benched: Benched) -> str:
-    """How the best backend is had."""
+    """Return how to select the best backend."""
     chosen = {
         backend_that_ran(cell)
         for cell in benched.cells
@@ -222,7 +224,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: Benched) -> str:
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
-    """The row's advice by rule, with the gain of each change that was timed."""
+    """Return the row's advice by rule, with the gain of each change that was timed."""
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
     for item in _changes(row, layers):
@@ -240,7 +242,7 @@ def _saves(layers: LayerMap) -> str:
 
 
 def _saved(figures: LayerRow | Regret) -> str:
-    """`120.0 µs`, with its halves where a backward was timed."""
+    """Return `120.0 µs`, with forward and backward if a backward was timed."""
     text = _time(figures.saves_ns or 0.0)
     forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
     if forward is None or backward is None:
@@ -280,7 +282,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
 
 
 def _doubts(rows: Sequence[LayerRow], benched: Benched, times: BenchTimes) -> list[str]:
-    """What the figures leave out, and where the bench is unlike the trace."""
+    """Return what the figures leave out, and where bench and trace differ."""
     texts = []
     for row in rows:
         name = row.module or row.config or row.kind
@@ -310,7 +312,7 @@ def _doubts(rows: Sequence[LayerRow], benched: Benched, times: BenchTimes) -> li
 
 
 def bench_doubts(benched: Benched) -> list[str]:
-    """What a bench does not tell of kernels, and what of it is left out."""
+    """Return what a bench does not show of kernels, and which part of it is left out."""
     texts = []
     # `wall` is a CPU's time, which has no launches
     if benched.ranking not in ("kernel", "wall"):

@@ -1,4 +1,4 @@
-"""A cell as a Python script that needs nothing of profharness: the same inputs, the same call, by the
+"""Write a cell as a Python script that does not need profharness: the same inputs and call, by the
 operations of backends/inputs.py.
 """
 
@@ -48,19 +48,17 @@ _DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
 
 @dataclass(frozen=True)
 class ReproCell:
-    """What a script repeats. device is `cuda`, `cpu` or `auto`; record are lines on what was stored
-    of the cell.
-    """
+    """The cell that a script repeats."""
 
     config: Config
     backend: str
-    device: str = "auto"
+    device: str = "auto"  # `cuda`, `cpu` or `auto`
     seed: int = 0
-    record: tuple[str, ...] = ()
+    record: tuple[str, ...] = ()  # lines about the stored cell
 
 
 def asked_cell(configs: Sequence[Config], backends: Sequence[str]) -> ReproCell:
-    """The cell of a question without a run. Raises UsageError unless it names one."""
+    """Return the cell of a query without a run. Raise UsageError unless it names exactly one."""
     if len(configs) != 1:
         amount = f"{len(configs)} configs" if configs else "no config"
         raise UsageError(f"a script is of one cell, and this names {amount}; give one --config")
@@ -70,7 +68,7 @@ def asked_cell(configs: Sequence[Config], backends: Sequence[str]) -> ReproCell:
 
 
 def stored_cell(store: Store, selection: Selection) -> ReproCell:
-    """The one stored cell that is meant. Raises NotFoundError where none is, UsageError for several."""
+    """Return the selected stored cell. Raise NotFoundError for none, UsageError for several."""
     run = store.find_runs(selection, "run")
     cells = store.cells(run, configs=selection.configs or None, backends=selection.backends or None)
     if not cells:
@@ -92,7 +90,7 @@ def stored_cell(store: Store, selection: Selection) -> ReproCell:
 
 
 def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterable[str]:
-    """What was stored of a cell, and where it ran."""
+    """Yield what is stored of a cell and its machine."""
     keys = ("torch", "torch_git", "torch_cuda", "gpu", "cudnn", "driver", "cpu", "triton")
     place = ", ".join(f"{key} {environment[key]}" for key in keys if environment.get(key))
     yield f"Run {cell.run}: {cell.status}" + (f": {cell.message}" if cell.message else "")
@@ -112,7 +110,7 @@ def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterable[str]:
 
 
 def repro_script(cell: ReproCell) -> str:
-    """The script. Raises UsageError for a backend that it cannot write down."""
+    """Return the script. Raise UsageError for a backend that it cannot express."""
     backend = find_backend(cell.backend)
     config = cell.config.resolve(cell.device) if cell.device != "auto" else cell.config
     needs, setup = _setup(backend, config, cell.device)
@@ -141,7 +139,7 @@ def repro_script(cell: ReproCell) -> str:
 
 
 def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
-    """What the script needs, and the text that defines `attention` and `context`."""
+    """Return the script's requirements, and the source that defines `attention` and `context`."""
     name = backend.name
     if name == "auto":
         return "torch alone", PLAIN
@@ -172,7 +170,7 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
 
 
 def _source(source: str, config: Config) -> tuple[str, str]:
-    """The files of an implementation, or the import of one that a package has."""
+    """Return the files of an implementation, or the import from a package."""
     place, _, function = source.rpartition(":")
     properties = {field.name: getattr(config, field.name) for field in fields(config)}
     properties |= {name: getattr(config, name) for name in _DERIVED}
@@ -205,7 +203,7 @@ def _decoded(path: Path, content: bytes) -> str:
 
 
 def _literal(text: str) -> str:
-    """A Python literal of a file: raw and readable where that says the same."""
+    """Return a Python literal of a file, raw if that is equivalent."""
     if printable(text) == text and "'''" not in text and not text.endswith(("'", "\\")):
         return f"r'''{text}'''"
     return repr(text)
@@ -213,10 +211,10 @@ def _literal(text: str) -> str:
 
 @dataclass
 class Text:
-    """A tensor as the expression that makes it. lines are the statements that go ahead of that."""
+    """A tensor as the expression that creates it."""
 
     text: str
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # statements before the expression
 
     def __repr__(self) -> str:
         return self.text
@@ -249,7 +247,7 @@ def _index(index: object) -> str:
 
 
 def _inputs(config: Config) -> Iterable[str]:
-    """Statements in the order in which the worker draws its random numbers."""
+    """Yield statements in the order in which the worker draws its random numbers."""
 
     def filled(name: str) -> Callable[..., Text]:
         return lambda *shape: Text(f"{name}({', '.join(map(str, shape))})")

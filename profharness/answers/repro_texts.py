@@ -1,4 +1,4 @@
-"""The texts that `repro` puts a script together from. They import nothing of profharness."""
+"""Parts of the script that `repro` writes. They import nothing of profharness."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What each kernel of a cell computes: its role, decided from family, op stack and order. In a trace
-of somebody else, what is not attention has the name of the op that asked for it.
+"""The role of each kernel of a cell, decided by family, op stack and order. In a foreign trace, a
+kernel outside of attention is named after the op that launched it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from profharness.rows import KernelRow
 
-# In the order in which a diff shows them: what computes attention, then its parts, then what serves it.
+# In the order of a diff: what computes attention, then its parts, then auxiliary kernels.
 ROLES = (
     *("attention", "attention_bwd", "combine", "bwd_preprocess", "bwd_postprocess"),
     *("qk", "softmax", "softmax_guard", "pv", "qk+pv", "mask", "scale", "dropout"),
@@ -33,8 +33,8 @@ _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
 
 
-# What the op stack of a foreign trace's attention has in it. A batched product may be attention's
-# that somebody wrote out; a linear layer's is none.
+# Parts of the op stack of attention in a foreign trace. A batched product may belong to attention
+# that a program writes out; a linear layer's does not.
 _ATTENTION_PART = re.compile(
     r"^aten::(_?scaled_dot_product|_?softmax|_safe_softmax)|ScaledDot|Softmax"
 )
@@ -53,7 +53,7 @@ def _compiled(*rows: tuple[str, str]) -> _Table:
     return tuple((role, re.compile(pattern)) for role, pattern in rows)
 
 
-# By kernel name, first hit wins; these names say what they are in any op stack.
+# By kernel name, the first match decides. These names are unambiguous in any op stack.
 _NAMED = _compiled(
     ("combine", r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction"),
     ("combine", r"\bcombine_splits\b"),
@@ -74,7 +74,7 @@ _NAMED = _compiled(
 _BACKWARD_NAME = re.compile(r"bwd|backward|bprop|cutlassB_|_dk_?dv|_dq\b", re.IGNORECASE)
 
 
-# By the op that stands right below the attention op or the autograd node.
+# By the op directly below the attention op or the autograd node.
 _OP_ROLES = _compiled(
     ("softmax_guard", r"aten::_safe_softmax|SafeSoftmaxBackward\d+"),
     ("softmax", r"aten::softmax|aten::_softmax|SoftmaxBackward\d+"),
@@ -93,7 +93,7 @@ _OP_ROLES = _compiled(
     ),
     ("reduce", r"(Expand|RepeatInterleave|IndexSelect|Repeat)Backward\d+|aten::sum"),
 )
-# By kernel name where no op stack was recorded (nsys, ncu).
+# By kernel name, without a recorded op stack (nsys, ncu).
 _BARE = _compiled(
     ("softmax_guard", r"isneginf|ReduceOp<bool"),
     ("mask", r"where_kernel|masked_fill|logical_not"),
@@ -106,7 +106,9 @@ _FILLS = ("aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros", "aten:
 
 
 def role(row: KernelRow) -> str:
-    """The role of one row on its own; matrix products are `qk` or `gemm_bwd` until assign_roles."""
+    """Return the role of one row on its own. Matrix products are `qk` or `gemm_bwd` until
+    assign_roles.
+    """
     if row.kernel_kind in ("memcpy", "memset"):
         return "memory_bwd" if is_backward(row) else "memory"
     if named := _first(_NAMED, row.kernel):
@@ -123,8 +125,8 @@ def role(row: KernelRow) -> str:
 
 
 def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
-    """Every row of one cell or foreign range (and one profiler) with its role, by first_ns."""
-    # rows that begin together need an order too, else roles would differ from time to time
+    """Return every row of one cell or foreign range (and one profiler) with its role, by first_ns."""
+    # rows with the same start need a deterministic order, else roles would vary
     ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
     roles = [
         neutral_role(row) if row.cell is None and not shows_attention(row) else role(row)
@@ -137,8 +139,8 @@ def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
 
 
 def shows_attention(row: KernelRow) -> bool:
-    """Whether a row of a foreign trace belongs to attention by its name, its family or its op stack.
-    A batched product without a stack may; what else ran in its range decides.
+    """Return whether a row of a foreign trace belongs to attention by its name, family or op stack.
+    A batched product without a stack may; the other kernels of its range decide.
     """
     if row.family == "triton":
         if _ATTENTION_NAME.search(row.kernel):
@@ -155,8 +157,8 @@ def shows_attention(row: KernelRow) -> bool:
 
 
 def neutral_role(row: KernelRow) -> str:
-    """The op that asked for a kernel outside of attention (`linear`, `layer_norm_bwd`); without an
-    op stack its family.
+    """Return the op that launched a kernel outside of attention (`linear`, `layer_norm_bwd`), or
+    its family without an op stack.
     """
     parts = [part.removeprefix(f"{AUTOGRAD}: ") for part in _path(row)]
     if not parts:
@@ -170,9 +172,10 @@ def neutral_role(row: KernelRow) -> str:
 
 
 def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str | None:
-    """The dtype in which score matrices went through memory, None where none did: a softmax of its
-    own and no fused kernel. fp32 takes casts, and products whose names do not say otherwise. inputs
-    is the dtype of the inputs, kernels are roles with the dtypes that names tell.
+    """Return the dtype in which score matrices were stored in memory. None if they were not: that
+    needs a separate softmax and no fused kernel. fp32 requires casts, and products whose names do
+    not contradict it. `inputs` is the dtype of the inputs, `kernels` are roles with the dtypes in
+    kernel names.
     """
     roles = {role for role, _ in kernels}
     if not roles & set(SCORE_ROLES) or roles & set(FUSED_ROLES):
@@ -182,7 +185,9 @@ def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str |
 
 
 def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
-    """The rows of one cell (and one profiler) by role, roles in the order of their first launch."""
+    """Group the rows of one cell (and one profiler) by role, in the order of the roles' first
+    launches.
+    """
     groups: dict[str, list[KernelRow]] = {}
     for name, row in assign_roles(rows):
         groups.setdefault(name, []).append(row)
@@ -190,33 +195,35 @@ def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
 
 
 def launches_per_call(row: KernelRow, calls: int) -> float:
-    """The row's launches in one call. calls are the profiled calls, for a row that does not say."""
+    """Return the row's launches per call. `calls` is the number of profiled calls, for a row
+    without one.
+    """
     return row.launches_per_call or row.launches / max(1, calls)
 
 
 def call_ns(row: KernelRow, calls: int) -> float | None:
-    """The time of the row's launches in one call, None where it was not measured."""
+    """Return the time of the row's launches per call. None if it was not measured."""
     if row.total_ns is None:
         return None
     return row.total_ns / row.launches * launches_per_call(row, calls)
 
 
 def is_backward(row: KernelRow) -> bool:
-    """Whether autograd launched the row, as far as its op stack or its family tells."""
+    """Return whether autograd launched the row, as far as its op stack or its family shows."""
     if row.family.endswith("_bwd"):
         return True
     return any(part.startswith(AUTOGRAD) for part in _path(row))
 
 
 def is_gemm(row: KernelRow) -> bool:
-    """Whether the row is a matrix product, or the reduction of its split-K parts."""
+    """Return whether the row is a matrix product, or the reduction of its split-K parts."""
     if row.kernel_kind == "op":
         return row.kernel in _GEMM_OPS
     return row.family in ("gemm", "gemv") or _SPLIT_K.search(row.kernel) is not None
 
 
 def role_order(name: str) -> int:
-    """Where a role stands in a diff."""
+    """Return the position of a role in a diff."""
     return ROLES.index(name) if name in ROLES else len(ROLES)
 
 
@@ -229,7 +236,7 @@ def _backward_name(row: KernelRow) -> bool:
 
 
 def _helper_role(row: KernelRow) -> str:
-    """The role of an elementwise, copy, fill or reduce kernel, from the op that asked for it."""
+    """Return the role of an elementwise, copy, fill or reduce kernel, by the op that launched it."""
     path = _path(row)
     if not path:
         return _first(_BARE, row.kernel) or "helper"
@@ -250,7 +257,7 @@ def _helper_role(row: KernelRow) -> str:
 
 
 def _anchor(path: Sequence[str], backward: bool) -> str | None:
-    """The part below the attention op, or the autograd node; None outside of attention."""
+    """Return the part below the attention op, or the autograd node. None outside of attention."""
     if backward:
         nodes = [part for part in path if not part.startswith(AUTOGRAD)]
         return nodes[0] if nodes else ""
@@ -264,7 +271,7 @@ def _anchor(path: Sequence[str], backward: bool) -> str | None:
 
 
 def _inner_bwd_role(path: Sequence[str]) -> str | None:
-    """Inside the backward of a fused op: buffers set to zero, gradients made contiguous."""
+    """Return the role inside the backward of a fused op: zeroed buffers, gradients made contiguous."""
     if path[-1] in _FILLS:
         return "bwd_init"
     inner = [part for part in path if part.startswith("aten::") and "attention" not in part]
@@ -280,7 +287,7 @@ def _op_role(op: str) -> str | None:
 
 
 def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Name each matrix product from where it stands to the softmax of its direction."""
+    """Name each matrix product by its position relative to the softmax of its direction."""
     products = [n for n, row in enumerate(rows) if roles[n] in ("qk", "gemm_bwd")]
     softmax = _index(roles, "softmax")
     under_math = any(MATH_OP in _path(rows[n]) for n in products)
@@ -303,7 +310,9 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
 def _split_bare(
     rows: Sequence[KernelRow], roles: list[str], products: Sequence[int], softmax: int
 ) -> tuple[list[int], list[int]]:
-    """Forward and backward products by order alone; all after the first backward one is backward."""
+    """Separate forward and backward products by order alone: all after the first backward one are
+    backward.
+    """
     after = [n for n in products if n > softmax]
     cut = next((n for n in after[1:] if not _SPLIT_K.search(rows[n].kernel)), len(rows))
     for n in range(cut, len(rows)):
@@ -320,12 +329,12 @@ def _name_phase(
     names: tuple[tuple[str, ...], tuple[str, ...]],
     calls: int | None,
 ) -> None:
-    """Name the products of one direction, if their number per call is what the direction needs."""
+    """Name the products of one direction, if their number per call is as expected."""
     main = [n for n in products if not _SPLIT_K.search(rows[n].kernel)]
     forward = len(names[0]) == 1
     fallback = "qk+pv" if forward else "gemm_bwd"
     counts = {n: _per_call(rows[n], calls) for n in main}
-    # of a foreign trace attention's products are known by their number alone
+    # in a foreign trace, attention's products are recognized by their number only
     unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:
         foreign = rows[n].cell is None and MATH_OP not in _path(rows[n])
@@ -348,7 +357,7 @@ def _name_phase(
 
 
 def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
-    """The calls of the launches, for a trace that does not say: softmax runs once a call."""
+    """Return the number of calls for a trace that does not record it: softmax runs once per call."""
     for name in ("softmax", "softmax_bwd"):
         place = _index(roles, name)
         if place is not None and not rows[place].launches_per_call:
@@ -363,7 +372,9 @@ def _per_call(row: KernelRow, calls: int | None) -> int:
 
 
 def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Steps of a cell that writes attention out by ops of its own, from the outermost op of each."""
+    """Name the steps of a cell that writes attention out with its own ops, by the outermost op of
+    each.
+    """
     if "softmax" not in roles or set(roles) & set(FUSED_ROLES):
         return
     for n, row in enumerate(rows):
@@ -373,11 +384,13 @@ def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
 
 
 def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """A backend from outside PyTorch: the longest kernel that no ATen op launched is attention."""
+    """For a backend from outside PyTorch, name the longest kernel that no ATen op launched
+    attention.
+    """
     if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
         return
     if any(row.cell is None for row in rows):
-        return  # nobody knows that a foreign trace has attention in it
+        return  # a foreign trace is not known to contain attention
     own = [
         n
         for n, row in enumerate(rows)

@@ -1,4 +1,4 @@
-"""A stored run in a few sentences: what ran, what was refused and why, what auto cost, what to change."""
+"""Summarize a stored run: what ran, what was refused and why, what auto cost, what to change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from profharness.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """sentences in reading order; code selects the fastest backend where auto cost most, or is empty."""
+    """Sentences in reading order."""
 
     sentences: tuple[str, ...]
-    code: str = ""
+    code: str = ""  # selects the fastest backend where auto cost the most
 
 
 def summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> Summary:
-    """The summary of a run with cells; empty for one without."""
+    """Return the summary of a run, empty for one without cells."""
     if not cells:
         return Summary(())
     sentences = [_what_ran(store, run, cells), *_refused(cells), *_failed(cells)]
@@ -57,7 +57,7 @@ def _what_ran(store: Store, run: str, cells: Sequence[CellRow]) -> str:
 
 
 def _refused(cells: Sequence[CellRow]) -> Iterator[str]:
-    """One sentence on all refusals, with the codes of their reasons."""
+    """Yield one sentence on all refusals, with the codes of their reasons."""
     parts = []
     for backend in dict.fromkeys(cell.backend for cell in cells):
         own = [cell for cell in cells if cell.backend == backend]
@@ -81,7 +81,7 @@ def _failed(cells: Sequence[CellRow]) -> Iterator[str]:
 
 
 def _auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
-    """What auto took, what that cost against the best, and what to change."""
+    """Yield auto's choice, its cost relative to the best, and what to change."""
     took = Counter(
         backend_that_ran(cell) or "an unknown backend"
         for cell in cells
