@@ -1,5 +1,5 @@
-"""The backends naive-compiled and flex: Inductor on this CPU with real compiles, and what is told where it put
-SDPA in the place of the plain form.
+"""The backends naive-compiled and flex: real compilation by Inductor on this CPU, and the notes on
+SDPA that Inductor substituted for the plain form.
 """
 
 from __future__ import annotations
@@ -102,11 +102,13 @@ def test_inductor_puts_sdpa_in_the_place_of_naive_and_it_is_counted_with_a_warm_
     tmp_path: Path,
 ) -> None:
     assert counted(tmp_path, 10) == f"{[1] * 10}\n1\n"
-    assert counted(tmp_path, 1) == "[1]\n1\n"  # from the cache on disk nothing would be counted
+    assert (
+        counted(tmp_path, 1) == "[1]\n1\n"
+    )  # a result from the cache on disk would not be counted
 
 
 def test_each_load_of_flex_compiles_anew_and_no_other_loses_its_graph() -> None:
-    """Dynamo's part of it, which is the same on a CPU; what Inductor makes of it is not."""
+    """Covers Dynamo, which is the same on a CPU. Inductor's output is not the same."""
     assert printed(FLEX, TORCH_COMPILE_OVERRIDE_BACKENDS=">=0:aot_eager") == "10\n0\n"
 
 

@@ -1,4 +1,4 @@
-"""Tests of CUDA sources with the real NVRTC, without a GPU: the cache, and error messages."""
+"""CUDA sources with the real NVRTC, without a GPU: the cache, and error messages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_templates_and_plain_names_compile_to_a_cubin(source: CudaSource) -> Non
     assert made.names[NAME].startswith("_Z4fillIfLi8EE")
     assert all(name.encode() in made.cubin for name in made.names.values())
     assert (made.arch, made.from_cache) == ("sm_90a", False)
-    assert b"made.cu" in made.cubin  # line information, by which ncu finds the source
+    assert b"made.cu" in made.cubin  # line information, which ncu uses to find the source
 
 
 def test_a_second_compile_comes_from_the_cache(source: CudaSource) -> None:
@@ -159,7 +159,7 @@ def test_errors_contain_the_lines_of_the_python_file(source: CudaSource) -> None
         CudaSource(path, text=text).cubin([NAME], "sm_80")
     made = CudaSource(path, text=TEXT).cubin(
         [NAME, "plain"], "sm_80"
-    )  # not in the file, so without lines
+    )  # the text is not in the file, so its lines are unknown
     assert made.names["plain"] == "plain"
 
 

@@ -1,5 +1,5 @@
-"""Backends that change their process, close its descriptors or end it: what they do costs their own
-cells, and stands in their own rows.
+"""Backends that change their process, close its descriptors or end it affect only their own cells,
+and the change is recorded there.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ OWN = ("math", "auto")
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Cell]]:
-    """The cells of one capture by backend, on a config without and one with a backward."""
+    """Return the cells of one capture by backend, for a config without and one with a backward pass."""
     folder = tmp_path_factory.mktemp("nasty")
     (folder / "nasty.py").write_text(NASTY)
     (folder / "deep.py").write_text(f"x = {'-' * 100_000}1\n")
@@ -128,7 +128,7 @@ def test_other_backends_are_as_if_alone(cells: dict[str, list[Cell]], name: str)
         assert (cell.status, cell.message, cell.warnings) == ("ok", None, ())
         assert cell.choice == {"auto": "flash"}.get(name, name)
         assert len(cell.samples["wall"]) == 5
-        assert min(cell.samples["wall"]) > 1000  # ns: no call of torch is quicker
+        assert min(cell.samples["wall"]) > 1000  # ns: no call of torch is faster
 
 
 CHANGES = {
@@ -266,7 +266,7 @@ def test_every_backend_of_others_has_a_process_to_itself() -> None:
     sources = {"a.py": "/x/a.py:attention", "b.py": "/x/b.py:attention"}
     named = plan("math", "a.py", "flash+math", "b.py", "auto", "flash-attn", "fa3")
     here, owner = cells_here(named, sources, "cpu")
-    # what no CPU has is refused before it is imported
+    # backends that no CPU has are refused before they are imported
     assert {cell.backend for cell in here} == {"math", "flash+math", "auto", "flash-attn", "fa3"}
     assert owner == ""
     left = replace(named, cells=tuple(cell for cell in named.cells if cell not in here))

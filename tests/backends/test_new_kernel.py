@@ -1,4 +1,4 @@
-"""`profharness new-kernel` as a program: what it writes runs, is right, and overwrites nothing."""
+"""Run `profharness new-kernel`: its files run, are correct, and overwrite nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_written_is_right_or_skips_with_a_reason(kind: str, tmp_path: Pa
         text=True,
         check=False,
     )
-    assert checked.returncode in (0, 5), checked.stdout  # 5: all of it was skipped
+    assert checked.returncode in (0, 5), checked.stdout  # 5: all tests were skipped
     if kind == "torch" or (kind == "triton" and importlib.util.find_spec("triton")):
         assert "8 passed" in checked.stdout
     else:
@@ -122,7 +122,7 @@ def test_a_template_runs_as_a_backend_and_long_compiles_are_named(tmp_path: Path
     options = CaptureOptions(("events",), tmp_path / "runs", protocol)
     record = read_run(capture(expand_configs("1,2,40,16,causal,bwd"), files, options))
     told = {cell.backend: (cell.status, str(cell.message)) for cell in record.cells}
-    assert {cell.config.dtype for cell in record.cells} == {"fp32"}  # crashed ones too
+    assert {cell.config.dtype for cell in record.cells} == {"fp32"}  # including crashed cells
     assert told["made.py"][0] == "ok"
     assert told["slow.py"][0] == "timeout"
     assert "no answer during loading, compiling or the first call" in told["slow.py"][1]
@@ -148,7 +148,7 @@ def test_a_triton_kernel_is_refused_where_it_cannot_run_and_is_not_wrong(tmp_pat
     told = {cell.backend: (cell.status, str(cell.message)) for cell in record.cells}
     assert told["mine.py"][0] == told["lacks.py"][0] == told["flex"][0] == "refused"
     assert "Triton" in told["mine.py"][1] and "needs Triton" in told["lacks.py"][1]
-    assert told["bare.py"][0] == "error"  # a module of another name is the file's own mistake
+    assert told["bare.py"][0] == "error"  # an unknown module in the file is the file's own mistake
     assert "profharness does not run flex on cpu" in told["flex"][1]
     checks = VerifyOptions(("none",), False, tmp_path / "runs", protocol)
     verified = verify_into_store(config, names[:1], tmp_path / "s.db", checks)

@@ -1,5 +1,6 @@
-"""Implementations of the user's, run by real workers on the CPU: how they are found, what they are
-called, and what becomes of those that break the contract."""
+"""Implementations by users, run by real workers on the CPU: how they are found and named, and what
+happens if they break the contract.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +67,9 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Cell]:
-    """Every file above on one config forward and one forward and backward, in one capture; by
-    backend and bwd."""
+    """Run every file above on one config, forward, and forward and backward, in one capture. Return
+    the cells by backend and bwd.
+    """
     folder = tmp_path_factory.mktemp("work")
     (folder / "mine").mkdir()
     for name, text in FILES.items():
@@ -189,7 +191,7 @@ def test_all_and_kernels_are_two_words(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_kernels_without_an_implementation_is_told(tmp_path: Path) -> None:
-    """A copy of the package, since the checkout has a folder kernels/."""
+    """Uses a copy of the package, because the checkout has a folder kernels/."""
     shutil.copytree(ROOT / "profharness", tmp_path / "profharness")
     code = (
         "from profharness.backends import expand_backends\n"
@@ -206,7 +208,7 @@ def test_kernels_without_an_implementation_is_told(tmp_path: Path) -> None:
 def test_a_file_of_kernels_is_found_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the name that it has in a checkout, unless the working directory has its own."""
+    """It has the same name as in a checkout, unless the working directory has a file of that name."""
     monkeypatch.chdir(tmp_path)
     shipped = find_backend("kernels/naive.py")
     assert shipped.file == ROOT / "kernels" / "naive.py"
@@ -262,7 +264,7 @@ def test_a_run_goes_on_from_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def offer(folder: Path, package: str, *points: str) -> None:
-    """A real installed distribution: a package with its dist-info and entry points."""
+    """Install a real distribution: a package with its dist-info and entry points."""
     (folder / f"{package}_pkg").mkdir(parents=True)
     (folder / f"{package}_pkg" / "__init__.py").write_text("")
     (folder / f"{package}_pkg" / "impl.py").write_text(GOOD)
@@ -303,7 +305,7 @@ def test_entry_points_of_installed_packages(tmp_path: Path) -> None:
     bare = "bare = one_pkg.impl"
     offer(site, "one", "pointed = one_pkg.impl:attention", bare, flash, "twice = one_pkg.impl:a")
     offer(site, "two", "twice = two_pkg.impl:attention", "broken = two_pkg.gone:attention")
-    (site / "kernels").mkdir()  # an installed package of that name stays what it is
+    (site / "kernels").mkdir()  # an installed package of that name is unaffected
     (site / "kernels" / "__init__.py").write_text("mark = 1\n")
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("raise ImportError('the wrong one')\n")

@@ -1,4 +1,4 @@
-"""What an implementation is made of, whose hash is kept with a run; and where its `tuning` is found."""
+"""The dependencies of an implementation, whose hash is stored with a run, and where its `tuning` is found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BELONGS = {
     "mine.py": f"import numpy\nfrom _tiles import best\nimport sub.deep\n{CUDA_TEXT}{GOOD}",
     "mine.cu": '#include "near.cuh"\n  #  include "../shared.cuh"\n#include <cuda_fp16.h>\n',
     "near.cuh": '#include "far.cuh"\n#include "gone.cuh"\n',
-    "far.cuh": '#include "near.cuh"\n',  # a circle
+    "far.cuh": '#include "near.cuh"\n',  # circular
     "../shared.cuh": "\n",
     "text.cuh": "\n",
     "_tiles.py": "def best():\n    from _late import late\nSOURCE = 'other.cu'\nimport mine\n",

@@ -1,4 +1,6 @@
-"""The built-in registry: what backends say of themselves without a GPU, and what they cannot express."""
+"""The registry of built-in backends: reasons for refusals without a GPU, and configs that they
+cannot compute.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,7 @@ def test_backends_lists_all_with_their_reasons(
     assert (states["broken"].runs, states["broken"].status) == (False, "error")
     assert "gone_for_good" in str(states["broken"].reason)
     assert states["naive"].runs
-    for name in {*own} - {"naive"}:  # none of them is an error where there is no GPU for it
+    for name in {*own} - {"naive"}:  # without a GPU none of them is an error
         assert (states[name].runs, states[name].status) == (False, "refused"), states[name]
     document = backends_document(list(states.values()))
     assert document.fields[:5] == ("backend", "runs", "reason", "device", "summary")

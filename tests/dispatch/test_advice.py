@@ -1,4 +1,6 @@
-"""Advice: what it suggests, that the rules agree with it, and that its code does what it says."""
+"""Advice: which changes it suggests, whether the rules accept them, and whether its code does what
+it claims.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from profharness.dispatch.perturb import rule_choice, rule_oracle
 from profharness.dispatch.predict import Verdict, judge, predict
 from profharness.rows import Refusal
 
-# Runs the code of several advices on CPU tensors beside the original call, and compares.
+# Runs the code of several pieces of advice on CPU tensors next to the original call, and compares.
 RUN = r"""
 import json, sys
 import torch
@@ -103,8 +105,8 @@ def test_the_first_way(text: str, backend: str, machine: Machine, first: tuple[s
     ("text", "backend", "machine"),
     [
         ("2,8,512,512,fp16", "flash", H200),  # no head_dim above 256
-        ("2,8,512,64,fp16", "flash", machine_for("V100", "2.11")),  # capability
-        ("2,8,512,64,fp16", "cudnn", H200),  # what auto takes anyhow
+        ("2,8,512,64,fp16", "flash", machine_for("V100", "2.11")),  # compute capability
+        ("2,8,512,64,fp16", "cudnn", H200),  # auto selects it without a change
         ("2,8,512,64,fp16", "cudnn", Machine((3, 0, 0))),  # nothing is known
     ],
 )
@@ -161,7 +163,7 @@ def test_every_way_makes_its_backend_eligible(config: Config, machine: Machine) 
 
 
 def test_fewer_changes_do_not_exist() -> None:
-    """By brute force over all single changes and pairs."""
+    """Checked by brute force over all single changes and pairs."""
     oracle = rule_oracle(H200)
     for text in ("2,8,64,100,fp32,mask=float_grad", "2,8,1,64,fp32,dropout=0.1,seq_kv=1"):
         config = parse_config(text)
@@ -214,7 +216,7 @@ def test_the_code_of_every_change_runs_and_gives_the_same_result_where_it_says_s
 
 
 def test_what_is_not_the_same_is_not_called_so() -> None:
-    """The comparison can tell: dropping a mask changes the result."""
+    """The comparison detects a difference: dropping a mask changes the result."""
     config = parse_config("2,4,24,16,fp32,mask=bool")
     code = call_code(config, replace(config, mask="none"))
     ((same, close, _),) = run_codes([(config.label, code)])

@@ -1,4 +1,4 @@
-"""The 500 configs that were captured on an H200: the rules still predict what ran."""
+"""The rules still predict what ran in 500 configs captured on an H200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of GPUs, releases and cuDNN versions as people write them."""
+"""Parse GPU names, releases and cuDNN versions in common spellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules against what PyTorch answered: 1,070 configs on an H200, and the CPU dispatcher live."""
+"""Compare the rules with PyTorch's answers: 1,070 configs on an H200, and the CPU dispatcher live."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "dispatch_h200.jsonl.gz"
 SCRIPT = ROOT / "scripts" / "check_dispatch.py"
 
-# Builds the tensors that the params describe, and asks torch; a line of JSON a case.
+# Builds tensors from params, queries torch, and prints one line of JSON per case.
 ASK = r"""
 import json, sys, warnings
 import torch

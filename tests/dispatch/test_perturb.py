@@ -1,4 +1,4 @@
-"""Blockers found by perturbing one property at a time, against the rules, which know them all."""
+"""Compare blockers found by perturbing one property at a time with the rules, which know all reasons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H200 = machine_for("H200", "2.11")
 
 
 def first_only(machine: Machine) -> Callable[[Config, str], Verdict]:
-    """The rules, as terse as PyTorch: one reason a time."""
+    """Return an oracle of the rules that reports only the first reason, like PyTorch."""
     ask = rule_oracle(machine)
 
     def oracle(config: Config, backend: str) -> Verdict:
@@ -37,7 +37,7 @@ def first_only(machine: Machine) -> Callable[[Config, str], Verdict]:
 
 
 def found(text: str, backend: str, machine: Machine = H200) -> dict[str, tuple[str, ...]]:
-    """Code to properties."""
+    """Return the properties by reason code."""
     answer = blockers(parse_config(text), backend, first_only(machine))
     return {blocker.reason.code: blocker.properties for blocker in answer}
 
@@ -65,7 +65,7 @@ def test_the_first_is_the_one_that_pytorch_stops_at() -> None:
 
 def test_reasons_after_the_first_stand_in_the_order_of_the_properties() -> None:
     text = "2,8,512,100,fp32,mask=float_grad,dropout=0.5,deterministic,layout=strided_last"
-    # cuDNN 9.12 is refused for dropout before anything else
+    # before any other check, cuDNN 9.12 is refused for dropout
     assert list(found(text, "cudnn", machine_for("H200", "2.10", 91200))) == [
         "dropout",
         "dtype",
@@ -98,7 +98,7 @@ def test_two_reasons_of_one_number_are_two() -> None:
 
 
 def test_what_only_the_easy_dtype_would_be_refused_for_is_not_told() -> None:
-    """fp32 wants a multiple of 4, fp16 one of 8."""
+    """fp32 requires a multiple of 4, fp16 of 8."""
     assert found("1,8,64,100,fp32,kv_heads=2", "efficient") == {"num_heads": ("kv_heads",)}
     assert found("1,8,64,99,fp32,kv_heads=2", "efficient") == {
         "num_heads": ("kv_heads",),
@@ -179,7 +179,7 @@ def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
     names = {name for blocker in answer for name in blocker.properties}
     assert names <= set(uneasy(config))
     assert oracle(eased(config, names), backend).eligible is not False
-    # each stands in the way by itself: without easing it, the others' easing is not enough
+    # each property is a blocker on its own: making only the others easy is not enough
     for blocker in answer:
         others = {n for other in answer if other is not blocker for n in other.properties}
         assert oracle(eased(config, others - set(blocker.properties)), backend).eligible is False
@@ -195,7 +195,7 @@ def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
 def test_properties_are_independent_and_complete(config: Config) -> None:
     base = only(config, ())
     found = eased(config, uneasy(config))
-    # a head_dim of 128 is as easy as one of 64, and it is what a head_dim_v of 64 is unlike to
+    # a head_dim of 128 is as easy as one of 64, and differs from a head_dim_v of 64
     assert found == base or (config.head_dim_v, found.head_dim) == (64, 128)
     assert replace(found, head_dim=64) == replace(base, head_dim=64)
     assert only(config, uneasy(config)) == config
@@ -214,7 +214,7 @@ def test_two_pairs_that_share_a_property_are_both_found() -> None:
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_no_property_is_a_blocker_that_cannot_be(name: str) -> None:
-    """Each entry of the registry blocks when the oracle says so, alone and under its name."""
+    """Each registered property is reported if the oracle refuses it, alone and by its name."""
     text = (
         "3,16,7,300,bf16,kv_heads=4,head_dim_v=99,mask=bool,dropout=0.5,causal,deterministic,bwd,"
         "layout=bshd,kv_batch=1"

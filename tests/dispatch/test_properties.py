@@ -1,4 +1,4 @@
-"""Invariants of predictions for any call and machine, and of the tables."""
+"""Invariants of predictions for arbitrary calls and machines, and of the tables."""
 
 from __future__ import annotations
 

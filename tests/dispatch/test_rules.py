@@ -32,7 +32,7 @@ def codes(
         ("2.6", "H200", FLASH_FIRST),
         ("2.8", "B200", FLASH_FIRST),
         ("2.9", "H100", FLASH_FIRST),  # the wheel was compiled with 9.8
-        ("2.10", "H100", FLASH_FIRST),  # the wheel brings 9.10.2
+        ("2.10", "H100", FLASH_FIRST),  # the wheel contains 9.10.2
         ("2.11", "H100", CUDNN_FIRST),
         ("2.11", "B300", CUDNN_FIRST),
         ("2.11", "A100", FLASH_FIRST),
@@ -172,7 +172,7 @@ FACTS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
             ("seq_len_zero", {"seq_kv": 0}),
             ("batch_size", {"batch_kv": 3}),
         )
-        if (backend, word) != ("flash", "not_on_cuda")  # the CPU has a flash of its own
+        if (backend, word) != ("flash", "not_on_cuda")  # the CPU has its own flash
     ],
     ("cudnn", "runtime_disabled", "H100", {"enabled": frozenset({"flash"})}, "2.6 2.9", ""),
     ("cudnn", "batch_size", "H100", {"batch_kv": 3}, "2.8", "2.7"),
@@ -289,7 +289,7 @@ def test_what_is_not_known_is_said() -> None:
     assert judge("cudnn", replace(PLAIN, head_dim=256), no_version).eligible is None
     assert judge("cudnn", PLAIN, no_version).eligible is True
     assert predict(PLAIN, no_version).choice == "unknown"
-    # flash or cuDNN first, but a call that only math can take
+    # flash or cuDNN is tried first, but only math can compute the call
     assert predict(replace(PLAIN, dtype="fp64"), no_version).choice == "math"
     assert judge("cudnn", replace(PLAIN, seq_kv=1), machine_for("H100", "2.5.1")).eligible is None
     assert (
@@ -358,7 +358,7 @@ def test_math_raises_for_causal_with_a_mask_and_nothing_after_it_is_asked() -> N
     grouped = replace(from_config(config, "cuda"), kv_heads=2, enable_gqa=True)
     told = predict(grouped, machine_for("H200", "2.8"))
     assert told.priority_order == ("flash", "efficient", "math", "cudnn")
-    assert told.choice == "none"  # cuDNN would take it, but comes after math
+    assert told.choice == "none"  # cuDNN could compute it, but comes after math
     assert told.backends["cudnn"].eligible is True
     off = replace(grouped, enabled=frozenset({"cudnn", "efficient"}))
     assert predict(off, machine_for("H200", "2.8")).choice == "cudnn"

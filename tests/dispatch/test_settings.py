@@ -1,4 +1,4 @@
-"""Sets and orders of SDPA's backends: their names, what the rules say, and PyTorch on the CPU."""
+"""Sets and orders of SDPA's backends: their names, the rules' predictions, and PyTorch on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from profharness.dispatch.predict import predict_cell
 from profharness.errors import UsageError
 from profharness.store import open_store
 
-# PyTorch on a CPU tries flash, then math, whatever order is set.
+# On a CPU, PyTorch tries flash, then math, regardless of the order.
 ON_A_CPU = {
     "flash+math": "flash",
     "math>flash": "flash",
@@ -94,7 +94,7 @@ def test_what_is_no_set_is_told(text: str, told: str) -> None:
         (MASKED, "flash+math", "2.11.0+cu130", "math"),
         (MASKED, "flash", "2.11.0+cu130", "refused"),
         ("2,8,512,64,fp32,mask=bool", "flash>cudnn", "2.11.0+cu130", "none"),
-        # flash first in 2.5, and no way to say otherwise
+        # 2.5 tries flash first and has no option to change that
         (PLAIN, "flash+math", "2.5.1+cu124", "flash"),
         (PLAIN, "math>flash", "2.5.1+cu124", None),
         (PLAIN, "math>flash", "2.6.0+cu124", "math"),

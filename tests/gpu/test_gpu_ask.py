@@ -1,4 +1,4 @@
-"""PyTorch asked on a GPU: what it said on the H200 before, and the same reasons as the rules."""
+"""Query PyTorch on a GPU: the same answers as on the H200 before, and the same reasons as the rules."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DATA = Path(__file__).resolve().parents[1] / "data" / "dispatch_h200.jsonl.gz"
 
 
 def config_of(told: dict[str, Any]) -> Config | None:
-    """None for calls that no config can say: fp64, unlike heads without enable_gqa, or that do not
-    divide.
+    """Return the call's config. None for calls that a config cannot express: fp64, unlike heads
+    without enable_gqa, or heads that do not divide.
     """
     if told["dtype"] not in DTYPES:
         return None
@@ -95,7 +95,7 @@ def test_reasons_and_texts_are_those_of_the_rules(
                 wrong.append((answer.config, side.backend, expected, side.reasons))
             sources.update(reason.source for reason in side.reasons)
     assert wrong == []
-    # only masks that want a gradient are refused without a word
+    # only masks that require a gradient are refused without a message
     assert sources["live"] > 10 * sources["inferred"]
 
 

@@ -1,5 +1,6 @@
-"""Backends besides SDPA's own on a GPU: those that are there run and agree with fp64, the others say
-why not; templates compile."""
+"""Backends other than SDPA's on a GPU: available ones run and agree with fp64, others report why
+they are unavailable. Templates compile.
+"""
 
 from __future__ import annotations
 

@@ -54,14 +54,14 @@ def test_every_cell_has_all_times(found: Benched) -> None:
 
 
 def test_all_agree_where_the_kernel_is_long(found: Benched) -> None:
-    """A call of a millisecond hides its launch; what remains between them is the cold L2."""
+    """A call of a millisecond hides its launch. The remaining difference is the cold L2."""
     times = medians(found, LARGE, "flash")
     for name in ("cold", "graph", "eager"):
         assert times[name] == pytest.approx(times["kernel"], rel=0.1)
 
 
 def test_an_eager_call_waits_for_the_host_and_a_cold_one_does_not(found: Benched) -> None:
-    """Nine launches of math take the CPU longer than the GPU; a cold call has no part of that."""
+    """Nine launches of math take the CPU longer than the GPU. A cold call includes none of that."""
     times = medians(found, SMALL, "math")
     (row,) = [
         row
@@ -81,9 +81,9 @@ def test_kernels_take_no_longer_than_the_call(found: Benched) -> None:
 
 
 def test_graph_times_hold_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that takes 0.3 ms more for each replay of 0.5 ms changes no sample."""
+    """A host that takes 0.3 ms longer for each replay of 0.5 ms changes no sample."""
     left = torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
-    left @ left  # cuBLAS makes its handle outside of a capture
+    left @ left  # cuBLAS creates its handle outside of a capture
     sample, replay = open_graph(lambda: left @ left, 1), torch.cuda.CUDAGraph.replay
     quick = statistics.median(sample(20)["graph"])
 
@@ -113,7 +113,7 @@ def test_rates_stay_below_the_peaks_or_are_doubted(found: Benched) -> None:
 
 
 def test_peak_memory_is_of_the_call_and_not_of_caches_that_stay(found: Benched) -> None:
-    """math is the first here that multiplies by cuBLAS, whose workspace has 32 MiB."""
+    """math is the first backend here that uses cuBLAS, whose workspace has 32 MiB."""
     (peak,) = {
         row.peak_memory_bytes for row in found.rows if (row.config, row.backend) == (SMALL, "math")
     }

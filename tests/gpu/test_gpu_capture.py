@@ -1,4 +1,4 @@
-"""Captures on a real GPU: who launched what, and what a broken CUDA context costs."""
+"""Captures on a real GPU: the attribution of launches, and the consequences of a broken CUDA context."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MATH_OP = "aten::_scaled_dot_product_attention_math"
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with forward, backward and decode cells on every backend."""
+    """Return a store with forward, backward and decode cells on every backend."""
     folder = tmp_path_factory.mktemp("gpu")
     texts = (
         "2,8,512,64",

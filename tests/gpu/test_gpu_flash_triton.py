@@ -1,6 +1,7 @@
-"""flash_triton on a GPU: right with pointers and with TMA, its choice recorded, captured in a CUDA graph.
+"""flash_triton on a GPU: correct with pointers and with TMA, its tuning recorded, captured in a
+CUDA graph.
 
-Compiling a tile takes a second or two: all tests but one name their tiles, that one measures two.
+Compiling a tile takes a second or two. All tests but one select their tiles; that one measures two.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def test_is_right_in_every_case(tmp_path: Path) -> None:
 
 @pytest.fixture
 def flash_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, without forced tiles before and after."""
+    """Yield the module, without forced tiles before and after."""
     monkeypatch.syspath_prepend(str(KERNELS))
     import flash_triton as module
 

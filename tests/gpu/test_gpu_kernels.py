@@ -1,5 +1,5 @@
-"""Kernels compiled by CudaSource on a real GPU: single_query against fp64, launches under a CUDA graph
-and from other threads, and what a wrong launch says.
+"""Kernels compiled by CudaSource on a real GPU: single_query against fp64, launches in a CUDA graph
+and from other threads, and errors of wrong launches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lanes on real GPUs: each runs groups, by its own key and clocks, and all of them are one run."""
+"""Lanes on real GPUs: each runs groups, with its own key and clocks, and all form one run."""
 
 from __future__ import annotations
 

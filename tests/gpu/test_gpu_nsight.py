@@ -34,7 +34,9 @@ CONFIGS = expand_configs("2,8,512,64") + expand_configs("2,8,1024,64,causal,bwd"
 
 
 def test_three_witnesses_of_the_same_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.zeros(1, device="cuda")  # the context of a program that calls profharness is no stranger
+    torch.zeros(
+        1, device="cuda"
+    )  # the context of a program that calls profharness must not count as another process
     # one GPU, so that one report has all cells
     monkeypatch.setenv(
         "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

@@ -1,5 +1,6 @@
-"""tiled on a GPU of compute capability 9.0: as right as plain attention in the same dtype, in a CUDA graph,
-on two streams at once and over many grid-wide launches. Each kernel takes NVRTC a second: 25 at most.
+"""tiled on a GPU of compute capability 9.0: as accurate as plain attention in the same dtype, in a
+CUDA graph, on two streams at once, and over many grid-wide launches. NVRTC takes a second per
+kernel, with at most 25 kernels.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ pytestmark = [
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FLOOR = {FP32: 2**-22, FP16: 2**-12, BF16: 2**-9}
-"""Of a relative error: what is below is rounding of exp2 and of the result."""
+"""Lower bound for a relative error. Smaller errors are rounding of exp2 and of the result."""
 
 CASES = [  # batch, heads, kv_heads, rows, keys, head_dim, dtype, causal, layout
-    # one key tile: the shapes it is made for
+    # one key tile: shapes that fill it
     (1, 1, 1, 16, 16, 8192, FP32, False, "bhsd"),
     (1, 4, 4, 64, 64, 512, FP32, True, "bhsd"),
     (1, 4, 4, 64, 64, 8192, BF16, True, "bshd"),
     (4, 4, 4, 128, 128, 4096, FP32, False, "bhsd"),
     (4, 4, 2, 128, 128, 4096, FP16, True, "bhsd"),
-    # one key tile: what does not fill it
+    # one key tile: shapes that do not fill it
     (1, 1, 1, 1, 1, 1, FP32, False, "bhsd"),
     (2, 8, 2, 1, 128, 576, BF16, False, "bhsd"),
     (3, 5, 1, 65, 33, 77, FP16, False, "offset"),
@@ -58,7 +59,7 @@ def tensors(
     batch: int, heads: int, kv_heads: int, rows: int, keys: int, head_dim: int,
     dtype: torch.dtype, layout: str = "bhsd", seed: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """q, k, v as the layout says: `bshd` lies [B, S, H, D], `offset` starts at an odd address."""
+    """Return q, k, v in a layout: `bshd` is a transposed [B, S, H, D], `offset` starts at an odd address."""
     torch.manual_seed(seed)
     make: dict[str, Any] = {"device": "cuda", "dtype": dtype}
     made = []
@@ -76,7 +77,9 @@ def tensors(
 def errors(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any
 ) -> tuple[float, float]:
-    """Of `out` and of naive in the inputs' dtype, against naive in fp64 and relative to its norm."""
+    """Return the errors of `out` and of naive in the inputs' dtype, against naive in fp64 and
+    relative to its norm.
+    """
     naive = find_backend(str(KERNELS / "naive.py")).load()
     wanted = naive(q.double(), k.double(), v.double(), **arguments)
     plain = naive(q, k, v, **arguments)
@@ -101,7 +104,7 @@ def hopper() -> None:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """What torch.empty gives holds NaN."""
+    """Fill the memory of torch.empty with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -140,7 +143,7 @@ PLANS = {
     "splits": (
         Plan(2, 16, 64, 64, 128, 128, 3, 2, 2, splits=4, one=False), (1, 4, 1, 16, 1000, 256, BF16),
     ),
-    # wgmma; many tiles of it are among CASES
+    # wgmma; CASES contains many of its tiles
     "wide": (Plan(2, 128, 128, 64, 128, 64, 3, 3, 4), (2, 2, 2, 150, 120, 500, BF16)),
     "widegrid": (
         Plan(2, 128, 128, 64, 128, 128, 2, 2, 8, grid=True), (1, 4, 2, 200, 128, 1000, BF16),
@@ -177,7 +180,7 @@ def test_a_cuda_graph_gives_it_again(name: str) -> None:
 
 
 def finish(seconds: float = 20) -> None:
-    """Waits for the GPU, but not for ever: blocks that wait for each other in vain never end."""
+    """Wait for the GPU with a timeout: blocks that wait for each other in vain never end."""
     done = torch.cuda.Event()
     done.record()
     end = time.monotonic() + seconds
@@ -209,14 +212,14 @@ def test_two_streams_at_once(names: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_launches_that_overlap_wait_for_what_they_read(name: str) -> None:
-    """A launch starts while the one before it ends; each takes the output of that one as queries."""
+    """A launch starts while the previous one ends. Each uses the output of the previous one as queries."""
     plan, shape = PLANS[name]
     q, k, v = tensors(*shape)
 
     def chain(wait: bool) -> torch.Tensor:
         x = q
         for _ in range(30):
-            x = tiled.run(plan, x, k, v, scale=1.0)  # the memory of the last but one is taken again
+            x = tiled.run(plan, x, k, v, scale=1.0)  # uses the memory of the last but one again
             if wait:
                 torch.cuda.synchronize()
         return x
@@ -249,7 +252,7 @@ def test_two_graphs_side_by_side_have_barriers_of_their_own() -> None:
         with torch.cuda.graph(graphs[-1]):
             outs.append([tiled.run(plan, q, k, v) for _ in range(10)])
     now, after = tiled._of_captures[q.device.index]
-    assert now is memory and after == before + 2 * 10 * 4  # four tiles a launch
+    assert now is memory and after == before + 2 * 10 * 4  # four tiles per launch
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(20):
         for graph, stream in zip(graphs, streams, strict=True):
@@ -281,12 +284,12 @@ def finish_all(streams: list[torch.cuda.Stream]) -> None:
 
 
 def counted(words: torch.Tensor) -> bool:
-    """Whether blocks are still counted in barriers' words; bit 31 is the phase."""
+    """Return whether blocks are still counted in the barriers' words. Bit 31 is the phase."""
     return bool((words & 0x7FFFFFFF).any())
 
 
 def test_grid_launches_leave_their_barriers_ready() -> None:
-    """Whatever number of tiles the launches before had, and whatever number of barriers each."""
+    """For any number of tiles of the previous launches, and any number of barriers in each."""
     plan = PLANS["tilesgrid"][0]
     for heads, keys in ((8, 64), (2, 64), (4, 190), (8, 64)):
         q, k, v = tensors(1, heads, heads, 32, keys, 250, FP32)

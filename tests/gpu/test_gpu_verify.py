@@ -1,5 +1,5 @@
-"""Verification on a GPU: PyTorch's backends are right, mistakes are not, and what a kernel does not
-write shows in the caching allocator's memory too.
+"""Verification on a GPU: PyTorch's backends are correct, mistakes are found, and memory that a
+kernel does not write is detected with the caching allocator too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_pytorchs_own_are_right_in_every_case(tmp_path: Path, dtype: str, causal
 
 
 def test_mistakes_show_on_the_gpu_too(tmp_path: Path) -> None:
-    """What the messages say is tested on the CPU, where memory is handed out the same each time."""
+    """The messages are tested on the CPU, where memory is allocated the same way each time."""
     names = ("last_row_unwritten", "kv_mapping", "tail_of_keys", "stale", "wrong_gradient")
     backends = [f"{WRONG}:{name}" for name in names]
     rows = rows_of(tmp_path, "2,4,100,32,bf16,causal,kv_heads=2", backends, "none")

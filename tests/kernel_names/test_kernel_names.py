@@ -1,4 +1,4 @@
-"""Kernel identity against 2,066 real names with what they are, in Kineto's and nsys's spelling."""
+"""Parse 2,066 real kernel names, in Kineto's and nsys's spelling, and compare with their known properties."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from profharness.kernel_names import FAMILIES, canonical, parse_kernel_name
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 TABLE = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
 
-# The list's words for what a name is -> family by direction, and backend.
+# The list's category of a name -> family by direction, and backend.
 EXPECTED: dict[str, tuple[dict[str, str], str]] = {
     "flash(FA2,torch)": ({"fwd": "flash", "bwd": "flash_bwd"}, "flash2"),
     "FA2(flash-attn pip / vllm)": ({"fwd": "flash", "bwd": "flash_bwd"}, "flash2_pip"),
@@ -107,7 +107,7 @@ def test_real_names_are_decoded_as_listed() -> None:
     assert checked > 1600
 
 
-# How tiles stand in names, apart from what the parser knows of their makers.
+# How tiles are written in names, independent of the parser.
 TILES = (
     re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<\d+, (\d+), (\d+)"),
     re.compile(r"_knob_\d+_(\d+)x(\d+)x(\d+)"),

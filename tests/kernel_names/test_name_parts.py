@@ -1,4 +1,4 @@
-"""Kernel names in words: every real name, whole and short, and what is said of it."""
+"""Descriptions of kernel names: every real name, whole and short."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_mangled_names_ops_and_transfers() -> None:
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_the_traits_alone_are_said(direction: str) -> None:
-    """A study printed them without their kernel."""
+    """A study contains them without their kernel."""
     found = describe(f"Flash_{direction}_kernel_traits<64, 128, 96, 4>")
     assert found.kernel.family == ("flash" if direction == "fwd" else "flash_bwd")
     parts = {part.parameter: part.token for part in found.parts}

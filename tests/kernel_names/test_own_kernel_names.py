@@ -1,4 +1,4 @@
-"""Identity of the kernels in kernels/, whose names carry no library."""
+"""Identify the kernels in kernels/, whose names contain no library."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_kernels_of_the_implementations_that_come_with_profharness(
 
 
 def test_every_kernel_in_kernels_is_known_with_the_arguments_it_has() -> None:
-    """Held against the sources, so that a kernel that is renamed or changed there is found here."""
+    """Compare with the sources, so that renaming or changing a kernel there fails here."""
     cuda = "\n".join(path.read_text() for path in KERNELS.glob("*.cu"))
     names = re.findall(r"__global__\s+\w+\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", cuda)
     assert {"tiled_attention", "combine_splits"} < set(names)

@@ -1,4 +1,4 @@
-"""Kernels of serving traces: names as vLLM, SGLang, TensorRT-LLM and xDiT launch them on H100, H200,
+"""Kernels of serving traces: names launched by vLLM, SGLang, TensorRT-LLM and xDiT on H100, H200,
 B200, MI300 and MI355X.
 """
 

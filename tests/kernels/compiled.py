@@ -1,8 +1,8 @@
-"""Compiles flash_triton's kernels for sm_90 on a machine without a GPU, and says what came out.
+"""Compile flash_triton's kernels for sm_90 without a GPU, and print their resources.
 
-A program of its own, for the tests interpret triton elsewhere: it prints one JSON object a tile,
-with registers, bytes on the stack (spills) and shared bytes. `compiled.py every` takes all tiles of
-the tables (two minutes), else the first of each.
+A separate program, because the tests interpret triton elsewhere. It prints one JSON object per tile
+with registers, stack bytes (spills) and shared bytes. `compiled.py every` compiles all tiles of the
+tables (two minutes), otherwise only the first of each.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def compile_tile(
     tma: bool = False,
     ones: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Registers, bytes on the stack and shared bytes of a tile, the numbers of its instructions, and
-    the seconds that it took to compile.
+    """Return the registers, stack bytes and shared bytes of a tile, its instruction counts, and the
+    seconds of its compilation.
     """
     kernel = kernels.PASSES[name]
     block_d = tiles.block_d(head_dim)
@@ -71,7 +71,7 @@ def compile_tile(
 def _source(
     kernel: Any, meta: dict[str, Any], dtype: str, *, tma: bool, ones: tuple[str, ...]
 ) -> ASTSource:
-    """The kernel with arguments as a call with contiguous tensors gives them; `ones` are 1."""
+    """Return the kernel with the arguments of a call with contiguous tensors. `ones` are 1."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -120,7 +120,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def jobs(every: bool) -> Iterator[dict[str, Any]]:
-    """What to compile: each tile of the tables, or the first of each at head_dim 64 and 128."""
+    """Yield the compilations: each tile of the tables, or the first of each at head_dim 64 and 128."""
     for table, dtype, variants in (
         (tiles.HALF, "bf16", (False, True)),
         (tiles.TMA_ALONE, "bf16", (True,)),

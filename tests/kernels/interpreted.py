@@ -1,7 +1,7 @@
-"""Runs flash_triton on a CPU under Triton's interpreter and holds it against naive.py in fp64.
+"""Run flash_triton on a CPU under Triton's interpreter, and compare with naive.py in fp64.
 
-A program, for the interpreter is chosen when triton is first imported: it prints one JSON object a
-case, with the largest errors of the output and the gradients and what tuning() said.
+A separate program, because the interpreter is selected when triton is first imported. It prints one
+JSON object per case with the largest errors of output and gradients, and the result of tuning().
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels"))
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; layout names a function of LAYOUTS."""
+    """One problem. `layout` is the name of a function in LAYOUTS."""
 
     heads: tuple[int, int]
     lengths: tuple[int, int]
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 
 
 def run(case: Case) -> dict[str, Any]:
-    """The largest absolute difference of each result from the reference in fp64."""
+    """Return the largest absolute difference of each result from the fp64 reference."""
     import flash_triton
     import naive
     import torch

@@ -209,7 +209,7 @@ def test_blocks_of_a_cluster_see_each_other() -> None:
 
 
 def meet(mistake: int, blocks: int, seed: int, counter: int = 0) -> tuple[torch.Tensor, int]:
-    """What the blocks heard, and the counter after three barriers."""
+    """Return what the blocks received, and the counter after three barriers."""
     out, word = torch.zeros(blocks, 64), torch.tensor([counter], dtype=torch.int32)
     args = [torch.zeros(blocks), out, word]
     run(f"meeting<{mistake}>", blocks, 64, *args, cluster=blocks, cooperative=True, seed=seed)
@@ -224,7 +224,9 @@ def test_blocks_of_a_cooperative_launch_wait_for_each_other(counter: int) -> Non
     for seed in SEEDS:
         out, left = meet(0, 20, seed, counter)
         assert torch.equal(out, torch.full((20, 64), 2.0 * 190 + 2000)), seed
-        assert left == (PHASE if counter == 0 else 0)  # turned three times, nobody counted
+        assert left == (
+            PHASE if counter == 0 else 0
+        )  # the phase changed three times, and no block is counted
 
 
 def test_a_missing_gpu_wait_shows_for_some_seed() -> None:

@@ -1,5 +1,5 @@
-"""flash_triton on a machine without a GPU: right under Triton's interpreter, compiled for sm_90
-without spills, refused where it cannot run, and its choice kept with the cell.
+"""flash_triton without a GPU: correct under Triton's interpreter, compiled for sm_90 without
+spills, refused where it cannot run, its tuning stored with the cell.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from profharness.run import read_run
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-# of results of about 1 to 4 in size; the last digit of a dtype times what a row sums up
+# for results of magnitude 1 to 4: the last digit of a dtype times the length of a row's sum
 ALLOWED = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
-MAX_SHARED_BYTES = 227 * 1024  # of a block on sm_90
+MAX_SHARED_BYTES = 227 * 1024  # per block on sm_90
 MAX_STACK_BYTES = 48  # with Triton 3.9; 16 with 3.6
 OFFERS = """
 import sys, torch
@@ -39,7 +39,7 @@ def tuning():
 
 
 def told(program: str, *arguments: str, **variables: str) -> list[dict[str, Any]]:
-    """The JSON lines of a program beside this file."""
+    """Run a program of this folder. Return its JSON lines."""
     done = subprocess.run(
         [sys.executable, HERE / program, *arguments],
         env={**os.environ, **variables},
@@ -51,7 +51,7 @@ def told(program: str, *arguments: str, **variables: str) -> list[dict[str, Any]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-# its fixtures are costly: one process makes them once
+# the fixtures are slow: one process creates them once
 pytestmark = pytest.mark.xdist_group("flash-triton")
 
 
@@ -156,8 +156,10 @@ def test_a_cpu_without_the_interpreter_is_a_refusal(
 
 
 def test_the_choice_is_in_the_record_and_in_the_json(tmp_path: Path) -> None:
-    """Of any implementation with tuning(), for what it chose after its call. A worker that compiles
-    nothing does not load torch's compiler, which takes as long as torch.
+    """Applies to any implementation whose tuning() returns a choice after a call.
+
+    A worker that compiles nothing does not load torch's compiler, which takes as long as loading
+    torch.
     """
     file = tmp_path / "mine.py"
     answer = "{'calls': len(asked) > 0, 'compiler': 'torch._dynamo' in sys.modules}"

@@ -1,5 +1,5 @@
-"""The functions of kernels/device.cuh and wgmma.cuh under NVIDIA's own compilers, without a GPU; what
-the emulator says where g++ does not take a source.
+"""The functions of kernels/device.cuh and wgmma.cuh compile with NVIDIA's compilers, without a GPU.
+The emulator reports where g++ rejects a source.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The slow kernel without a GPU: it compiles for all it is meant for, is right in the emulator, and
-refuses what it cannot do.
+"""The slow kernel without a GPU: it compiles for all supported types, is correct in the emulator,
+and refuses unsupported calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_it_compiles_for_every_dtype(
 
 
 def emulated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> None:
-    """single_query in the emulator against naive in fp64; scale and is_causal are in arguments."""
+    """Compare single_query in the emulator with naive in fp64. `arguments` contain scale and is_causal."""
     naive = find_backend(str(ROOT / "kernels" / "naive.py")).load()
     launch_of = find_backend(f"{FILE}:launch_of").load()
     scale, is_causal = arguments["scale"], arguments["is_causal"]

@@ -1,5 +1,5 @@
-"""tiled without a GPU: right in the emulator for every way to cut a problem, with the shared memory that
-its plan says and no more.
+"""tiled without a GPU: correct in the emulator for every partition of a problem, with exactly the
+shared memory of its plan.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from profharness.backends import find_backend
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 5e-7, FP16: 4e-4, BF16: 3e-3}
-"""Of the whole output, relative to its norm."""
+"""For the whole output, relative to its norm."""
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan and a problem for it; shape is batch, heads, kv_heads, rows, keys, head_dim."""
+    """A plan and a problem for it. `shape` is batch, heads, kv_heads, rows, keys, head_dim."""
 
     plan: str
     shape: tuple[int, int, int, int, int, int]
@@ -62,7 +62,7 @@ PLANS: dict[str, tuple[torch.dtype, Plan]] = {
     "widemany64": (BF16, _plan(2, 128, 128, 64, 64, 64, parts=2, one=False, values=3)),
     "widesplit": (BF16, _plan(2, 128, 64, 64, 128, 128, parts=1, one=False, splits=2)),
 }
-# what choose_plan gives; few SMs so that the emulator has little to do
+# plans from choose_plan, with few SMs to keep the emulator fast
 MULTIPROCESSORS = 24
 CHOSEN = [
     (FP32, (1, 1, 1, 5, 11, 500)),
@@ -136,7 +136,7 @@ CASES = [
 
 
 def tensors(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v as the layout says: `bshd` lies [B, S, H, D], `offset` starts at an odd address."""
+    """Return q, k, v in a layout: `bshd` is a transposed [B, S, H, D], `offset` starts at an odd address."""
     batch, heads, kv_heads, rows, keys, head_dim = case.shape
     made = []
     torch.manual_seed(sum(case.shape))
@@ -154,7 +154,7 @@ def tensors(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 def error(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any
 ) -> float:
-    """Against naive in fp64, relative to the norm; NaN and infinity count as infinite."""
+    """Return the error against naive in fp64, relative to the norm. NaN and infinity count as infinite."""
     naive = find_backend(str(KERNELS / "naive.py")).load()
     wanted = naive(q.double(), k.double(), v.double(), enable_gqa=True, **more)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
@@ -187,7 +187,7 @@ def test_the_chosen_plan_is_right_in_the_emulator(
     for causal in (False, True):
         out = call(tiled.attention, q, k, v, is_causal=causal, seed=1, **planned)
         assert error(out, q, k, v, is_causal=causal) < TOLERANCE[dtype]
-        # a plan does not depend on causal, so that both take one compiled kernel
+        # a plan does not depend on causal, so both use one compiled kernel
         assert tiled.tuning() == chosen(dtype, shape).described()
 
 
@@ -227,21 +227,21 @@ def test_the_maximum_may_move_from_tile_to_tile(name: str, order: str) -> None:
     dtype, plan = PLANS[name]
     q, k, v = tensors(Case(name, (1, 1, 1, 20, 5 * plan.keys - 3, 64)), dtype)
     last = k.shape[2] - 1
-    # scores of a row are along one direction, up to 300 times log2 e
+    # the scores of a row point in one direction, up to 300 times log2 e
     strength = torch.arange(last + 1) / last * 300
     k = k * 0.01
     k[..., 0] = strength if order == "rising" else strength.flip(0)
     q[..., 0] = 1
     q, k = q.to(dtype), k.to(dtype)
     out = run(plan, q, k, v, scale=1.0, together=TOGETHER, seed=2)
-    # weights of 16 bits: a single key has almost all of them
+    # 16-bit weights: a single key has almost all of the weight
     assert error(out, q, k, v, scale=1.0) < 2 * max(TOLERANCE[dtype], 2e-5)
 
 
 @emulated
 @pytest.mark.parametrize("name", PLANS)
 def test_memory_beside_the_tensors_is_not_used(name: str) -> None:
-    """Keys and values are the front of a cache that holds NaN behind them, in all dimensions."""
+    """Keys and values are the front of a cache that contains NaN behind them, in all dimensions."""
     dtype, plan = PLANS[name]
     head_dim = 64 * plan.parts - 16
     keys = plan.keys - 3 if plan.one else 2 * plan.keys + 5
@@ -262,7 +262,7 @@ def test_the_shared_memory_is_what_the_plan_says(name: str) -> None:
     case = Case(name, (1, 2, 1, plan.rows, plan.keys, 64 * plan.parts))
     q, k, v = tensors(case, dtype)
     run(plan, q, k, v, together=TOGETHER)
-    # the plan counts on rows of weights that are padded; wgmma takes them without
+    # the plan assumes padded rows of weights; wgmma reads them without padding
     spare = 16 * plan.rows if name.startswith("wide") else 0
     with pytest.raises(EmulatorError, match="shared memory"):
         run(plan, q, k, v, together=TOGETHER, bytes_short=spare + 4)

@@ -1,4 +1,4 @@
-"""tiled without a GPU: what it refuses, what empty inputs give, which words a barrier gets."""
+"""tiled without a GPU: refused arguments, empty inputs, and the memory of its barriers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[torch.Tensor, int]]:
-    """As within a capture on GPU 3, whose words stand in memory of the CPU. Returns them."""
+    """Simulate a capture on GPU 3, whose barrier words are in CPU memory. Return them."""
     words = {3: (torch.zeros((12, 32), dtype=torch.int32), 0)}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(tiled, "_of_captures", words)
@@ -45,8 +45,8 @@ def test_every_captured_launch_has_its_own_barriers(
 
 @pytest.mark.usefixtures("capturing")
 def test_words_that_a_capture_makes_are_for_that_launch_alone() -> None:
-    """They are zeroed when that graph is replayed: another graph that had some of them would find
-    whatever lies there before, and would lose its count whenever the first one is replayed.
+    """They are zeroed when that graph is replayed. Another graph that shared them would find
+    arbitrary values before, and would lose its count whenever the first graph is replayed.
     """
     handed = [tiled._counters(3, units) for units in (10, 5, 4)]
     assert len(set().union(*map(places, handed))) == 19
@@ -82,7 +82,7 @@ def test_supports(config: str, reason: str | None) -> None:
 
 
 def gpu(*shape: int, dtype: torch.dtype = FP16, device: str = "cuda:0") -> torch.Tensor:
-    """A tensor that says it is on a GPU; needs none, has no memory."""
+    """Return a tensor that claims to be on a GPU. It has no memory."""
     with FakeTensorMode():
         return torch.empty(shape, dtype=dtype, device=device)
 

@@ -1,4 +1,6 @@
-"""The plans of tiled: valid for every problem, of the size that the kernel says, compiled without a GPU."""
+"""The plans of tiled: valid for every problem, with the size that the kernel computes, compiled
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,13 @@ def power_of_two(number: int) -> bool:
 
 
 def is_wide(plan: Plan) -> bool:
-    """Whether the kernel multiplies by wgmma on Hopper: tile_of in tiled_memory.cuh."""
+    """Return whether the kernel multiplies with wgmma on Hopper: tile_of in tiled_memory.cuh."""
     wide = plan.rows == 128 and plan.slice == 64 and plan.keys in (64, 128)
     return plan.element_bytes == 2 and wide
 
 
 def check_tile(plan: Plan) -> None:
-    """What the kernel asserts when it is compiled, and what it takes for granted."""
+    """Check what the kernel asserts at compile time and what it assumes."""
     size = plan.element_bytes
     assert all(map(power_of_two, (plan.rows, plan.keys)))
     assert 16 <= plan.rows <= 128 and 16 <= plan.keys <= 128
@@ -81,9 +83,9 @@ def check_tile(plan: Plan) -> None:
     assert plan.stages >= 2 and plan.value_stages >= 2
     assert plan.one or plan.columns == plan.chunk
     assert not (plan.one and plan.splits > 1)
-    for row in (plan.slice, plan.columns):  # a row is copied by whole threads
+    for row in (plan.slice, plan.columns):  # whole threads copy a row
         assert THREADS % (row * size // 16) == 0
-    # a thread's output is 128 registers at most
+    # the output of a thread has at most 128 registers
     assert plan.rows * plan.columns <= 128 * THREADS
     if size == 4:
         assert plan.slice % 32 == 0 and plan.slice // 4 >= plan._groups >= 1
@@ -99,7 +101,7 @@ def check_tile(plan: Plan) -> None:
 
 
 def check_fit(plan: Plan, problem: Problem, multiprocessors: int) -> None:
-    """The plan covers head_dim, and its blocks have room on the GPU."""
+    """Check that the plan covers head_dim, and that its blocks fit on the GPU."""
     assert plan.element_bytes == problem.element_bytes
     assert plan.shared_bytes <= SHARED_BYTES
     assert plan.parts * plan.chunk >= problem.head_dim > (plan.parts - 1) * plan.chunk
@@ -143,7 +145,7 @@ def test_a_plan_exchanges_as_it_is_asked_to(problem: Problem, exchange: str) -> 
 @pytest.mark.parametrize(
     ("problem", "multiprocessors"),
     [
-        (Problem(4096, 128, 16, 64, 2), 132),  # wgmma takes 64 or 128 keys alone
+        (Problem(4096, 128, 16, 64, 2), 132),  # wgmma supports only 64 or 128 keys
         (Problem(4096, 128, 32, 64, 2), 132),
         (Problem(14, 17, 1, 1, 4), 26),  # 16 groups of threads for 8 times 4 columns
     ],
@@ -157,8 +159,8 @@ def test_a_plan_for_few_keys_compiles(problem: Problem, multiprocessors: int) ->
 def test_a_gpu_of_few_multiprocessors_gets_a_plan_that_pays(
     head_dim: int, multiprocessors: int
 ) -> None:
-    """A seventh of an H100 has 16 SMs. With 4096 tiles there is nothing to gain by splitting one over
-    more blocks than needed.
+    """A seventh of an H100 has 16 SMs. With 4096 tiles, splitting a tile over more blocks than
+    needed does not help.
     """
     problem = Problem(4096, 16, 16, head_dim, 2)
     assert choose_plan(problem, multiprocessors).parts < 12
@@ -234,14 +236,14 @@ def test_the_shared_memory_of_a_plan_is_the_kernels(tmp_path: Path) -> None:
     emulate(source, "totals", 1, 1, [out, plain])
     assert plain.tolist() == [plan.shared_bytes for plan in plans]
     for plan, total in zip(plans, out.tolist(), strict=True):
-        # wgmma wants weights without padding, 16 bytes a row less
+        # wgmma needs weights without padding, 16 bytes less per row
         assert plan.shared_bytes - (16 * plan.rows if is_wide(plan) else 0) <= total
         assert total <= plan.shared_bytes and (is_wide(plan) or total == plan.shared_bytes), plan
 
 
 @pytest.fixture(scope="module")
 def resources() -> dict[Problem, str]:
-    """What cuobjdump says of the plan of each problem, compiled for sm_90a."""
+    """Return cuobjdump's output for the plan of each problem, compiled for sm_90a."""
     pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'profharness[kernels]'")
     source = CudaSource(SOURCE)
     made = {}
@@ -258,8 +260,8 @@ def test_the_plans_compile_for_hopper_without_a_gpu(resources: dict[Problem, str
 
 
 STACK = {TUNED[tune_tiled.TABLE.index("4,4,128,4096,fp32")]: 64}
-"""Bytes that may stand on the stack. This one keeps a few addresses there, written before the loops and
-read after them; measured, it is as fast as with none.
+"""Stack bytes that are allowed. This plan keeps a few addresses there, written before the loops and
+read after them. It was measured to be as fast as without them.
 """
 
 
@@ -283,7 +285,7 @@ def test_the_other_kernels_compile_too() -> None:
 
 
 def _resources(cubin: bytes) -> str:
-    """Empty where there is no cuobjdump; Triton brings one."""
+    """Return cuobjdump's output, empty without cuobjdump. Triton contains one."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         return ""

@@ -1,4 +1,4 @@
-"""`tiled.run` on the CPU: its kernels are compiled and run by the emulator instead of NVRTC and a GPU."""
+"""`tiled.run` on the CPU: the emulator compiles and runs its kernels instead of NVRTC and a GPU."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
 KERNELS = Path(tiled.__file__).parent
 SOURCE = KERNELS / "tiled.cu"
 SCRATCH, PARTS = 5, 13
-"""Where these stand among the arguments of tiled_attention."""
+"""Positions among the arguments of tiled_attention."""
 
 
 def instance(dtype: torch.dtype, plan: Plan) -> str:
-    """The kernel's name as `run` asks for it."""
+    """Return the kernel's name as `run` requests it."""
     return plan.instance(tiled.TYPES[dtype])
 
 
 @dataclass(frozen=True)
 class EmulatedKernel:
-    """Has the `launch` of a CudaKernel."""
+    """Replaces a CudaKernel: it has its `launch`."""
 
     source: EmulatedSource
     name: str
@@ -54,7 +54,7 @@ class EmulatedKernel:
         assert not (cooperative and self.cluster > 1)
         # combine_splits has no wait_for_previous() of its own
         assert overlap == self.name.startswith("tiled_attention")
-        # the blocks of a cooperative launch that wait for each other are there as one cluster
+        # the blocks of a cooperative launch that wait for each other are emulated as one cluster
         together = args[PARTS] if cooperative else self.cluster
         short = self.source.bytes_short if self.shared_bytes else 0
         emulate(
@@ -69,10 +69,12 @@ class EmulatedKernel:
             seed=self.source.seed,
             together=self.source.together,
         )
-        if cooperative:  # tiles run one after another here: that they shared memory would not show
+        if (
+            cooperative
+        ):  # tiles run one after another here, so sharing memory between them would not be detected
             scratch, counters = args[SCRATCH : SCRATCH + 2]
             tiles = scratch.view(len(counters), -1)
-            # the end: what the old output is multiplied by and one over the sum, of each row
+            # the last rows: factor of the old output and one over the sum, per row
             assert not tiles[:, -1].isnan().any(), (
                 "a tile has no memory of its own for its exchange"
             )
@@ -80,8 +82,10 @@ class EmulatedKernel:
 
 @dataclass(frozen=True)
 class EmulatedSource:
-    """Has the `kernel` of a CudaSource. together: kernels that share one compiled program;
-    bytes_short: shared memory that launches lack.
+    """Replaces a CudaSource: it has its `kernel`.
+
+    `together` are kernels that share one compiled program. `bytes_short` is shared memory that
+    launches lack.
     """
 
     seed: int
@@ -103,7 +107,7 @@ def run(
     bytes_short: int = 0,
     **arguments: Any,
 ) -> torch.Tensor:
-    """`tiled.run` in the emulator; what it allocates holds NaN until a kernel writes there."""
+    """Run `tiled.run` in the emulator. Its allocations contain NaN until a kernel writes them."""
     with _emulated(EmulatedSource(seed, together, bytes_short)):
         return tiled.run(plan, q, k, v, **arguments)
 
@@ -119,11 +123,11 @@ def call(
     seed: int = 0,
     **arguments: Any,
 ) -> torch.Tensor:
-    """`tiled.attention`, `one_block` or `one_cluster` in the emulator, planned for a GPU with that
-    many SMs.
+    """Run `tiled.attention`, `one_block` or `one_cluster` in the emulator, planned for a GPU with
+    `multiprocessors` SMs.
     """
     with _emulated(EmulatedSource(seed, together)) as patch:
-        patch.setattr(tiled, "_check", lambda *_: None)  # refuses the CPU
+        patch.setattr(tiled, "_check", lambda *_: None)  # it refuses the CPU
         patch.setattr(tiled, "_multiprocessors", lambda _: multiprocessors)
         return function(q, k, v, **arguments)
 
@@ -131,9 +135,9 @@ def call(
 @contextmanager
 def _emulated(source: EmulatedSource) -> Iterator[pytest.MonkeyPatch]:
     counters = torch.zeros((1024, 32), dtype=torch.int32)
-    counters[::3, 0] = -(2**31)  # what an odd number of barriers leaves
+    counters[::3, 0] = -(2**31)  # the state after an odd number of barriers
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
+    torch.use_deterministic_algorithms(True)  # fills the memory of torch.empty
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiled, "SOURCE", source)

@@ -1,4 +1,4 @@
-"""Small programs whose attention is observed, and what runs them under `profharness observe`."""
+"""Small programs with attention, and a function that runs them under `profharness observe`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def infer(passes, model=None, mask=None, rows=16):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a program did under the command. calls are those of all its processes."""
+    """The result of a program under `profharness observe`. `calls` are those of all its processes."""
 
     code: int
     stdout: str
@@ -94,7 +94,7 @@ class Seen:
 
 
 def write(folder: Path, body: str, name: str = "program.py") -> Path:
-    """A program of the model above and a body; the model is importable as `model`."""
+    """Write a program with the model above and a body. The model can be imported as `model`."""
     (folder / "model.py").write_text(MODEL)
     path = folder / name
     path.write_text(f"from model import *\n{body}\n")
@@ -108,7 +108,7 @@ def observe(
     environment: Mapping[str, str | None] | None = None,
     text: str = "",
 ) -> Seen:
-    """Run a command line of Python's below a folder. A variable of None is not set."""
+    """Run a command line of Python in a folder. Variables of None are unset."""
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
     command = [sys.executable, "-m", "profharness", "observe", *options, "--"]
     done = subprocess.run(

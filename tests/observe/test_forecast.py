@@ -1,5 +1,5 @@
-"""What another GPU would do with the attention of a program: real traces of an H200, and programs that
-really run here, on a CPU and on tensors without data.
+"""Predictions for a program's attention on another GPU: real H200 traces, and programs that run
+here on a CPU and on tensors without data.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def map_of(store: Path, *words: str) -> Result:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A store for each of some models."""
+    """Return a store per model."""
     folder = tmp_path_factory.mktemp("traced")
     for name in (*TRACED, "llama_eager"):
         ingest_path(folder / f"{name}.db", MODELS / f"{name}.json.gz")
@@ -214,7 +214,7 @@ def test_a_gpu_that_is_none_is_told_before_the_program_runs(tmp_path: Path) -> N
 def test_benches_of_the_gpus_that_were_asked_about(
     observed: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Calls that no step shows are those of the whole program, on the backends that it allowed."""
+    """Calls outside of steps belong to the whole program, with the backends that it allowed."""
     store = tmp_path / "s.db"
     shutil.copy(observed[0], store)
     labels = map_of(store, "--regret", "--configs").stdout.split()

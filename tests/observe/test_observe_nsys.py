@@ -1,4 +1,4 @@
-"""`observe --profiler nsys`: the window opens and closes by the calls that nsys waits for."""
+"""`observe --profiler nsys`: the window opens and closes with the calls that nsys waits for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fake_tools import Behaviour, Scenario, environments, install, invocations
 from programs import observe, write
 
 EXPORT = Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu" / "nsys-1.sqlite"
-# in place of the calls of a GPU's driver, which here is none
+# replaces the calls of a GPU's driver, which this machine lacks
 CALLS = """
 import contextlib, types
 

@@ -1,4 +1,4 @@
-"""The map and the gates of observed programs: what journals tell beside a trace, and without one."""
+"""The map and the gates of observed programs: journals with a trace, and without one."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ sys.exit(7)
 """
 
 
-TRACE = Path(__file__).parents[2] / "traces" / "models" / "vit.json.gz"  # nobody observed it
-# its fixtures are costly: one process makes them once
+TRACE = Path(__file__).parents[2] / "traces" / "models" / "vit.json.gz"  # not observed
+# the fixtures are slow: one process creates them once
 pytestmark = pytest.mark.xdist_group("observed-layers")
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """A traced program that fails, under gates that fail too."""
+    """Run a traced program that fails, under gates that fail too."""
     place = tmp_path_factory.mktemp("traced")
     options = (
         "--fail-on",
@@ -73,7 +73,7 @@ def the_map(store: Path) -> LayerMap:
 
 
 def without_trace(seen: Seen, place: Path) -> Path:
-    """A store with a copy of the run whose trace was never made, under the id `counted`."""
+    """Return a store with a copy of the run without its trace, under the id `counted`."""
     assert seen.folder is not None
     folder = shutil.copytree(seen.folder, place / "run")
     record = json.loads((folder / "run.json").read_text())
@@ -98,7 +98,7 @@ def told(layers: LayerMap) -> list[tuple[Any, ...]]:
 def test_calls_whose_trace_tells_no_dtype_have_the_config_of_their_kind(
     seen: Seen, store: Path, tmp_path: Path
 ) -> None:
-    """As a trace of nsys, in every answer: layers, the view, analyze and diff."""
+    """As in an nsys trace. Applies to layers, the view, analyze and diff."""
     assert seen.folder is not None
     folder = shutil.copytree(seen.folder, tmp_path / "run")
     (path,) = folder.glob("*.torch.json.gz")

@@ -1,4 +1,4 @@
-"""Programs of many kinds under `profharness observe`: each runs as before, and its calls are counted."""
+"""Programs of many kinds under `profharness observe`: each behaves as before, and its calls are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs with threads, forks and ends of many kinds do under `profharness observe` what they do alone."""
+"""Programs with threads, forks and unusual ends behave the same under `profharness observe`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ATTENTION = ("layers.0.attn", "layers.1.attn")
 
 
 def counts(seen: Seen) -> set[int]:
-    """How often each layer was called, over all processes."""
+    """Return how often each layer was called, over all processes."""
     found = seen.counts()
     assert tuple(sorted(map(str, found))) == ATTENTION, seen.stderr
     return set(found.values())
 
 
 def windows(seen: Seen) -> list[dict[str, Any]]:
-    """What the processes wrote down about their windows."""
+    """Return the window events of the processes' journals."""
     assert seen.folder is not None, seen.stderr
     rows = [row for path in sorted(seen.folder.glob("[0-9]*.jsonl")) for row in observed_rows(path)]
     return [row for row in rows if row and row["event"] == "window"]
@@ -169,7 +169,7 @@ if __name__ == "__main__":
 
 
 def test_whatever_ends_a_process_its_calls_are_counted(tmp_path: Path) -> None:
-    """A pool that is terminated, os.execv, which keeps the process' number, and os._exit."""
+    """A pool that is terminated, os.execv, which keeps the process id, and os._exit."""
     seen = observe(tmp_path, write(tmp_path, ENDS), options=())
     assert seen.code == 7, seen.stderr
     assert counts(seen) == {1 + 3 + 4 + 5 + 1 + 6}
@@ -177,7 +177,9 @@ def test_whatever_ends_a_process_its_calls_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_window_imports_nothing_and_leaves_no_file_open(tmp_path: Path) -> None:
-    """An import beside one in another thread may fail; a program may close all its files."""
+    """An import may fail if another thread imports at the same time, and a program may close all
+    its files.
+    """
     body = """
 import os
 model = Model()

@@ -1,4 +1,6 @@
-"""An observed program computes what it computes unobserved: graphs, bits, caches, pickles, subclasses."""
+"""An observed program has the same results as without observation: graphs, bits, caches, pickles,
+subclasses.
+"""
 
 from __future__ import annotations
 

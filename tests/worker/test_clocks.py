@@ -1,5 +1,5 @@
-"""Clock readings: every timed cell has at least one, however quick it was and however late the
-first answer comes.
+"""Every timed cell has at least one clock reading, however short it is and however late the first
+reading arrives.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from profharness.worker.workspace import Workspace
 
 
 def questions(ask: Callable[[], int]) -> Callable[[], dict[str, Callable[[], Any]]]:
-    """A source of clocks that opens at once."""
+    """Return a clock source that opens at once."""
     return lambda: {"sm_mhz": ask}
 
 
 def late(seconds: float) -> Callable[[], dict[str, Callable[[], Any]]]:
-    """A source of clocks that opens after some seconds."""
+    """Return a clock source that opens after some seconds."""
 
     def opened() -> dict[str, Callable[[], Any]]:
         time.sleep(seconds)
@@ -95,7 +95,7 @@ def test_without_a_source_nothing_is_said_and_nobody_waits(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_cells_too_quick_for_the_thread_have_a_reading(tmp_path: Path, iterations: int) -> None:
-    """The first answer comes after all turns are done."""
+    """The first reading arrives after all turns."""
     config = parse_config("1,1,8,8").resolve("cpu")
     cells = [Cell(f"c{n}", config, name) for n, name in enumerate(("auto", "flash", "math"))]
     protocol = Protocol(iterations=iterations, warmup=0, samples=0, device="cpu")

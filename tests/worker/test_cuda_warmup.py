@@ -1,4 +1,4 @@
-"""What a worker starts beside the loading of torch, on a machine that may have no driver."""
+"""What a worker starts while torch is loading, on a machine that may have no driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profharness.worker import cuda_warmup
 
 
 def test_without_a_driver_nothing_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No watch, no context, no error; torch finds out itself."""
+    """No watch, no context and no error. torch finds out itself."""
 
     def no_library(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
@@ -20,7 +20,7 @@ def test_without_a_driver_nothing_comes_of_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda_warmup, "open_watch", lambda: None)
     assert cuda_warmup.open_context() is False
     assert cuda_warmup.CudaWarmup().watch() is None
-    # what is recorded of the environment is the user's
+    # the recorded environment is the user's
     assert cuda_warmup.MODULE_LOADING not in os.environ
 
 

@@ -1,4 +1,4 @@
-"""A worker in a Python that has torch and nothing else of what profharness needs."""
+"""A worker in a Python that has torch but no other dependency of profharness."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ABSENT = ("profharness", "msgspec", "isal", "nvtx", "numpy", "click", "pandas")
 
 
 def by_path(path: Path) -> ModuleType:
-    """A module that no package has."""
+    """Load a module that belongs to no package."""
     spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -41,13 +41,15 @@ def by_path(path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a virtual environment that has torch and what torch itself needs."""
+    """Create a virtual environment with only torch and its dependencies. Return its Python."""
     folder = tmp_path_factory.mktemp("alone")
     venv.create(folder / "venv", with_pip=False)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     for name in TORCH_ALONE:
         spec = importlib.util.find_spec(name.removesuffix(".py"))
-        if spec is not None and spec.origin is not None:  # releases of torch need different ones
+        if (
+            spec is not None and spec.origin is not None
+        ):  # releases of torch have different dependencies
             path = Path(spec.origin)
             (packages / name).symlink_to(path if name.endswith(".py") else path.parent)
     python = folder / "venv" / "bin" / "python"
@@ -60,7 +62,7 @@ def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def capture(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """The exit code, stdout, and stderr with the error."""
+    """Run `capture`. Return the exit code, stdout, and stderr with the error."""
     places = ("--store", str(folder / "s.db"), "--out", str(folder / "runs"), "--device", "cpu")
     counts = ("--samples", "2", "--iterations", "1", "--warmup", "0")
     done = CliRunner().invoke(cli, ["capture", *places, *counts, *arguments])
@@ -88,7 +90,7 @@ def test_one_interpreter_runs_and_the_one_that_is_not_there_is_told_first(
     shown = CliRunner().invoke(cli, ["kernels", "--store", str(tmp_path / "s.db")])
     assert "bmm" in shown.stdout
 
-    # the rest of a run is run by the same interpreter
+    # the same interpreter must continue the run
     pending = replace(run.cells[0], status="pending", samples={}, turns={})
     write_run(folder, replace(run, cells=(pending, *run.cells[1:])))
     (folder / "python").write_text(str(tmp_path / "gone"))

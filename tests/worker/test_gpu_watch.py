@@ -1,4 +1,4 @@
-"""Who else uses a GPU, and caps that change, with a made NVML in real processes."""
+"""Other users of a GPU and changing power caps, with a simulated NVML in real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from profharness.run import GPU, Cell, JournalEntry, Problem, Protocol, Run, rea
 from profharness.runner.supervise import RunRecord, Step
 from profharness.worker.gpu_watch import GpuLock
 
-# NVML as far as the watch asks it; its answers stand in a file. A null is "not supported".
+# The part of NVML that the watch uses. Its values come from a file. A null means "not supported".
 NVML = """
 import json, os
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def nvmlDeviceGetProcessUtilization(handle, since):
     return newer
 def nvmlDeviceGetUtilizationRates(handle): return SimpleNamespace(gpu=state("gpu"))
 """
-# Opens the watch, begins at the first line of stdin, and prints what it sees at each further one.
+# Opens the watch, starts it at the first line of stdin, and prints its findings at each further line.
 WATCHER = """
 import os, sys
 from pathlib import Path
@@ -71,14 +71,14 @@ QUIET = {
     "power": 700_000,
     "clocks": [1980, 2619],
     "application": None,
-    "reasons": 0x4,  # the power cap of every day is no slowdown
-    "samples": None,  # pid, use of the SMs in percent, time stamp
+    "reasons": 0x4,  # the usual power cap is no slowdown
+    "samples": None,  # pid, SM utilization in percent, time stamp
     "gpu": None,
 }
 
 
 class Watcher:
-    """A process that watches GPU-1; its NVML says what `says` wrote last."""
+    """A process that watches GPU-1. Its NVML returns the values of the last `says`."""
 
     def __init__(self, folder: Path, name: str, **changes: Any) -> None:
         self.state = folder / f"{name}.json"
@@ -119,7 +119,7 @@ def watcher(folder: Path, name: str = "a", **changes: Any) -> Iterator[Watcher]:
 
 def test_a_gpu_of_ones_own_says_nothing(tmp_path: Path) -> None:
     with watcher(tmp_path) as mine:
-        mine.says(pids=[[7], ["self", 4242]])  # 4242: this process under a container's other number
+        mine.says(pids=[[7], ["self", 4242]])  # 4242: this process's id outside of its container
         assert mine.ask() == "True"
         assert mine.ask() == "[]"
 
@@ -143,7 +143,7 @@ def test_a_process_that_was_there_before_is_told(tmp_path: Path) -> None:
 def test_a_context_of_a_process_that_waits_for_this_one_is_no_stranger(
     tmp_path: Path, samples: Any
 ) -> None:
-    """Such as a program that has used torch.cuda and then calls profharness."""
+    """For example, a program that has used torch.cuda and then calls profharness."""
     waiting = [os.getpid(), os.getppid()]
     with watcher(tmp_path, pids=[[], waiting]) as mine:
         mine.says(pids=[[], [*waiting, "self"]], samples=samples, gpu=50)
@@ -156,11 +156,11 @@ def test_a_context_of_a_process_that_waits_for_this_one_is_no_stranger(
     [
         ([["self", 90, 5]], 90, False),  # 111 only has a context
         ([["self", 90, 5], [111, 0, 5]], 90, False),
-        ([["self", 90, 5], [111, 50, 3]], 90, False),  # before the watch began
+        ([["self", 90, 5], [111, 50, 3]], 90, False),  # before the watch started
         ([["self", 90, 5], [111, 1, 5]], 90, True),
         ([[111, 1, 5]], 1, True),
         ([], 0, False),
-        ([], 40, True),  # the driver does not tell whose work it is
+        ([], 40, True),  # the driver does not report the process
         ([[645400, 90, 5]], 90, True),  # nor whose number that is
         (None, None, True),
     ],
@@ -237,4 +237,4 @@ def test_a_disturbance_is_warned_of_once_and_kept_and_fails_no_cell(tmp_path: Pa
     kept = read_run(tmp_path)
     assert kept.problems == (problem,)
     assert kept.cells[0].message is None
-    assert RunRecord(tmp_path, kept).problems == [problem]  # what was disturbed stays so
+    assert RunRecord(tmp_path, kept).problems == [problem]  # a disturbed cell remains disturbed

@@ -1,4 +1,4 @@
-"""How cold calls and graph replays are held: what the device began too early counts for nothing."""
+"""Holding cold calls and graph replays: samples that the device started too early do not count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from profharness.worker.timing import (
 
 
 def queue_of(needed_ns: int, hold: Hold, queued: list[int]) -> Queued:
-    """A call whose queueing takes so long: a time of its own where the hold outlasts it."""
+    """Return a call whose queueing takes `needed_ns`. It records its own time if the hold lasts longer."""
     queued.append(hold.length_ns)
     place = len(queued)
     return hold.length_ns <= needed_ns, lambda: place
@@ -43,7 +43,7 @@ def test_holds_grow_until_all_is_queued() -> None:
     times = held(lambda: queue_of(3 * HOLD_NS, hold, queued), hold.lengthen, 20)
     assert queued[:3] == [HOLD_NS, 2 * HOLD_NS, 4 * HOLD_NS]
     assert set(queued[3:]) == {4 * HOLD_NS}
-    assert times == list(range(3, 23))  # the two that were not held are left out, the rest in order
+    assert times == list(range(3, 23))  # without the two that were not held, and in order
 
 
 def test_a_call_that_waits_for_the_device_is_never_held() -> None:
@@ -55,7 +55,7 @@ def test_a_call_that_waits_for_the_device_is_never_held() -> None:
 
 @dataclass
 class Stream:
-    """A stream of a GPU and the host that launches there, each with its clock in ns; a cycle is 1 ns."""
+    """A GPU stream and the host that launches into it, each with its own clock in ns. A cycle is 1 ns."""
 
     launch_ns: int
     host_ns: int = 0
