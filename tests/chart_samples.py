@@ -1,4 +1,4 @@
-"""One chart of every kind, with names that would be markup if anybody forgot to escape them."""
+"""One chart of every kind, with names that are markup unless they are escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for all tests: no test's answer depends on how busy the machine is."""
+"""Settings and fixtures for all tests. No test's result depends on how busy the machine is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waiting import MARK, Clock
 if TYPE_CHECKING:
     from profharness.answers.atlas.data import Atlas
 
-# Several threads of torch in each of several tests spend most of their time on waiting for each other.
+# With several torch threads in each of several tests, most of the time is spent waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -31,8 +31,10 @@ def packaged() -> Atlas:
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The supervisor's clock runs away while a process that ran `waiting.HANG` lives, so that the
-    limit of a cell can be hours. The fixture is the file in which that process stands.
+    """Make only a process that runs `waiting.HANG` exceed its time limit, so that the limit of a
+    cell can be hours. Return the file with that process's id.
+
+    While such a process lives, the supervisor's clock runs fast.
     """
     mark = tmp_path / "hangs.pid"
     monkeypatch.setenv(MARK, str(mark))
@@ -40,7 +42,8 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return mark
 
 
-# A shell that starts the tests in the background ignores these signals for them, and children inherit that.
+# A shell that starts the tests in the background makes them ignore these signals, and children
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -1,5 +1,4 @@
-"""Rows of a real H200 trace (torch 2.11, three profiled calls a cell) for the tests of roles and
-diff."""
+"""Rows of a real H200 trace (torch 2.11, three profiled calls per cell) for the tests of roles and diff."""
 
 from __future__ import annotations
 
@@ -17,20 +16,20 @@ CALLS = 3
 
 @cache
 def kernel_rows(run: str = "h200") -> tuple[KernelRow, ...]:
-    """Every row; config and backend are the two halves of the annotation that the trace has."""
+    """Return all rows. config and backend are the two halves of the trace's annotation."""
     data = json.loads(DATA.read_text())
     return tuple(_row(run, data, entry) for entry in data["rows"])
 
 
 def rows_of(config: str, backend: str) -> list[KernelRow]:
-    """The rows of one cell."""
+    """Return the rows of one cell."""
     found = [row for row in kernel_rows() if (row.config, row.backend) == (config, backend)]
     assert found, f"no rows of {config} on {backend}"
     return found
 
 
 def cell(config: str, backend: str, **values: Any) -> CellRow:
-    """A cell that ended well and has no samples, unless told otherwise."""
+    """Return a successful cell without samples. `values` override its fields."""
     defaults: dict[str, Any] = {
         "run": "h200",
         "cell": f"{config}/{backend}",

@@ -1,4 +1,4 @@
-"""Kernel names as nsys spells them."""
+"""Kernel names in nsys's spelling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def as_nsys(name: str) -> str:
-    """nsys's and ncu's spelling of a Kineto name, as their exports of the same launches have it."""
+    """Convert a Kineto name to the spelling of nsys and ncu, as in their exports of the same launches."""
     text = re.sub(r"(?<=[<, ])(\d+)(?=[,>])", r"(int)\1", name)
     text = re.sub(r"\btrue\b", "(bool)1", text)
     text = re.sub(r"\bfalse\b", "(bool)0", text)

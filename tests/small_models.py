@@ -1,4 +1,4 @@
-"""Small models on the CPU and real traces of them."""
+"""Small models on the CPU, and a function that records real traces of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 class Attention(torch.nn.Module):
-    """Grouped attention by SDPA, or written out."""
+    """Grouped attention with SDPA or with plain operations."""
 
     def __init__(self, *, eager: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Model(torch.nn.Module):
 
 
 def record(path: Path, work: Callable[[], Any], **options: Any) -> Path:
-    """The work's trace after a warm-up, written to path."""
+    """Write a trace of `work` after a warm-up to `path`, and return the path."""
     work()
     told: dict[str, Any] = {"record_shapes": True, "with_stack": True, **options}
     with profile(activities=[ProfilerActivity.CPU], **told) as seen:

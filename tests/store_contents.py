@@ -1,4 +1,4 @@
-"""What a store holds, for tests that hold one against another."""
+"""The contents of a store, to compare stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ NAMES = [line.split()[2] for line in TABLES.splitlines() if line.startswith("CRE
 
 
 def contents(store: Path) -> dict[str, list[tuple[object, ...]]]:
-    """Every row of every table, ids included; whole and without a reference into nothing."""
+    """Return every row of every table, including ids. Fail if the store is damaged or has a
+    dangling reference.
+    """
     with closing(sqlite3.connect(store)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []

@@ -20,7 +20,7 @@ CONFIG = "1,2,64,32,fp32"
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one small CPU run in it."""
+    """Return a store with one small CPU run."""
     folder = tmp_path_factory.mktemp("api")
     cells = profharness.capture(
         CONFIG, "flash,math,cudnn", store=folder / "s.db", out=folder, device="cpu", samples=8
@@ -126,7 +126,7 @@ def test_own_times_of_ops_add_up_to_the_call(store: Path) -> None:
         store=store,
     )
     assert len(ranges) == 5
-    # what is left of the range is the host's own time, which other work on the machine lengthens
+    # the rest of the range is host time, which other work on the machine lengthens
     assert 0 < launches["duration_ns"].sum() <= ranges["duration_ns"].sum()
 
 

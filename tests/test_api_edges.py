@@ -1,4 +1,4 @@
-"""The Python functions at their edges: wrong arguments, empty answers, whole numbers, progress."""
+"""Edge cases of the Python functions: wrong arguments, empty answers, whole numbers, progress."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CONFIG = "1,1,16,16,fp32"
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a run that torch, nsys and ncu watched."""
+    """Return a store with a run recorded by torch, nsys and ncu."""
     path = tmp_path_factory.mktemp("edges") / "s.db"
     profharness.ingest(THREE, store=path)
     return path
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
-    """An implementation given as a function, which no worker can get."""
+    """An implementation given as a function, which no worker can load."""
 
 
 @pytest.mark.parametrize(
@@ -193,13 +193,13 @@ def test_other_sql_than_a_select_is_refused_and_makes_no_file(
     except UsageError as error:
         assert "only a SELECT may be asked" in str(error)
     else:
-        assert sql.startswith("PRAGMA")  # SQLite ignores it without a word
+        assert sql.startswith("PRAGMA")  # SQLite ignores it silently
     assert not file.exists()
     assert store.read_bytes() == before
 
 
 class Terminal(io.StringIO):
-    """A stream that says to be a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -230,7 +230,7 @@ def test_progress_is_one_line_where_somebody_looks(
     first, second = written.strip("\r\n").split("\r")
     assert first == "[0/2] b1-h1-s8-d8-fp32 flash: profile"
     assert second.rstrip() == "[1/2] b1-h1-s8-d8-fp32 math: ok"
-    assert len(second) >= len(first)  # what stood there is overwritten
+    assert len(second) >= len(first)  # the first line is overwritten
     assert written.endswith("\n") and written.count("\n") == 1
 
 

@@ -1,4 +1,6 @@
-"""scripts/make_atlas.py: which cells it plans, how it goes on after a kill, and what it reads of a trace."""
+"""scripts/make_atlas.py: the cells that it plans, how it resumes after a kill, and what it reads
+from a trace.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_cells_are_configs_within_the_bounds_and_none_comes_twice(
 
 @pytest.mark.parametrize("begin", [1, 1000, 20_000])
 def test_every_prefix_of_the_sequence_fills_its_space(begin: int) -> None:
-    """Each eighth of each coordinate has at least half of its share, and each quarter of a pair."""
+    """Each eighth of each coordinate has at least half of its share, and so has each quarter of a pair."""
     points = [Point(0, number) for number in range(begin, begin + 256)]
     for name in Point.NAMES:
         eighths = [int(8 * point[name]) for point in points]
@@ -128,7 +130,7 @@ def wait_for_lines(process: subprocess.Popen[bytes], folder: Path, more_than: in
 
 
 def children(process: subprocess.Popen[bytes]) -> dict[int, str]:
-    """The processes below one, with their command lines."""
+    """Return the child processes of a process, with their command lines."""
     found = {}
     for task in Path(f"/proc/{process.pid}/task").iterdir():
         for pid in (task / "children").read_text().split():
@@ -139,7 +141,7 @@ def children(process: subprocess.Popen[bytes]) -> dict[int, str]:
 
 
 def wait_for_end(pids: list[int]) -> None:
-    """Of processes that are no children of this one."""
+    """Wait for processes that are not children of this one."""
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
 
@@ -156,10 +158,10 @@ def test_a_call_goes_on_after_a_kill_and_a_dead_worker_costs_one_cell(tmp_path: 
     wait_for_end(below)
     kept = lines(folder)
     with make_atlas.shards_of(folder)[0].open("a") as shard:
-        shard.write('{"config": "b1-h')  # where a disk was slower
+        shard.write('{"config": "b1-h')  # a line cut off, as on a slower disk
     second = started(folder, cells=40)
     try:
-        while len(make_atlas.shards_of(folder)) < 2:  # the worker is there, and has its first batch
+        while len(make_atlas.shards_of(folder)) < 2:  # the worker is ready and has its first batch
             assert second.poll() is None
             time.sleep(0.02)
         (worker,) = (pid for pid, argv in children(second).items() if "atlas_worker" in argv)
@@ -235,7 +237,7 @@ def test_parts_make_the_whole_plan_and_shards_never_one_file(
 
 
 def test_kernels_of_a_real_trace(tmp_path: Path) -> None:
-    """A cell of an H200: in order, with launch configuration; a memset has none."""
+    """A cell of an H200: in order, with launch configurations. A memset has none."""
     packed = ROOT / "traces" / "h200-torch2.11" / "c0001.torch.json.gz"
     path = tmp_path / "1.json"
     path.write_bytes(gzip.decompress(packed.read_bytes()))

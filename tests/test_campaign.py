@@ -1,4 +1,4 @@
-"""A seeded part of the fault campaign, and that the campaign sees what it looks for."""
+"""Run a seeded part of the fault campaign, and check that the campaign detects faults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("line", BROKEN)
 def test_what_a_reader_does_wrong_is_seen_and_kept(line: str, tmp_path: Path) -> None:
-    """A copy of the package whose reader of CSV has a fault in it."""
+    """Uses a copy of the package whose CSV reader has a fault."""
     root = tmp_path / "broken"
     shutil.copytree(ROOT / "profharness", root / "profharness")
     (reader,) = root.glob("profharness/parse/ncu_csv.py")
@@ -75,7 +75,7 @@ def test_what_a_reader_does_wrong_is_seen_and_kept(line: str, tmp_path: Path) ->
     first = next((out / "ncu-csv").glob("*.bin"))
     again = campaign(out, "--root", str(root), "--repeat", str(first))
     assert again.returncode != 0
-    ballast = b"x" * 420_000_000  # what the tests themselves hold is not the reader's
+    ballast = b"x" * 420_000_000  # the memory of the tests does not count as the reader's
     good = campaign(out, "--repeat", str(first))
     assert (good.returncode, len(ballast)) == (0, 420_000_000), good.stdout
 
@@ -89,7 +89,7 @@ def test_the_table_is_markdown_when_asked(tmp_path: Path) -> None:
 
 
 def test_read_beyond_text_of_scanner_is_found(tmp_path: Path) -> None:
-    """A copy of the package whose scanner reads behind its text."""
+    """Uses a copy of the package whose scanner reads past the end of its text."""
     find = ("cc", "-print-file-name=libasan.so")
     if (
         shutil.which("cc") is None

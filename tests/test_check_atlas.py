@@ -1,4 +1,4 @@
-"""scripts/check_atlas.py: it takes lines, shards and archives, and its figures come from the model alone."""
+"""scripts/check_atlas.py: it reads lines, shards and archives, and its figures come from the model alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELD_OUT = Path(__file__).parents[1] / "traces" / "atlas-h200-held-out.tar.xz"
 
 @pytest.fixture(scope="module")
 def pairs(packaged: Atlas, tmp_path_factory: pytest.TempPathFactory) -> list[check_atlas.Pair]:
-    """Each eighth config of the held-out set, as the lines of a file."""
+    """Return every eighth config of the held-out set, from a file of lines."""
     path = tmp_path_factory.mktemp("lines") / "cells.jsonl"
     rows = (row for row in shard_lines(HELD_OUT) if "config" in row)
     groups = (list(cells) for _, cells in itertools.groupby(rows, key=lambda row: row["config"]))
@@ -39,7 +39,7 @@ def test_the_model_keeps_its_limits_on_cells_that_it_has_not_seen(
     assert {each.estimate.source for each in apart} <= {"model", "floor"}
     figures = check_atlas.figures(apart)
     missed = {name for name, value in figures.items() if not check_atlas.keeps(name, value)}
-    # of so few configs one more or less is half a per cent
+    # with so few configs, one more or less is half a percent
     few = {"best backend within 3 %": 0.94, "names of kernels in order": 0.965}
     assert missed <= set(few)
     assert all(figures[name] > least for name, least in few.items())

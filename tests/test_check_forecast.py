@@ -1,4 +1,4 @@
-"""scripts/check_forecast.py: traces of models on an H200 against what is predicted for their layers."""
+"""scripts/check_forecast.py: H200 traces of models against the predictions for their layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOME = ("llama-8b-decode-1", "gpt-2-0", "sdxl-3", "bert-train-0", "fp32-0")
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[check_forecast.Row]:
-    """The layers of some of the models."""
+    """Return the layers of some of the models."""
     folder = tmp_path_factory.mktemp("traced")
     with tarfile.open(ARCHIVE) as archive:
         for name in SOME:

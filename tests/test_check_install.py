@@ -1,4 +1,4 @@
-"""scripts/check_install.py: pins that contradict torch's are found, and no network is no failure."""
+"""scripts/check_install.py: it finds pins that contradict torch's, and a missing network is no failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "check_install.py"
 
 
 def write_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
-    """Write a wheel without content, of which an index would show the metadata."""
+    """Write an empty wheel whose metadata an index would list."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
@@ -40,7 +40,7 @@ def check(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project whose extra needs triton, and wheels of which torch pins another one."""
+    """Create a project whose extra requires triton, and wheels of which torch pins another one."""
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "p"\nversion = "1"\noptional-dependencies = {kernels = ["triton"]}\n'
     )

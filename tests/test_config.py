@@ -1,4 +1,4 @@
-"""The config grammar: what it accepts, what a label says, and that every error names its token."""
+"""The config grammar: accepted texts, labels, and errors that name their token."""
 
 from __future__ import annotations
 

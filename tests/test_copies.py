@@ -1,6 +1,4 @@
-"""Knowledge that stands once: no second list of its names, no second type of a reason, one place that
-starts and ends processes.
-"""
+"""Knowledge that is defined once: lists of names, the type of a reason, starting and ending processes."""
 
 from __future__ import annotations
 
@@ -22,8 +20,11 @@ NAMES = {
         "rows.MEASUREMENTS": set(rows.MEASUREMENTS) - {rows.EVENT},  # a name of older runs
     }.items()
 }
-DERIVED = {"config.SDPA_BACKENDS", "config.OWN_CHOICE"}  # of other names in their home
-# Lists of the same names that are facts of their own.
+DERIVED = {
+    "config.SDPA_BACKENDS",
+    "config.OWN_CHOICE",
+}  # derived from other names in the same module
+# Lists of the same names that are independent facts.
 OTHER_FACTS = {
     ("dispatch/predict.py", "config.SDPA_BACKENDS"): "the orders of preference, by release",
     ("dispatch/checks.py", "config.DTYPES"): "what efficient computes in, in PyTorch's order",
@@ -32,13 +33,13 @@ OTHER_FACTS = {
 
 
 def files() -> Iterator[tuple[str, ast.Module]]:
-    """Each file of the package, relative to it, and its syntax tree."""
+    """Yield each file of the package, as a relative path, with its syntax tree."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def strings(node: ast.AST) -> frozenset[str]:
-    """The texts of a tuple, list or set that holds nothing else."""
+    """Return the strings of a tuple, list or set that contains nothing else."""
     elements = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else []
     texts = [each.value for each in elements if isinstance(each, ast.Constant)]
     whole = len(texts) == len(elements) and all(isinstance(text, str) for text in texts)
@@ -77,7 +78,7 @@ def test_there_is_one_type_of_a_reason() -> None:
 
 
 def fields(node: ast.ClassDef) -> set[str]:
-    """The annotated names of a class."""
+    """Return the annotated names of a class."""
     return {
         each.target.id
         for each in node.body
@@ -93,7 +94,7 @@ def test_processes_are_ended_and_their_environment_made_in_one_file() -> None:
             makes = isinstance(node, ast.Constant) and node.value == "PYTHONPATH"
             if ends or makes:
                 wrong.append(f"{path}:{node.lineno}")
-    # foreign_python.py takes the path of the Python that started it out of its own environment
+    # foreign_python.py removes the path of the Python that started it from its own environment
     homes = ("processes.py:", "worker/foreign_python.py:")
     assert [place for place in wrong if not place.startswith(homes)] == []
     assert wrong

@@ -1,4 +1,4 @@
-"""FLOPs and bytes against brute force, against torch's counter, and against hand-checked figures."""
+"""FLOPs and bytes against brute force, torch's counter, and figures calculated by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 def counted(config: Config) -> tuple[int, int]:
-    """Forward FLOPs by walking over every score, and how many keys some query sees."""
+    """Count the forward FLOPs over every score, and the keys that some query attends to."""
     total, keys = 0, set()
     for row in range(config.seq_len_q):
         for column in range(config.seq_len_kv):
@@ -141,7 +141,7 @@ def test_the_conventions_differ_by_the_diagonal() -> None:
     assert flops(config) == 2 * 2 * 8 * 1024 * 1025 * 64
     assert flops(replace(config, bwd=True), "flash-attention") == whole // 2 * 7 // 2
     decode = parse_config("1,8,1,64,fp16,causal,seq_kv=4096")
-    assert flops(decode) == 4 * 8 * 64  # top left: one query sees one key
+    assert flops(decode) == 4 * 8 * 64  # top left: one query attends to one key
     assert flops(decode, "flash-attention") == 2 * 8 * (4095 + 4096) * 64
     with pytest.raises(UsageError, match="flash-attention"):
         flops(config, "mine")
@@ -177,7 +177,7 @@ def test_masks_count_as_stored_and_stride_0_counts_once() -> None:
 
 
 def test_phases_of_the_bottleneck_study() -> None:
-    """One query, 16 keys, head_dim 8192, fp32: the study's 0.47 FLOPs a byte for QK^T."""
+    """One query, 16 keys, head_dim 8192, fp32: the study's 0.47 FLOPs per byte for QK^T."""
     first, softmax, second = phases(parse_config("1,1,1,8192,fp32,seq_kv=16"))
     assert (first.flops, first.bytes) == (262144, 557056)
     assert first.intensity == pytest.approx(0.4706, abs=1e-4)
@@ -190,7 +190,7 @@ def test_phases_of_the_bottleneck_study() -> None:
 
 
 def test_unfused_steps_cast_only_what_they_widen() -> None:
-    """16-bit `naive` multiplies 16-bit numbers, PyTorch's math fp32 ones."""
+    """16-bit `naive` multiplies 16-bit numbers, PyTorch's math fp32 numbers."""
     config = parse_config("2,8,512,64,bf16,kv_heads=2")
     own = {phase.name: phase.bytes for phase in phases(config, "bf16")}
     wide = {phase.name: phase.bytes for phase in phases(config, "fp32")}

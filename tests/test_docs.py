@@ -1,4 +1,4 @@
-"""What the documents show, held against the program: commands, options, links, SQL, Python, keys."""
+"""The documents agree with the program: commands, options, links, SQL, Python, keys."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ PLACEHOLDER = re.compile(r"\b(?:FILE_OR_FOLDER|BASELINE|CANDIDATE|RUN|FILE)\b")
 
 
 def fences(page: str, *kinds: str) -> list[str]:
-    """The bodies of the page's code blocks of these kinds."""
+    """Return the bodies of a page's code blocks of these kinds."""
     return [body for kind, body in FENCE.findall(TEXT[page]) if kind in kinds]
 
 
 def command_lines(page: str) -> Iterator[str]:
-    """Every command line of profharness that the page shows, in blocks and in running text."""
+    """Yield every profharness command line of a page, from blocks and running text."""
     for body in fences(page, "sh"):
         yield from (line for line in body.splitlines() if line.startswith("profharness"))
     for body in fences(page, "console"):
@@ -64,20 +64,20 @@ def command_lines(page: str) -> Iterator[str]:
 
 
 def shown() -> list[str]:
-    """Every command line once, without what is only the name of a command."""
+    """Return the distinct command lines, without those that are only a command's name."""
     found = dict.fromkeys(line for page in PAGES for line in command_lines(page))
     bare = {f"profharness {name}" for name in COMMANDS}
     return [line for line in found if line not in bare]
 
 
 def words(line: str) -> list[str]:
-    """The arguments that the shell would hand over, redirections apart."""
+    """Return the arguments that a shell would pass, without redirections."""
     found = shlex.split(line, comments=True)
     return found[1 : found.index(">")] if ">" in found else found[1:]
 
 
 def parse(arguments: list[str]) -> click.Context | None:
-    """Parse as the program would, running nothing; None for what ends early, as --help does."""
+    """Parse like the program without running anything. Return None if parsing ends early, as with --help."""
     try:
         if arguments and not arguments[0].startswith("-"):
             command = cli.get_command(click.Context(cli), arguments[0])
@@ -93,7 +93,7 @@ def parse(arguments: list[str]) -> click.Context | None:
 @pytest.mark.parametrize("line", shown())
 def test_a_shown_command_parses(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "FILE").write_text("2,8,512,64\n")  # what --configs FILE wants to be there
+    (tmp_path / "FILE").write_text("2,8,512,64\n")  # --configs FILE must exist
     context = parse(words(line))
     if context is None:
         return
@@ -137,7 +137,7 @@ def test_internal_links_resolve(page: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings in GitHub's format."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in kept}
@@ -172,7 +172,7 @@ def test_the_sql_answers_what_the_readme_shows(tmp_path: Path) -> None:
 
 
 def python_calls() -> list[ast.Call]:
-    """Every call of a profharness function in the README's Python blocks."""
+    """Return the calls of profharness functions in the README's Python blocks."""
     trees = [ast.parse(body) for body in fences("README.md", "python")]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [node for node in nodes if isinstance(node.func, ast.Attribute)]
@@ -191,7 +191,7 @@ def test_the_python_calls_fit_the_functions() -> None:
 
 
 def listing(page: str, before: str) -> list[str]:
-    """The words of the code span that follows a text, line breaks inside allowed."""
+    """Return the words of the code span after a text. The span may contain line breaks."""
     found = re.search(re.escape(before) + r"\s*`([^`]+)`", TEXT[page])
     assert found, before
     return found.group(1).split()

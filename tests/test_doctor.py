@@ -1,4 +1,4 @@
-"""What doctor finds of the profilers and their surroundings, with real files and processes."""
+"""doctor's checks of profilers and their environment, with real files and processes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_store_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
 
 
 def program(path: Path) -> Path:
-    """A real executable with shared libraries."""
+    """Return a real executable with shared libraries."""
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile("/bin/sleep", path)
     path.chmod(0o755)
@@ -93,7 +93,7 @@ def program(path: Path) -> Path:
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder that comes first on PATH, and no variable that matters."""
+    """Return a folder that is first on PATH, with all relevant variables unset."""
     for name in ("PROFHARNESS_NSYS", "PROFHARNESS_NCU", "CUDA_INJECTION64_PATH", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "first"
@@ -214,7 +214,7 @@ def test_ncu_and_driver(ncu: str | None, driver: str | None, warns: bool) -> Non
 
 
 def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
-    """In an interpreter that knows no package of that name."""
+    """In an interpreter without a package of that name."""
     ncu = script(tmp_path / "c" / "ncu", "echo Version 2025.3.1.0")
     (clean / "ncu").symlink_to(ncu)
     code = (
@@ -270,12 +270,12 @@ def test_tmpdir(tmp_path: Path) -> None:
     assert check_tmpdir(tmp_path).state == "ok"
     assert check_tmpdir(tmp_path / "no").state == "warning"
     (tmp_path / "nsight-compute-lock").touch()
-    assert check_tmpdir(tmp_path).state == "ok"  # a lock of one's own is fine
+    assert check_tmpdir(tmp_path).state == "ok"  # a lock of this user is fine
 
 
 @pytest.fixture
 def nobody() -> Iterator[Path]:
-    """A folder that others may enter, and no rights of root while the test runs."""
+    """Yield a folder that others may enter, without root's rights during the test."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         user = os.geteuid()

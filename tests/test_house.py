@@ -1,4 +1,4 @@
-"""The shape of the package: no circles of imports, and test files with names of their own."""
+"""The shape of the package: no circular imports, and unique names of test files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CIRCLES = (
 
 
 def printed(root: Path) -> dict[str, int]:
-    """The figures that the script prints for a checkout."""
+    """Return the figures that the script prints for a checkout."""
     command = [sys.executable, str(ROOT / "scripts" / "house.py"), "--root", str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.findall(r"^(.*?)\s{2,}([\d,]+)", done.stdout, re.MULTILINE)
@@ -47,6 +47,6 @@ def test_a_circle_under_type_checking_and_a_lazy_import_are_counted(tmp_path: Pa
 
 
 def test_each_file_of_tests_has_a_name_of_its_own() -> None:
-    # modules of one name hide each other, and pytest-xdist says so at the end alone
+    # modules of one name shadow each other, and pytest-xdist reports that only at the end
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

@@ -1,4 +1,4 @@
-"""The import rule of docs/design.md, read from its two tables and held against the code."""
+"""The import rule of docs/design.md, read from its two tables and compared with the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = ROOT / "profharness"
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 TRACE = ROOT / "tests" / "data" / "kineto_h200.json.gz"
 
-BESIDE = {"worker", "observer"}  # of the layers, with rules of their own
+BESIDE = {"worker", "observer"}  # not in a layer, with their own rules
 HEAVY = ("torch", "triton", "pandas", "sqlite_utils", "distributed")
 PROBE = """
 import json, sys
@@ -28,8 +28,9 @@ COMMAND = "from profharness.cli.main import cli\ncli.main({arguments!r}, standal
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading of the design page, without its two head rows;
-    each cell as the names in backticks."""
+    """Return the cells of the first table below a heading of the design page, without its header
+    rows. A cell is a list of the names in backticks.
+    """
     _, _, below = DESIGN.partition(f"### {heading}\n")
     assert below, f"docs/design.md has no heading {heading!r}"
     rows = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
@@ -44,12 +45,12 @@ ONLY_IN = {library: set(units.split()) for library, units in table("Libraries wi
 
 
 def unit_of(path: Path) -> str:
-    """`profharness/store/schema.py` -> `store`, `profharness/config.py` -> `config`."""
+    """Return `store` for `profharness/store/schema.py`, `config` for `profharness/config.py`."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def nodes(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node, and whether it stands below `if TYPE_CHECKING`."""
+    """Yield every node, and whether it is below `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(tree):
         below = typing_only or (
             isinstance(child, ast.If)
@@ -61,8 +62,9 @@ def nodes(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.AST, b
 
 
 def imported(path: Path) -> Iterator[tuple[str, bool, int]]:
-    """(dotted module, only for type checking, line) of every import in a file, also inside
-    functions; `from profharness import x` is `profharness.x`."""
+    """Yield (dotted module, only for type checking, line) of every import in a file, including
+    those in functions. `from profharness import x` is `profharness.x`.
+    """
     for node, typing_only in nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -134,7 +136,7 @@ def test_the_observer_imports_the_standard_library_torch_and_itself() -> None:
         if unit_of(path) == "observer"
         and name.split(".")[0] not in {*sys.stdlib_module_names, "torch"}
         and not name.startswith("profharness.observer")
-        and path.stem != "fixture"  # which pytest imports
+        and path.stem != "fixture"  # pytest imports it
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -176,7 +178,7 @@ def test_children_start_and_process_groups_end_in_one_module() -> None:
 
     starts = r"subprocess\.(?:Popen|run|call|check_\w+)\(|os\.(?:killpg|system)\b"
     assert places(starts) == {"processes.py"}
-    assert places(r"os\.fork\b") == {"views/web_requests.py"}  # of the server itself, no program
+    assert places(r"os\.fork\b") == {"views/web_requests.py"}  # a copy of the server itself
 
 
 def test_torch_is_imported_inside_functions_outside_of_the_worker() -> None:
@@ -193,7 +195,7 @@ def test_torch_is_imported_inside_functions_outside_of_the_worker() -> None:
 
 
 def loaded(work: str, folder: Path, watched: tuple[str, ...] = HEAVY) -> list[str]:
-    """Which of the watched modules a fresh interpreter has loaded after doing the work."""
+    """Return which of the watched modules a fresh interpreter has loaded after running `work`."""
     code = PROBE.format(work=work, heavy=watched)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False

@@ -1,5 +1,5 @@
-"""profharness/files.py opens every file that a user or a folder names, and nothing that it opens can hang or
-fill a reader.
+"""profharness/files.py opens every file that a user or a folder names, and no file can block a
+reader or exhaust its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = Path(files.__file__).parent
 TRACES = PACKAGE.parent / "traces"
 READS = {"open", "read_text", "read_bytes"}
 DATABASES = {"sqlite3.connect"}
-# What opens files by itself, and which: nothing here reads what a stranger names.
+# Modules that open files by themselves, and which files. None is an untrusted input.
 OTHERS = {
     "files.py": "the one place",
     "processes.py": "/proc, and logs of processes that it started",
@@ -47,7 +47,7 @@ OTHERS = {
 
 
 def reading_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls that may open a file for reading."""
+    """Yield calls that may open a file for reading."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -117,7 +117,7 @@ def test_a_file_that_grows_has_an_end(tmp_path: Path) -> None:
             more.write(b"later\n")
         buffer = bytearray(100)
         assert (file.read(4), file.readinto(buffer), file.read(), file.size) == (b"firs", 2, b"", 6)
-    # says that it is empty, and holds something
+    # its size is 0, but it has content
     assert read_input(Path("/proc/self/status")) == b""
 
 

@@ -1,7 +1,7 @@
-"""What a user gets who installs profharness: a wheel from the sdist, in an environment of its own,
-used from an empty folder. Every command block of the pages runs there.
+"""An installed profharness: a wheel built from the sdist, in a separate environment, used from an
+empty folder. Every command block of the pages runs there.
 
-The packages that profharness needs come from the environment of the tests; the network is not used.
+The dependencies of profharness come from the environment of the tests. The network is not used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROW = re.compile(r"^\| `profharness [^|]*\| [^|]*\| `(profharness [^|]*?)` \|$",
 RUNNABLE = ("sh", "console", "python", "sql", "table")
 SOURCES = ("profharness", "kernels", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
-# What is not run here, by the words that it starts with, and why.
+# Commands that are not run here, by their first words, and why.
 ELSEWHERE = {
     "make ": "of the checkout; continuous integration runs both",
     "python scripts/": "of the checkout; tests/test_campaign.py runs a part",
@@ -57,8 +57,8 @@ PYTHON_ELSEWHERE = (
     "from pathlib",
     "with torch.profiler",  # around a step of the reader's: tests/parse/test_calls.py
     "from emulator",
-)  # texts of kernels' files
-# Exit codes other than 0 on a machine that has no GPU and no tools, by the words of the command.
+)  # contents of kernels' files
+# Exit codes other than 0 on a machine without a GPU and tools, by the command's first words.
 CODES = {
     "--expect cudnn": (3,),
     "--fail-on": (0, 3),
@@ -66,7 +66,7 @@ CODES = {
     "--profiler ncu": (1,),
     "--profiler torch,ncu": (1,),
 }
-# Sampling goes on until an interval is small; here nobody looks at the interval.
+# Sampling continues until an interval is small. The interval is not checked here.
 SHORTER = {
     "profharness bench": "--iterations 3 --warmup 1 --processes 1",
     "profharness verify": "--cases none",
@@ -78,7 +78,7 @@ pytestmark = pytest.mark.xdist_group("installed")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page; number counts the page's blocks."""
+    """A code block of a page. `number` counts the page's blocks."""
 
     page: str
     number: int
@@ -87,7 +87,7 @@ class Block:
 
 
 def blocks() -> Iterator[Block]:
-    """All blocks that run, in the order of the pages; a table of commands is a block too."""
+    """Yield all blocks that are run, in the order of the pages. A table of commands is a block too."""
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         found = list(FENCE.findall(text))
@@ -100,23 +100,23 @@ def blocks() -> Iterator[Block]:
 
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment that has the wheel, and the folder in which the session takes place."""
+    """A virtual environment with the wheel, and the folder of the session."""
 
     wheel: Path
     sdist: Path
     bin: Path
     folder: Path
-    done: set[str] = field(default_factory=set)  # commands that another page has too
+    done: set[str] = field(default_factory=set)  # commands that another page contains too
 
     def environment(self) -> dict[str, str]:
-        """As a user's who activated it: nothing of the checkout is in it."""
+        """The environment of a user who has activated it, without anything of the checkout."""
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COLUMNS")}
         path = f"{self.bin}{os.pathsep}{kept['PATH']}"
-        alone = {"OMP_NUM_THREADS": "1"}  # other tests run beside it
+        alone = {"OMP_NUM_THREADS": "1"}  # other tests run at the same time
         return kept | alone | {"PATH": path, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, command: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """A line of shell, its streams kept apart."""
+        """Run a line of shell, with separate streams."""
         return subprocess.run(
             ["bash", "-c", command],
             cwd=folder or self.folder,
@@ -131,7 +131,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel that is built from the sdist of a clean copy, installed without its dependencies."""
+    """Install the wheel built from the sdist of a clean copy, without its dependencies."""
     place = tmp_path_factory.mktemp("installed")
     source, dist = place / "source", place / "dist"
     source.mkdir()
@@ -148,7 +148,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder.mkdir()
     installed = Installed(wheel, sdist, place / "venv" / "bin", folder)
     site = next((place / "venv").glob("lib/python*/site-packages"))
-    # a line of a .pth file adds the folder but reads none of its own, such as an editable install's
+    # a line in a .pth file adds the folder but does not process its own .pth files, such as an
+    # editable install's
     paths = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
     (site / "shared.pth").write_text("\n".join(paths) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(installed.bin / "python"), "install"]
@@ -162,7 +163,7 @@ def quietly(argv: list[str]) -> None:
 
 
 def commands(body: str) -> Iterator[tuple[str, str]]:
-    """The commands of a block with what it shows of their output, empty in an `sh` block."""
+    """Yield a block's commands with the output that it shows, empty in an `sh` block."""
     if "$ " not in body[:2]:
         for line in body.replace("\\\n", " ").splitlines():
             yield line.strip(), ""
@@ -186,7 +187,7 @@ def test_a_block_does_what_its_page_says(installed: Installed, block: Block) -> 
 
 
 def with_traces(folder: Path) -> None:
-    """The runs that lie in the repository; the pages say that they come with it."""
+    """Copy the runs of the repository, which the pages refer to."""
     for path in (ROOT / "traces").glob("h200-*"):
         if not (folder / "traces" / path.name).exists():
             shutil.copytree(path, folder / "traces" / path.name)
@@ -199,7 +200,7 @@ def run_command(installed: Installed, command: str, output: str, *, shown: bool)
     installed.done.add(text)
     more = [more for start, more in SHORTER.items() if text.startswith(start)]
     asked, text = text, " ".join([text, *more])
-    for name in shlex.split(text)[1:]:  # what an earlier block wrote
+    for name in shlex.split(text)[1:]:  # files written by an earlier block
         if name.endswith((".html", ".json.gz", "repro.py")) and (installed.folder / name).is_file():
             (installed.folder / name).unlink()
     done = installed.run(text)
@@ -212,8 +213,10 @@ def run_command(installed: Installed, command: str, output: str, *, shown: bool)
 
 
 def compare(command: str, page: str, done: subprocess.CompletedProcess[str]) -> None:
-    """All that the page shows came, and it shows all of stdout; of stderr it may leave lines out. Of
-    what was measured the figures are of no account, and of a CPU's ops the small ones.
+    """Check that all output on the page was printed, and that the page shows all of stdout. It may
+    omit lines of stderr.
+
+    Measured figures are not compared, and neither are small ops of a CPU.
     """
     if command.startswith("profharness kernels --backend auto,math"):
         assert header(done.stdout) == header(page)
@@ -226,18 +229,18 @@ def compare(command: str, page: str, done: subprocess.CompletedProcess[str]) -> 
 
 
 def header(text: str) -> list[str]:
-    """The names of the columns of a table."""
+    """Return the column names of a table."""
     return next(line.split() for line in text.splitlines() if line.startswith("backend "))
 
 
 def leading(text: str) -> set[str]:
-    """The backends of a table, and its kernels of a millisecond and more."""
+    """Return the backends of a table, and its kernels of a millisecond and more."""
     found = re.findall(r"^(\S+ )?\s*(\w+)…?\s.*?\s(\d{4,}\.\d\d)\s", text, re.MULTILINE)
     return {word.strip() for backend, kernel, _ in found for word in (backend, kernel)} - {""}
 
 
 def shape(line: str) -> str:
-    """A line without its figures and the ids in it."""
+    """Return a line without its figures and ids."""
     line = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "0", line)  # the last part may have no digit
     return re.sub(r"[0-9a-f]*\d[0-9a-f.,]*", "0", " ".join(line.split()))
 
@@ -253,7 +256,7 @@ def run_python(installed: Installed, block: Block) -> None:
 
 
 def run_sql(installed: Installed, block: Block) -> None:
-    """By the session's own store; the block of kind `text` that follows is the answer."""
+    """Run SQL on the session's store. The next block of kind `text` is the expected output."""
     found = FENCE.findall((ROOT / block.page).read_text(encoding="utf-8"))
     kind, answer = found[block.number]
     assert kind == "text"
@@ -291,7 +294,7 @@ def test_it_runs_from_the_environment_and_not_from_the_checkout(installed: Insta
 def test_own_kernels_go_first_and_foreign_ones_are_left_alone(
     installed: Installed, tmp_path: Path
 ) -> None:
-    """`kernels` is also the name of a package on PyPI, which would lie beside profharness."""
+    """`kernels` is also the name of a package on PyPI, which would be installed next to profharness."""
     site = next(installed.bin.parent.glob("lib/python*/site-packages"))
     (site / "kernels").mkdir()
     (site / "kernels" / "foreign.py").write_text("")

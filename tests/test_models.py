@@ -1,4 +1,4 @@
-"""docs/models.md is what traces/models gives."""
+"""docs/models.md agrees with traces/models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Occupancy against cuda_occupancy.h (CUDA 13, compiled, 360 of its answers) and against ncu on an
-H200.
-"""
+"""Occupancy against cuda_occupancy.h (CUDA 13, compiled, 360 results) and against ncu on an H200."""
 
 from __future__ import annotations
 

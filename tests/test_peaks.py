@@ -1,4 +1,4 @@
-"""Peaks: the data-sheet table, a real measurement in a child process, and what the store keeps."""
+"""Peaks: the data-sheet table, a real measurement in a child process, and the store's copy."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def test_a_device_that_is_not_in_the_table_has_no_peaks(name: str) -> None:
 
 
 def test_the_table_is_sane() -> None:
-    """fp32 = 2 x cores x clock with 64 or 128 cores an SM and a clock of 1.2 to 2.7 GHz; tensor
-    rates are multiples of it."""
+    """fp32 = 2 x cores x clock with 64 or 128 cores per SM and a clock of 1.2 to 2.7 GHz. Tensor
+    rates are multiples of it.
+    """
     for sheet in (gpu for gpu in TABLE if gpu.pattern):
         assert sheet.sm_count
         per_sm = sheet.fp32 * 1e12 / sheet.sm_count / 2

@@ -1,5 +1,6 @@
-"""Statistics: summaries against hand-computed values, and verdicts that say cannot tell when they
-cannot."""
+"""Statistics: summaries against values computed by hand, and verdicts that are `cannot tell` if the
+samples do not decide.
+"""
 
 from __future__ import annotations
 
@@ -143,8 +144,8 @@ def test_importing_is_light() -> None:
 def run_of(
     rng: np.random.Generator, process: float, turn: float, median: float = 1e6, count: int = 3
 ) -> Series:
-    """Samples of so many processes with four turns of eight; the standard deviations of processes
-    and turns are parts of the median, that of a sample is 1 % of it.
+    """Return samples of processes with four turns of eight samples each. The standard deviations of
+    processes and turns are fractions of the median, that of a sample is 1 % of it.
     """
     samples: list[int] = []
     for shift in rng.normal(0, process, count):
@@ -155,7 +156,7 @@ def run_of(
 
 @pytest.mark.parametrize(("process", "turn"), [(0.005, 0.003), (0.0, 0.01)])
 def test_an_interval_holds_the_median_of_a_known_spread(process: float, turn: float) -> None:
-    """In 95 % of like runs; one over samples alone is far from that where turns or processes differ."""
+    """In 95 % of such runs. An interval over samples alone is far from that if turns or processes differ."""
     rng = np.random.default_rng(3)
     found = [interval(run_of(rng, process, turn)) for _ in range(200)]
     assert sum(each is not None and each.low <= 1e6 <= each.high for each in found) >= 0.93 * 200
@@ -203,12 +204,12 @@ def test_turns_without_processes_and_processes_without_turns() -> None:
 
 
 def test_processes_that_differ_as_much_are_no_slow_down() -> None:
-    """A gate on like runs: the rank test over the samples alone finds them different."""
+    """A gate on equal runs. The rank test over the samples alone would find a difference."""
     rng = np.random.default_rng(5)
     pairs = [(run_of(rng, 0.03, 0.0), run_of(rng, 0.03, 0.0)) for _ in range(150)]
     alone = sum(compare(tuple(a), tuple(b)).verdict in ("slower", "faster") for a, b in pairs)
     both = [compare(a, b) for a, b in pairs]
-    # 7.5 are expected, and more than 13 in one of 50 cases
+    # 7.5 are expected, more than 13 in one of 50 cases
     assert sum(each.verdict in ("slower", "faster") for each in both) <= 13 < alone / 2
     assert any("over 3 and 3 processes" in each.reason for each in both)
 

@@ -1,4 +1,6 @@
-"""docs/studies/: every page is what its runs give, prose included; runs made here can be packed, read and asked."""
+"""docs/studies/: every page agrees with its runs, including the prose. Runs made here can be
+packed, read and queried.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.xdist_group("studies")  # unpacking and storing the run
 
 @pytest.fixture(scope="module")
 def studies() -> Iterator[ModuleType]:
-    """The script, importable beside its own folder as it is when it runs."""
+    """Yield the script, importable from its own folder as when it runs."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         yield importlib.import_module("make_studies")
@@ -54,8 +56,9 @@ def test_a_page_is_what_its_runs_give(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Text, figures in it, and which pictures it has. `python scripts/make_studies.py write` makes them
-    again. What is in pictures is not compared; drawing them is tests/views/test_charts.py's.
+    """Compares text, figures in it, and the list of pictures. `python scripts/make_studies.py
+    write` creates them again. The contents of pictures are not compared; tests/views/test_charts.py
+    covers drawing.
     """
     monkeypatch.setattr(charts, "draw_svg", lambda *_, **__: "<svg/>")
     (study,) = (study for study in studies.STUDIES if study.name == name)
@@ -83,7 +86,7 @@ def test_the_archive_is_small_and_holds_runs_alone(studies: ModuleType, runs: Pa
 
 
 def test_every_command_line_can_be_read(studies: ModuleType) -> None:
-    """Options and choices are checked by the commands themselves; nothing is run."""
+    """The commands check options and choices themselves. Nothing is run."""
     for study in studies.STUDIES:
         for name, *rest in study.runs.values():
             assert find_command(name).make_context(name, rest).params
@@ -92,7 +95,7 @@ def test_every_command_line_can_be_read(studies: ModuleType) -> None:
 
 
 def test_every_item_has_a_verdict_and_commands_that_can_be_read(runs: Path) -> None:
-    """What a run is named as is a run that is committed; only `no` and `partly` give a reason."""
+    """Each named run is committed. Only `no` and `partly` have a reason."""
     text = (PAGES / "items.md").read_text(encoding="utf-8")
     names = dict(re.findall(r"\b([A-Z]+)=(\d{8}-\d{6}-[0-9a-f]{4})\b", text))
     stored = {path.parent.name for path in runs.glob("runs/*/*/*/run.json")}
@@ -133,7 +136,7 @@ def test_a_page_whose_data_say_otherwise_is_not_written(
 
 
 def test_runs_made_here_are_packed_and_asked(studies: ModuleType, tmp_path: Path) -> None:
-    """One run keeps its traces, of the other the samples stay."""
+    """One run keeps its traces, the other only its samples."""
     tiny, quick = ("--config", "1,2,16,16,fp32"), ("--device", "cpu", "--backend", "auto,math")
     bench = ("bench", *tiny, *quick, "--iterations", "5", "--processes", "1")
     study = studies.Study(

@@ -1,4 +1,4 @@
-"""What traces/ holds: the real H200 run, complete, rightly attributed, and free of anything private."""
+"""The contents of traces/: the real H200 run, complete, correctly attributed, and without private data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODE = parse_config("1,32,1,128,bf16,kv_heads=8,seq_kv=4096")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A store with everything that traces/ holds."""
+    """Return a store with everything in traces/."""
     path = tmp_path_factory.mktemp("traces") / "store.db"
     ingest_path(path, TRACES)
     return open_store(path)
@@ -50,7 +50,7 @@ def test_checksums_are_those_of_the_readme() -> None:
 def test_nothing_private_is_in_them() -> None:
     files = [path for path in TRACES.glob("*/**/*") if path.is_file()]
     assert len(files) > 20
-    # a folder at a time, so that the names of its files are looked at too
+    # one folder at a time, to check the names of its files too
     folders = [path for path in TRACES.iterdir() if path.is_dir()]
     assert [str(finding) for folder in folders for finding in audit(folder)] == []
     kept = re.compile(r"run\.json|\d+\.jsonl|[\w.-]+\.(?:json\.gz|sqlite|sqlite\.gz|csv|csv\.gz)")

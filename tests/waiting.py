@@ -1,4 +1,4 @@
-"""Waiting for events instead of moments, so that a busy machine changes no test's answer."""
+"""Wait for events instead of fixed times, so that a busy machine does not change the result of a test."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 600.0  # before a test gives up on what comes in a second where nothing else runs
+PATIENCE_S = 600.0  # limit for events that take a second on an idle machine
 LEAP_S = 1e6
 KILL_BIT = 1 << signal.SIGKILL - 1
 MARK = "PROFHARNESS_TEST_HANGS"
-# What a process runs that is never to answer again; see the fixture `hanging`.
+# Code of a process that never answers again; see the fixture `hanging`.
 HANG = f'open(os.environ["{MARK}"], "w").write(str(os.getpid())); time.sleep(86400)'
 
 
 def until(happened: Callable[[], Any], process: subprocess.Popen[Any] | None = None) -> None:
-    """Wait until something has happened; fails when the process that is to do it ends before."""
+    """Wait for an event. Fail if the process that should cause it ends first."""
     deadline = time.monotonic() + PATIENCE_S
     while not happened():
         assert process is None or process.poll() is None, process.communicate()
@@ -28,7 +28,7 @@ def until(happened: Callable[[], Any], process: subprocess.Popen[Any] | None = N
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: it has neither ended, waited for or not, nor been killed."""
+    """Return whether a process is running. Zombies are not."""
     folder = Path(f"/proc/{pid}")
     try:
         status, command = (folder / "status").read_text(), (folder / "cmdline").read_bytes()
@@ -39,14 +39,14 @@ def alive(pid: int) -> bool:
 
 
 def written_pid(path: Path) -> int | None:
-    """The process id in a file, None while there is none."""
+    """Return the process id in a file, or None if there is none yet."""
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text else None
 
 
 class Clock:
-    """`time`, except that monotonic() leaps ahead with every call while the process whose id stands
-    in the mark lives: only what hangs meets its limit, however long the others take.
+    """`time` with a monotonic() that jumps ahead on every call while the process whose id is in the
+    mark lives. Only a hanging process exceeds its limit, however long others take.
     """
 
     def __init__(self, mark: Path) -> None:
@@ -64,7 +64,7 @@ class Clock:
 
 
 def start_limits_with(monkeypatch: Any, started: Callable[[], Any]) -> None:
-    """Let the time limits of subprocess begin once something has started."""
+    """Start the time limits of subprocess only after `started` returns something true."""
     for name in ("wait", "communicate"):
         monkeypatch.setattr(
             subprocess.Popen, name, _later(getattr(subprocess.Popen, name), started)

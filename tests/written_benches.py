@@ -1,4 +1,4 @@
-"""Runs of `bench` whose samples are written by hand, in a store."""
+"""Store `bench` runs with given samples."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def bench_run(
     measurement: str = "event",
     choice: str = "flash",
 ) -> str:
-    """A run of these median times in ns, by config and backend, in the store; its id. choice is what
-    `auto` took; on a CPU the measurement is `wall`.
+    """Store a run with these median times in ns, by config and backend. Return its id.
+
+    `choice` is the backend that `auto` selected. On a CPU the measurement is `wall`.
     """
     measured = measurement if environment["device_type"] == "cuda" else "wall"
     cells = tuple(
