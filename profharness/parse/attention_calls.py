@@ -56,8 +56,8 @@ from profharness.parse.replay import POSITIONS, flag, replay_config, sizes, tens
 from profharness.parse.span_tree import AutogradNodes, SpanTree
 from profharness.trace import AttentionCall, CallSpan, Range, Step, TensorArgument
 
-PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # they count as their parent
-MARKER = "profharness-attention:"  # starts a range that names a module's dotted path
+PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # named after their parent
+MARKER = "profharness-attention:"  # prefix of a range that contains a module's dotted path
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class AttentionCalls:
     # Launches of CUDA graphs lie in no interval: their ascending numbers, and the span of each.
     rows: Ints = field(default_factory=lambda: nothing(0))
     row_spans: Ints = field(default_factory=lambda: nothing(0))
-    warnings: tuple[str, ...] = ()  # contradictions within the trace, with counts
+    warnings: tuple[str, ...] = ()  # contradictions in the trace, with counts
 
     def lookup(self, thread: Ints, t: Ints, first: int | None = None) -> Ints:
         """Return the index of the innermost span at each (thread, t), -1 if there is none.
@@ -86,8 +86,8 @@ class AttentionCalls:
 
 
 class _Context:
-    """The surroundings of each op: compiled code, autograd nodes, and the modules around ops that may
-    belong to a call, by index in the tree.
+    """The compiled code, autograd nodes and modules around each op that may belong to a call, by
+    the op's index in the tree.
     """
 
     def __init__(self, ops: SpanTree, modules: Iterable[HostSpan]) -> None:
@@ -109,7 +109,7 @@ class _Context:
         sequences: frozenset[int],
         compiled: bool | None = None,
     ) -> _ForwardCall:
-        """Return the call of the op at index `at`. `compiled` overrides what surrounds the op."""
+        """Return the call of the op at index `at`. `compiled` overrides the op's surroundings."""
         op = self._ops.spans[at]
         return _ForwardCall(
             signature,
@@ -133,7 +133,7 @@ def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """The forward of a call, whose backward is not known yet."""
+    """The forward of a call whose backward is not known yet."""
 
     signature: _CallSignature
     compiled: bool
@@ -259,7 +259,7 @@ def _inside(tree: SpanTree) -> dict[int, list[int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CallSignature:
-    """What the arguments of a call's ops record. All calls with these arguments share one object."""
+    """The values that calls with equal op arguments share."""
 
     kind: str
     op: str
@@ -339,8 +339,8 @@ def _eager(
     context: _Context,
     signatures: dict[tuple[Any, ...], _CallSignature],
 ) -> Iterator[_ForwardCall]:
-    """Yield attention made of plain ops: a product, a softmax and a product that follow each other in
-    one module of one thread.
+    """Yield attention made of plain ops: two products with a softmax between them, one after the
+    other in one module of one thread.
     """
     taken = {*fused, *(child for children in fused.values() for child in children)}
     waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
@@ -412,7 +412,7 @@ def _backward(
     computing = {span[1:4] for span in around if span.name.startswith(EVALUATION)}
     arrived = _by_arrows(drafts, evaluations, flows)
     taken = {node[1:4] for nodes in arrived.values() for node in nodes}
-    astray = not computing <= taken  # some arrow does not lead where attention's gradient is
+    astray = not computing <= taken  # an arrow leads elsewhere than to a gradient of attention
     for call, nodes in arrived.items():
         keys = {node[1:4] for node in nodes}
         if astray and is_fused(drafts[call].signature.sdpa_op) and not keys & computing:
@@ -422,7 +422,7 @@ def _backward(
         yield from (_stretch(call, node) for node in nodes)
     open_calls = [index for index, draft in enumerate(drafts) if not draft.recompute]
     begin = [draft.start for draft in drafts].__getitem__
-    parts: list[HostSpan] = []  # kernels before that of Inductor's template, of the same gradient
+    parts: list[HostSpan] = []  # kernels of the same gradient that precede the template's
     for at, op in gradients:
         if op.name.startswith(TRITON) and not op.name.startswith(TRITON_TEMPLATE):
             parts.append(op)

@@ -1,5 +1,6 @@
-"""Joins in bounded pieces: kernel to launch call by correlation, call to the ranges around it by
-time, and the result as launch batches in a temporary file.
+"""Join kernels to launch calls by correlation, and calls to the ranges around them by time.
+
+The joins work in bounded pieces and write launch batches to a temporary file.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from profharness.parse.ranges import Ranges
 from profharness.parse.span_tree import AutogradNodes
 from profharness.trace import NONE, LaunchBatch, Step
 
-CHUNK_ROWS = 65536  # GPU rows joined at once
-SLICE_ROWS = 262144  # ops (by start) in one time slice
-REPEATED_OPS = 0.05  # of the ops; below, short ones that start in one microsecond look repeated
-MAX_DEPTH = 100  # ops in one stack; PyTorch nests a few dozen
+CHUNK_ROWS = 65536  # GPU rows per join
+SLICE_ROWS = 262144  # ops per time slice, by start
+# Fraction of ops; with fewer, short ops that start in one microsecond look repeated
+REPEATED_OPS = 0.05
+MAX_DEPTH = 100  # ops per stack; PyTorch nests a few dozen
 
 
 @dataclass(slots=True)
@@ -63,13 +65,13 @@ class Source:
 
 
 def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
-    """A row of Flow for each arrow that has both ends, in order of their start, and a warning with the
-    number of those that lack one.
+    """Return a row of Flow for each arrow with both ends, by start, and a warning that counts the
+    incomplete arrows.
     """
     key, begins, thread, t = arrows.columns()
     sides = []
     for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
-        # of several the last counts
+        # the last of several counts
         keys, last = np.unique(key[rows][::-1], return_index=True)
         sides.append((keys, rows[len(rows) - 1 - last]))
     (keys, starts), (others, ends) = sides
@@ -87,9 +89,10 @@ def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
 def contexts(
     tables: Tables, flows: Ints, threads: list[tuple[int, int]], base: int
 ) -> tuple[Ranges, AttentionCalls, tuple[Step, ...]]:
-    """What launches may lie in: ranges, which follow autograd's arrows, attention calls, and steps.
+    """Return the ranges, attention calls and steps that may contain launches.
 
-    flows: rows of Flow; threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
+    `flows` has rows of Flow, `threads` the (pid, tid) of each thread index. `base` is added in ns
+    to every time of the Trace.
     """
     ranges = Ranges(tables.ranges, threads, base)
     evaluations = AutogradNodes.build(tables.evaluations)
@@ -102,7 +105,7 @@ def contexts(
 
 @dataclass(slots=True)
 class Linked:
-    """A chunk of GPU rows and their launching calls; -1 where there is none."""
+    """A chunk of GPU rows and their launch calls, with -1 for missing values."""
 
     gpu: GpuRows
     api: Ints
@@ -111,16 +114,16 @@ class Linked:
 
 
 class Doubts:
-    """Counts of what a whole trace does not have."""
+    """Counts of missing and contradictory data in a trace."""
 
     def __init__(self) -> None:
         self.unmatched = 0  # launches without a call
-        self.ambiguous = 0  # launches with several
+        self.ambiguous = 0  # launches with several calls
         self.repeated_ops = 0
-        self._launches: list[NDArray[np.uint64]] = []  # a hash of each
+        self._launches: list[NDArray[np.uint64]] = []  # a hash of each launch
 
     def see(self, rows: GpuRows) -> None:
-        """Note launches, to find those that stand there twice."""
+        """Add launches to the search for repeated ones."""
         mixed = np.zeros(len(rows.start), np.uint64)
         for column in rows:
             mixed = (mixed ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -128,7 +131,7 @@ class Doubts:
         self._launches.append(mixed)
 
     def texts(self, launches: int, stacks: Stacks) -> list[str]:
-        """A warning for each kind, with its count."""
+        """Return a warning per kind of doubt, with its count."""
         seen = np.sort(np.concatenate([np.empty(0, np.uint64), *self._launches]))
         repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
         many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
@@ -146,7 +149,9 @@ class Doubts:
 def linked_chunks(
     source: Source, doubts: Doubts | None = None, *, rows: int = CHUNK_ROWS
 ) -> Iterator[Linked]:
-    """GPU rows in file order with their launching calls; of equal correlations the first wins."""
+    """Yield GPU rows in file order with their launch calls. The first of equal correlations
+    counts.
+    """
     doubts = doubts or Doubts()
     for blocks in _groups(source.tables.gpu, rows):
         gpu = source.gpu(blocks)
@@ -178,7 +183,7 @@ def linked_chunks(
 
 
 def _groups(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
-    """Consecutive blocks of about `rows` rows together."""
+    """Yield groups of consecutive blocks with about `rows` rows each."""
     group: list[Block] = []
     count = 0
     for block in blocks:
@@ -193,15 +198,15 @@ def _groups(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
 
 @dataclass(slots=True)
 class OpSlice:
-    """Every op that overlaps one time slice."""
+    """All ops that overlap one time slice."""
 
     intervals: Intervals
     names: Ints
     durations: Ints
-    paths: Ints  # stack id of each op, -1 until it is needed
+    paths: Ints  # stack id of each op, -1 until computed
 
     def repeated(self, rows: Ints) -> int:
-        """How many of these ops are like the one before in thread, times and name."""
+        """Count the ops whose thread, times and name equal those of the previous op."""
         before, rows = rows[rows > 0] - 1, rows[rows > 0]
         columns = (self.intervals.thread, self.intervals.start, self.durations, self.names)
         alike = [column[rows] == column[before] for column in columns]
@@ -209,10 +214,11 @@ class OpSlice:
 
 
 class StackIds(dict[tuple[int, ...], int]):
-    """Numbers of stacks, each (id of the stack above, names of the ops below it, outermost first).
+    """Ids of stacks. A key is the id of the stack above and the names of the ops below it,
+    outermost first.
 
-    A stack deeper than MAX_DEPTH keeps its outermost ops and the innermost one; deep counts these
-    and those of overlapping ops, which keep the innermost.
+    A stack deeper than MAX_DEPTH keeps its outermost ops and the innermost one. `deep` counts
+    these, and stacks of overlapping ops, which keep only the innermost op.
     """
 
     def __init__(self) -> None:
@@ -236,7 +242,7 @@ class StackIds(dict[tuple[int, ...], int]):
 
 
 class Stacks:
-    """Folded op stacks of launches, looked up slice by slice."""
+    """The op stacks of launches, computed slice by slice."""
 
     def __init__(self, source: Source, *, rows: int = SLICE_ROWS) -> None:
         self._source = source
@@ -245,7 +251,7 @@ class Stacks:
         self._cache: dict[int, OpSlice] = {}
 
     def lookup(self, thread: Ints, t: Ints) -> Ints:
-        """Ids of the stacks open on each thread at each time, -1 for none."""
+        """Return the ids of the stacks open at each (thread, t), -1 for none."""
         result = nothing(len(t))
         if not self._source.tables.ops:
             return result
@@ -259,7 +265,7 @@ class Stacks:
         return result
 
     def stack_ids(self, ops: OpSlice, at: Ints, t: Ints) -> Ints:
-        """Stack ids for op indices `at` as seen at times t (-1 stays -1)."""
+        """Return the ids of the stacks of the ops `at` at the times `t`. -1 stays -1."""
         result = nothing(len(at))
         has = np.flatnonzero(at >= 0)
         nested = ops.intervals.nested[at[has]]
@@ -274,7 +280,7 @@ class Stacks:
         return result
 
     def _name_paths(self, ops: OpSlice, at: Ints) -> None:
-        """Fill in ops.paths for the ops `at` and all their ancestors."""
+        """Set `ops.paths` for the ops `at` and all their ancestors."""
         parents, paths = ops.intervals.parent, ops.paths
         marked = np.zeros(len(parents), np.bool_)
         level = at
@@ -284,7 +290,7 @@ class Stacks:
             level = parents[level]
             level = level[level >= 0]
         left, count = np.flatnonzero(marked), len(self._source.tables.names)
-        while len(left):  # outermost first: each time those whose parent has its id
+        while len(left):  # outermost first: each pass assigns the ops whose parent has an id
             above = np.where(parents[left] >= 0, paths[parents[left]], NONE)
             ready = (parents[left] < 0) | (above >= 0)
             rows, left = left[ready], left[~ready]
@@ -294,7 +300,7 @@ class Stacks:
             paths[rows] = np.array([self.paths[key] for key in keys], np.int64)[place]
 
     def slice(self, number: int) -> OpSlice:
-        """The ops that overlap time slice `number`."""
+        """Return the ops that overlap time slice `number`."""
         if number not in self._cache:
             while len(self._cache) > 1:
                 self._cache.pop(next(iter(self._cache)))
@@ -311,7 +317,7 @@ class Stacks:
         return OpSlice(intervals, ops.name[intervals.rows], durations, nothing(len(durations)))
 
     def folded(self) -> list[str]:
-        """The stacks as text, outermost first, by id."""
+        """Return the stacks as text, outermost op first, by id."""
         names = [name.replace(";", ",") for name in self._source.tables.names]
         texts: list[str] = []
         for above, *below in self.paths.rows:
@@ -321,7 +327,9 @@ class Stacks:
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
-    """Times that cut ops into slices of about `rows` starts; a block counts at its first op."""
+    """Return the times that cut ops into slices of about `rows` starts. A block counts at its
+    first op.
+    """
     borders = []
     count = 0
     for block in sorted(blocks, key=lambda block: block.low):
@@ -335,14 +343,14 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
 def device_chunks(
     source: Source, stacks: Stacks, doubts: Doubts, rows: int
 ) -> Iterator[tuple[Linked, Ints]]:
-    """Device rows with their launches, and their op stacks."""
+    """Yield GPU rows with their launch calls and op stacks."""
     for chunk in linked_chunks(source, doubts, rows=rows):
         yield chunk, stacks.lookup(chunk.thread, chunk.launch)
 
 
 def op_chunks(stacks: Stacks, ranges: Ranges, doubts: Doubts) -> Iterator[tuple[Linked, Ints]]:
-    """Ops with the time that is their own, in order of their end, and their stacks; an op that goes
-    on into the next slice waits for it.
+    """Yield ops with their own time, by end, and their stacks. An op that continues in the next
+    slice is yielded there.
     """
     waiting: dict[tuple[int, ...], int] = {}
     for number, border in enumerate([*stacks.borders.tolist(), None]):
@@ -366,10 +374,10 @@ def op_chunks(stacks: Stacks, ranges: Ranges, doubts: Doubts) -> Iterator[tuple[
 def _own_times(
     ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], int]
 ) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
-    """Ops that end in this slice and have time of their own, that time in ns (duration less what
-    their children cover), and for those that go on what their children have covered so far.
+    """Return the ops that end in this slice and have own time, that time in ns (the duration minus
+    the time that their children cover), and the covered time of the ops that continue.
 
-    A child counts in the slice in which it starts; ops without a child always count.
+    A child counts in the slice in which it starts. Ops without children always count.
     """
     intervals = ops.intervals
     columns = (intervals.thread, intervals.start, intervals.stop, ops.names)
@@ -377,7 +385,7 @@ def _own_times(
     def key(row: int) -> tuple[int, ...]:
         return tuple(int(column[row]) for column in columns)
 
-    stop = intervals.stop - (ops.durations == 0)  # an interval lasts at least one nanosecond
+    stop = intervals.stop - (ops.durations == 0)  # an interval lasts at least 1 ns
     latest = max((start for _, start, *_ in waiting), default=-(1 << 62))
     carried = intervals.start <= latest
     covered = np.zeros(len(stop), np.int64)
@@ -395,14 +403,14 @@ def _own_times(
 
 
 class Renumber:
-    """Ids in order of first use."""
+    """Assigns new ids in order of first use."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
-        self._to = nothing(1)  # the last element is never an id's: index -1 is NONE
+        self._to = nothing(1)  # the last element is never assigned, so that index -1 is NONE
 
     def __call__(self, ids: Ints) -> Ints:
-        """The new ids; -1 stays -1."""
+        """Return the new ids. -1 stays -1."""
         high = int(ids.max(initial=-1)) + 2
         if high > len(self._to):
             self._to = np.append(self._to, nothing(max(high, 2 * len(self._to)) - len(self._to)))
@@ -432,13 +440,13 @@ class BatchFile:
         self._blocks.append(Block((0, 0), offset, len(columns), len(batch.kernel), 0, 0))
 
     def read(self) -> Iterator[LaunchBatch]:
-        """The batches in the order in which they were written."""
+        """Yield the batches in the order of writing."""
         for block in self._blocks:
             yield LaunchBatch(*self._spool.read(block))
 
 
 class Output:
-    """Writes joined launches to `file`. apis are numbered by first use."""
+    """Writes joined launches to `file`, with APIs numbered by first use."""
 
     def __init__(
         self, ranges: Ranges, base: int, spool: Spool, calls: AttentionCalls | None = None
@@ -450,7 +458,7 @@ class Output:
         self._base = base
 
     def write(self, linked: Linked, kernel: Ints, launch_config: Ints, op_path: Ints) -> None:
-        """Append launches; the three columns are indices into lists of the Trace."""
+        """Append launches. The last three columns are indices into lists of the Trace."""
         rows, thread = linked.gpu, linked.thread
         inner, cell = self._ranges.lookup(thread, linked.launch)
         batch = LaunchBatch(

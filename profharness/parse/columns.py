@@ -1,4 +1,4 @@
-"""What a trace is read into: int64 columns in an unlinked temporary file, with every string interned."""
+"""int64 columns in an unlinked temporary file, with all strings interned."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Flags = NDArray[np.bool_]
 MAX_NS = 1 << 61
 MAX_INT = (1 << 63) - 1
 MAX_KEY_BITS = 62
-MAX_TEXT = 200  # characters of a text from a header
+MAX_TEXT = 200  # characters in a text from a header
 
 
 class GpuRows(NamedTuple):
-    """Kernels, memcpys and memsets; kernel and config are ids, times are ns."""
+    """Kernels, memcpys and memsets. `kernel` and `config` are ids, times are in ns."""
 
     start: Ints
     duration: Ints
@@ -40,7 +40,7 @@ class GpuRows(NamedTuple):
 
 
 class LaunchRows(NamedTuple):
-    """Runtime and driver calls; api and thread are ids."""
+    """Runtime and driver calls. `api` and `thread` are ids."""
 
     correlation: Ints
     api: Ints
@@ -49,7 +49,7 @@ class LaunchRows(NamedTuple):
 
 
 class OpRows(NamedTuple):
-    """ATen ops; thread and name are ids."""
+    """ATen ops. `thread` and `name` are ids."""
 
     start: Ints
     end: Ints
@@ -58,7 +58,9 @@ class OpRows(NamedTuple):
 
 
 class EvaluationRows(NamedTuple):
-    """Ops in which autograd evaluates its nodes; thread is an id, sequence is autograd's number or -1."""
+    """Ops in which autograd evaluates its nodes. `thread` is an id, `sequence` autograd's number
+    or -1.
+    """
 
     start: Ints
     end: Ints
@@ -67,22 +69,23 @@ class EvaluationRows(NamedTuple):
 
 
 class Ids(dict[Any, int]):
-    """Numbers of values in order of first use: looking a new one up gives it the next number."""
+    """Ids of values in order of first use. Looking up a new value assigns the next id."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)
         return number
 
     def column(self, values: list[Any]) -> Ints:
-        """The number of each value."""
+        """Return the id of each value."""
         return np.fromiter(map(self.__getitem__, values), np.int64, len(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One stretch of rows in a spool file: rows of `columns` int64, column after column.
+    """A block of rows in a spool file: `columns` columns of int64, one after the other.
 
-    order sorts blocks into file order; low and high bound the correlation, or ops' start and end.
+    `order` sorts blocks into file order. `low` and `high` are the bounds of the correlation, or of
+    the ops' start and end.
     """
 
     order: tuple[int, int]
@@ -95,8 +98,8 @@ class Block:
 
 @dataclass(slots=True)
 class RangeColumns:
-    """Ranges as they come: times in ns, thread as an index, wide 1 for a start/end range, which
-    NVTX means to hold for the whole process.
+    """Ranges in the order of the file. Times are in ns, `thread` is an index. `wide` is 1 for a
+    start/end range, which NVTX applies to the whole process.
     """
 
     names: list[str] = field(default_factory=list)
@@ -115,26 +118,28 @@ class RangeColumns:
 
 @dataclass(slots=True)
 class Arrows:
-    """Ends of arrows between two moments: blocks of the columns key, begins (1 where an arrow starts,
-    0 where it ends), thread and t. A key that is no number from 0 on counts as -1 less its place in odd.
+    """Ends of arrows between two moments, in blocks of the columns key, begins, thread and t.
+
+    `begins` is 1 at the start of an arrow and 0 at its end. A key that is no number from 0 on is
+    replaced by -1 minus its index in `odd`.
     """
 
     blocks: list[Ints] = field(default_factory=list)
     odd: Ids = field(default_factory=Ids)
 
     def keys(self, values: list[int | str]) -> Ints:
-        """The keys as numbers."""
+        """Return the keys as numbers."""
         numbers = (key if whole(key) is not None else -1 - self.odd[key] for key in values)
         return np.fromiter(numbers, np.int64, len(values))
 
     def columns(self) -> Ints:
-        """All of them as an array of four rows."""
+        """Return all blocks as an array of four rows."""
         return np.concatenate([np.empty((4, 0), np.int64), *self.blocks], axis=1)
 
 
 @dataclass(slots=True)
 class Tables:
-    """What a scan read: interned strings, row blocks, ranges, counts."""
+    """The result of a scan: interned strings, row blocks, ranges and counts."""
 
     threads: Ids = field(default_factory=Ids)
     kernels: Ids = field(default_factory=Ids)
@@ -151,11 +156,11 @@ class Tables:
     arrows: Arrows = field(default_factory=Arrows)
     events: int = 0
     skipped: int = 0
-    negative: int = 0  # of the skipped, for their duration
+    negative: int = 0  # events skipped for their negative duration
 
 
 class Spool:
-    """Rows in one temporary file that has no name any more."""
+    """Rows in an unlinked temporary file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -163,14 +168,15 @@ class Spool:
 
     @classmethod
     def temporary(cls, stack: ExitStack) -> Spool:
-        """A new empty file, gone when the stack is closed."""
+        """Return a new empty file that lives until the stack is closed."""
         with without_room():
             file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
         return cls(cast(BinaryIO, stack.enter_context(file)))
 
     def write(self, columns: Iterable[Ints]) -> int:
-        """Append columns of equal length; returns their offset. Raises ProfharnessError without
-        room for them.
+        """Append columns of equal length and return their offset.
+
+        Raise ProfharnessError if the disk is full.
         """
         offset = self.size
         with without_room():
@@ -182,19 +188,19 @@ class Spool:
         return offset
 
     def read(self, block: Block) -> Ints:
-        """The block as an array of shape (columns, rows)."""
+        """Return a block as an array of shape (columns, rows)."""
         data = os.pread(self.file.fileno(), block.columns * block.rows * 8, block.offset)
         return np.frombuffer(data, np.int64).reshape(block.columns, block.rows)
 
 
 def distinct(values: Ints) -> list[int]:
-    """Rising values, each once; np.unique would import masked arrays, at 10 ms."""
+    """Return the distinct values of a sorted array. np.unique would import numpy.ma, at 10 ms."""
     ordered = np.sort(values)
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
 
 def pack(columns: Sequence[Ints]) -> Ints:
-    """One key a row of columns (values >= -1): equal exactly where all are equal, and in their order."""
+    """Return a key per row of columns with values >= -1. Keys compare as the rows do."""
     key = np.zeros(len(columns[0]), np.int64)
     used = 0
     for column in columns:
@@ -212,6 +218,6 @@ def pack(columns: Sequence[Ints]) -> Ints:
 
 
 def whole(value: object) -> int | None:
-    """A number from a file where it is an integer from 0 to 2**62 - 1, else None."""
+    """Return a value if it is an integer from 0 to 2**62 - 1, else None."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
     return cast(int, value) if is_whole else None

@@ -1,4 +1,4 @@
-"""Names that a file holds mangled, to canonical names, however much their demangled text would be."""
+"""Demangle names in bounded time and memory, whatever their demangled text would be."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping
 from profharness.kernel_names import canonical
 from profharness.processes import start_python
 
-SAFE_CHARACTERS = 1 << 22  # that a name could become at most in this process; see `_expands`
-CHILD_SECONDS = 20.0  # of all names together, should the next not work
-NAME_SECONDS = 0.2  # processor time of one name
+# Possible length up to which a name is demangled in this process, see `_expands`
+SAFE_CHARACTERS = 1 << 22
+CHILD_SECONDS = 20.0  # for all names, if single limits fail
+NAME_SECONDS = 0.2  # processor time per name
 CHILD_BYTES = 512 * 1024 * 1024
-MAX_DEMANGLED = 65536  # characters; a name that would be longer stays mangled
+MAX_DEMANGLED = 65536  # characters; a name that would become longer stays mangled
 MAX_CHILDREN = 4
-MAX_THIRDS = 600  # references beyond that change no decision
+MAX_THIRDS = 600  # more references change no decision
 
 CHILD = "from profharness.parse.demangle import main; main()"
 
@@ -26,10 +27,10 @@ _REFERENCE = re.compile(r"S[0-9A-Z]*_|T[0-9]*_")
 
 
 def canonical_names(mangled: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """(mangled to canonical name, warnings).
+    """Return canonical names by mangled name, and warnings.
 
-    A child process with limits on time and memory demangles names whose back references could
-    multiply beyond all bounds; a name that breaks the limits stays as it is and is counted.
+    Names whose back references could multiply without bounds are demangled in a child process with
+    limits on time and memory. A name that exceeds the limits stays mangled and is counted.
     """
     names = {name: name if _expands(name) else canonical(name) for name in mangled}
     names.update(_demangle_apart([name for name in names if _expands(name)]))
@@ -43,9 +44,10 @@ def canonical_names(mangled: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _expands(name: str) -> bool:
-    """Whether demangling could make more than a few MB of one name.
+    """Return whether a name could demangle to more than a few MB.
 
-    Each reference repeats at most what is there; k references multiply by at most 3 ** (k / 3).
+    Each reference repeats at most the text before it. k references multiply by at most 3 ** (k /
+    3).
     """
     if not name.startswith("_Z"):
         return False
@@ -54,7 +56,7 @@ def _expands(name: str) -> bool:
 
 
 def _demangle_apart(names: list[str]) -> Mapping[str, str]:
-    """The names that children demangle; a child starts behind the name that ended the last one."""
+    """Demangle names in child processes. A child that dies is followed by one that skips the name."""
     demangled: dict[str, str] = {}
     rest = [name for name in names if "\n" not in name]
     for _ in range(MAX_CHILDREN):
@@ -73,13 +75,13 @@ def _demangle_apart(names: list[str]) -> Mapping[str, str]:
 
 
 def main() -> None:
-    """Entry of the child: names on stdin, one canonical name a line on stdout."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # the parent's limit still holds
+    """Run the child: read names from stdin, and print one canonical name per line."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # the parent's limit still applies
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     for name in sys.stdin.buffer.read().decode("utf-8", "replace").split("\n"):
-        signal.setitimer(signal.ITIMER_PROF, NAME_SECONDS)  # its signal ends this process
+        signal.setitimer(signal.ITIMER_PROF, NAME_SECONDS)  # the signal ends this process
         try:
             demangled = canonical(name)
         except MemoryError:

@@ -1,4 +1,4 @@
-"""GPUs as traces describe them. What no GPU has is left out, with a warning."""
+"""GPUs as traces describe them. Impossible values are left out with a warning."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from profharness.parse.columns import MAX_TEXT, whole
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
 LARGEST_OF_OTHERS = 1 << 24
-REPLACED = "\ufffd"  # stands for what is no character
+REPLACED = "\ufffd"  # the replacement character
 SHOWN = 40  # characters of a value in a message
 
 
 def make_device(
     index: object, name: object, limits: Mapping[str, object]
 ) -> tuple[Device | None, list[str]]:
-    """(a Device of fields by name, warnings on values that cannot be).
+    """Return a Device with the given fields, and warnings about impossible values.
 
-    The device is None without an index, a name or one of the core figures. None stands for what is
-    not told.
+    The Device is None if the index, the name or a core figure is missing. A missing value is None.
     """
     kept: dict[str, Any] = {field: _possible(field, value) for field, value in limits.items()}
     given = {**limits, "index": index, "name": name}
@@ -40,6 +39,6 @@ def make_device(
 
 
 def _possible(field: str, value: object) -> int | None:
-    """A figure that a GPU may have, else None."""
+    """Return a value if a GPU may have it in that field, else None."""
     number = whole(value)
     return None if number is None or number > LARGEST.get(field, LARGEST_OF_OTHERS) else number

@@ -20,7 +20,7 @@ UNREADABLE = "the shapes in the trace are not those of query, key and value"
 NO_STRIDES = "the trace does not tell the strides of query, key and value"
 NO_CAUSAL = "the trace does not tell is_causal"
 BY_ITSELF = "{op} was called by itself; a config replays scaled_dot_product_attention"
-CUMULATED = 4  # the place of the cumulated lengths in the ops that take packed sequences
+CUMULATED = 4  # position of the cumulated lengths in the ops for packed sequences
 
 ORPHANS = (
     "no arrow leads from a forward in the trace to {n} backward ops of attention: their time is in no "
@@ -33,7 +33,7 @@ OVERLAPS = "{n} calls of modules begin in another and end after it: the layers m
 
 
 def is_packed(op: HostSpan) -> bool:
-    """Return whether an op took sequences of unequal length in one tensor."""
+    """Return whether an op's tensors are sequences of unequal length, packed into one."""
     return bool(sizes(op.arguments.dims, CUMULATED))
 
 
@@ -43,10 +43,10 @@ def is_unlike_sdpa(reason: str | None) -> bool:
 
 
 def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
-    """Return what a config would have to guess about an op, or None.
+    """Return the argument of an op that a config would have to guess, or None.
 
-    `names` has a letter per position (query, key, value, mask), `places` the positions of the flags.
-    nsys records dims alone. That is reported as a missing dtype elsewhere.
+    `names` has a letter per position (query, key, value, mask), `places` the positions of the
+    flags. nsys records only dims, so the missing dtype is reported elsewhere.
     """
     if not op.arguments.dims:
         return NO_SHAPES

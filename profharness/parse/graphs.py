@@ -1,7 +1,8 @@
-"""Attention in CUDA graphs: a replay's kernels share one launch call and no op, so that what they are
-tells the graph's capture, if the trace has it, else their names.
+"""Find attention in CUDA graphs.
 
-A graph that was captured on one stream replays its nodes in the order of their capture.
+The kernels of a replay share one launch call and lie in no op. The capture of the graph describes
+them if the trace contains it, else their names do. A graph that was captured on one stream replays
+its nodes in the order of their capture.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ UNTOLD = "recorded in a CUDA graph; its shapes are not in the trace"
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """What a launch of a graph ran, in order: places among all GPU rows, kernels and kinds. ordered:
-    on one stream.
+    """The GPU rows of a graph launch, in order, by index among all GPU rows, with kernel and kind.
+
+    `ordered`: all on one stream.
     """
 
     thread: int
@@ -46,7 +48,7 @@ class _Replay:
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """The launch calls that a capture took in, in order, and the spans of calls that they lie in."""
+    """The launch calls in a capture, in order, and the spans of the calls that contain them."""
 
     kinds: Ints
     spans: Ints
@@ -59,10 +61,11 @@ def replayed(
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> AttentionCalls:
-    """The calls, and those of every replay of a graph: with a capture in the trace as they were
-    captured, the first in place of those; else one for each run of attention kernels.
+    """Return the calls and those of every replay of a graph.
 
-    threads: (pid, tid) by thread index; base: ns to add to every time but those of calls and steps.
+    If the trace contains the capture, a replay repeats the captured calls, and the first replay
+    takes their place. Otherwise each run of attention kernels is a call. `threads` has the (pid,
+    tid) of each thread index. `base` is added in ns to all times except those of calls and steps.
     """
     marks = _marked(source, REPLAY)
     if not len(marks.start):
@@ -102,19 +105,19 @@ _BLANK = AttentionCall(
 
 
 class _Made:
-    """Collects calls and spans, and which GPU rows belong to which span."""
+    """Collects calls, their spans, and the GPU rows of each span."""
 
     def __init__(self, calls: AttentionCalls) -> None:
         self._before = calls
         self._calls = list(calls.calls)
         self._spans = list(calls.spans)
         self._replaced: set[int] = set()
-        self._waiting: list[int] = []  # calls told by kernels, whose backward may come
+        self._waiting: list[int] = []  # calls found by kernels whose backward has not been found
         self._rows: list[Ints] = []
         self._row_spans: list[Ints] = []
 
     def copy(self, replay: _Replay, capture: _Capture, place: dict[str, Any]) -> None:
-        """The calls of the capture once more."""
+        """Repeat the calls of the capture."""
         numbers: dict[int, int] = {}
         to = nothing(len(self._before.spans) + 1)
         for span in distinct(capture.spans[capture.spans >= 0]):
@@ -126,7 +129,7 @@ class _Made:
 
     def _copied(self, captured: int, place: dict[str, Any]) -> int:
         call = replace(self._before.calls[captured], **place)
-        if captured not in self._replaced:  # what was captured only has not run
+        if captured not in self._replaced:  # the capture itself ran no kernel
             self._replaced.add(captured)
             self._calls[captured] = call
             return captured
@@ -136,8 +139,8 @@ class _Made:
     def by_kernels(
         self, replay: _Replay, groups: Sequence[tuple[bool, list[int]]], blank: AttentionCall
     ) -> None:
-        """A call for each group of a forward; a group of a backward belongs to the last call that
-        has none yet.
+        """Add a call per group of forward kernels. A group of backward kernels belongs to the last
+        call without a backward.
         """
         for backward, places in groups:
             if not backward:
@@ -161,7 +164,7 @@ class _Made:
         self._row_spans.append(spans[spans >= 0])
 
     def finish(self) -> AttentionCalls:
-        """All calls in order of their start."""
+        """Return all calls by start."""
         order = sorted(range(len(self._calls)), key=lambda at: self._calls[at].start_ns)
         number = {at: place for place, at in enumerate(order)}
         rows = np.concatenate([nothing(0), *self._rows])
@@ -176,7 +179,7 @@ class _Made:
 
 
 def _marked(source: Source, rule: re.Pattern[str]) -> LaunchRows:
-    """The launch calls whose name fits, in order of their start."""
+    """Return the launch calls whose name matches, by start."""
     wanted = np.array([bool(rule.fullmatch(name)) for name in source.tables.apis], np.bool_)
     parts = [np.empty((len(LaunchRows._fields), 0), np.int64)]
     if wanted.any():
@@ -188,7 +191,7 @@ def _marked(source: Source, rule: re.Pattern[str]) -> LaunchRows:
 
 
 def _rows_of(source: Source, correlations: Ints) -> tuple[Ints, GpuRows]:
-    """GPU rows of launch calls, and their places among all."""
+    """Return the indices and columns of the GPU rows of these launch calls."""
     parts, places = [np.empty((len(GpuRows._fields), 0), np.int64)], [nothing(0)]
     before = 0
     for block in source.tables.gpu:
@@ -201,7 +204,7 @@ def _rows_of(source: Source, correlations: Ints) -> tuple[Ints, GpuRows]:
 
 
 def _replays(source: Source, launches: LaunchRows) -> list[_Replay]:
-    """The replays that ran anything, in order of their launch."""
+    """Return the replays that ran a kernel, by launch."""
     places, rows = _rows_of(source, launches.correlation)
     kind_of = {kind: number for number, kind in enumerate(KINDS)}
     kinds = np.array([kind_of[kind] for kind, _ in source.tables.kernels], np.int64)
@@ -225,7 +228,7 @@ def _replays(source: Source, launches: LaunchRows) -> list[_Replay]:
 def _captures(
     source: Source, calls: AttentionCalls, threads: Sequence[tuple[int, int]]
 ) -> list[_Capture]:
-    """The captures in the trace; two at a time in one process cannot be told apart."""
+    """Return the captures. Overlapping captures of one process are ambiguous and left out."""
     if not calls.calls:
         return []
     pids = np.array([pid for pid, _ in threads], np.int64)
@@ -245,7 +248,7 @@ def _captures(
 
 
 def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, pid) of captures that no other one of the process overlaps."""
+    """Yield (begin, end, pid) of the captures that overlap no other capture of their process."""
     moments = sorted(
         (int(pids[thread]), start, opens)
         for rows, opens in ((begin, True), (end, False))
@@ -268,7 +271,7 @@ def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[i
 def _capture_of(
     replay: _Replay, captures: Sequence[_Capture], calls: AttentionCalls
 ) -> _Capture | None:
-    """The capture whose nodes a replay ran; None without one, or with several that differ."""
+    """Return the capture of a replay's nodes, or None if there is none or several differ."""
     if not replay.ordered:
         return None
     fitting = [
@@ -279,7 +282,7 @@ def _capture_of(
 
 
 def _said(calls: AttentionCalls, span: int) -> tuple[object, ...]:
-    """What tells calls of one graph from those of another."""
+    """Return the properties that distinguish calls in a graph."""
     if span < 0:
         return ()
     call = calls.calls[calls.spans[span].call]
@@ -287,8 +290,8 @@ def _said(calls: AttentionCalls, span: int) -> tuple[object, ...]:
 
 
 def _groups(source: Source, replay: _Replay) -> Iterator[tuple[bool, list[int]]]:
-    """(of a backward, places in the replay) of each run of attention kernels: next to each other,
-    of one direction, no name twice.
+    """Yield for each run of attention kernels whether it is a backward, and indices in the replay.
+    A run is consecutive, has one direction and repeats no name.
     """
     names = list(source.tables.kernels)
     parsed = {at: parse_kernel_name(names[at][1]) for at in distinct(replay.kernels)}

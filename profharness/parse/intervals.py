@@ -1,6 +1,6 @@
-"""Which intervals of a thread enclose a moment, in n log n however they overlap.
+"""Find the intervals of a thread that enclose a moment, in n log n however they overlap.
 
-An interval encloses t when start <= t < end; one of no duration encloses its own start.
+An interval encloses t if start <= t < end. An interval of no duration encloses its start.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from profharness.parse import compiled
 from profharness.parse.columns import MAX_NS, Ints, pack
 from profharness.trace import NONE
 
-STEPS = 16  # that are taken one by one before the rest is searched for
+STEPS = 16  # linear steps before a binary search
 
 
 def nothing(count: int) -> Ints:
-    """A column of NONE."""
+    """Return a column of NONE."""
     return np.full(count, NONE, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals sorted by (thread, start, longest first); rows is where each stood before.
+    """Intervals sorted by thread, start and descending length. `rows` has the original positions.
 
-    parent is the last earlier interval of the thread that encloses this one's start, -1 for none.
-    Every interval that encloses some t lies on the parent chain of the last one that starts at or
-    before t. nested: this one and all its ancestors end within their parents, so the whole chain
-    encloses whatever this one does.
+    `parent` is the last earlier interval of the thread that encloses the start of this one, or -1.
+    Every interval that encloses t is on the parent chain of the last interval that starts at or
+    before t. `nested`: the interval and all its ancestors end within their parents, so that the
+    whole chain encloses whatever the interval encloses.
     """
 
     thread: Ints
@@ -41,7 +41,7 @@ class Intervals:
 
     @classmethod
     def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
-        """Sort intervals and find parents in O(n log n), exact also where intervals overlap."""
+        """Sort intervals and find parents in O(n log n), exactly even if intervals overlap."""
         stop = np.maximum(end, start + 1)
         rows = _order(thread, start, stop)
         thread, start, stop = thread[rows], start[rows], stop[rows]
@@ -49,8 +49,8 @@ class Intervals:
         return cls(thread, start, stop, parent, _nested(parent, stop), rows)
 
     def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
-        """A row of `depth` indices for each pair: the intervals on the chain from `at` that enclose
-        t, innermost first, then -1.
+        """Return a row of `depth` indices for each pair: the intervals on the chain from `at` that
+        enclose t, innermost first, padded with -1.
         """
         columns = np.full((depth, len(at)), NONE, np.int64)
         active, at = np.arange(len(at)), self._ending_after(at.copy(), t)
@@ -63,7 +63,7 @@ class Intervals:
         return columns.T
 
     def innermost(self, thread: Ints, t: Ints) -> Ints:
-        """For each (thread, t) the index of the enclosing interval that starts last, else -1."""
+        """Return for each (thread, t) the enclosing interval that starts last, or -1."""
         result = nothing(len(t))
         if not len(t):
             return result
@@ -77,7 +77,7 @@ class Intervals:
         return self._ending_after(result, t)
 
     def enclosing_any(self, thread: Ints, t: Ints) -> NDArray[np.bool_]:
-        """Whether each interval encloses any of the moments (thread, t)."""
+        """Return whether each interval encloses any of the moments (thread, t)."""
         result = np.zeros(len(self.start), np.bool_)
         at = self.innermost(thread, t)
         while len(open_ := np.flatnonzero(at >= 0)):
@@ -87,18 +87,20 @@ class Intervals:
         return result
 
     def enclosing(self) -> Ints:
-        """For each interval the nearest one that encloses all of it, -1 for none."""
+        """Return for each interval the nearest one that encloses all of it, or -1."""
         return self._ending_after(self.parent.copy(), self.stop - 1)
 
     def _ending_after(self, at: Ints, t: Ints) -> Ints:
-        """For each index in `at` itself or the nearest on its chain that ends after t; -1 for none."""
+        """Return for each index in `at` the nearest interval on its chain that ends after t, or
+        -1.
+        """
         return _climb(at, self.parent, self.thread, self.stop, t)
 
 
 def _order(thread: Ints, start: Ints, stop: Ints) -> Ints:
-    """Rows by (thread, start, longest first); those alike in all three stay in order."""
+    """Return the order by thread, start and descending length. The sort is stable."""
     key = pack([column - column.min(initial=MAX_NS) for column in (thread, start)])
-    rows = np.argsort(key, kind="stable")  # quicker than lexsort: traces are nearly in order
+    rows = np.argsort(key, kind="stable")  # faster than lexsort, because traces are nearly sorted
     ordered = key[rows]
     tied = np.zeros(len(rows), np.bool_)
     tied[1:] = ordered[1:] == ordered[:-1]
@@ -114,15 +116,15 @@ def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
         return parent
     before = np.arange(-1, len(start) - 1, dtype=np.int64)
     before[1:][thread[1:] != thread[:-1]] = -1
-    # what lies between a candidate and its own candidate ended before the candidate began
+    # intervals between a candidate and its own candidate ended before the candidate began
     return _climb(before, before, thread, stop, start)
 
 
 def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
-    """For each element of `at` the last index at or before it, on its thread, that stops after t.
+    """Return for each element of `at` the last index up to it, on its thread, that stops after t.
 
-    above leads from an index past others that cannot be the answer. It may be `at` itself, and then
-    gets shorter with every step. A few steps find nearly all; overlaps take the rest to a search.
+    `above` leads from an index past others that cannot be the answer. It may be `at` itself, which
+    is shortened at every step. A few steps find nearly all answers; a search finds the rest.
     """
     active = np.flatnonzero(at >= 0)
     for _ in range(STEPS):
@@ -139,8 +141,9 @@ def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
 
 
 def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
-    """For each pair the largest index up to `last` whose value is above the limit, -1 for none, by
-    a tree of maxima.
+    """Return for each pair the largest index up to `last` whose value exceeds the limit, or -1.
+
+    The search descends a tree of maxima.
     """
     tree = [values]
     while len(tree[-1]) > 1:
@@ -153,7 +156,7 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
         here = maxima[node[searching]] > limits[searching]
         level_of[searching[here]] = level
         searching = searching[~here]
-        # what lies left of a node with an odd number includes its twin
+        # the subtree left of an odd node includes its sibling
         node[searching] = (node[searching] >> 1) - 1 + (node[searching] & 1)
         searching = searching[node[searching] >= 0]
     for level in range(len(tree) - 1, 0, -1):
@@ -164,10 +167,10 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
 
 
 def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
-    """Whether each interval ends within its parent, and so do all of its ancestors."""
+    """Return whether each interval and all of its ancestors end within their parents."""
     wrong = (parent >= 0) & (stop[parent] < stop)
     above = parent.copy()
-    while wrong.any() and (above >= 0).any():  # each time twice as many ancestors are looked at
+    while wrong.any() and (above >= 0).any():  # each pass checks twice as many ancestors
         has = np.flatnonzero(above >= 0)
         wrong[has] |= wrong[above[has]]
         above[has] = above[above[has]]

@@ -1,5 +1,5 @@
-"""Journals of an observed program: the attention calls that its processes recorded, with counts, and
-which of them the calls of its trace are.
+"""Read the journals of an observed program, which count the attention calls of its processes, and
+match them with the calls of its trace.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ COMPILED = "torch.compile traced this call; its shapes and how often it runs are
 NONE_RAN, RAISED = "none", "the call raised an error"
 OTHER_FUNCTION = "no config says what the mask and score functions of {} do"
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # what a store holds
+_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # the range that a store can hold
 _Lengths = tuple[tuple[tuple[int, ...], int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """The calls of one template in one process. lengths: (batch, query, key) to calls.
+    """The calls with one template in one process.
 
-    enabled are the backends that were allowed, in order of priority; asked is `auto` where no backend
-    was ruled out, else those names joined by commas. choice is the backend that torch said it would
-    take, ran the one that computed it, `none` where the call raised an error. mask is the class of the
-    first call's mask, `none` without one.
-    Each is None, or empty, where the journal does not tell it.
+    `lengths` maps (batch, query, key) to numbers of calls. `enabled` are the allowed backends by
+    priority. `asked` is `auto` if no backend was ruled out, else their names joined by commas.
+    `choice` is the backend that torch selected, `ran` the backend that computed the call, or `none`
+    if the call raised an error. `mask` is the class of the first call's mask, or `none`. Each is
+    None or empty if the journal does not record it.
     """
 
     call: AttentionCall
@@ -62,13 +62,13 @@ class ObservedCall:
 
     @property
     def name(self) -> str | None:
-        """What the range around such a call is named after, in a trace."""
+        """The name of the range around such a call in a trace."""
         return self.call.path or next(iter(self.call.modules[-1:]), None) or self.function
 
 
 @dataclass(frozen=True, slots=True)
 class Journals:
-    """The calls of all processes, and a sentence for each journal that is damaged, or on that there are none."""
+    """The calls of all processes, and a warning per damaged journal or if there are no calls."""
 
     calls: tuple[ObservedCall, ...]
     warnings: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class _Mask:
 
 @dataclass(frozen=True)
 class _Template:
-    """A line of the journal; the observer's recorder says what each field is."""
+    """A line of the journal. The observer's recorder documents the fields."""
 
     template: _Number
     compiled: bool
@@ -136,20 +136,23 @@ _EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "count
 
 
 def read_observed(folder: Path) -> tuple[ObservedCall, ...]:
-    """The calls in all journals of a run folder. Raises TraceFormatError as `read_journals`."""
+    """Return the calls in all journals of a run folder. Raise TraceFormatError as `read_journals`
+    does.
+    """
     return read_journals(folder).calls
 
 
 def read_journals(folder: Path) -> Journals:
-    """The calls in all journals of a run folder. A line that is no event is passed over and counted.
-    Raises TraceFormatError for a journal that cannot be read.
+    """Return the calls in all journals of a run folder. Damaged lines are skipped and counted.
+
+    Raise TraceFormatError if a journal cannot be read.
     """
     calls: list[ObservedCall] = []
     warnings, cut_short = [], 0
     for path in observed_journals(folder):
         templates, rank, counts, whole, damaged = _journal(path)
         cut_short += not whole
-        stem = path.stem.partition("-")[0]  # a later process of that number is `123-2`
+        stem = path.stem.partition("-")[0]  # a later process with the same pid writes `123-2`
         pid = int(stem) if stem.isdecimal() else 0
         for template in templates:
             count, lengths = counts.get(template.template, (0 if template.compiled else 1, ()))
@@ -165,8 +168,10 @@ def read_journals(folder: Path) -> Journals:
 
 
 def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], bool, int]:
-    """(templates, rank, counts and lengths by template, whether these are the last ones, as far as is
-    told, lines that are no event).
+    """Read a journal.
+
+    Return its templates, the rank, counts and lengths by template, whether the counts are final,
+    and the number of damaged lines. Journals without a final mark count as final.
     """
     templates: list[_Template] = []
     counts: dict[int, Any] = {}
@@ -184,7 +189,7 @@ def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], b
             whole = not event.final_counts
             told = event.rank or ""
             rank = int(told) if told.isdecimal() and len(told) < 10 else None
-        elif isinstance(event, _Counts):  # each line has all counts so far
+        elif isinstance(event, _Counts):  # each line contains all counts so far
             counts = {number: (count, lengths) for number, count, lengths in event.counts}
             whole = whole or event.final
     return templates, rank, counts, whole, damaged
@@ -246,7 +251,7 @@ def _why_no_config(row: _Template) -> str | None:
 
 
 def _tensor(told: _Tensor | None, autocast: str | None) -> TensorArgument | None:
-    """A tensor as autocast hands it on: a floating one in its dtype."""
+    """Return a tensor as autocast passes it on: float32 becomes the autocast dtype."""
     if told is None or told.dims is None:
         return None
     dtype = told.dtype
@@ -261,8 +266,9 @@ def _tensor(told: _Tensor | None, autocast: str | None) -> TensorArgument | None
 def match_calls(
     calls: Sequence[AttentionCall], observed: Sequence[ObservedCall]
 ) -> list[int | None]:
-    """For each call of a trace the index of what was observed of it. None where nothing fits, and
-    where several fit that tell different things.
+    """Return for each call of a trace the index of its observed call.
+
+    Return None if none matches, or if several match that carry different information.
     """
     named: dict[str | None, list[int]] = {}
     for index, item in enumerate(observed):
@@ -272,7 +278,8 @@ def match_calls(
     known: dict[Any, int | None] = {}
     found = []
     for call in calls:
-        pid = call.pid if call.pid in pids else None  # a container may number them otherwise
+        # Pids in a container may differ from those outside
+        pid = call.pid if call.pid in pids else None
         key = (call.path, pid, call.kind, call.compiled, call.recompute, call.backward,
                call.tensors, call.config, call.sdpa_op)  # fmt: skip
         if key not in known:
@@ -287,10 +294,10 @@ def match_calls(
 
 
 def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
-    """A call of a trace with what its template tells and its trace does not.
+    """Return a call of a trace, completed from its template.
 
-    A trace may tell no dtype, as nsys' does; the template's config is of its first call, whose lengths
-    this one has to have. flex_attention without torch.compile is plain products in a trace.
+    Traces such as nsys' may lack the dtype. The template's config is that of its first call, so
+    only calls of the same lengths get it. Uncompiled flex_attention is plain products in a trace.
     """
     other = item.call
     if _is_unfused(call, other):
@@ -303,14 +310,16 @@ def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
 
 
 def _is_unfused(call: AttentionCall, other: AttentionCall) -> bool:
-    """Whether a call of a trace may be flex_attention in plain products, in a dtype of their own and
-    in what PyTorch calls a compiled region.
+    """Return whether a call of a trace may be uncompiled flex_attention.
+
+    In a trace, that consists of plain products, in another dtype and in what PyTorch marks as a
+    compiled region.
     """
     return (call.kind, other.kind, other.compiled) == ("eager", "flex", False)
 
 
 def _fits(call: AttentionCall, item: ObservedCall) -> bool:
-    """Whether a call of a trace is one of a template."""
+    """Return whether a call of a trace matches a template."""
     other = item.call
     given = call.tensors[:3]
     if _is_unfused(call, other):
@@ -330,7 +339,7 @@ def _fits(call: AttentionCall, item: ObservedCall) -> bool:
 
 
 def _like(mine: TensorArgument | None, theirs: TensorArgument | None) -> bool:
-    """Whether heads, head dim and dtype are the same."""
+    """Return whether number of heads, head dim and dtype are equal."""
     if mine is None or theirs is None:
         return mine is theirs
     same = len(mine.dims) == len(theirs.dims) and _same_dtype(mine, theirs)
@@ -346,7 +355,7 @@ def _ones(mask: TensorArgument) -> list[bool]:
 
 
 def length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
-    """Batch, query length and key length, as the recorder tells them; empty for less than 3 dims."""
+    """Return batch, query length and key length as the recorder does, or () for less than 3 dims."""
     query, key = [item.dims if item else () for item in tensors[:2]]
     if len(query) < 3 or len(key) < 3:
         return ()
@@ -356,7 +365,9 @@ def length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
 def _nearest(
     call: AttentionCall, observed: Sequence[ObservedCall], near: Iterable[int]
 ) -> int | None:
-    """The one that fits best; of several, one only if all tell the same."""
+    """Return the best match. On a tie, return one only if all candidates carry the same
+    information.
+    """
     rules: tuple[Callable[[ObservedCall], bool], ...] = (
         lambda item: _order(item.call) == _order(call),
         lambda item: (
@@ -374,7 +385,7 @@ def _nearest(
 
 
 def _order(call: AttentionCall) -> list[list[int]]:
-    """How query, key and value lie in memory."""
+    """Return the memory order of query, key and value."""
     return [
         sorted(range(len(item.dims)), key=lambda at: -(item.strides or item.dims)[at])
         for item in call.tensors[:3]
@@ -383,6 +394,6 @@ def _order(call: AttentionCall) -> list[list[int]]:
 
 
 def _told(item: ObservedCall) -> ObservedCall:
-    """What a template says besides how its calls looked and how many there were."""
+    """Return a call without what may differ between calls of a template: shapes and counts."""
     bare = replace(item.call, config=None, tensors=(), backward=False, reason=None, pid=0)
     return replace(item, call=bare, count=0, lengths=(), pid=0, rank=None)

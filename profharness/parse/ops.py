@@ -1,4 +1,4 @@
-"""Names of ops whose arguments are kept: attention, the plain ops that attention consists of, and the
+"""Names of ops whose arguments are kept: attention, the plain ops that make up attention, and the
 ops that show where its backward ran.
 
 Op names and positions are those of PyTorch's native_functions.yaml, 2.5 to 2.13.
@@ -18,7 +18,7 @@ INNER = re.compile(
     r"aten::_scaled_dot_product_(?:flash|efficient|cudnn|fused|attention_math)\w*"
     r"|aten::_(?:flash|efficient|cudnn)_attention_forward"
 )
-UNFUSED_FLEX = "FlexAttentionAutogradOp"  # flex_attention that no compiler took, with a gradient
+UNFUSED_FLEX = "FlexAttentionAutogradOp"  # flex_attention with a gradient, not compiled
 FLEX = re.compile(rf"triton_\w*flex_attention\w*|flex_attention\w*|{UNFUSED_FLEX}")
 PACKAGES = re.compile(
     r"FlashAttn\w*Func|flash_attn\w*::\w+|(?:xformers\w*|_?vllm\w*|sglang|sgl_kernel|flashinfer"
@@ -27,14 +27,14 @@ PACKAGES = re.compile(
 BACKWARD = re.compile(r"(?i)\S*(?:backward|bwd)\w*")
 PRODUCTS = ("aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum")
 SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
-LINEAR = "aten::linear"  # its products are no attention's
+LINEAR = "aten::linear"  # its products are not attention's
 EVALUATION = "autograd::engine::evaluate_function: "
 REGION = re.compile(r"Torch-Compiled Region.*|CompiledFunction\w*|## Call CompiledFxGraph .*")
 GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*|triton_\w*flex_attention_backward\w*")
 TRITON, TRITON_TEMPLATE = (
     "triton_",
     "triton_tem_",
-)  # Inductor's kernels, and those of its templates
+)  # Inductor's kernels, and its template kernels
 MODULE = "nn.Module: "
 
 
@@ -59,8 +59,8 @@ def has_arguments(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpArguments:
-    """What a trace records of an op's arguments, by position. Compares and hashes by identity:
-    parsers share one object among ops with equal arguments, so that it serves as a key.
+    """The recorded arguments of an op, by position. Parsers share one object among ops with equal
+    arguments. Objects compare and hash by identity, so that they can be keys.
     """
 
     dims: Sequence[Any] = ()
@@ -73,14 +73,14 @@ NO_ARGUMENTS = OpArguments()
 
 
 class HostSpan(NamedTuple):
-    """A span of a CPU thread that is kept as an object: an op, a module's call or a range."""
+    """A span of a CPU thread that is kept as an object: an op, the call of a module, or a range."""
 
     name: str
     start: int  # ns
     end: int  # ns
     thread: int  # index
     arguments: OpArguments = NO_ARGUMENTS
-    sequence: int = -1  # autograd's number, which the forward and the backward op share
+    sequence: int = -1  # autograd's number, the same for the forward and the backward op
 
 
 class Flow(NamedTuple):

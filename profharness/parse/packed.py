@@ -1,6 +1,4 @@
-"""Files as they lie on disk, plain or inside gzip: their first bytes, all of them as a stream, or
-unpacked beside.
-"""
+"""Read files that may be gzip: their first bytes, a stream, or an unpacked copy."""
 
 from __future__ import annotations
 
@@ -18,30 +16,31 @@ from profharness.files import InputFile, open_input
 
 GZIP = b"\x1f\x8b"
 SUFFIX = ".gz"
-# Traces pack 10 to 40 times, the most repetitive ones 150 times; gzip itself goes to 1030.
+# Traces compress 10 to 40 times, the most repetitive ones 150 times; the limit of gzip is 1030.
 MAX_RATIO = 200
-ALWAYS_UNPACKED = 16 << 20  # bytes, however small the file: an empty export of nsys packs 700 times
+# Bytes, whatever the file's size: an empty nsys export compresses 700 times
+ALWAYS_UNPACKED = 16 << 20
 _INPUT = 64 * 1024
 _WHOLE = "a whole gzip file"
-_Damage = cast("type[Exception]", igzip_lib.error)  # isal's stubs say that it is an instance
+_Damage = cast("type[Exception]", igzip_lib.error)  # isal's stubs declare an instance
 
 
 class GzipReader:
-    """The content of a gzip file, with every member's checksum proved."""
+    """The content of a gzip file. The checksum of every member is verified."""
 
     def __init__(self, path: Path, raw: InputFile) -> None:
         self._path = path
         self._raw = raw
         self._limit = max(ALWAYS_UNPACKED, MAX_RATIO * raw.size)
         self._member = self._new_member()
-        self._next = b""  # input that no member has seen
+        self._next = b""  # input that no member has consumed
         self._done = 0
 
     def read(self, size: int) -> bytes:
-        """At most `size` bytes more, none at the end.
+        """Return up to `size` more bytes, none at the end.
 
-        Raises TraceFormatError for damage, for what is no gzip behind a member, and for more than
-        MAX_RATIO times the file's size.
+        Raise TraceFormatError for damage, for data other than gzip after a member, and for more
+        than MAX_RATIO times the file's size.
         """
         data = b""
         while not data:
@@ -73,7 +72,7 @@ class GzipReader:
             raise self._error(f"the gzip stream is damaged {place}: {error}") from None
 
     def _start_member(self) -> bool:
-        """Go on behind a whole member; False at the end, where zeros may stand as padding."""
+        """Start the next member. Return False at the end, which zeros may pad."""
         rest = self._member.unused_data.lstrip(b"\0")
         while len(rest) < len(GZIP) and (more := self._input()):
             rest = (rest + more).lstrip(b"\0")
@@ -99,9 +98,9 @@ class GzipReader:
 
 
 def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
-    """The content of a file, and whether it was inside gzip, whatever its name says.
+    """Open a file. Return its content, and whether it was gzip, whatever its name.
 
-    Raises TraceFormatError for what `open_input` does not open.
+    Raise TraceFormatError if `open_input` cannot open it.
     """
     try:
         raw = open_input(path)
@@ -117,20 +116,21 @@ def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file begins as gzip does, whatever its name. Raises TraceFormatError."""
+    """Return whether a file is gzip, whatever its name. Raise TraceFormatError."""
     file, packed = open_file(path)
     file.close()
     return packed
 
 
 def first_bytes(path: Path, size: int) -> bytes:
-    """The first `size` bytes of the content; fewer of a short or damaged file.
+    """Return the first `size` bytes of the content, fewer if the file is short or damaged.
 
-    Raises TraceFormatError as `open_file` does.
+    Raise TraceFormatError as `open_file` does.
     """
     file, _ = open_file(path)
     data = b""
-    with closing(file), suppress(TraceFormatError, OSError):  # who reads the whole says so
+    # Reading the whole file reports the error
+    with closing(file), suppress(TraceFormatError, OSError):
         while len(data) < size and (more := file.read(size - len(data))):
             data += more
     return data
@@ -138,10 +138,9 @@ def first_bytes(path: Path, size: int) -> bytes:
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """The file itself, or what it packs as a temporary file of the same name without `.gz`, which
-    is gone afterwards. Errors raised within name `path`.
+    """Yield the file itself, or the unpacked content as a temporary file named without `.gz`.
 
-    Raises TraceFormatError for a damaged or unreadable file.
+    Errors raised in the block name `path`. Raise TraceFormatError for a damaged or unreadable file.
     """
     file, packed = open_file(path)
     with closing(file), ExitStack() as stack:
@@ -162,7 +161,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def without_room() -> Iterator[None]:
-    """Raise ProfharnessError where a temporary file cannot be written."""
+    """Raise ProfharnessError if a temporary file cannot be written."""
     try:
         yield
     except OSError as error:

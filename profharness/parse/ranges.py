@@ -1,4 +1,4 @@
-"""User ranges of a trace, and which of them a launch call lies in."""
+"""Find the user ranges that contain a launch call."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from profharness.trace import CELL_RANGE_PREFIX, NONE, Range
 
 
 class _RangeIndex:
-    """The ranges `rows`, to be looked up by group (thread or process) and time."""
+    """An index of the ranges `rows` by group (thread or process) and time."""
 
     def __init__(self, rows: Ints, group: Ints, start: Ints, stop: Ints) -> None:
         self.intervals = Intervals.build(group[rows], start[rows], stop[rows])
         self.rows = np.append(rows[self.intervals.rows], NONE)  # index -1 is NONE
 
     def lookup(self, group: Ints, t: Ints) -> Ints:
-        """For each (group, t) the innermost range, NONE for none."""
+        """Return the innermost range at each (group, t), or NONE."""
         if len(self.rows) == 1:
             return nothing(len(t))
         return self.rows[self.intervals.innermost(group, t)]
 
 
 class _Open:
-    """How many threads of a process have a range open: of the stretches of a thread in which any
-    range is open those begun less those ended.
+    """The number of threads in a process with an open range: stretches begun minus stretches
+    ended, where a stretch is the time in which a thread has any open range.
     """
 
     def __init__(self, ranges: Intervals, pids: Ints) -> None:
@@ -38,7 +38,7 @@ class _Open:
             self._of[number] = np.sort(start[mine]), np.sort(stop[mine])
 
     def count(self, process: Ints, t: Ints) -> Ints:
-        """Threads with an open range at each time."""
+        """Return the number of threads with an open range at each time."""
         result = np.zeros(len(t), np.int64)
         for number, (starts, stops) in self._of.items():
             mine = np.flatnonzero(process == number)
@@ -48,9 +48,7 @@ class _Open:
 
 
 class _Forward:
-    """The moment at which the forward op behind a backward op ran, by autograd's arrows (rows of
-    Flow).
-    """
+    """The times of the forward ops behind backward ops, by autograd's arrows (rows of Flow)."""
 
     def __init__(self, evaluations: Intervals, flows: Ints) -> None:
         self._nodes, count = evaluations, len(evaluations.start) + 1
@@ -60,15 +58,16 @@ class _Forward:
         self._thread[at[at >= 0]], self._t[at[at >= 0]] = arrows[:2, at >= 0]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """(thread, t) of the forward ops, -1 where there is none."""
+        """Return the (thread, t) of the forward ops, -1 for none."""
         at = self._nodes.innermost(thread, t)
         return self._thread[at], self._t[at]
 
 
 class Ranges:
-    """User ranges ordered by start, longest first, and which of them a launch call lies in.
+    """User ranges by start and descending length, and the lookup of launch calls in them.
 
-    threads: (pid, tid) by thread index; base: ns to add to every time of the Trace.
+    `threads` has the (pid, tid) of each thread index. `base` is added in ns to every time of the
+    Trace.
     """
 
     def __init__(self, columns: RangeColumns, threads: list[tuple[int, int]], base: int) -> None:
@@ -79,7 +78,7 @@ class Ranges:
         pids, tids = np.array([*threads, (NONE, NONE)], np.int64).T
         ranks = {name: rank for rank, name in enumerate(sorted(set(columns.names)))}
         names = np.array([ranks[name] for name in columns.names], np.int64)
-        # equal for however many processes read the file
+        # independent of the number of processes that read the file
         order = np.lexsort((names, tids[thread], pids[thread], -duration, start))
         start, duration, thread = start[order], duration[order], thread[order]
         text = [columns.names[row] for row in order.tolist()]
@@ -103,10 +102,11 @@ class Ranges:
         ]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """(range, cell_range) of calls on a thread at a time, as LaunchBatch documents them.
+        """Return the range and cell_range of calls at (thread, t), as LaunchBatch documents them.
 
-        Where neither thread nor cell has a range, it is that of the process's innermost start/end
-        range, else of the only thread with a range, else of the forward op behind a backward op.
+        A call outside all ranges of its thread and cell gets the process's innermost start/end
+        range, else the range of the only thread that has one, else that of the forward op behind
+        its backward op.
         """
         inner, cell = nothing(len(t)), nothing(len(t))
         launched = np.flatnonzero(thread >= 0)
@@ -129,7 +129,8 @@ class Ranges:
         return inner, cell
 
     def follow(self, evaluations: Intervals, flows: Ints) -> None:
-        """Let a launch of a backward op without a range have that of its forward op; evaluations: the
-        ops in which autograd evaluates its nodes, flows: rows of Flow.
+        """Assign launches of backward ops outside ranges to the range of their forward op.
+
+        `evaluations` are the ops in which autograd evaluates its nodes, `flows` has rows of Flow.
         """
         self._forward = _Forward(evaluations, flows)

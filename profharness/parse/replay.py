@@ -43,7 +43,7 @@ def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
 
 
 def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
-    """Return the integers of one argument, or an empty tuple if it is no list of them."""
+    """Return the integers of one argument, or an empty tuple if it is not a list of integers."""
     given = lists[place] if 0 <= place < len(lists) else None
     if not isinstance(given, list | tuple):
         return ()
@@ -52,7 +52,7 @@ def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
 
 
 def flag(op: HostSpan, place: int) -> Any:
-    """Return a flag as bool or a number as float, None if it is None or not recorded."""
+    """Return a flag as bool or a number as float, or None if it is None or not recorded."""
     text = op.arguments.values[place] if place < len(op.arguments.values) else ""
     if text in ("True", "False"):
         return text == "True"
@@ -125,7 +125,7 @@ def _in_order(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _lies(tensor: TensorArgument, order: Sequence[int]) -> bool:
-    """Return whether a tensor is stored in that order. A dim of size 1 may have any stride."""
+    """Return whether a tensor is stored in `order`. A dim of size 1 may have any stride."""
     if tensor.strides is None:
         return True
     wanted = _in_order(tensor.dims, order)
@@ -149,7 +149,7 @@ def _mask_tokens(mask: TensorArgument, dtype: str, whole: Sequence[int]) -> Iter
     for letter, size, dim in zip("kqhb", whole[::-1], mask.dims[::-1], strict=False):
         if dim not in (1, size):
             raise UsageError(f"a mask of {_joined(mask.dims)}")
-        # A dim that is 1 and has to be: the grammar's own shapes write q and k, and 1 for others.
+        # The grammar's own shapes write q and k for a dim of 1 that broadcasts, other shapes 1.
         letters = (letter if dim == size and (dim > 1 or letter in "qk") else "1") + letters
     if len(mask.dims) not in (2, 3, 4):
         raise UsageError(f"a mask of {len(mask.dims)} dims")

@@ -13,14 +13,14 @@ from profharness.parse.columns import EvaluationRows, Ints
 from profharness.parse.intervals import Intervals
 from profharness.parse.ops import EVALUATION, HostSpan
 
-MAX_DEPTH = 100  # modules in one another
+MAX_DEPTH = 100  # nested modules
 _PLACE = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
 
 
 @dataclass(frozen=True, slots=True)
 class AutogradNodes:
-    """The ops in which autograd evaluates its nodes. A training step has half as many of them as other
-    ops, and few belong to attention, so they stay columns until they are needed.
+    """The ops in which autograd evaluates its nodes. They are half as many as all other ops of a
+    training step, and few belong to attention, so they stay columns until they are needed.
     """
 
     intervals: Intervals

@@ -1,4 +1,4 @@
-"""Attention calls of programs in the store: their rows, their kernels, and how busy the GPU was."""
+"""Queries for the attention calls of programs, their kernels, and the idle time of the GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from profharness.rows import (
     triple,
 )
 
-GAPS = 5  # the largest ones
-# Where a device was idle: each launch against the latest end of those before it.
+GAPS = 5  # number of gaps to return
+# The idle time of a device before each launch, since the latest end of all earlier launches.
 _ENDS = """
     SELECT l.id, l.device, l.start_ns, l.duration_ns, l.launch_ns, l.kernel_id, l.op_path_id,
         max(l.start_ns + l.duration_ns) OVER (
@@ -30,7 +30,7 @@ _ENDS = """
 
 
 def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
-    """The attention calls of a run, trace by trace in order of their start, with their kernels."""
+    """Return the attention calls of a run with their kernels, by trace and start."""
     kernels: dict[int, list[CallKernel]] = {}
     for call, *values in connection.execute(
         "SELECT k.call_id, k.direction, n.name, n.short, n.family, k.launches, k.total_ns, n.kind, "
@@ -68,7 +68,7 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
 
 
 def template_rows(connection: sqlite3.Connection, run: str) -> list[CallSignature]:
-    """What was observed of a run, process by process in the order of the first calls."""
+    """Return the observed calls of a run, by process and first call."""
     rows = connection.execute(
         "SELECT o.id, o.pid, o.rank, o.kind, o.op, o.name, o.compiled, o.recompute, o.backward, "
         "o.modules, cf.label, o.reason, o.tensors, o.calls, o.lengths, o.asked, o.choice, o.ran, "
@@ -90,7 +90,9 @@ def template_rows(connection: sqlite3.Connection, run: str) -> list[CallSignatur
 
 
 def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
-    """The steps of a run's traces; a trace without any is one step from its first launch on."""
+    """Return the steps of a run's traces. A trace without steps is one step from its first launch
+    on.
+    """
     rows: list[StepRow] = []
     for trace, first, last in connection.execute(
         "SELECT t.id, min(l.start_ns), max(l.start_ns + coalesce(l.duration_ns, 0)) FROM traces t "
@@ -104,7 +106,7 @@ def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
             "ORDER BY ordinal",
             (trace,),
         ).fetchall() or [(0, WHOLE_TRACE, first, last - first)]
-        # the end is exclusive, and the last launch may take no time
+        # the end is exclusive, and the last launch may have no duration
         ends = [*(step[2] for step in steps[1:]), last + 1]
         for (step, name, start, duration), end in zip(steps, ends, strict=True):
             busy = _busy(connection, trace, start, end)
@@ -113,7 +115,7 @@ def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
 
 
 def _busy(connection: sqlite3.Connection, trace: int, begin: int, end: int) -> int:
-    """ns in which at least one of the kernels ran that began in [begin, end), device by device."""
+    """Return the ns in which a kernel that began in [begin, end) ran, summed over devices."""
     row = connection.execute(
         "SELECT coalesce(sum(max(0, start_ns + duration_ns - max(start_ns, "
         f"coalesce(busy_until, start_ns)))), 0) FROM ({_ENDS})",
@@ -123,7 +125,7 @@ def _busy(connection: sqlite3.Connection, trace: int, begin: int, end: int) -> i
 
 
 def gap_rows(connection: sqlite3.Connection, steps: Sequence[StepRow]) -> list[GapRow]:
-    """The largest stretches within the steps in which a device had nothing to do."""
+    """Return the longest idle times of a device within the steps."""
     gaps: list[GapRow] = []
     for step in steps:
         rows: list[Any] = connection.execute(

@@ -1,6 +1,4 @@
-"""What the processes of an observed program recorded: kinds of calls with counts, and which of them the
-calls of its traces are.
-"""
+"""Insert the observed calls of a program, and match the calls of its traces with them."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ def insert_journals(
     journals: Journals,
     calls: Sequence[AttentionCall],
 ) -> list[str]:
-    """Insert what was observed, and tie the calls of the traces, which are stored, to it: they get
-    what it tells and their trace does not. Warnings on what is left.
+    """Insert observed calls, and link the stored calls of the traces to them.
+
+    A linked call gets the values that its trace lacks. Return warnings.
     """
     if not journals.calls:
         return list(journals.warnings)
@@ -55,7 +54,7 @@ def _insert_templates(
     observed: Sequence[ObservedCall],
     configs: Mapping[Config, int],
 ) -> list[int]:
-    """The ids of what was observed, in order. configs has the row ids of the calls' configs."""
+    """Return the row ids of the observed calls, in order. `configs` has the row ids of configs."""
     ids = []
     for item in observed:
         call = item.call
@@ -79,7 +78,7 @@ def _link_calls(
     run_id: int,
     rows: Sequence[tuple[int | None, str, bool, int | None, str | None]],
 ) -> None:
-    """Give the calls of a run's traces, in order, the ids of their templates and what those tell."""
+    """Link the calls of a run's traces, in order, to their templates, and complete their values."""
     calls = connection.execute(
         "SELECT c.id FROM calls c JOIN traces t ON t.id = c.trace_id WHERE t.run_id = ? "
         "ORDER BY t.id, c.ordinal",

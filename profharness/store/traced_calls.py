@@ -1,4 +1,4 @@
-"""Attention calls of a trace into rows, with the kernels that each of them launched."""
+"""Insert the attention calls of a trace, with the kernels that each of them launched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = tuple[TensorArgument | None, ...]
 
 ROWS_PER_STATEMENT = 64
 
-CALL_FIELDS = (  # of an AttentionCall, that are columns as they are
+CALL_FIELDS = (  # fields of AttentionCall that are columns of the same name
     "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward", "path", "reason",
     "pid", "tid", "start_ns", "duration_ns",
 )  # fmt: skip
@@ -33,7 +33,7 @@ KERNEL_COLUMNS = (
 
 
 class CallLaunches:
-    """The launches of a trace's calls, added up as its batches go by."""
+    """Sums of the launches of a trace's calls, batch by batch."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -43,7 +43,7 @@ class CallLaunches:
         self._blocks: list[Column] = []
 
     def add(self, batch: LaunchBatch, kernel: Column, launch_config: Column) -> None:
-        """Take in a batch; kernel and launch_config are row ids."""
+        """Add a batch. `kernel` and `launch_config` are row ids."""
         mine = np.flatnonzero(batch.call_span >= 0)
         if len(mine):
             places = self._places[:, batch.call_span[mine]]
@@ -54,8 +54,8 @@ class CallLaunches:
     def insert(
         self, connection: sqlite3.Connection, trace_id: int, configs: Mapping[Config, int]
     ) -> None:
-        """Insert steps, calls and their kernels inside the caller's transaction. configs has the
-        row ids of the calls' configs.
+        """Insert steps, calls and their kernels in the caller's transaction. `configs` has the row
+        ids of configs.
         """
         trace = self._trace
         connection.executemany(
@@ -110,7 +110,7 @@ def _insert_rows(
     columns: Sequence[str],
     rows: Sequence[Sequence[object]],
 ) -> None:
-    """Insert rows with many in one statement, which takes half the time of one for each."""
+    """Insert many rows per statement, which takes half the time of a statement per row."""
     insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
     marks = f"({', '.join('?' * len(columns))})"
     many = len(rows) - len(rows) % ROWS_PER_STATEMENT
@@ -125,8 +125,10 @@ def _insert_rows(
 
 
 def _added_up(rows: Column) -> Column:
-    """Columns call, direction, kernel, launch configuration, launches, total and first, those with equal
-    keys as one, in rising order of keys.
+    """Sum launches with equal keys.
+
+    Return the columns call, direction, kernel, launch configuration, launches, total and first,
+    sorted by key.
     """
     rows = rows[:, np.lexsort(rows[3::-1])]
     is_new = (rows[:4, 1:] != rows[:4, :-1]).any(axis=0)
