@@ -1,7 +1,7 @@
-"""Nsight Compute's reports (.ncu-rep) and its CSV tables to a Trace with hardware counters.
+"""Parse Nsight Compute's reports (.ncu-rep) and CSV tables, with hardware counters.
 
-ncu runs kernels one at a time and keeps no start times: launches are laid end to end in profiled
-order from 0, and ranges around them.
+ncu runs kernels one at a time and records no start times. Launches, and the ranges around them, are
+placed end to end from 0 in profiled order.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, T
 
 OWN_DOMAIN = "profharness"
 NO_NAME = "unknown"
-UNKNOWN_STEP_NS = 1  # what a kernel without a time takes in the order of launches
-# Units of time as ncu writes them: <= 2024 the long words, from 2025 the short ones.
+UNKNOWN_STEP_NS = 1  # duration of a kernel without a time, to keep launches in order
+# Units of time in ncu's output: long words until 2024, short ones from 2025 on.
 NANOSECONDS = {
     "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6,
     "s": 1e9, "second": 1e9,
 }  # fmt: skip
 EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
-MAX_SIZE = 1 << 62  # of what `whole` takes
+MAX_SIZE = 1 << 62  # limit of `whole`
 SIZES = (
     "launch__grid_", "launch__block_", "launch__registers_per_thread",
     "launch__shared_mem_per_block",
@@ -64,14 +64,14 @@ _DEVICE_FIELDS = {
 def parse_ncu(path: Path) -> Trace:
     """Parse an .ncu-rep, or a .csv of `ncu --csv --page raw` (or its long form with metric names).
 
-    Mangled names are demangled as Kineto prints them; a CSV may have only ncu's demangled text.
-    A time not measured is an unknown duration. The process, thread and moment of a launch are
-    unknown. Consecutive launches in the same range are one call of it. Ranges of the domain
-    `profharness` and of the default domain have plain names, others `domain:name`. Metrics are
-    all numeric ones but `device__attribute_*` and `nvlink__*`.
+    Mangled names are demangled as Kineto prints them; a CSV may contain only ncu's demangled text.
+    A time that was not measured is an unknown duration. The process, thread and time of a launch
+    are unknown. Consecutive launches in the same range are one call of it. Ranges of the domain
+    `profharness` and of the default domain have plain names, others `domain:name`. All numeric
+    metrics are kept except `device__attribute_*` and `nvlink__*`.
 
-    Raises TraceFormatError for a file that is neither, is cut off or cannot be read, and
-    MissingReaderError where nothing can read a report.
+    Raise TraceFormatError if the file is neither, truncated or unreadable. Raise MissingReaderError
+    if no program can read the report.
     """
     path = Path(path)
     if path.name.lower().endswith(".csv"):
@@ -83,8 +83,9 @@ def parse_ncu(path: Path) -> Trace:
 
 
 def nanoseconds(value: float, unit: str) -> int:
-    """A time of ncu's in ns, rounded. Raises KeyError for a unit that is none of time, and
-    OverflowError for more than a double holds.
+    """Convert a time of ncu's to ns, rounded.
+
+    Raise KeyError if the unit is not one of time, and OverflowError if the time exceeds a double.
     """
     return round(value * NANOSECONDS[unit])
 
@@ -157,7 +158,7 @@ def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
 
 
 def _dims(launch: NcuLaunch, what: str) -> Triple | None:
-    """By dimension; the product alone tells only where it is 1."""
+    """Return the size of each dimension. A product alone determines them only if it is 1."""
     x, y, z = (_whole(launch.values.get(f"launch__{what}_dim_{axis}")) for axis in "xyz")
     if x is not None and y is not None and z is not None:
         return x, y, z
@@ -169,13 +170,15 @@ def _bytes(launch: NcuLaunch, units: dict[str, str], name: str) -> int | None:
 
 
 def _whole(value: float | None) -> int | None:
-    """Old reports write integers as doubles. None for what no count can be."""
+    """Return a count as an integer, or None if it is impossible. Old reports write doubles."""
     return None if value is None else whole(round(value))
 
 
 def _open_ranges(launch: NcuLaunch) -> list[str]:
-    """Names of the ranges open at a launch, outermost first. How domains nest is unknown; a cell's
-    range goes outside, so that no other one cuts its call in two.
+    """Return the names of the ranges open at a launch, outermost first.
+
+    ncu does not record how domains nest. The cell's range counts as outermost, so that no other
+    range splits its call.
     """
     plain = (OWN_DOMAIN, DEFAULT_DOMAIN)
     ranges = (*launch.start_end, *launch.push_pop)
@@ -186,7 +189,9 @@ def _open_ranges(launch: NcuLaunch) -> list[str]:
 def _ranges(
     launches: list[NcuLaunch], starts: list[int], ends: list[int]
 ) -> tuple[list[Range], list[int], list[int]]:
-    """All ranges, and for each launch the index of its innermost range and of its cell's."""
+    """Return all ranges, and for each launch the indices of its innermost range and its cell's
+    range.
+    """
     opened: list[tuple[str, int, int | None]] = []  # name, start, parent
     stops: list[int] = []
     stack: list[int] = []
@@ -214,7 +219,7 @@ def _ranges(
 
 
 def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
-    """(the GPUs, warnings on what they cannot have)."""
+    """Return the GPUs, and warnings about impossible values."""
     devices: dict[int, Device] = {}
     warnings: dict[str, None] = {}
     for launch in launches:
@@ -232,8 +237,8 @@ def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def _metrics(report: NcuReport, durations: list[int], path: Path) -> Metrics | None:
-    """All numeric metrics but the machine's constants, in the order of their names. A time that is
-    no kernel's is left out.
+    """Return all numeric metrics except the machine's constants, by name. Times without a valid
+    duration are left out.
     """
     seen = {name for launch in report.launches for name in launch.values}
     names = sorted(name for name in seen if not name.startswith(CONSTANTS))
@@ -277,7 +282,7 @@ def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
 
 
 def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
-    """Warnings on kernels without a time, by cause."""
+    """Return warnings about kernels without a time, by cause."""
     unit = report.units.get(DURATION, "")
     untimed = [
         DURATION in launch.values
@@ -296,7 +301,7 @@ def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
 
 
 def _impossible(report: NcuReport) -> int:
-    """How many figures of launch configurations are below zero or too large to be one."""
+    """Count the launch configuration values that are negative or too large."""
     sizes = [name for name in report.units if name.startswith(SIZES)]
     figures = (launch.values.get(name) for launch in report.launches for name in sizes)
     return sum(not 0 <= value < MAX_SIZE for value in figures if value is not None)

@@ -1,7 +1,7 @@
-"""ncu's CSV: the table of `--csv --page raw`, and the long form with one line a metric.
+"""Read ncu's CSV: the table of `--csv --page raw`, and the long form with one metric per line.
 
-Lines are read one by one, because a program's own output may stand between them, and because a file
-may be large. Numbers may stand in any locale.
+The file is read line by line, because it may be large and the program's own output may interrupt
+the table. Numbers may be in any locale.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from profharness.parse.ncu_values import Values, check_shape
 DEFAULT_DOMAIN = "<default domain>"
 DURATION = "gpu__time_duration.sum"
 DEVICE_PREFIX = "device__attribute_"
-CONSTANTS = (DEVICE_PREFIX, "nvlink__")  # facts of the machine, the same for every kernel
+CONSTANTS = (DEVICE_PREFIX, "nvlink__")  # constants of the machine, the same for every kernel
 
 PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
 START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
@@ -38,27 +38,27 @@ EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
 AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
 
 DAMAGED = "{n} lines look like damaged rows and are left out"
-WITNESSES = 1000  # numbers that have to tell their decimal mark
-_MARKS = " \u00a0\u202f'\u2019\ufffd"  # what locales put between thousands besides , and .
+WITNESSES = 1000  # numbers that determine the decimal mark
+_MARKS = " \u00a0\u202f'\u2019\ufffd"  # thousands separators of locales, besides , and .
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
 _NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 _WHOLE = re.compile(r"\d{1,18}")  # an integer that the store can hold
 _TRIPLE = re.compile(r"\(\s*(\d{1,18}),\s*(\d{1,18}),\s*(\d{1,18})\s*\)")
 _NO_VALUE = re.compile(r"(?:\(!\)\s*)?(?:n/?a|[+-]?nan|[+-]?inf(?:inity)?|-*)", re.IGNORECASE)
-_PROFILED = '==PROF== Profiling "'  # ncu says so for each result, before the table
+_PROFILED = '==PROF== Profiling "'  # ncu prints this per result, before the table
 ITEM_TAIL = 5  # parts between a range's name and its message: payload, colour, type of message
-MAX_DOMAIN_PARTS = 8  # parts of a domain's name, which may hold colons
-MOST = 0.9  # of the kernels: a metric that so many have is missing in the others
-# What is kept of a report, in places of 8 bytes: so many a byte of it, and so many in any case.
+MAX_DOMAIN_PARTS = 8  # parts of a domain's name, which may contain colons
+MOST = 0.9  # fraction of the kernels: a metric that so many have is missing in the others
+# Limits on the size of a report, in slots of 8 bytes: a multiple of the file's size, and a minimum.
 PLACES_A_BYTE, MIN_PLACES = 0.25, 1 << 24
-LAUNCH_PLACES, RANGE_PLACES, ENTRY_PLACES = 48, 24, 16  # of a launch, a range, an entry of a dict
+LAUNCH_PLACES, RANGE_PLACES, ENTRY_PLACES = 48, 24, 16  # slots per launch, range and dict entry
 
 Triple = tuple[int, int, int]
 
 
 class NvtxRange(NamedTuple):
-    """One NVTX range that was open at a launch."""
+    """An NVTX range that was open at a launch."""
 
     domain: str
     name: str
@@ -66,12 +66,12 @@ class NvtxRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NcuLaunch:
-    """One profiled kernel.
+    """A profiled kernel.
 
-    name is the mangled name, or ncu's demangled text where a CSV has nothing else. values are the
-    numeric metrics in the units of the report, texts the others; device attributes stand only in
-    the first launch of each device. push_pop lists each domain's stack, outermost first. grid and
-    block are a CSV's own columns, None elsewhere.
+    `name` is the mangled name, or ncu's demangled text if a CSV has no other. `values` are the
+    numeric metrics in the units of the report, `texts` the others. Device attributes are only in
+    the first launch of each device. `push_pop` has each domain's stack, outermost first. `grid` and
+    `block` are columns of a CSV, and None otherwise.
     """
 
     name: str
@@ -87,8 +87,10 @@ class NcuLaunch:
 
 @dataclass(frozen=True, slots=True)
 class NcuReport:
-    """A report's kernels and units by metric; skipped counts whole ranges and graphs. warnings say
-    what of the file could not be read or looks incomplete.
+    """A report's kernels, and units by metric.
+
+    `skipped` counts profiled ranges and graphs. `warnings` describe unreadable or incomplete parts
+    of the file.
     """
 
     launches: list[NcuLaunch]
@@ -98,7 +100,7 @@ class NcuReport:
 
 
 class Keeper:
-    """Keeps launches compact, and refuses a report that would fill the memory all the same."""
+    """Stores launches compactly, and refuses a report that would fill the memory."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -107,22 +109,22 @@ class Keeper:
         self._devices: set[int] = set()
 
     def take(self, places: int) -> None:
-        """Take room. Raises TraceFormatError where there is none left."""
+        """Allocate slots. Raise TraceFormatError if none are left."""
         self._left -= places
         if self._left < 0:
             message = f"more values than a report of its size has ({self._most:,} places are full)"
             raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
 
     def has(self, device: int) -> bool:
-        """Whether a launch of that device was kept before, so that its constants are known."""
+        """Return whether a launch of the device was kept, so that its constants are known."""
         return device in self._devices
 
     def keep(self, launch: NcuLaunch) -> NcuLaunch:
-        """The launch in its compact form."""
+        """Return the launch in its compact form."""
         ranges = len(launch.start_end) + len(launch.push_pop)
         self.take(LAUNCH_PLACES + ENTRY_PLACES * len(launch.texts) + RANGE_PLACES * ranges)
         if launch.device not in self._devices:
-            self._devices.add(launch.device)  # its first launch has all the constants
+            self._devices.add(launch.device)  # its first launch has all constants
             self.take(ENTRY_PLACES * len(launch.values))
             return launch
         values = Values(self._places, launch.values)
@@ -132,19 +134,21 @@ class Keeper:
 
 @dataclass(slots=True)
 class Doubts:
-    """What is doubtful in a table: how often, and the line of the first behind the header."""
+    """Doubtful findings in a table, each with its count and its first line, counted from the
+    header.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     lines: dict[str, int] = field(default_factory=dict)
 
     def add(self, text: str, line: int | None = None) -> None:
-        """Count one more; `{n}` in the text stands for the count."""
+        """Count a finding. `{n}` in the text is replaced by the count."""
         self.counts[text] += 1
         if line is not None:
             self.lines.setdefault(text, line)
 
     def texts(self) -> tuple[str, ...]:
-        """One warning for each kind, in the order of the first of each."""
+        """Return a warning per kind of finding, in order of first occurrence."""
         at = {text: f" (line {line} after the header)" for text, line in self.lines.items()}
         return tuple(
             text.replace("{n}", str(count)) + at.get(text, "")
@@ -153,22 +157,22 @@ class Doubts:
 
 
 class Row(NamedTuple):
-    """One row of the table and its line, counted from the header's."""
+    """A row of the table, and its line counted from the header."""
 
     line: int
     cells: list[str]
 
 
 def read_csv_file(path: Path) -> NcuReport:
-    """The kernels of a CSV file. Raises TraceFormatError as `read_table` does."""
+    """Return the kernels of a CSV file. Raise TraceFormatError as `read_csv_text` does."""
     return read_csv_text(path, path)
 
 
 def read_csv_text(source: str | Path, path: Path) -> NcuReport:
-    """The kernels of ncu's CSV output, a text or a file; errors name `path`.
+    """Return the kernels of ncu's CSV output, given as a text or a file. Errors name `path`.
 
-    Raises TraceFormatError as `read_table` does, for metrics under labels, for a device that is
-    no number, and for a report that would fill the memory.
+    Raise TraceFormatError as `Table` does, and for metrics under labels, a device that is not a
+    number, and a report that would fill the memory.
     """
     table = Table(source, path)
     size = len(source) if isinstance(source, str) else source.stat().st_size
@@ -193,15 +197,17 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
 
 
 def read_text(path: Path) -> str:
-    """The text of a CSV file, UTF-8 or UTF-16. Raises TraceFormatError if it cannot be read."""
+    """Return the text of a CSV file in UTF-8 or UTF-16. Raise TraceFormatError if it cannot be
+    read.
+    """
     return "".join(lines_of(path, path))
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of ncu's table; all rows have the header's columns. The first row
-    holds the units (its ID is empty), except in the long form.
+    """Return the header and the rows of ncu's table. All rows have the header's columns.
 
-    Raises TraceFormatError where the header, the units or a row are missing or cut off.
+    The first row contains the units and has no ID, except in the long form. Raise TraceFormatError
+    if the header, the units or a row are missing or truncated.
     """
     table = Table(text, path)
     first = [] if table.is_long else [table.first.cells]
@@ -209,8 +215,9 @@ def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 class Lines:
-    """The lines of ncu's output, each with whether its line break is there. profiled: how many kernels
-    ncu says so far that it profiled.
+    """The lines of ncu's output, each with whether it ends with a line break.
+
+    `profiled` counts the kernels that ncu reports as profiled so far.
     """
 
     def __init__(self, source: str | Path, path: Path) -> None:
@@ -226,7 +233,7 @@ class Lines:
 
 
 def _overwritten(line: str) -> Iterator[str]:
-    """Parts of a line between carriage returns outside of quotes, as progress bars write them."""
+    """Yield the parts of a line between carriage returns outside quotes. Progress bars write them."""
     parts: list[str] = []
     quotes = 0
     for part in line.split("\r"):
@@ -240,14 +247,14 @@ def _overwritten(line: str) -> Iterator[str]:
 
 
 class Table:
-    """ncu's table in a text or a file: `rows` are read as they are asked for, after the row of units.
+    """ncu's table in a text or a file. `rows` reads the rows after the row of units on demand.
 
-    Raises TraceFormatError where the header or the units are missing or cut off, and in `rows`.
+    Raise TraceFormatError if the header, the units or, in `rows`, a row are missing or truncated.
     """
 
     def __init__(self, source: str | Path, path: Path) -> None:
         self.path = path
-        self.doubts, self.odd = Doubts(), Doubts()  # of lines, and of the header
+        self.doubts, self.odd = Doubts(), Doubts()  # findings about lines, and about the header
         self.lines = Lines(source, path)
         lines = iter(self.lines)
         header = next((line.strip() for line, _ in lines if NCU_HEADER.match(line)), None)
@@ -267,8 +274,8 @@ class Table:
         self.rows = chain([first], rows) if self.is_long else rows
 
     def units(self) -> tuple[dict[str, str], list[int]]:
-        """The units of the wide form's metrics, and the places of these; of columns of one name the
-        last counts.
+        """Return the units of the wide form's metrics, and the positions of the metrics. The last
+        of several columns with one name counts.
         """
         place = {name: index for index, name in enumerate(self.columns)}
         if len(place) < len(self.columns):
@@ -283,17 +290,20 @@ class Table:
 
 
 def decimal_mark(cells: Iterable[str]) -> str:
-    """The decimal mark, `.` or `,`, that a file's numbers agree with; `.` where nothing tells.
+    """Return the decimal mark, `.` or `,`, that all numbers of a file agree with, by default `.`.
 
-    `1.234,5` and `0,25` tell; `84,480` alone could be either.
+    `1.234,5` and `0,25` are unambiguous, `84,480` is not.
     """
     marks = Counter(islice(filter(None, map(_mark, cells)), WITNESSES))
     return "," if marks[","] > marks["."] else "."
 
 
 def number(text: str, mark: str = ".") -> float | None:
-    """A number as printed with that decimal mark; None for anything else, infinities included."""
-    if mark == "." and _PLAIN.fullmatch(text):  # nearly all; the rest of this costs five times more
+    """Parse a number with the given decimal mark. Return None for anything else, and for
+    infinities.
+    """
+    # Nearly all numbers; the rest of this function takes five times as long
+    if mark == "." and _PLAIN.fullmatch(text):
         return _finite(text)
     bare = text.strip().translate(_NO_MARKS)
     if not _NUMBER.fullmatch(bare):
@@ -312,7 +322,9 @@ def _finite(text: str) -> float | None:
 
 @lru_cache(maxsize=64)
 def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
-    """The ranges of an NVTX cell, in its order; numbered: each begins with its id (start/end)."""
+    """Return the ranges of an NVTX cell, in its order. `numbered`: each starts with its start/end
+    id.
+    """
     body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
     ranges = []
     for item in body[1:-1].split('"  "') if body.startswith('"') else [body]:
@@ -323,8 +335,10 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
 
 
 def _nvtx_range(parts: list[str]) -> NvtxRange | None:
-    """One item's parts between its colons. A name may hold colons: the message at the end repeats it,
-    and where it does not, all that could be the name is taken for it.
+    """Return the range of an item, given its parts between colons.
+
+    A name may contain colons. The message at the end repeats the name; if it does not, the name is
+    as long as possible.
     """
     for domain in range(1, min(len(parts) - ITEM_TAIL, MAX_DOMAIN_PARTS + 1)):
         count, odd = divmod(len(parts) - ITEM_TAIL - domain, 2)
@@ -340,7 +354,9 @@ def _cells(line: str) -> list[str]:
 
 
 def _is_open(line: str) -> bool:
-    """Whether a line ends inside a cell: a quote is open, or the last of quoted cells has none."""
+    """Return whether a line ends inside a cell: a quote is open, or the last of quoted cells has
+    none.
+    """
     line = line.rstrip()
     return line.count('"') % 2 == 1 or (line.startswith('"') and not line.endswith('"'))
 
@@ -353,11 +369,11 @@ def _records(
     *,
     header: str,
 ) -> Iterator[Row]:
-    """The unit row and the kernels' rows. Other lines are not ncu's table, but those that look like
-    a row are counted.
+    """Yield the unit row and the rows of kernels. Other lines are skipped; those that resemble a
+    row are counted.
 
-    ncu quotes every cell, what a spreadsheet saved may not: such rows are looked for once the
-    header or a row is of that kind.
+    ncu quotes every cell, a spreadsheet may not. Unquoted rows are recognized once the header or a
+    row is unquoted.
     """
     bare = not header.startswith('"')
     for count, (line, ended) in enumerate(lines, start=1):
@@ -385,7 +401,7 @@ def _records(
         if not (quoted or whole or (bare and len(cells) > 1)):
             if _resembles(line, columns, bare=bare):
                 doubts.add(DAMAGED, count)
-            continue  # a program's own numbers
+            continue  # numbers printed by the program
         if (quoted and _is_open(line)) or not (quoted or ended or line.endswith('"')):
             raise _bad_row(path, count, "is cut off")
         if not whole:
@@ -395,7 +411,7 @@ def _records(
 
 
 def _resembles(line: str, columns: list[str], *, bare: bool) -> bool:
-    """Whether a line that is no row has so many borders of cells that it must have been one."""
+    """Return whether a line that is not a row has enough cell borders to be a damaged one."""
     quoted = line.count('","') >= max(3, len(columns) // 2)
     return quoted or (bare and line.count(",") >= max(5, len(columns) - 2))
 
@@ -406,7 +422,7 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
 
 
 class Block(NamedTuple):
-    """One kernel: the cells of ncu's own columns, and names and cells of its metrics."""
+    """A kernel: the cells of ncu's own columns, and names and cells of its metrics."""
 
     line: int
     id: int
@@ -415,7 +431,7 @@ class Block(NamedTuple):
 
 
 def _distinct(rows: Iterable[Row], doubts: Doubts) -> Iterator[Row]:
-    """The rows without exact copies of earlier ones, which a file that was doubled has."""
+    """Yield the rows except exact copies of earlier ones, which a file written twice contains."""
     seen: set[int] = set()
     for row in rows:
         if (key := hash(tuple(row.cells))) in seen:
@@ -428,7 +444,7 @@ def _distinct(rows: Iterable[Row], doubts: Doubts) -> Iterator[Row]:
 def _blocks(
     table: Table, rows: Iterable[Row], places: list[int], ids: list[int]
 ) -> Iterator[Block]:
-    """Kernels of the wide form; their numbers go into `ids`."""
+    """Yield the kernels of the wide form. Append their numbers to `ids`."""
     own = [(index, name) for index, name in enumerate(table.columns) if name in OWN_COLUMNS]
     names = [table.columns[place] for place in places]
     for line, cells in rows:
@@ -440,7 +456,9 @@ def _blocks(
 def _gathered(
     table: Table, rows: Iterable[Row], keeper: Keeper
 ) -> tuple[dict[str, str], list[Block]]:
-    """Units and kernels of the long form. Rows without a metric are only advice."""
+    """Return the units and kernels of the long form. Rows without a metric are advice and left
+    out.
+    """
     place = {name: index for index, name in enumerate(table.columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
     own = [(name, place[name]) for name in table.columns if name in OWN_COLUMNS]
@@ -481,7 +499,9 @@ def _gathered(
 
 
 def _check_metrics(kernels: list[dict[str, str]], doubts: Doubts) -> None:
-    """Doubt kernels that lack what nearly all others have, as the last one of a file cut off does."""
+    """Report kernels that lack metrics that nearly all others have, such as the last of a
+    truncated file.
+    """
     have = Counter(name for metrics in kernels for name in metrics)
     enough = max(2, min(len(kernels) - 1, MOST * len(kernels)))
     common = {name for name, count in have.items() if count >= enough}
@@ -491,7 +511,7 @@ def _check_metrics(kernels: list[dict[str, str]], doubts: Doubts) -> None:
 
 
 def _doubt_ids(ids: list[int], profiled: int) -> Doubts:
-    """Doubt tables with gaps or repetitions in their ids, or with fewer than ncu says it profiled."""
+    """Report gaps and repetitions in the ids, and fewer kernels than ncu profiled."""
     doubts = Doubts()
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
@@ -536,7 +556,9 @@ def _device(block: Block, path: Path) -> int:
 def _launch(
     block: Block, mark: str, device: int, left_out: frozenset[str], doubts: Doubts
 ) -> NcuLaunch:
-    """left_out: metrics that stand in an earlier launch of the device."""
+    """Return the launch of a kernel. `left_out`: metrics already in an earlier launch of the
+    device.
+    """
     values: dict[str, float] = {}
     texts: dict[str, str] = {}
     for name, cell in block.metrics:
@@ -580,7 +602,7 @@ def _triple(block: Block, column: str, doubts: Doubts) -> Triple | None:
 
 
 def _mark(text: str) -> str | None:
-    """The decimal mark that one number gives away."""
+    """Return the decimal mark that a number implies, or None."""
     bare = text.strip().translate(_NO_MARKS)
     if ("." not in bare and "," not in bare) or not _NUMBER.fullmatch(bare):
         return None
@@ -591,5 +613,5 @@ def _mark(text: str) -> str | None:
     if other in head:
         return last if last not in head else None
     if last in head:
-        return other  # two of the same mark stand between thousands
+        return other  # repeated marks separate thousands
     return last if len(tail) != 3 or len(head) > 3 or head.startswith("0") else None

@@ -1,5 +1,7 @@
-"""NVIDIA's `ncu_report` module in child processes, because a damaged report can make it abort, run for
-ever or take all memory, and because it gives no memory back. Each child writes what it read as msgpack.
+"""Read reports through NVIDIA's `ncu_report` module in child processes.
+
+A damaged report can make the module abort, run forever or use all memory, and the module frees no
+memory. Each child writes its part of the report as msgpack.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ from profharness.processes import child_environment, run_group
 MODULE = "ncu_report"
 EXTRAS = Path("extras", "python", f"{MODULE}.py")
 CHILD = "from profharness.parse.ncu_native import main; main()"
-KERNEL = 0  # IAction.workload_type(); 1 and up are ranges, command lists and graphs
+KERNEL = 0  # IAction.workload_type(); from 1 on ranges, command lists and graphs
 STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # IMetric.kind()
-MAX_INDEX = 1 << 31  # of a device or stream; more stands for -1 in a field without sign
-MAX_NAMES = 1 << 16  # of ranges open at one launch
+MAX_INDEX = 1 << 31  # of a device or stream; larger values are -1 in an unsigned field
+MAX_NAMES = 1 << 16  # ranges open at one launch
 
 # A real report of 1.2 MB takes 0.4 s of processor time and 180 MB, 120 of them for the library.
 CPU_S, CPU_S_PER_MB = 12.0, 4.0
 ENOUGH_KIB, MOST_BYTES = (
     240 << 10,
     450 << 20,
-)  # where a child leaves the rest to the next; its limit
-WAITING = 4  # times as long by the clock, for a child that sleeps or shares its processor
+)  # memory at which a child leaves the rest to the next, and its limit
+WAITING = 4  # wall time per processor time, for a child that sleeps or shares its processor
 NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
 
 class _Launch(msgspec.Struct, array_like=True):
-    """One kernel; values and texts by the metric's place in `_Report.names`."""
+    """A kernel. `values` and `texts` are keyed by the metric's index in `_Report.names`."""
 
     name: str
     device: int
@@ -54,18 +56,18 @@ class _Launch(msgspec.Struct, array_like=True):
 
 
 class _Report(msgspec.Struct, array_like=True):
-    """What the child writes."""
+    """The message that the child writes."""
 
     names: list[str]
     units: list[str]
     launches: list[_Launch]
     skipped: int
     unreadable: int
-    rest: int | None  # the first result that is left to another child
+    rest: int | None  # the first result left to the next child
 
 
 def has_package() -> bool:
-    """Whether a module `ncu_report` is installed; it is not loaded."""
+    """Return whether a module `ncu_report` is installed, without importing it."""
     try:
         return importlib.util.find_spec(MODULE) is not None
     except (ImportError, ValueError):
@@ -73,7 +75,7 @@ def has_package() -> bool:
 
 
 def find_extras(ncu: Path) -> Path | None:
-    """The folder of the `ncu_report` module that this ncu's Nsight Compute brings."""
+    """Return the folder of the `ncu_report` module that belongs to an ncu, or None."""
     for folder in ncu.resolve().parents[:5]:
         if (folder / EXTRAS).is_file():
             return (folder / EXTRAS).parent
@@ -81,10 +83,10 @@ def find_extras(ncu: Path) -> Path | None:
 
 
 def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | None:
-    """The report as the module reads it, the installed one or that in `folder`.
+    """Read a report through the installed module, or through that in `folder`.
 
-    None where the module does not load, "" where it finds nothing, which is its sign for a file it
-    does not know; else how it failed.
+    Return None if the module cannot be imported, "" if it finds nothing, as it does for unknown
+    files, else the report or a description of the failure.
     """
     size = path.stat().st_size
     seconds = math.ceil(CPU_S + CPU_S_PER_MB * size / 1e6)
@@ -107,13 +109,13 @@ def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | Non
 
 
 def _children_s() -> float:
-    """Processor time of all children that have ended."""
+    """Return the processor time of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Report | str | None:
-    """What a child reads from that result on, or the same as `read_native` where it reads nothing."""
+    """Return the results from `first` on that a child reads, or a failure as `read_native` does."""
     limits = (str(seconds), str(MOST_BYTES), str(first))
     with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as name:
         output = Path(name) / "output"
@@ -147,7 +149,7 @@ def _failure(code: int | None, seconds: int) -> str:
 def _unpacked(report: _Report, keeper: Keeper) -> Iterator[NcuLaunch]:
     names = report.names
     for launch in report.launches:
-        # each child reads the constants of a device anew
+        # each child reads the constants of a device again
         left_out = CONSTANTS if keeper.has(launch.device) else ()
         kept = [place for place in launch.values if not names[place].startswith(left_out)]
         yield NcuLaunch(
@@ -166,9 +168,9 @@ def _unpacked(report: _Report, keeper: Keeper) -> Iterator[NcuLaunch]:
 
 
 def main() -> None:
-    """Entry of the child: REPORT OUTPUT SECONDS BYTES FIRST [FOLDER]."""
+    """Run the child with the arguments REPORT OUTPUT SECONDS BYTES FIRST [FOLDER]."""
     report, output, seconds, size, first, *folder = sys.argv[1:]
-    with contextlib.suppress(ValueError, OSError):  # the parent's limit still holds
+    with contextlib.suppress(ValueError, OSError):  # the parent's limit still applies
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
         resource.setrlimit(resource.RLIMIT_AS, (int(size), int(size)))
@@ -193,7 +195,7 @@ def _peak_kib() -> int:
 
 
 class _Reader:
-    """Reads a report through the module; what it gives None for is passed over and counted."""
+    """Reads a report through the module. Results that the module returns as None are counted."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
@@ -202,7 +204,7 @@ class _Reader:
         self.unreadable = 0
 
     def read(self, context: Any, first: int) -> _Report:
-        """The results from that one on, until enough memory is taken."""
+        """Return the results from `first` on, until the memory limit."""
         parts = [context.range_by_idx(place) for place in range(context.num_ranges())]
         results = [(part, index) for part in parts for index in range(part.num_actions())]
         launches: list[_Launch] = []
@@ -255,7 +257,7 @@ class _Reader:
         return [(title, self._text(name) or "") for name in list(names)[:MAX_NAMES]]
 
     def _text(self, value: object) -> str | None:
-        """A text as UTF-8 can hold it: SWIG makes lone surrogates of bytes that are none."""
+        """Return a text without lone surrogates, which SWIG makes of bytes that are not UTF-8."""
         if not isinstance(value, str):
             self.unreadable += 1
             return None

@@ -1,5 +1,5 @@
-"""The ways to read an .ncu-rep, in the order of preference: the `ncu_report` package, the same
-module inside Nsight Compute, and ncu itself.
+"""Read an .ncu-rep with the `ncu_report` package, else with the same module inside Nsight Compute,
+else with ncu itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
 
 def report_to_csv(report: Path, output: Path) -> None:
     """Write an .ncu-rep as `ncu --csv --page raw --print-units base --print-kernel-base mangled`
-    prints it; `parse_ncu` reads the same launches and metrics back.
+    prints it. `parse_ncu` reads the same launches and metrics from the CSV.
 
-    Doubles are written in full, where ncu rounds to two decimals. Process ids and the threads of
-    ranges are 0, process and host names empty. Raises what `read_report` raises.
+    Doubles are written in full, whereas ncu rounds to two decimals. Process ids and the threads of
+    ranges are 0, process and host names are empty. Raise the errors of `read_report`.
     """
     write_csv(read_report(report, check_file(report)), output)
 
@@ -61,7 +61,7 @@ def write_csv(report: NcuReport, output: Path) -> None:
 
 
 def _own(index: int, launch: NcuLaunch, source: NcuLaunch) -> list[str]:
-    """The cells of ncu's own columns, in the order of COLUMNS."""
+    """Return the cells of ncu's own columns, in the order of COLUMNS."""
     capability = ("major", "minor")
     own = {
         "ID": str(index),
@@ -95,7 +95,9 @@ def _dims(launch: NcuLaunch, what: str, triple: Triple | None) -> str:
 
 
 def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
-    """An NVTX cell: domain, name, four unknown fields, the message's type, and the name again."""
+    """Return an NVTX cell: domain, name, four unknown fields, the message's type, and the name
+    again.
+    """
     return "  ".join(
         f'"{f"{place}:" if numbered else ""}{item.domain}:{item.name}:none:none:none:none:ASCII:{item.name}"'
         for place, item in enumerate(ranges)
@@ -103,7 +105,7 @@ def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
 
 
 class MissingReaderError(MissingExtraError):
-    """Nothing on this machine can read an .ncu-rep."""
+    """No program on this machine can read an .ncu-rep."""
 
     def __init__(self, path: Path) -> None:
         ProfharnessError.__init__(
@@ -118,9 +120,10 @@ class MissingReaderError(MissingExtraError):
 
 
 def read_report(path: Path, file: NcuFile) -> NcuReport:
-    """The kernels of a report by the first way that can read it; file: what `check_file` said.
+    """Return the kernels of a report. `file` is the result of `check_file`.
 
-    Raises TraceFormatError when no way understands it, MissingReaderError when there is no way.
+    Raise TraceFormatError if no reader understands the report, and MissingReaderError if there is
+    no reader.
     """
     if not file.results:
         return NcuReport([], {})
@@ -141,8 +144,8 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
 
 
 def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
-    """(name, report) of each way that this machine has; instead of a report how the way failed, ""
-    where it just cannot read the file.
+    """Yield the name of each available reader, and its report or a description of its failure,
+    which is "" if the reader does not know the file.
     """
     if has_package() and (report := read_native(path)) is not None:
         yield "ncu_report", report
@@ -157,7 +160,7 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
 
 
 def _counted(report: NcuReport, file: NcuFile) -> NcuReport:
-    """The report, with a warning where the file's blocks count more results than were read."""
+    """Return the report, with a warning if the file's blocks count more results than were read."""
     readable = len(report.launches) + report.skipped
     if readable == file.results:
         return report
@@ -166,9 +169,9 @@ def _counted(report: NcuReport, file: NcuFile) -> NcuReport:
 
 
 def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) -> str | None:
-    """What `ncu --import` prints of a report as CSV; None when it cannot read the report.
+    """Return the CSV that `ncu --import` prints, or None if ncu cannot read the report.
 
-    Raises TraceFormatError when ncu does not start or takes longer than timeout_s.
+    Raise TraceFormatError if ncu does not start or takes longer than `timeout_s`.
     """
     argv = csv_argv(ncu, report.resolve())
     if "--print-kernel-base" not in argv:

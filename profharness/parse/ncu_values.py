@@ -1,4 +1,4 @@
-"""The numeric metrics of ncu's kernels, without an object for each number."""
+"""The numeric metrics of ncu's kernels, without an object per number."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from profharness.errors import TraceFormatError
 
-# Places in a table of metrics: so many a value, above which most of a report's kernels and metrics have
-# nothing in common, and so many in any case.
+# Limits on the slots in a table of metrics: a multiple of the values, above which most kernels and
+# metrics of a report have nothing in common, and a minimum.
 PLACES_A_VALUE, MIN_PLACES = 64, 1 << 20
 
 
 class Values(Mapping[str, float]):
-    """Numeric metrics of a kernel, in places that all kernels of a report share. NaN stands for none."""
+    """The numeric metrics of a kernel, in slots that all kernels of a report share. NaN: no value."""
 
     __slots__ = ("_places", "_row")
 

@@ -1,5 +1,6 @@
-"""Nsight Systems' SQLite export (or a report, through the nsys at hand) to a Trace, in bounded
-memory: device activities, API calls and NVTX ranges become int64 columns in a temporary file.
+"""Parse Nsight Systems' SQLite exports in bounded memory. Reports are exported first.
+
+Device activities, API calls and NVTX ranges become int64 columns in a temporary file.
 """
 
 from __future__ import annotations
@@ -69,29 +70,33 @@ NUMBERS = (
 )  # fmt: skip
 MAX_PROCESSES = 4096
 OWN_DOMAIN = "profharness"
-RANGES = "eventType IN (59, 60, 70, 71)"  # push/pop and start/end, and their nvtxt twins
+RANGES = "eventType IN (59, 60, 70, 71)"  # push/pop and start/end, and their nvtxt counterparts
 START_END = (60, 71)
 DOMAINS = "eventType = 75"
 MAX_RANGE_NAME = 4096
-# Names of calls that start most activities. Others are read only where these leave some without a
-# call: an export can hold ten times as many.
+# Names of calls that start most activities. Other calls are read only if some activities still lack
+# theirs, because an export can contain ten times as many.
 LAUNCHING = ("cu%Launch%", "cu%Memcpy%", "cu%Memset%")
 KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # calls that start one kernel each
-CAPTURES = ("cu%StreamBeginCapture%",)  # after it launches are put into a graph and start nothing
+# Afterwards, launches are added to a graph and start nothing
+CAPTURES = ("cu%StreamBeginCapture%",)
 MAX_DURATION_NS = 1 << 53  # 104 days
-MAX_SMALL = 1 << 62  # devices, streams, nodes and bytes from here on cannot be stored
+MAX_SMALL = 1 << 62  # limit for devices, streams, nodes and bytes in the store
 
 _API_VERSION = re.compile(r"_v\d{4,6}$")
 
 
 def parse_nsys(path: Path) -> Trace:
-    """Parse an SQLite export of nsys, or a .nsys-rep by exporting it to a temporary file first.
+    """Parse an SQLite export of nsys, or a .nsys-rep by exporting it to a temporary file. The
+    caller closes the Trace.
 
-    nsys counts times from the start of the capture. The Trace's times count from 1970 where the
-    export tells that start (TARGET_INFO_SESSION_START_TIME.utcEpochNs). A file without launches
-    gives an empty Trace whose warnings say what nsys said. A launch without its API call has
-    launch_ns, range and cell_range NONE. The caller closes the Trace. Raises TraceFormatError
-    when the file is no export, damaged or half-written, and what export_report raises.
+    nsys counts times from the start of the capture. The Trace's times count from 1970 if the export
+    records that start (TARGET_INFO_SESSION_START_TIME.utcEpochNs). A file without launches gives an
+    empty Trace with nsys's own messages as warnings. A launch without its API call has launch_ns,
+    range and cell_range NONE.
+
+    Raise TraceFormatError if the file is not an export, damaged or incomplete, and the errors of
+    `export_report`.
     """
     path = Path(path)
     if not path.name.lower().endswith(REPORT_SUFFIX):
@@ -148,7 +153,9 @@ def _join(
     kernels: _Kernels,
     output: attribution.Output,
 ) -> tuple[list[str], list[str]]:
-    """Write every launch with its call, once; (op stacks, warnings on what lacks something)."""
+    """Write every distinct launch with its call. Return the op stacks, and warnings about missing
+    data.
+    """
     lost = nameless = 0
     stacks, path_ids = attribution.Stacks(source), attribution.Renumber()
     for chunk in attribution.linked_chunks(source):
@@ -191,12 +198,12 @@ def _notes(export: Export, reader: Reader) -> list[str]:
 
 
 class _Kernels:
-    """The Trace's names, kinds and launch configurations; for each variant its index into them."""
+    """The Trace's names, kinds and launch configurations, and for each variant its index in them."""
 
     def __init__(self, export: Export, variants: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
         names, configs = Ids(), Ids()
         string = cache(export.text)
-        texts = {}  # of (mangledName, demangledName, shortName): the first that StringIds knows
+        texts = {}  # first known text of (mangledName, demangledName, shortName)
         for table, values in variants:
             if table == KERNEL:
                 ids = values[: len(NAMES)]
@@ -225,7 +232,7 @@ class _Kernels:
 
 
 def _config(values: tuple[Any, ...]) -> LaunchConfig:
-    """A kernel's row of CONFIG columns; what is missing or no number is None."""
+    """Return the launch configuration in a row of CONFIG columns. Missing and bad values are None."""
     gx, gy, gz, bx, by, bz, registers, static, dynamic = map(whole, values)
     grid = None if gx is None or gy is None or gz is None else (gx, gy, gz)
     block = None if bx is None or by is None or bz is None else (bx, by, bz)
@@ -236,9 +243,9 @@ def _config(values: tuple[Any, ...]) -> LaunchConfig:
 class Reader:
     """Reads one export into `tables` and `spool`.
 
-    The kernel of GpuRows is an index into `variants`, their config is 0. The correlation of
-    GpuRows and LaunchRows is a key, see PROCESS_SHIFT. Blocks are sorted by key. variants are
-    (table, names and launch configuration or kinds of memory).
+    The kernel of GpuRows is an index into `variants`, and their config is 0. The correlation of
+    GpuRows and LaunchRows is a key, see PROCESS_SHIFT. Blocks are sorted by key. A variant is a
+    table with names and a launch configuration, or with kinds of memory.
     """
 
     def __init__(self, export: Export, spool: Spool) -> None:
@@ -251,11 +258,11 @@ class Reader:
         self._processes = Ids()
         self._needed = NeededCalls()
         self._unjoined = 0  # activities without a key
-        self._nameless: set[int] = set()  # ids that StringIds has not
+        self._nameless: set[int] = set()  # ids that StringIds lacks
         self._string = cache(export.text)
 
     def read(self) -> None:
-        """Everything, in the order in which one needs the other."""
+        """Read all tables. Each step needs the ones before it."""
         shared = 0
         for table in VARIANTS:
             if self._export.has(table, "start", "end"):
@@ -270,7 +277,7 @@ class Reader:
             blocks.sort(key=lambda block: block.low)
 
     def doubles(self) -> Doubles | None:
-        """What finds activities that stand in the file twice; None where none can."""
+        """Return the search for repeated activities, or None if there can be none."""
         if not (self._needed.shared or self._needed.all or self._unjoined):
             return None
         blocks = (self._spool.read(block) for block in self.tables.gpu)
@@ -285,7 +292,7 @@ class Reader:
         self._doubt(f"{{n}} rows of {table} could not be read and were skipped", count)
 
     def _read_needed_calls(self) -> None:
-        """The calls of the activities read so far, or all where there is no telling."""
+        """Read the calls of the activities read so far, or all calls if those are unknown."""
         ids = self._export.strings_like(LAUNCHING)
         if self._needed.all or not ids or not self._export.has(RUNTIME, "nameId"):
             self._read_calls("")
@@ -312,13 +319,15 @@ class Reader:
             self._write(self.tables.launches, LaunchRows(key, api, thread, start[keep]), key)
 
     def _kernel_launches(self) -> list[int]:
-        """Ids of the names of calls that must have started a kernel; none where a graph was made."""
+        """Return the ids of calls that must have started a kernel, or [] if a graph was captured."""
         if self._export.strings_like(CAPTURES) or self._export.columns(GRAPHS) is not None:
             return []
         return self._export.strings_like(KERNEL_LAUNCHES)
 
     def _read_activities(self, table: str) -> int:
-        """How many of them share the id of their call, though they are no part of a graph."""
+        """Read the activities of a table. Return how many outside graphs share the id of their
+        call.
+        """
         width, variants = len(NUMBERS), self.variants
         columns = (*NUMBERS, *VARIANTS[table])
         shared = 0
@@ -348,7 +357,7 @@ class Reader:
         domains, ops = self._domains(), OpRanges(self.tables, self._spool)
         end_of_trace: int | None = None
         columns = ("start", "end", "globalTid", "eventType", "domainId", "textId", "text")
-        names: dict[str, str] = {}  # of ranges that are no ops
+        names: dict[str, str] = {}  # of ranges that are not ops
         seen: set[int] = set()
         for row in self._export.rows(NVTX, columns, RANGES):
             start, end, thread, kind, domain, string, text = row
@@ -387,12 +396,14 @@ class Reader:
         self._doubt(text, unclear)
 
     def _end_of_trace(self) -> int:
-        """The latest end of anything, in ns since the start of the capture."""
+        """Return the latest end of any row, in ns since the start of the capture."""
         tables = (*VARIANTS, RUNTIME, NVTX)
         return max(min(self._export.largest(table, "end") or 0, MAX_NS - 1) for table in tables)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
-        """Prefix of range names by process and domain id; none for the own and default domain."""
+        """Return the prefix of range names by process and domain id, without our own and default
+        domains.
+        """
         prefixes: dict[tuple[int, Any], str] = {}
         columns = ("globalTid", "domainId", "textId", "text")
         for thread, domain, string, text in self._export.rows(NVTX, columns, DOMAINS):
@@ -404,7 +415,9 @@ class Reader:
     def _numbers(
         self, table: str, batch: list[tuple[Any, ...]], width: int
     ) -> tuple[Ints, list[tuple[Any, ...]]]:
-        """(first `width` columns as an array, the rows kept); others than integers are skipped."""
+        """Return the first `width` columns as an array, and the rows kept. Rows with other values
+        than integers are skipped.
+        """
         try:
             return _array(batch, width), batch
         except (TypeError, ValueError, OverflowError):
@@ -413,13 +426,13 @@ class Reader:
             return _array(good, width), good
 
     def _keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
-        """Correlation ids made unique across processes; -1 where there is none."""
+        """Return correlation ids that are unique across processes, -1 for none."""
         process = _mapped(thread_or_process >> 24, self._process)
         valid = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
         return np.where(valid, process * CORRELATIONS + correlation, -1)
 
     def _process(self, number: int) -> int:
-        if number == -1:  # not told: clear all the same where there is but one
+        if number == -1:  # unknown, but unambiguous with a single process
             calls = self._export.distinct_processes(RUNTIME)
             if len(calls) != 1:
                 return -1
@@ -458,19 +471,19 @@ def _array(batch: list[tuple[Any, ...]], width: int) -> Ints:
 
 
 def _mapped(values: Ints, number: Any) -> Ints:
-    """`number` of each value, called once per distinct one."""
+    """Return `number` of each value, calling it once per distinct value."""
     distinct, inverse = np.unique(values, return_inverse=True)
     return np.array([number(value) for value in distinct.tolist()], np.int64)[inverse]
 
 
 def _near(times: Ints) -> Flags:
-    """Which times lie within MAX_NS; abs() of the lowest int64 is negative."""
+    """Return which times lie within MAX_NS. abs() of the lowest int64 would be negative."""
     near: Flags = (times > -MAX_NS) & (times < MAX_NS)
     return near
 
 
 def _small(values: Ints) -> Ints:
-    """Numbers that can be stored; NONE in the place of others."""
+    """Return numbers with NONE in place of those that cannot be stored."""
     small: Ints = np.where((values >= 0) & (values < MAX_SMALL), values, NONE)
     return small
 

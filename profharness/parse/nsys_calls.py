@@ -1,6 +1,4 @@
-"""Which API calls of an nsys export its activities wait for, kept as bits, and what is odd about the
-ids that join them.
-"""
+"""Find the API calls that an export's activities need, with a bit per call."""
 
 from __future__ import annotations
 
@@ -11,17 +9,17 @@ from profharness.parse.columns import Flags, Ints, distinct
 
 PROCESS_SHIFT = 40  # correlation ids count per process; a key is process << 40 | correlation
 CORRELATIONS = 1 << PROCESS_SHIFT
-MAX_NEEDED = 1 << 25  # bytes of flags, eight to a byte, that say which calls are needed
+MAX_NEEDED = 1 << 25  # bytes of flags for needed calls, eight flags per byte
 
 Bits = NDArray[np.uint8]
 
 
 class NeededCalls:
-    """The calls whose keys activities have. First all activities are noted, then calls are taken.
+    """The calls whose keys activities have. Note all activities first, then take the calls.
 
-    shared counts activities beyond the first with the same key, repeated the calls beyond the first
-    with the same key as far as an activity has it. Both are lower bounds where the ids grow too
-    large for bits; then `all` is true, and every call counts as needed.
+    `shared` counts activities beyond the first with the same key, `repeated` counts calls beyond
+    the first with the same key if an activity has it. If the ids exceed the flags, both are lower
+    bounds, `all` is true, and every call counts as needed.
     """
 
     def __init__(self) -> None:
@@ -31,7 +29,7 @@ class NeededCalls:
         self._taken: dict[int, Bits] = {}
 
     def note(self, key: Ints) -> int:
-        """Note activities by key, -1 for none; how many of them share the key of an earlier one."""
+        """Note activities by key, -1 for none. Return how many share the key of an earlier one."""
         if self.all:
             return 0
         shared = 0
@@ -53,8 +51,9 @@ class NeededCalls:
         return shared
 
     def take(self, key: Ints) -> tuple[Flags, Flags]:
-        """(calls that an activity waits for, those among the rest that no activity has) of calls by
-        key, none of them -1. From then on nothing waits for them.
+        """Return which calls activities still need, and which of the others no activity has.
+
+        The calls are given by key, without -1, and count as found afterwards.
         """
         if self.all:
             return np.ones(len(key), np.bool_), np.zeros(len(key), np.bool_)
@@ -75,28 +74,28 @@ class NeededCalls:
         return needed, idle
 
     def waiting(self) -> bool:
-        """Whether an activity still waits for its call."""
+        """Return whether an activity still needs its call."""
         return any(flags.any() for flags in self._waiting.values())
 
 
 def _bit(ids: Ints) -> Bits:
-    """The bit of each id within its byte."""
+    """Return the bit of each id within its byte."""
     bit: Bits = np.left_shift(1, ids & 7).astype(np.uint8)
     return bit
 
 
 class Doubles:
-    """Finds rows that are exact copies of earlier ones, by a hash of 64 bits of their columns."""
+    """Finds rows that are exact copies of earlier rows, by a 64-bit hash of their columns."""
 
     def __init__(self, hashes: list[Ints]) -> None:
-        """hashes: of all rows, in blocks."""
+        """Find the repeated hashes among `hashes`, which are those of all rows, in blocks."""
         ordered = np.sort(np.concatenate(hashes)) if hashes else np.zeros(0, np.int64)
         self._doubled = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
         self._seen: set[int] = set()
         self.count = 0
 
     def fresh(self, hashes: Ints) -> Flags:
-        """Which of these rows are the first of their kind."""
+        """Return which of these rows are the first with their hash."""
         keep = np.ones(len(hashes), np.bool_)
         for row in np.flatnonzero(np.isin(hashes, self._doubled)).tolist():
             value = int(hashes[row])
@@ -107,7 +106,7 @@ class Doubles:
 
 
 def hashed(columns: list[Ints]) -> Ints:
-    """A hash of 64 bits for each row."""
+    """Return a 64-bit hash of each row."""
     value = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         value = (value ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)

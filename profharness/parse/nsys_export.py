@@ -1,4 +1,4 @@
-"""Opening an nsys SQLite export: read-only, with every table and column found by name."""
+"""Open an nsys SQLite export read-only, and find tables and columns by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from profharness.errors import TraceFormatError
 from profharness.files import open_input
 
-# nsys's own numbers, as its ENUM tables have them, in Kineto's words
+# nsys's numbers in its ENUM tables, by Kineto's words
 COPY_KINDS = {
     1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD",
     9: "HtoH", 10: "PtoP", 11: "UVM HtoD", 12: "UVM DtoH", 13: "UVM DtoD",
@@ -25,13 +25,13 @@ MEMORY_KINDS = {
 
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
-    """`Memcpy HtoD (Pinned -> Device)` for nsys's numbers."""
+    """Return a name such as `Memcpy HtoD (Pinned -> Device)` for nsys's numbers."""
     start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
     return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
 
 
 def memset_name(memory: int) -> str:
-    """`Memset (Device)` for nsys's number of the kind of memory."""
+    """Return a name such as `Memset (Device)` for nsys's number of the kind of memory."""
     return f"Memset ({MEMORY_KINDS.get(memory, 'Unknown')})"
 
 
@@ -41,7 +41,7 @@ AGAIN = (
     "make it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
 )
 META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # the second until 2022.4
-MAX_TEXT = 65536  # characters of one string that are ever read
+MAX_TEXT = 65536  # characters to read of a string
 MAX_IDS = 1000
 FETCH_ROWS = 8192
 
@@ -51,31 +51,32 @@ _VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table of an export: its name in the file, quoted for SQL, and its columns."""
+    """A table of an export: its name in the file, quoted for SQL, and its columns."""
 
     name: str
     columns: frozenset[str]
 
 
 class Export:
-    """An open export. Rows are tuples in the order asked for; a column it lacks reads as NULL."""
+    """An open export. Rows are tuples in the requested order, and missing columns read as NULL."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.connection = connection
-        self.passed_over: list[str] = []  # tables with rows beside those of the same name
+        # Tables with rows that have the same name but for the version
+        self.passed_over: list[str] = []
         self.tables = self._tables()  # by name without a suffix such as _V2
         self._processes: dict[str, list[int]] = {}
 
     def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
-        """Rows in file order; none where the table is absent. `where` is SQL of this package."""
+        """Yield rows in file order, none if the table is missing. `where` is SQL of this package."""
         for batch in self.batches(name, columns, where):
             yield from batch
 
     def batches(
         self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
     ) -> Iterator[list[tuple[Any, ...]]]:
-        """The same in lists of up to FETCH_ROWS; in the first `filled` columns NULL reads as -1."""
+        """Yield rows in lists of up to FETCH_ROWS. NULL in the first `filled` columns reads as -1."""
         table = self.tables.get(name)
         if table is None:
             return
@@ -88,21 +89,21 @@ class Export:
             yield batch
 
     def has(self, name: str, *columns: str) -> bool:
-        """Whether the table is there with all these columns."""
+        """Return whether the table exists with all these columns."""
         return name in self.tables and self.tables[name].columns.issuperset(columns)
 
     def columns(self, name: str) -> frozenset[str] | None:
-        """The columns of a table; None where it is absent."""
+        """Return the columns of a table, or None if it is missing."""
         table = self.tables.get(name)
         return None if table is None else table.columns
 
     def count(self, name: str) -> int:
-        """The number of rows of a table that is there."""
+        """Return the number of rows of an existing table."""
         sql = f"SELECT count(*) FROM {self.tables[name].name}"
         return int(self.connection.execute(sql).fetchone()[0])
 
     def text(self, string: int) -> str | None:
-        """StringIds' text for an id, at most MAX_TEXT characters; None for an unknown id."""
+        """Return the text of an id in StringIds, at most MAX_TEXT characters, or None."""
         if not self.has("StringIds", "id", "value"):
             return None
         sql = (
@@ -112,7 +113,9 @@ class Export:
         return row[0] if row and isinstance(row[0], str) else None
 
     def strings_like(self, patterns: Sequence[str]) -> list[int]:
-        """Ids of the strings that match one of SQL's LIKE patterns, at most MAX_IDS; [] if more."""
+        """Return at most MAX_IDS ids of strings that match one of SQL's LIKE patterns, [] if more
+        match.
+        """
         if not self.has("StringIds", "id", "value"):
             return []
         sql = (
@@ -123,7 +126,7 @@ class Export:
         return [number for (number,) in rows] if len(rows) <= MAX_IDS else []
 
     def distinct_processes(self, name: str) -> list[int]:
-        """The process parts (globalTid >> 24) of a table's rows, two at most."""
+        """Return up to two process parts (globalTid >> 24) of a table's rows."""
         if name not in self._processes:
             rows: Iterable[tuple[Any]] = ()
             if self.has(name, "globalTid"):
@@ -133,7 +136,7 @@ class Export:
         return self._processes[name]
 
     def largest(self, name: str, column: str) -> int | None:
-        """The largest integer in a column; None where there is none."""
+        """Return the largest integer in a column, or None."""
         if not self.has(name, column):
             return None
         sql = f'SELECT max("{column}") FROM {self.tables[name].name}'
@@ -141,8 +144,8 @@ class Export:
         return value if isinstance(value, int) else None
 
     def _tables(self) -> dict[str, Table]:
-        """Tables by name without version suffix: the plain one if it has rows, else the highest that
-        has.
+        """Return tables by name without version suffix: the plain one if it has rows, else the
+        highest version with rows.
         """
         sql = (
             "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
@@ -169,26 +172,27 @@ class Export:
 
 @contextmanager
 def opened(path: Path, shown: Path) -> Iterator[Export]:
-    """The export at `path`, called `shown` in messages.
+    """Open the export at `path`. Messages name it `shown`.
 
-    Raises TraceFormatError for a file that is none or not whole, and for SQLite's errors within.
+    Raise TraceFormatError if the file is not a complete export, and for SQLite's errors in the
+    block.
     """
     _check_file(path, shown)
     try:
-        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"  # immutable: no -shm, no locks
+        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"  # immutable: no -shm file, no locks
         with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as connection:
             connection.text_factory = _text
             connection.execute("PRAGMA trusted_schema = OFF")
             export = Export(shown, connection)
             _check_tables(export)
             yield export
-    # sqlite3 cannot even word its error where a damaged schema is not UTF-8
+    # sqlite3 cannot build its error message if a damaged schema is not UTF-8
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise TraceFormatError(shown, f"damaged: {error}; {AGAIN}", expected=EXPECTED) from None
 
 
 def _check_file(path: Path, shown: Path) -> None:
-    """Refuse by the first 100 bytes, the size and the files beside it."""
+    """Check the first 100 bytes, the size and the files next to the export."""
     try:
         with open_input(path) as file:
             size, head = file.size, file.read(100)
@@ -202,7 +206,7 @@ def _check_file(path: Path, shown: Path) -> None:
     page = int.from_bytes(head[16:18], "big")
     page = 65536 if page == 1 else page
     pages = int.from_bytes(head[28:32], "big")
-    counted = head[24:28] == head[92:96]  # else the number of pages is not to be relied on
+    counted = head[24:28] == head[92:96]  # otherwise the number of pages is not valid
     if counted and size < page * pages:
         message = f"cut off: {size} of {page * pages} bytes; {AGAIN}"
         raise TraceFormatError(shown, message, offset=size, expected=EXPECTED)

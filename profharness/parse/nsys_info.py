@@ -1,6 +1,4 @@
-"""What an nsys export says beside its launches (versions, start, GPUs, nsys's own words), and what
-of its tables is missing or unknown.
-"""
+"""Read an nsys export's versions, start time, GPUs and diagnostics, and check its tables."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ NEEDED = {
     STRINGS: ("id", "value"),
 }
 _ACTIVITY = ("deviceId", "streamId", "correlationId", "globalPid")
-# Columns that exports of all known versions have, and without which something stays unknown.
+# Columns that exports of all known versions have, and without which a result is incomplete.
 WANTED = {
     KERNEL: (*_ACTIVITY, *VARIANTS[KERNEL]),
     MEMCPY: (*_ACTIVITY, "bytes", *VARIANTS[MEMCPY]),
@@ -52,7 +50,7 @@ ABSENT = {
     NVTX: "no launch belongs to a range",
     STRINGS: "kernels, ranges and API calls have no names",
 }
-# Activities of CUPTI that this reader knows and has no use for.
+# CUPTI activities that this reader knows and does not need.
 UNUSED = (
     "SYNCHRONIZATION", "CUDA_EVENT", "OVERHEAD", "MEMORY", "MEMORY_POOL", "MEM_DECOMPRESS",
     "GRAPH_NODE", "GRAPH_NODE_EVENT", "UM_CPU_PAGE_FAULT_EVENTS", "UM_GPU_PAGE_FAULT_EVENTS",
@@ -84,10 +82,10 @@ _GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *GPU_KEYS.values())
 
 
 def check_schema(export: Export) -> list[str]:
-    """Warnings on tables and columns that are missing, and on tables with rows that nobody reads.
+    """Return warnings about missing tables and columns, and about unread tables with rows.
 
-    Raises TraceFormatError where kernels stand in a form that is not known: without them all the rest
-    says nothing.
+    Raise TraceFormatError if kernels are in an unknown form, because a trace is useless without
+    them.
     """
     warnings = []
     for table, needed in NEEDED.items():
@@ -109,7 +107,7 @@ def check_schema(export: Export) -> list[str]:
 
 
 def _unread(export: Export) -> list[str]:
-    """Warnings on tables with rows that this reader passes over without knowing them."""
+    """Return warnings about unknown tables with rows."""
     expected_tables = {*VARIANTS, RUNTIME, GRAPHS, *(f"{_ACTIVITIES}{name}" for name in UNUSED)}
     warnings = [f"{name} has rows as well and is not read" for name in export.passed_over]
     for table in export.tables:
@@ -131,7 +129,7 @@ def _expected(export: Export) -> str:
 
 
 def absent_tables(export: Export) -> list[str]:
-    """Warnings on tables that are not there although launches are."""
+    """Return warnings about tables that an export with launches should have."""
     return [
         f"the export has no table {table}: {text}"
         for table, text in ABSENT.items()
@@ -140,7 +138,9 @@ def absent_tables(export: Export) -> list[str]:
 
 
 def environment(export: Export) -> dict[str, object]:
-    """Versions of nsys, its schema, CUDA's driver and NVIDIA's, as far as they look like such."""
+    """Return the versions of nsys, its schema, CUDA's driver and NVIDIA's, if they look like
+    versions.
+    """
     versions: dict[str, object] = {}
     for table in META_TABLES:
         versions.update(_versions(export.rows(table, ("name", "value")), PRODUCT))
@@ -156,7 +156,7 @@ def _versions(rows: Iterator[tuple[Any, ...]], keys: dict[str, str]) -> Iterator
 
 
 def start_time(export: Export) -> tuple[int, list[str]]:
-    """(nanoseconds since 1970 at which the capture's times count 0, warnings)."""
+    """Return the time of the capture's 0 in ns since 1970, and warnings."""
     for (value,) in export.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)):
         if (start := whole(value)) is not None and start < MAX_NS:
             return start, []
@@ -164,7 +164,7 @@ def start_time(export: Export) -> tuple[int, list[str]]:
 
 
 def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
-    """(GPUs under the index that CUDA gave them in the profiled process, warnings)."""
+    """Return the GPUs by their CUDA index in the profiled process, and warnings."""
     rows = [dict(zip(_GPU, row, strict=True)) for row in export.rows("TARGET_INFO_GPU", _GPU)]
     by_id = {row["id"]: row for row in rows}
     by_index: dict[Any, dict[str, Any]] = {}
@@ -185,15 +185,15 @@ def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
 def _device(index: object, row: dict[str, Any]) -> tuple[Device | None, list[str]]:
     limits = {field: row[key] for field, key in GPU_KEYS.items()}
     for field in limits.keys() - CORE_FIELDS:
-        limits[field] = limits[field] or None  # nsys writes 0 for what it does not know
+        limits[field] = limits[field] or None  # nsys writes 0 for unknown values
     warp, warps = whole(limits["warp_size"]), whole(row["maxWarpsPerSm"])
     limits["max_threads_per_sm"] = warp * warps if warp and warps else None
     return make_device(index, row["name"], limits)
 
 
 def diagnostics(export: Export) -> list[str]:
-    """nsys's own warnings and errors, at most MAX_DIAGNOSTICS; none that could name a path, a
-    host or a command.
+    """Return up to MAX_DIAGNOSTICS warnings and errors of nsys, without those that may contain a
+    path, a host or a command.
     """
     texts: dict[str, None] = {}
     for severity, text in export.rows("DIAGNOSTIC_EVENT", ("severity", "text")):

@@ -1,6 +1,8 @@
-"""Ops among the NVTX ranges of an nsys export. PyTorch's `emit_nvtx`, which `nsys profile
---pytorch=autograd-shapes-nvtx` turns on, writes what it knows of an op into the range's text:
-`aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]], input_op_ids = [(1,0), (2,0)]`.
+"""Find ops among the NVTX ranges of an nsys export.
+
+PyTorch's `emit_nvtx`, which `nsys profile --pytorch=autograd-shapes-nvtx` enables, describes an op
+in the range's text: `aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]], input_op_ids = [(1,0),
+(2,0)]`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from profharness.parse.ops import (
 )
 
 BLOCK_ROWS = 65536
-# The tail of a text, by getNvtxStr of torch/csrc/profiler/util.cpp; nsys may have cut its lists off.
+# The tail of a text, by getNvtxStr of torch/csrc/profiler/util.cpp; nsys may truncate its lists.
 TAIL = re.compile(
     r", (?=(?:seq|op_id|sizes|input_op_ids) = )(?:seq = (?P<sequence>\d{1,18})(?:, |\Z))?"
     r"(?:op_id = (?P<id>\d+)(?:, |\Z))?(?:sizes = (?P<sizes>[\[\]\d, ]*))?"
@@ -41,7 +43,7 @@ NODE = re.compile(r"Backwards?\d*$")
 
 
 class OpText(NamedTuple):
-    """What the text of a range of PyTorch tells. is_op is false for a user's `record_function`."""
+    """The parts of the text of PyTorch's range. `is_op` is false for a user's `record_function`."""
 
     name: str
     sequence: int
@@ -50,7 +52,7 @@ class OpText(NamedTuple):
 
 
 def read_text(text: str) -> OpText | None:
-    """The parts of a text that PyTorch wrote; None for any other.
+    """Parse a text of PyTorch. Return None for any other text.
 
     PyTorch numbers every op. A `record_function` has that number too, but neither a sequence number
     nor a tensor.
@@ -79,22 +81,20 @@ def op_arguments(text: str) -> OpArguments | None:
 
 
 class OpRanges:
-    """Puts ops into the tables and the spool. unread counts those whose sizes were wanted and are no
-    list of shapes.
-    """
+    """Adds ops to the tables and the spool. `unread` counts ops with unreadable sizes."""
 
     def __init__(self, tables: Tables, spool: Spool) -> None:
         self.unread = 0
         self._tables = tables
         self._spool = spool
         self._any = False
-        self._renamed: dict[int, str] = {}  # whole texts of ranges, by number, before the first op
+        self._renamed: dict[int, str] = {}  # texts of ranges by number, before the first op
         self._pending: list[tuple[int, int, int, int]] = []
         self._evaluations = array("q")  # EvaluationRows, one after the other
-        self._numbered = array("q")  # thread, start, sequence number, name of each op that has one
+        self._numbered = array("q")  # thread, start, sequence number and name of each numbered op
 
     def take(self, text: str, start: int, stop: int, thread: int) -> str | None:
-        """Take in a range that is an op; of any other return the name. Times are ns."""
+        """Collect a range that is an op. Return the name of any other range. Times are in ns."""
         op = read_text(text)
         if op is None:
             return text
@@ -116,7 +116,7 @@ class OpRanges:
         return None
 
     def finish(self) -> None:
-        """Write what is left. Where there is no op, it was not PyTorch that named the ranges."""
+        """Write the pending ops. Without any op, the ranges are not PyTorch's."""
         self._flush()
         if not self._any:
             self._tables.details.clear()
@@ -144,11 +144,11 @@ class OpRanges:
         self._pending.clear()
 
     def flows(self) -> tuple[Ints, int]:
-        """Rows of Flow for the arrows from forward ops to their backward ops, in order of their start, by autograd's
-        sequence numbers; and how many backward ops have a number of several threads.
+        """Return a row of Flow for each arrow from a forward to a backward op, by start, and the
+        number of backward ops whose sequence number belongs to several threads.
 
-        A thread counts the backward ops that it prepares. The op that prepared one is the last that
-        started with its number.
+        Autograd numbers the backward ops that a thread prepares. The forward op is the last op that
+        started with the number.
         """
         rows = np.array(self._numbered, np.int64).reshape(-1, 4).T
         ids = self._tables.names
@@ -179,12 +179,12 @@ class OpRanges:
 
 
 def _keys(process: Ints, sequence: Ints) -> Ints:
-    """A number for each pair, equal where both are."""
+    """Return a number per pair, equal for equal pairs."""
     sequences, number = np.unique(sequence, return_inverse=True)
     keys: Ints = np.unique(process, return_inverse=True)[1] * len(sequences) + number
     return keys
 
 
 def _stem(name: str) -> str:
-    """`mm` for both `aten::mm` and its `MmBackward0`."""
+    """Return `mm` for both `aten::mm` and its `MmBackward0`."""
     return NODE.sub("", name.rpartition("::")[2]).replace("_", "").lower()
