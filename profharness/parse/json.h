@@ -1,6 +1,6 @@
-/* Places of values in the text of JSON, by its whole grammar. Nothing is read outside of the text.
+/* Find the values in a JSON text, with the full grammar. Reads stay within the text.
  *
- * Beside JSON's words stand those that Kineto writes for a number that is not finite.
+ * Besides JSON's words, the words that Kineto writes for numbers that are not finite are accepted.
  */
 
 #include <stdint.h>
@@ -9,41 +9,41 @@
 #include <immintrin.h>
 #endif
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(NARROW)
-#define WIDE /* some of it is compiled for AVX2 too, and chosen where the processor has that */
+#define WIDE /* parts are also compiled for AVX2, and used if the processor supports it */
 #endif
 
-#define MAX_DEPTH 64 /* of values in one another */
+#define MAX_DEPTH 64 /* of nested values */
 
 typedef const unsigned char *Place;
 
 typedef struct {
-    Place begin, end; /* begin is NULL where there is none */
+    Place begin, end; /* begin is NULL if there is no value */
 } Slice;
 
 static inline int is_string(Slice text) { return text.begin && *text.begin == '"'; }
 
-/* What stood before a value: separator, key and colon. Writers repeat them to the letter. */
+/* The text before a value: separator, key and colon. Programs write the same text each time. */
 #define MAX_LEAD 32
 typedef struct {
     unsigned char text[MAX_LEAD];
-    int length; /* 0: none is known */
-    int number; /* of the key, -1: none that is asked for */
+    int length; /* 0: unknown */
+    int number; /* of the key, -1: not a requested key */
 } Lead;
 
-#define MAX_LEADS 16 /* members of an object whose leads are remembered */
-#define SPELLINGS 2  /* of each: objects of two kinds alternate */
-typedef Lead Leads[MAX_LEADS][SPELLINGS]; /* by the place of the member in its object */
+#define MAX_LEADS 16 /* members of an object whose leads are kept */
+#define SPELLINGS 2  /* per member, because objects of two kinds alternate */
+typedef Lead Leads[MAX_LEADS][SPELLINGS]; /* by the index of the member in its object */
 
 typedef struct {
     Place stop;
-    int unread; /* the number of the key whose object nobody reads, -1: none */
-    int asked;  /* the number of the key behind which is_needless tells of the rest, -1: none */
+    int unread; /* the number of the key whose object is not read, or -1 */
+    int asked;  /* the number of the key after which to call is_needless, or -1 */
     int (*is_needless)(const void *owner, const Slice *values);
     const void *owner;
-    int odd; /* whole, but a key stands twice or is escaped */
+    int odd; /* valid, but a key is repeated or escaped */
 } Text;
 
-/* The first place from `at` on of a character that a string does not simply hold. */
+/* Return the position of the next quote, backslash or control character. */
 static inline Place skip_plain(Place at, Place stop) {
 #ifdef __SSE2__
     for (; stop - at >= 16; at += 16) {
@@ -62,7 +62,7 @@ static inline Place skip_plain(Place at, Place stop) {
     return at;
 }
 
-/* The quote that ends the string whose first character stands at `at`; NULL: it does not end. */
+/* Return the closing quote of the string whose first character is at `at`, or NULL. */
 static inline Place string_end(Place at, Place stop, int *escaped) {
     for (;;) {
         at = skip_plain(at, stop);
@@ -144,7 +144,7 @@ static Place skip_number(Place at, Place stop) {
     return at;
 }
 
-/* The words of JSON, and those that Kineto writes for a number that is not finite. */
+/* Skip a word of JSON, or of Kineto for a number that is not finite. Return NULL if there is none. */
 static Place skip_word(Place at, Place stop) {
     static const char *const words[] = {"true", "false",    "null",     "NaN",
                                         "nan",  "Infinity", "infinity", "inf"};
@@ -164,7 +164,7 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
 static Place skip_pairs(Place at, Place stop, int64_t curly);
 static Place skip_unread(Text *text, Place at);
 
-/* Behind the value that begins at `at`; NULL: there is no whole value. */
+/* Return the end of the value at `at`, or NULL if there is no complete value. */
 static Place skip_value(Text *text, Place at, int depth) {
     Place stop = text->stop;
     int escaped = 0;
@@ -202,7 +202,7 @@ static Place skip_value(Text *text, Place at, int depth) {
     }
 }
 
-/* The quote that ends the string that opens at `at`, if it holds that key; else NULL. */
+/* Return the closing quote of the string at `at` if it equals the key, else NULL. */
 static inline Place key_end(Place at, Place stop, Slice key) {
     size_t length = key.end - key.begin;
     if ((size_t)(stop - at) < length + 2 || at[length + 1] != '"')
@@ -210,7 +210,7 @@ static inline Place key_end(Place at, Place stop, Slice key) {
     return memcmp(at + 1, key.begin, length) ? NULL : at + length + 1;
 }
 
-/* The number of a string among texts; -1: it is another one, or no string. */
+/* Return the index of a string among texts, or -1. */
 static inline int key_number(const Slice *texts, int count, Slice string) {
     if (!is_string(string))
         return -1;
@@ -238,20 +238,20 @@ static inline int is_lead(const Lead *lead, Place at) {
 
 static inline const Lead *known_lead(const Lead *leads, Place at, Place stop) {
     for (int i = 0; i < SPELLINGS && stop - at > MAX_LEAD; i++)
-        if (is_lead(leads + i, at) && at[leads[i].length] > ' ') /* else there is more space */
+        if (is_lead(leads + i, at) && at[leads[i].length] > ' ') /* no more white space follows */
             return leads + i;
     return NULL;
 }
 
 /* The next member of an object. */
 typedef struct {
-    Place value; /* NULL: there is none */
-    Place end;   /* behind the object, if it ends here */
-    int number;  /* of the key, -1: it is not asked for */
+    Place value; /* NULL: no member */
+    Place end;   /* end of the object, if it ends here */
+    int number;  /* of the key, -1: not requested */
 } Member;
 
-/* The member at `at`, which is behind the opening brace or a value. guess: the number of its key,
- * most times; leads: where to remember what stands before its value, NULL: nowhere.
+/* Return the member at `at`, which is after the opening brace or a value. `guess` is the most likely
+ * number of its key. `leads` receives the text before the value, unless NULL.
  */
 static Member parse_member(Text *text, Place at, int first, int guess, const Slice *keys, int count,
                            Lead *leads) {
@@ -291,8 +291,8 @@ static Member parse_member(Text *text, Place at, int first, int guess, const Sli
     return member;
 }
 
-/* Behind the object that opens at `at`; the values of those keys are put down. leads: what was seen
- * in objects like it, NULL: nothing is remembered.
+/* Return the end of the object at `at`, and store the values of these keys. `leads` are the texts
+ * before values in similar objects, or NULL.
  */
 static Place skip_members(Text *text, Place at, int depth, const Slice *keys, int count,
                           Slice *values, Leads *leads) {
@@ -331,8 +331,8 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
     }
 }
 
-/* Which of 64 characters are which, a bit each. strings: from an odd quote up to the next, for each bit
- * is the sum of the quotes up to it.
+/* Classes of 64 characters, a bit per character. `strings` marks characters from an opening quote up to
+ * the closing one: each bit is the parity of the quotes up to it.
  */
 typedef struct {
     uint64_t strings, controls, opens, closes, begins, ends, escapes;
@@ -379,7 +379,7 @@ TARGET static inline uint64_t equal_32(__m256i low, __m256i high, char character
 TARGET static inline Marks marks_by_32(Place at) {
     __m256i low = _mm256_loadu_si256((const __m256i *)at);
     __m256i high = _mm256_loadu_si256((const __m256i *)at + 1);
-    __m256i most = _mm256_set1_epi8(0x1f); /* of a control character */
+    __m256i most = _mm256_set1_epi8(0x1f); /* the largest control character */
     __m128i quotes = _mm_cvtsi64_si128((int64_t)equal_32(low, high, '"'));
     __m128i sums = _mm_clmulepi64_si128(quotes, _mm_set1_epi8(-1), 0);
     return (Marks){(uint64_t)_mm_cvtsi128_si64(sums),
@@ -399,11 +399,11 @@ static inline int count_of(uint64_t places) {
     return (int)(places * UINT64_C(0x0101010101010101) >> 56);
 }
 
-/* As skip_pairs; marks_of: what reads 64 characters. */
+/* Implement skip_pairs with `marks_of`, which classifies 64 characters. */
 static inline __attribute__((always_inline)) Place skip_pairs_by(Place at, Place stop,
                                                                  int64_t curly,
                                                                  Marks (*marks_of)(Place)) {
-    uint64_t inside = 0; /* all ones in a string */
+    uint64_t inside = 0; /* all bits set inside a string */
     int64_t square = 0;
     for (Place here = at; stop - here >= 64; here += 64) {
         Marks found = marks_of(here);
@@ -435,8 +435,8 @@ TARGET static Place skip_pairs_by_32(Place at, Place stop, int64_t curly) {
 }
 #endif
 
-/* Behind an object of which nobody reads a field: only strings and pairs of brackets are checked.
- * curly: how many objects are open at `at`. NULL: that cannot be told, or it is not whole.
+/* Return the end of an object that is not read. Only strings and pairs of brackets are checked. `curly`
+ * is the number of objects open at `at`. Return NULL if the object is incomplete or the end is unclear.
  */
 static Place skip_pairs(Place at, Place stop, int64_t curly) {
 #ifdef WIDE

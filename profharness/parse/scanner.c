@@ -1,8 +1,8 @@
-/* Events of a Chrome trace to columns, in one pass over their text.
+/* Read the events of a Chrome trace into columns, in one pass over their text.
  *
- * The scanner takes an event only if it is sure of every field that its role needs. Any other event
- * is a row that names its text, and the decoder judges it. What nobody reads of an event is checked for
- * strings and pairs of brackets alone. Nothing is written behind the columns.
+ * The scanner reads an event only if it is certain of every field that the event's role needs. Any
+ * other event becomes a row with the offsets of its text, which the decoder reads. In the unread parts
+ * of an event, only strings and pairs of brackets are checked. Writes stay within the columns.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -11,61 +11,61 @@
 
 #include "json.h"
 
-/* The format's own fields, in the order in which Kineto writes them. */
+/* The fields of an event, in the order in which Kineto writes them. */
 enum { PH, CAT, NAME, PID, TID, TS, DUR, ARGS, ID, HEADS };
 #define HEAD(key) {(Place) #key, (Place) #key + sizeof #key - 1}
 
-/* What stands before the name of a frame. */
+/* The text of a Python frame's event before its name. */
 #define MAX_OPENING 96
 typedef struct {
     unsigned char text[MAX_OPENING];
-    size_t length; /* 0: none is known */
+    size_t length; /* 0: unknown */
 } Opening;
 
-/* What a category is to us; parse/chrome_columns.py has the same. */
+/* The roles of categories; keep in step with parse/chrome_columns.py. */
 enum { DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE, ROLES };
 
-/* The columns of a row; parse/chrome_columns.py has the same. The first number is the key: the
- * correlation, or an arrow's id.
+/* The columns of a row; keep in step with parse/chrome_columns.py. The first of NUMBERS is the key:
+ * the correlation, or an arrow's id.
  */
 enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
-#define FORM 3 /* of what goes in and comes out; parse/compiled.py has the same */
+#define FORM 3 /* version of the arguments and results; keep in step with parse/compiled.py */
 #define MAX_KEYS 16                        /* of args */
-#define MAX_TEXTS (1 << 20)                /* different texts that are remembered */
-#define MAX_ARENA (256 << 20)              /* their bytes */
+#define MAX_TEXTS (1 << 20)                /* distinct texts in the table */
+#define MAX_ARENA (256 << 20)              /* bytes of these texts */
 #define MAX_DURATION (INT64_C(1000) << 43) /* nanoseconds */
-#define THREADS 254 /* kinds of remembered texts beside the numbers of categories */
+#define THREADS 254 /* kinds of texts, besides the numbers of categories */
 #define CONFIGS 255
 #define GIVEN 5
 
 typedef struct {
     uint64_t hash;
-    int64_t number; /* -1: free */
+    int64_t number; /* -1: unused */
 } Bucket;
 
 typedef struct {
     PyObject ob_base;
     unsigned char *arena; /* the texts, one after the other */
     size_t used, room;
-    size_t *ends; /* of the text with a number */
+    size_t *ends; /* end of each text, by its number */
     int64_t texts, texts_room;
     Bucket *buckets;
     size_t mask;
-    int64_t latest[CONFIGS + 1]; /* the number that a kind had last */
-    PyObject *given[GIVEN]; /* what the slices below lie in */
+    int64_t latest[CONFIGS + 1]; /* the last number found for each kind */
+    PyObject *given[GIVEN]; /* the owners of the slices below */
     Slice categories[THREADS], keys[MAX_KEYS], module;
     Place roles;
     int category_count, numbers, key_count;
     Opening frame;
-    Leads leads, leads_of_args[DEVICE + 1]; /* of events, and of args by their role */
+    Leads leads, leads_of_args[DEVICE + 1]; /* of events, and of args by role */
 } Scanner;
 
 /* --- values ----------------------------------------------------------------------------------- */
 
-/* A whole number of up to 18 digits; 0: it is none. */
+/* Parse an integer of up to 18 digits. Return 0 if it is not one. */
 static int whole(Slice text, int64_t *number) {
     int negative = text.begin < text.end && *text.begin == '-';
     Place at = text.begin + negative;
@@ -81,7 +81,7 @@ static int whole(Slice text, int64_t *number) {
     return 1;
 }
 
-/* Nanoseconds of a number of microseconds from 0 on with up to three decimals; 0: it is none. */
+/* Convert microseconds >= 0 with up to three decimals to nanoseconds. Return 0 for other text. */
 static int moment(Slice text, int64_t *number) {
     Place at = text.begin;
     int64_t value = 0;
@@ -106,7 +106,7 @@ static int moment(Slice text, int64_t *number) {
     return 1;
 }
 
-/* --- remembered texts ------------------------------------------------------------------------- */
+/* --- table of texts --------------------------------------------------------------------------- */
 
 static inline uint64_t load(Place at) {
     uint64_t word;
@@ -114,7 +114,7 @@ static inline uint64_t load(Place at) {
     return word;
 }
 
-/* A hash of bytes that follow others with that hash. */
+/* Extend a hash by more bytes. */
 static inline uint64_t hash_of(uint64_t hash, Place at, size_t length) {
     hash = (hash ^ length) * UINT64_C(0x9E3779B97F4A7C15);
     for (; length >= 8; at += 8, length -= 8) {
@@ -163,7 +163,7 @@ static int grow(Scanner *self, size_t bytes) {
     return 1;
 }
 
-/* Whether the text with a number is of that kind and joined from those parts, of that length in all. */
+/* Return whether a text has this kind and consists of these parts, with `length` bytes in total. */
 static int is_text(const Scanner *self, int64_t number, int kind, const Slice *parts, int count,
                    size_t length) {
     size_t begin = number ? self->ends[number - 1] : 0;
@@ -179,8 +179,8 @@ static int is_text(const Scanner *self, int64_t number, int kind, const Slice *p
     return 1;
 }
 
-/* The number of a text of a kind that is joined from parts; -1: no more are remembered, -2: no
- * memory.
+/* Return the number of the text of a kind that consists of these parts, -1 if the table is full, -2
+ * without memory.
  */
 static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count) {
     size_t length = 1;
@@ -219,7 +219,7 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
 
 /* --- events ----------------------------------------------------------------------------------- */
 
-/* Fill in the numbers of a kernel's or a call's args; 0: they are not as they should be. */
+/* Fill in the numbers in the args of a kernel or call. Return 0 if they are not as expected. */
 static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *failed) {
     Slice values[MAX_KEYS];
     Text text = {.stop = args.end, .unread = -1, .asked = -1};
@@ -241,7 +241,7 @@ static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *fai
     return row[CONFIG] >= 0;
 }
 
-/* Fill in a row of an event given its fields; 0: the decoder has to judge it. */
+/* Fill in the row of an event from its fields. Return 0 if the decoder must read the event. */
 static int take(Scanner *self, const Slice *head, int category, int role, int64_t *row,
                 int *failed) {
     if (!moment(head[TS], &row[START]))
@@ -270,7 +270,7 @@ static int take(Scanner *self, const Slice *head, int category, int role, int64_
     return (role != CALL && role != DEVICE) || take_args(self, head[ARGS], role, row, failed);
 }
 
-/* Whether a frame is none of a module, and nobody reads it. */
+/* Return whether a frame is not the call of a module, so that it is not read. */
 static inline int is_foreign(const Scanner *self, Slice name) {
     Slice module = self->module;
     size_t length = module.end - module.begin;
@@ -278,7 +278,7 @@ static inline int is_foreign(const Scanner *self, Slice name) {
                                memcmp(name.begin + 1, module.begin, length));
 }
 
-/* The role of an event, and the number of its category. */
+/* Return the role of an event, and set the number of its category. */
 static int role_of(const Scanner *self, const Slice *head, int *category) {
     *category = key_number(self->categories, self->category_count, head[CAT]);
     int role = *category < 0 ? OTHER : self->roles[*category];
@@ -290,7 +290,7 @@ static int is_needless(const void *owner, const Slice *head) {
     return role_of(owner, head, &category) == DROP;
 }
 
-/* Remember how a frame begins, if its name follows its category. */
+/* Keep the text before a frame's name, if the name follows the category. */
 static void remember(Opening *frame, Place begin, const Slice *head) {
     size_t length = head[NAME].begin - begin;
     if (head[NAME].begin > head[CAT].begin && length <= MAX_OPENING) {
@@ -299,17 +299,17 @@ static void remember(Opening *frame, Place begin, const Slice *head) {
     }
 }
 
-/* Behind the event at `at` if it begins like the last frame and nobody reads it, else NULL. */
+/* Return the end of the event at `at` if it starts like the last frame and is not read, else NULL. */
 static Place skip_frame(const Scanner *self, Place at, Place stop) {
     const Opening *frame = &self->frame;
     if (!frame->length || stop - at <= MAX_OPENING || memcmp(at, frame->text, frame->length))
         return NULL;
-    Slice rest = {at + frame->length, stop}; /* begins with the name */
+    Slice rest = {at + frame->length, stop}; /* starts with the name */
     return is_foreign(self, rest) ? skip_pairs(rest.begin, stop, 1) : NULL;
 }
 
-/* The end of an event where another event follows at *next, or where the text ends; else NULL: the
- * event is not whole, or the last of its array.
+/* Return the end of an event that the next event, set in *next, or the end of the text follows. Return
+ * NULL if the event is incomplete or the last of its array.
  */
 static Place event_end(Place end, Place stop, Place *next) {
     *next = end ? skip_space(end, stop) : NULL;
@@ -401,9 +401,9 @@ static PyObject *texts(PyObject *object, PyObject *arguments) {
 
 /* --- intervals -------------------------------------------------------------------------------- */
 
-/* Of intervals in order of thread and start the last earlier one of the thread that encloses the start
- * of each, -1 for none. What lies between an interval and its own parent ended before it began. All
- * columns are of 8 bytes.
+/* For intervals by thread and start, find the last earlier interval of the thread that encloses the
+ * start of each, or -1. Intervals between an interval and its parent ended before it began. All columns
+ * have 8 bytes per value.
  */
 static PyObject *parents(PyObject *module, PyObject *arguments) {
     Py_buffer thread, start, stop, parent;
@@ -431,7 +431,7 @@ static PyObject *parents(PyObject *module, PyObject *arguments) {
 
 /* --- the type --------------------------------------------------------------------------------- */
 
-/* The parts of a text that NULs separate; -1: there are more than that. */
+/* Split a text at NULs and return the number of parts, or -1 if there are more than `most`. */
 static int split(PyObject *bytes, Slice *parts, int most) {
     Place at = (Place)PyBytes_AsString(bytes), stop = at + PyBytes_Size(bytes);
     for (int count = 0; count < most; count++) {
@@ -450,7 +450,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) 
     if (!PyArg_ParseTuple(arguments, "SSSSS", &categories, &roles, &numbers, &parts, &module))
         return NULL;
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Scanner *self = (Scanner *)alloc(type, 0); /* all of it is 0 */
+    Scanner *self = (Scanner *)alloc(type, 0); /* zeroed */
     if (!self)
         return NULL;
     PyObject *given[GIVEN] = {categories, roles, numbers, parts, module};

@@ -1,6 +1,4 @@
-"""Small nsys exports made for tests: schemas of several versions of nsys, tables left out or
-renamed.
-"""
+"""Make small nsys exports: schemas of several versions of nsys, tables left out or renamed."""
 
 from __future__ import annotations
 
@@ -91,8 +89,9 @@ VERSIONS: dict[str, dict[str, str]] = {
 
 @dataclass(slots=True)
 class Maker:
-    """Rows by table, written as an export of one version of nsys; `rename` gives tables other
-    names, `without` leaves tables or table.column out.
+    """Rows by table, written as an export of one version of nsys.
+
+    `rename` gives tables other names, `without` leaves out tables or single columns (table.column).
     """
 
     version: str = "2025.3.2"
@@ -117,7 +116,9 @@ class Maker:
         correlation: int | None = None,
         **more: Any,
     ) -> int:
-        """One activity that starts 1000 ns after its call and takes 500; api None: no call."""
+        """Add an activity that starts 1000 ns after its call and takes 500 ns. `api=None`: no
+        call.
+        """
         self.correlation += 1
         number = self.correlation if correlation is None else correlation
         if api is not None:
@@ -174,7 +175,8 @@ class Maker:
         with closing(sqlite3.connect(path)) as connection:
             for name, text in schema.items():
                 mine = rows.get(name, [])
-                if name in left_out or (lazy and not mine):  # nsys makes tables lazily
+                # Nsys creates tables when it writes the first row
+                if name in left_out or (lazy and not mine):
                     continue
                 columns = [c for c in text.split() if f"{name}.{c}" not in left_out]
                 table = (rename or {}).get(name, name)
@@ -190,7 +192,7 @@ class Maker:
 
 
 def unpacked(name: str, folder: Path) -> Path:
-    """A gzipped export of tests/data as a plain file."""
+    """Unpack a gzipped export of tests/data."""
     path = folder / name.removesuffix(".gz")
     path.write_bytes(gzip.decompress((DATA / name).read_bytes()))
     return path

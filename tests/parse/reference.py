@@ -1,6 +1,4 @@
-"""The naive reference for the Kineto parser: json.load and linear scans, nothing shared with the
-parser.
-"""
+"""A naive reference for the Kineto parser: json.load and linear scans, no code in common."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The file as json.load sees it, numbers with a fraction as Decimal."""
+    """Load the file with json.load. Numbers with a fraction become Decimal."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         data = gzip.decompress(data)
@@ -55,7 +53,7 @@ def _range(notes: list[dict[str, Any]], call: dict[str, Any], t: int) -> tuple[A
 
 
 def expected_rows(path: Path) -> list[Row]:
-    """Every launch of the file as a row of plain values, sorted."""
+    """Return every launch of the file as a row of plain values, sorted."""
     trace = load(path)
     base = trace.get("baseTimeNanoseconds", 0)
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
@@ -83,7 +81,9 @@ def expected_rows(path: Path) -> list[Row]:
 
 
 def _own_times(ops: list[dict[str, Any]]) -> list[int | None]:
-    """Each op's duration less what its direct children cover; None if they cover all of it."""
+    """Return each op's duration minus that of its direct children, or None if they cover all of
+    it.
+    """
     own: list[int | None] = []
     for event in ops:
         covered = 0
@@ -134,12 +134,12 @@ def _op_row(e: dict[str, Any], own: int, mine: list[dict[str, Any]], notes: Any,
 
 
 def actual_rows(trace: Trace) -> list[Row]:
-    """The parsed trace in the same form."""
+    """Return the rows of the parsed trace in the same form, sorted."""
     return sorted(ordered_rows(trace), key=repr)
 
 
 def ordered_rows(trace: Trace) -> list[Row]:
-    """The parsed trace's rows in its own order."""
+    """Return the rows of the parsed trace in its own order."""
 
     def text(table: list[str], index: int) -> str | None:
         return table[index] if index >= 0 else None

@@ -1,4 +1,4 @@
-"""Files made to take for ever or to fill the memory: each costs what a file of its size may cost."""
+"""Files that could take forever or fill the memory cost no more than others of their size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from profharness.profilers import ncu
 from profharness.profilers.ncu import check_file
 from profharness.trace import Trace
 
-CPU_S = 20.0  # that a file of 1 MB may take; the slowest of these takes a tenth of it
+CPU_S = 20.0  # limit for a file of 1 MB; the slowest of these takes a tenth of it
 SIZE = 1_000_000
 KERNEL = (
     b'{"ph":"X","cat":"kernel","name":"k","pid":0,"tid":7,"ts":1,"dur":1,"args":{"correlation":1}}'
@@ -32,7 +32,7 @@ KERNEL = (
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Fail where the block takes more processor time than any file of 1 MB may."""
+    """Fail if the block takes more processor time than a file of 1 MB may."""
     begun = sum(os.times()[:4])
     yield
     assert sum(os.times()[:4]) - begun < CPU_S
@@ -78,7 +78,7 @@ EVENTS = {
 
 
 def read(path: Path) -> int | str:
-    """How many launches a file has, or why it is refused."""
+    """Return the number of launches in a file, or the reason for which it is refused."""
     try:
         with closing(open_trace(path)) as trace:
             return trace.num_launches
@@ -95,9 +95,7 @@ def test_a_header_is_read_once(data: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("event", "between"), EVENTS.values(), ids=EVENTS)
-def test_events_take_no_square_of_their_number(
-    event: bytes, between: bytes, tmp_path: Path
-) -> None:
+def test_events_take_linear_time(event: bytes, between: bytes, tmp_path: Path) -> None:
     events = between.join([event] * (SIZE // len(event)))
     (tmp_path / "t.json").write_bytes(b'{"traceEvents":[\n' + KERNEL + between + events + b"\n]}")
     with bounded():
@@ -105,10 +103,10 @@ def test_events_take_no_square_of_their_number(
     assert isinstance(answer, int) or "t.json" in answer
 
 
-def test_a_nested_key_is_no_beginning_of_the_events(tmp_path: Path) -> None:
+def test_a_nested_trace_events_key_is_ignored(tmp_path: Path) -> None:
     header = {"x": {"traceEvents": []}, "y": '"traceEvents": [', "traceEventsX": [1]}
     text = json.dumps(header)[:-1] + ', "traceEvents"\n : ' + "\n[" + KERNEL.decode() + "]}"
-    # also where a read ends in the middle of it
+    # also if a block of the read ends in the middle of it
     for blanks in range(chrome.BLOCK - 150, chrome.BLOCK - 60, 7):
         (tmp_path / "t.json").write_text(text.replace("{", "{" + " " * blanks, 1))
         assert read(tmp_path / "t.json") == 1
@@ -120,10 +118,10 @@ def test_a_file_of_a_million_empty_gzip_members_is_bounded(tmp_path: Path) -> No
         assert "the file is empty" in str(read(tmp_path / "t.json.gz"))
 
 
-def test_values_that_would_fill_the_memory_are_not_made(
+def test_values_that_would_fill_the_memory_are_not_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "JSON_WEIGHT", 60_000)  # so that the file need not have 30 MB
+    monkeypatch.setattr(files, "JSON_WEIGHT", 60_000)  # instead of a file of 30 MB
     path = tmp_path / "t.json"
     many = b"[]," * 80_000
     path.write_bytes(b'{"x":[' + many + b"1]," + WHOLE)
@@ -149,7 +147,7 @@ HALVES = {
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("event", "skipped"), HALVES.values(), ids=HALVES)
-def test_half_a_character_counts_where_it_is_read(
+def test_a_lone_surrogate_is_an_error_only_where_it_is_read(
     event: bytes, skipped: int, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
@@ -165,7 +163,7 @@ ROW = f'{START},"1.5","168","0","0","x","5.25"\n'
 
 
 @pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\u0085", "\v", "\f", "\x1c", "\r"])
-def test_a_name_may_hold_what_breaks_lines_elsewhere(sign: str, tmp_path: Path) -> None:
+def test_a_name_may_contain_unicode_line_breaks(sign: str, tmp_path: Path) -> None:
     table = NOW.replace('"Kernel Name"', f'"{ncu_csv.PUSH_POP}","Kernel Name"')
     cell = f'"0  ""<default domain>:a{sign}b:none:none:none:none:ASCII:a{sign}b"""'
     text = TABLE.replace(NOW, table).replace('\n""', '\n"",""', 1)
@@ -175,7 +173,7 @@ def test_a_name_may_hold_what_breaks_lines_elsewhere(sign: str, tmp_path: Path) 
         assert (trace.num_launches, [item.name for item in trace.ranges]) == (1, [f"a{sign}b"])
 
 
-def test_lines_that_a_progress_bar_overwrote_are_apart(tmp_path: Path) -> None:
+def test_lines_overwritten_by_a_progress_bar_are_separate(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"1 of 2\r2 of 2\r{TABLE}50 %\r{ROW}", newline="")
     assert read(tmp_path / "t.csv") == 1
     (tmp_path / "t.csv").write_text((TABLE + ROW).replace("\n", "\r\n"), newline="")
@@ -195,14 +193,14 @@ TABLES = {
 
 
 @pytest.mark.parametrize("text", TABLES.values(), ids=TABLES)
-def test_a_table_takes_no_square_of_its_size(text: str, tmp_path: Path) -> None:
+def test_a_table_takes_linear_time(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(text)
     with bounded(), pytest.raises(TraceFormatError, match=r"t\.csv: "):
         parse_ncu(tmp_path / "t.csv")
 
 
-def test_a_table_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ncu_csv, "MIN_PLACES", 1 << 16)  # so that it need not have 4 MB
+def test_a_table_with_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ncu_csv, "MIN_PLACES", 1 << 16)  # instead of a file of 4 MB
     header = 'ID,"Kernel Name","gpu__time_duration.sum"\n,,ns\n'
     rows = "".join(f"{n},k,1\n" for n in range(4_000))
     with pytest.raises(TraceFormatError, match="more values than a report of its size has"):
@@ -210,7 +208,7 @@ def test_a_table_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("block", [b"\0\0\0\0", b"\x02\0\0\0\x10\0", b"\x04\0\0\0\x10\0\x28\0"])
-def test_a_report_of_empty_blocks_is_refused(
+def test_a_report_with_only_empty_blocks_is_refused(
     block: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ncu, "MAX_BLOCKS", 10_000)
@@ -222,7 +220,7 @@ def test_a_report_of_empty_blocks_is_refused(
 
 @pytest.mark.skipif(not ncu_native.has_package(), reason="needs the package ncu_report")
 def test_children_share_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each child takes but one result, all of them tell the same as one child that takes all."""
+    """Children that each read one result give the same as one child that reads all."""
     path = tmp_path / "t.ncu-rep"
     data = Path(__file__).parents[1] / "data" / "ncu_h200.ncu-rep.gz"
     path.write_bytes(gzip.decompress(data.read_bytes())[:107250])
@@ -250,7 +248,7 @@ def facts(trace: Trace) -> list[object]:
     ]
 
 
-def test_a_set_of_ranges_stands_for_so_many_values() -> None:
+def test_a_set_of_ranges_counts_toward_the_limit() -> None:
     with pytest.raises(UsageError, match=f"more than {MAX_CONFIGS} values"):
         expand_configs("{" + "1:90000:+1," * 5000 + "1},1,1,64")
     lines = [f"1,1,1:60000:+1,{dim}" for dim in (64, 128)]

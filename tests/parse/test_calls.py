@@ -1,4 +1,4 @@
-"""Attention calls found in real traces of small models on the CPU."""
+"""Attention calls in real traces of small models on the CPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_calls_with_equal_arguments_share_their_tensors_in_any_layout(tmp_path: 
             assert len({id(call.tensors) for call in trace.calls}) == 2
 
 
-def test_a_recomputed_forward_is_told_apart(tmp_path: Path) -> None:
+def test_a_recomputed_forward_is_recognized(tmp_path: Path) -> None:
     model, x = Model(again=True), torch.randn(3, 16, 32)
     with closing(traced(tmp_path, lambda: model(x).sum().backward())) as trace:
         assert Counter(call.recompute for call in trace.calls) == {False: 2, True: 2}
@@ -100,10 +100,10 @@ def test_eager_attention_is_found_by_its_products(tmp_path: Path) -> None:
         assert [call.modules[-1] for call in trace.calls] == ["Attention_0", "Attention_1"]
         assert "what it masks is not told" in str(trace.calls[0].reason)
         directions = Counter(span.direction for span in trace.call_spans)
-        assert directions["backward"] > 2  # of each product, of the softmax
+        assert directions["backward"] > 2  # the gradients of each product and of the softmax
 
 
-def test_projections_and_other_products_are_no_attention(tmp_path: Path) -> None:
+def test_projections_and_other_products_are_not_attention(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1), torch.nn.Linear(8, 8))
     x, w = torch.randn(2, 4, 8), torch.randn(2, 8, 4)
 
@@ -145,7 +145,7 @@ def test_autocast_computes_in_the_cast_dtype(tmp_path: Path) -> None:
         ] == ["b3-h4-kv2-s16-d8-bf16-mask=bool-mask_shape=b1qk"] * 2
 
 
-def test_without_shapes_or_stacks_the_trace_says_what_to_record(tmp_path: Path) -> None:
+def test_a_trace_without_shapes_or_stacks_recommends_recording_them(tmp_path: Path) -> None:
     model, x = Model(), torch.randn(3, 16, 32)
     plain = {"record_shapes": False, "with_stack": False}
     with torch.no_grad(), closing(traced(tmp_path, lambda: model(x), **plain)) as trace:
@@ -154,7 +154,7 @@ def test_without_shapes_or_stacks_the_trace_says_what_to_record(tmp_path: Path) 
         assert [call.modules for call in trace.calls] == [(), ()]
 
 
-def test_small_ranges_and_damaged_arguments_change_no_call(tmp_path: Path) -> None:
+def test_small_ranges_and_damaged_arguments_do_not_change_calls(tmp_path: Path) -> None:
     model, x = Model(), torch.randn(3, 16, 32)
     traced(tmp_path, lambda: model(x).sum().backward()).close()
     path = tmp_path / "t.json"
@@ -201,7 +201,7 @@ Q = (2, 8, 64, 32)
         ),
     ],
 )
-def test_a_call_as_a_config(given: list[Any], flags: dict[str, Any], label: str) -> None:
+def test_a_call_becomes_a_config(given: list[Any], flags: dict[str, Any], label: str) -> None:
     assert replay_config(given, **flags).label == label
 
 
@@ -218,6 +218,8 @@ def test_a_call_as_a_config(given: list[Any], flags: dict[str, Any], label: str)
         ([TensorArgument(Q, None, None)] * 3 + [None], {}, "does not tell the dtype"),
     ],
 )
-def test_a_call_that_no_config_says(given: list[Any], flags: dict[str, Any], reason: str) -> None:
+def test_a_call_that_no_config_describes_is_refused(
+    given: list[Any], flags: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UsageError, match=reason):
         replay_config(given, **flags)

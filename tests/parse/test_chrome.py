@@ -1,4 +1,4 @@
-"""The Kineto parser against the naive reference, in every layout and with every split."""
+"""Compare the Kineto parser with the naive reference, in every layout and with every split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "kineto_h200.json.gz"
 STACKS = ROOT / "traces" / "models" / "llama_train.json.gz"
 SMALL: dict[str, int] = {"range_bytes": 100_000, "chunk_rows": 50, "slice_rows": 100}
-lasting_rows = cache(expected_rows)  # of files that no test writes to
+lasting_rows = cache(expected_rows)  # for files that no test changes
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def test_h200_equals_the_reference(options: dict[str, int]) -> None:
         assert trace.num_launches == len(actual_rows(trace)) == 384
 
 
-def test_result_does_not_depend_on_how_it_was_read() -> None:
+def test_the_result_does_not_depend_on_sizes_of_pieces() -> None:
     def shape(**options: Any) -> tuple[Any, ...]:
         with parsed(DATA, **options) as trace:
             tables = trace.kernels, trace.op_paths, trace.apis, trace.launch_configs, trace.ranges
@@ -88,7 +88,7 @@ def test_result_does_not_depend_on_how_it_was_read() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {**SMALL, "range_bytes": 3000, "slice_rows": 3}])
-def test_cpu_trace_gives_innermost_ops(cpu_trace: Path, options: dict[str, int]) -> None:
+def test_a_cpu_trace_gives_the_innermost_ops(cpu_trace: Path, options: dict[str, int]) -> None:
     with parsed(cpu_trace, **options) as trace:
         assert actual_rows(trace) == lasting_rows(cpu_trace)
         assert set(trace.kernel_kinds) == {"op"}
@@ -104,7 +104,7 @@ def shape(path: Path, **options: Any) -> tuple[Any, ...]:
 
 
 def spelled(folder: Path) -> Path:
-    """A trace whose events are each spelled unlike the one before, by white space."""
+    """Return a trace in which each event has other white space than the previous one."""
     colons = itertools.cycle([": ", ":", ":  ", "\n:\t"])
     header, texts = load(DATA), []
     for row, colon in zip(header.pop("traceEvents"), colons, strict=False):
@@ -116,7 +116,7 @@ def spelled(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("source", ["2.11", "stacks", "installed", "spelled"])
-def test_the_scanner_tells_what_the_decoder_tells(
+def test_the_scanner_and_the_decoder_agree(
     source: str, cpu_trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {"2.11": DATA, "stacks": STACKS, "installed": cpu_trace}
@@ -130,14 +130,12 @@ def test_the_scanner_tells_what_the_decoder_tells(
 
     monkeypatch.setattr(Collector, "add", counted)
     scanned = shape(path)
-    assert not left  # the scanner is there, and takes all of them
+    assert not left  # the scanner was compiled, and read all events
     monkeypatch.setattr(chrome_columns, "Scanner", None)
     assert shape(path) == scanned
 
 
-def test_a_processor_without_avx2_sees_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scanner_works_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "setup.py", "-q", "build_ext", "--force"]
     command += ["--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "made")]
     flags = f"{os.environ.get('CFLAGS', '')} -DNARROW"
@@ -151,7 +149,7 @@ def test_a_processor_without_avx2_sees_the_same(
     assert shape(DATA) == wide
 
 
-def test_a_scanner_of_an_older_source_is_left_alone() -> None:
+def test_a_scanner_of_an_older_source_is_not_used() -> None:
     program = """
 import sys, types
 old = sys.modules["profharness.parse._scanner"] = types.ModuleType("_scanner")
@@ -165,7 +163,7 @@ print(is_compiled())
     assert done.stdout == "False\n"
 
 
-def test_a_key_that_ends_as_correlation_does_is_another_one(tmp_path: Path) -> None:
+def test_a_key_that_ends_like_correlation_is_a_different_key(tmp_path: Path) -> None:
     text = gzip.decompress(DATA.read_bytes())
     path = tmp_path / "trace.json"
     path.write_bytes(re.sub(rb'("correlation": \d+)\n', rb'\1, "duration": 1234\n', text))
@@ -174,7 +172,7 @@ def test_a_key_that_ends_as_correlation_does_is_another_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, tmp_path: Path) -> None:
+def test_every_layout_is_read(layout: str, tmp_path: Path) -> None:
     native = load(DATA)
     text = LAYOUTS[layout](json.loads(json.dumps(native, default=float)))
     path = tmp_path / "trace.json"
@@ -185,7 +183,7 @@ def test_layouts(layout: str, tmp_path: Path) -> None:
         assert len(trace.devices) == (0 if layout == "array" else 1)
 
 
-def test_header_keeps_no_host_and_no_path() -> None:
+def test_the_header_keeps_no_host_and_no_path() -> None:
     with parsed(DATA) as trace:
         assert set(trace.environment) == {
             "schemaVersion", "trace_id", "record_shapes", "cuda_runtime_version",
@@ -205,7 +203,7 @@ def write(path: Path, events: list[dict[str, Any]], **keys: Any) -> Path:
     return path
 
 
-def test_graph_replay_keeps_every_kernel(tmp_path: Path) -> None:
+def test_a_graph_replay_keeps_every_kernel(tmp_path: Path) -> None:
     kernels = [
         event("kernel", f"k{i}", 10 + i, 1, args={"correlation": 7, "graph node id": i})
         for i in range(4)
@@ -221,7 +219,7 @@ def test_graph_replay_keeps_every_kernel(tmp_path: Path) -> None:
         assert rows[4][12] == -1
 
 
-def test_autograd_thread_falls_back_on_the_process_wide_cell(tmp_path: Path) -> None:
+def test_an_autograd_thread_falls_back_to_the_cell_of_the_process(tmp_path: Path) -> None:
     events = [
         event("user_annotation", "profharness:c1", 0, 100),
         event("cuda_driver", "cuLaunchKernel", 50, 1, args={"correlation": 3}) | {"tid": 2},
@@ -245,7 +243,7 @@ def test_times_are_exact(ts: str, tmp_path: Path) -> None:
         assert int(batch.start_ns[0]) == int(ts.replace(".", ""))
 
 
-def test_late_large_times_are_exact_too(tmp_path: Path) -> None:
+def test_large_times_late_in_the_file_are_exact(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json", [event("kernel", "k", 1, 1, args={}) for _ in range(3)])
     path.write_text(
         path.read_text()[::-1].replace(
@@ -258,7 +256,7 @@ def test_late_large_times_are_exact_too(tmp_path: Path) -> None:
         assert int(batch.start_ns[2]) > 1 << 53
 
 
-def test_unknown_category_with_a_correlation_is_a_launch(tmp_path: Path) -> None:
+def test_an_unknown_category_with_a_correlation_is_a_launch(tmp_path: Path) -> None:
     events = [
         event("musa_runtime", "launch", 1, 1, args={"correlation": 5}),
         event("kernel", "k", 2, 1, args={"correlation": 5}),

@@ -1,5 +1,5 @@
-"""Damaged, foreign and hostile files: an error with path and offset, or single events skipped
-and counted.
+"""Damaged, foreign and hostile files cause an error with path and offset, or single events are
+skipped and counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def refused(path: Path, data: bytes) -> TraceFormatError:
 
 
 DOT = b"aten::scaled_dot_product_attention"
-ODD = {  # whole events that a reader in columns might take for others
+ODD = {  # valid events that the columnar scanner could misread
     "escaped key": GOOD.replace(b'"cat"', b'"c\\u0061t"'),
     "key twice": GOOD.replace(b'"pid": 0', b'"pid": 0, "name": "other"'),
     "escaped name": GOOD.replace(b"good", b"g\\u00f6\\ud83d\\ude00d"),
@@ -94,7 +94,7 @@ BROKEN = {
 
 
 def told(path: Path) -> tuple[Any, ...]:
-    """What a trace tells, or the text of the error."""
+    """Return the contents of a trace, or the text of the error."""
     try:
         trace = parse_chrome(path)
     except TraceFormatError as error:
@@ -107,7 +107,7 @@ def told(path: Path) -> tuple[Any, ...]:
 @pytest.mark.parametrize("time", [b"5.0", b"98765432109876.543"], ids=["usual", "exact"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", ODD)
-def test_the_scanner_takes_odd_events_as_the_decoder_does(
+def test_the_scanner_and_the_decoder_agree_on_odd_events(
     case: str, layout: str, time: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "t.json"
@@ -118,10 +118,10 @@ def test_the_scanner_takes_odd_events_as_the_decoder_does(
     assert told(path) == scanned
 
 
-def test_the_scanner_judges_damage_as_the_decoder_does(
+def test_the_scanner_and_the_decoder_agree_on_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for damage in what nobody reads of an op or a frame, which costs the event no longer."""
+    """Only damage in the unread parts of an op or a frame no longer costs the event."""
     path, chance = tmp_path / "t.json", random.Random(1)
     whole = [event for event in ODD.values() if b"inf" not in event and b"\xff" not in event]
     for turn in range(120):
@@ -141,7 +141,7 @@ def test_the_scanner_judges_damage_as_the_decoder_does(
 
 @pytest.fixture(params=["scanner", "decoder"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read by the compiled scanner, and as where there is none."""
+    """Read files with the compiled scanner, and as if it were not installed."""
     assert chrome_columns.is_compiled()
     if request.param == "decoder":
         monkeypatch.setattr(chrome_columns, "Scanner", None)
@@ -162,7 +162,7 @@ def test_one_bad_event_is_skipped_and_counted(case: str, layout: str, tmp_path: 
 
 @pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("value", [b"NaN", b"inf", b"-Infinity", b"-nan"])
-def test_numbers_that_nobody_needs_may_be_infinite(value: bytes, tmp_path: Path) -> None:
+def test_unused_numbers_may_be_infinite(value: bytes, tmp_path: Path) -> None:
     odd = GOOD.replace(b'"correlation": 1', b'"memory bandwidth (GB/s)": ' + value)
     path = tmp_path / "t.json"
     path.write_bytes(document([GOOD, odd]))
@@ -171,7 +171,7 @@ def test_numbers_that_nobody_needs_may_be_infinite(value: bytes, tmp_path: Path)
     trace.close()
 
 
-def test_braces_inside_strings_do_not_cut_events(tmp_path: Path) -> None:
+def test_braces_in_strings_do_not_end_events(tmp_path: Path) -> None:
     tricky = GOOD.replace(b"good", b'},{\\"ph\\": ],[')
     nested = GOOD.replace(b'"correlation": 1', b'"x": [{"ph":1},{"ph":2}]')
     path = tmp_path / "t.json"
@@ -182,7 +182,7 @@ def test_braces_inside_strings_do_not_cut_events(tmp_path: Path) -> None:
     trace.close()
 
 
-def test_a_cut_file_ends_where_it_ends(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused_at_its_end(tmp_path: Path) -> None:
     path, whole = tmp_path / "t.json", gzip.decompress(DATA.read_bytes())
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TraceFormatError) as caught:
@@ -192,7 +192,7 @@ def test_a_cut_file_ends_where_it_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0.0, 0.0005, 0.1, 0.5, 0.9, 0.9999])
 @pytest.mark.parametrize("zipped", [False, True])
-def test_truncated(cut: float, zipped: bool, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(cut: float, zipped: bool, tmp_path: Path) -> None:
     whole = DATA.read_bytes()
     data = whole if zipped else gzip.decompress(whole)
     error = refused(tmp_path / "t.json", data[: int(len(data) * cut)])
@@ -200,11 +200,11 @@ def test_truncated(cut: float, zipped: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 10, 40])
-def test_truncated_behind_the_events(cut: int, tmp_path: Path) -> None:
+def test_a_file_truncated_after_the_events_is_refused(cut: int, tmp_path: Path) -> None:
     refused(tmp_path / "t.json", gzip.decompress(DATA.read_bytes())[:-cut])
 
 
-def test_truncated_between_events(tmp_path: Path) -> None:
+def test_a_file_truncated_between_events_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "t.json", b'{"traceEvents": [\n' + GOOD + b",\n" + GOOD)
     refused(tmp_path / "t.json", b'{"traceEvents": [\n' + GOOD)
     refused(tmp_path / "t.json", b'{"traceEvents": [')
@@ -221,11 +221,11 @@ def test_truncated_between_events(tmp_path: Path) -> None:
         b'{"traceEvents": [], "x": ', b"[] x",
     ],
 )  # fmt: skip
-def test_foreign(data: bytes, tmp_path: Path) -> None:
+def test_a_foreign_file_is_refused(data: bytes, tmp_path: Path) -> None:
     refused(tmp_path / "t.json", data)
 
 
-def test_flipped_bytes_in_gzip(tmp_path: Path) -> None:
+def test_flipped_bytes_in_gzip_are_refused(tmp_path: Path) -> None:
     data = bytearray(DATA.read_bytes())
     data[40_000:40_040] = bytes(40)
     refused(tmp_path / "t.json.gz", bytes(data))
@@ -240,11 +240,11 @@ UNKNOWN = CALL.replace(b"cuda_runtime", b"new_runtime")
 
 
 @pytest.mark.parametrize("text", ['{"traceEvents": []}', "[]", '{"traceEvents": [ ], "x": 1}\n'])
-def test_no_events_are_no_trace(text: str, tmp_path: Path) -> None:
+def test_a_file_without_events_is_refused(text: str, tmp_path: Path) -> None:
     assert "traceEvents is empty" in str(refused(tmp_path / "t.json", text.encode()))
 
 
-def test_events_of_which_none_ran_are_no_trace(tmp_path: Path) -> None:
+def test_a_file_without_launches_or_ops_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     error = refused(path, document([CALL, BROKEN["negative"], BROKEN["huge-id"]]))
     assert "nothing ran in its 3 events; 2 events could not be read and were skipped, 1 for a " in (
@@ -265,7 +265,7 @@ def test_events_of_which_none_ran_are_no_trace(tmp_path: Path) -> None:
         ([CALL, GOOD, BROKEN["negative"]], "were skipped, 1 for a negative duration"),
     ],
 )
-def test_what_does_not_match_is_counted(events: list[bytes], warning: str, tmp_path: Path) -> None:
+def test_doubtful_launches_are_counted(events: list[bytes], warning: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(document(events))
     with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
@@ -288,7 +288,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("first", [b"5.0", b"9000000000000.0"], ids=["double", "exact"])
 @pytest.mark.parametrize("event", [GOOD, CALL, UNKNOWN, OP], ids=["gpu", "call", "new", "op"])
-def test_no_number_or_text_is_too_odd(event: bytes, first: bytes, tmp_path: Path) -> None:
+def test_odd_numbers_and_texts_do_not_crash(event: bytes, first: bytes, tmp_path: Path) -> None:
     fields = json.loads(event)
     events = []
     for name in ("ts", "dur", "pid", "tid", "name", "args"):
@@ -302,7 +302,7 @@ def test_no_number_or_text_is_too_odd(event: bytes, first: bytes, tmp_path: Path
     assert any("could not be read" in text for text in result.warnings)
 
 
-def test_half_characters_of_the_header_are_replaced(tmp_path: Path) -> None:
+def test_lone_surrogates_in_the_header_are_replaced(tmp_path: Path) -> None:
     device = {"id": 0, "name": "\ud800 H200 \ud83d\ude00", "numSms": 132}
     device |= {"computeMajor": 9, "computeMinor": 0}
     path = tmp_path / "t.json"
@@ -319,7 +319,7 @@ def test_half_characters_of_the_header_are_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 4000])
-def test_damage_in_args_that_nobody_reads_is_counted(lost: int, tmp_path: Path) -> None:
+def test_damage_in_unread_args_is_counted(lost: int, tmp_path: Path) -> None:
     data = gzip.decompress(DATA.read_bytes())
     at = data.index(b'Input type": ["c10::Half"')
     at += len("Input type")
@@ -330,7 +330,7 @@ def test_damage_in_args_that_nobody_reads_is_counted(lost: int, tmp_path: Path) 
         assert trace.skipped == 1
 
 
-def test_directory_and_missing_file(tmp_path: Path) -> None:
+def test_a_directory_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(TraceFormatError):
             parse_chrome(path)
@@ -339,7 +339,7 @@ def test_directory_and_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "head", [b"", b'{"traceEvents": [', b'{"traceEvents": [{"name": "', b'{"x": "']
 )
-def test_gzip_bomb_is_bounded(head: bytes, tmp_path: Path) -> None:
+def test_a_gzip_bomb_is_bounded(head: bytes, tmp_path: Path) -> None:
     import resource
 
     path = tmp_path / "bomb.json.gz"
@@ -353,12 +353,12 @@ def test_gzip_bomb_is_bounded(head: bytes, tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 220_000
 
 
-def test_an_event_without_end_is_not_held(tmp_path: Path) -> None:
+def test_an_endless_event_does_not_fill_the_memory(tmp_path: Path) -> None:
     long = GOOD.replace(b"good", b"a" * 40_000_000)
     assert "32 MiB" in str(refused(tmp_path / "t.json", document([GOOD, GOOD, long])))
 
 
-def test_header_with_bad_values(tmp_path: Path) -> None:
+def test_bad_values_in_the_header_are_left_out(tmp_path: Path) -> None:
     header = {
         "baseTimeNanoseconds": "soon", "deviceProperties": [1, {"id": 0}, {"name": 3}],
         "host_name": "h",
@@ -378,7 +378,7 @@ def test_header_with_bad_values(tmp_path: Path) -> None:
     trace.close()
 
 
-def test_what_no_gpu_has_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_impossible_gpu_properties_are_left_out_with_a_warning(tmp_path: Path) -> None:
     device = {"id": 0, "name": "H200", "numSms": 132, "computeMajor": 9, "computeMinor": 0}
     odd = {"warpSize": 1 << 60, "totalGlobalMem": 1 << 51, "regsPerBlock": "64k", "numSms": 132}
     path = tmp_path / "t.json"
@@ -399,7 +399,7 @@ def test_what_no_gpu_has_is_left_out_with_a_warning(tmp_path: Path) -> None:
         ]
 
 
-def test_other_tools_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_files_of_other_tools_are_refused_by_name(tmp_path: Path) -> None:
     report = tmp_path / "report.qdstrm"
     report.write_bytes(bytes(100))
     with pytest.raises(TraceFormatError, match="expected a Kineto trace"):

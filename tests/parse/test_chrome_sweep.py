@@ -1,4 +1,4 @@
-"""The interval sweep against brute force."""
+"""Compare the interval search with brute force."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def columns(rows: list[tuple[int, int, int]]) -> list[Ints]:
 
 @pytest.fixture(params=["compiled", 0, 1, 16], autouse=True, scope="module")
 def steps(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiled code, climbing by steps and by search give the same; with 0 all is searched for."""
+    """Run with the compiled code, with linear steps and with the binary search. 0 steps: search
+    only.
+    """
     assert compiled.parents is not None
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "compiled":
@@ -44,19 +46,19 @@ def steps(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @given(INTERVALS, st.sampled_from([0, -(1 << 61), 1 << 61]))
-def test_intervals_stand_by_thread_start_and_length(
+def test_intervals_are_sorted_by_thread_start_and_length(
     rows: list[tuple[int, int, int]], far: int
 ) -> None:
-    rows = [(0, far, 1), *rows]  # so far from the others that one number cannot hold both columns
+    rows = [(0, far, 1), *rows]  # so far from the others that one key cannot represent both columns
     threads, start, dur = columns(rows)
     built = Intervals.build(threads, start, start + dur)
-    # of those alike the first stays first
+    # of equal intervals the first stays first
     keys = [(thread, begin, -max(lasts, 1)) for thread, begin, lasts in rows]
     assert built.rows.tolist() == sorted(range(len(rows)), key=keys.__getitem__)
 
 
 @given(INTERVALS, st.integers(0, 2), st.integers(-2, 75))
-def test_chain_is_every_enclosing_interval(
+def test_a_chain_contains_every_enclosing_interval(
     rows: list[tuple[int, int, int]], thread: int, t: int
 ) -> None:
     threads, start, dur = columns(rows)
@@ -73,7 +75,7 @@ def test_chain_is_every_enclosing_interval(
 
 
 @given(INTERVALS)
-def test_nested_is_told_of_each_ancestor(rows: list[tuple[int, int, int]]) -> None:
+def test_nested_covers_every_ancestor(rows: list[tuple[int, int, int]]) -> None:
     threads, start, dur = columns(rows)
     built = Intervals.build(threads, start, start + dur)
     for i, nested in enumerate(built.nested.tolist()):
@@ -83,7 +85,9 @@ def test_nested_is_told_of_each_ancestor(rows: list[tuple[int, int, int]]) -> No
 
 
 @given(INTERVALS)
-def test_the_nearest_that_encloses_all_of_it(rows: list[tuple[int, int, int]]) -> None:
+def test_enclosing_is_the_nearest_interval_around_all_of_it(
+    rows: list[tuple[int, int, int]],
+) -> None:
     threads, start, dur = columns(rows)
     built = Intervals.build(threads, start, start + dur)
     for i, above in enumerate(built.enclosing().tolist()):
@@ -112,7 +116,7 @@ def _ancestors(built: Intervals, at: int) -> list[int]:
 
 
 @given(INTERVALS)
-def test_parent_encloses_the_start(rows: list[tuple[int, int, int]]) -> None:
+def test_a_parent_encloses_the_start(rows: list[tuple[int, int, int]]) -> None:
     threads, start, dur = columns(rows)
     built = Intervals.build(threads, start, start + dur)
     for i, parent in enumerate(built.parent.tolist()):
@@ -125,7 +129,9 @@ def test_parent_encloses_the_start(rows: list[tuple[int, int, int]]) -> None:
 
 @pytest.mark.parametrize("category", ["user_annotation", "cpu_op"])
 @pytest.mark.parametrize("shape", ["overlapping", "nested"])
-def test_many_that_overlap_cost_no_square(category: str, shape: str, tmp_path: Path) -> None:
+def test_many_overlapping_intervals_take_linear_time(
+    category: str, shape: str, tmp_path: Path
+) -> None:
     count = 40_000
     event = '{{"ph":"X","cat":"{}","name":"n{}","pid":1,"tid":1,"ts":{},"dur":{}}}'
     call = '{{"ph":"X","cat":"{}","name":"k","pid":1,"tid":1,"ts":{},"dur":1,"args":{{"correlation":{}}}}}'
@@ -142,4 +148,4 @@ def test_many_that_overlap_cost_no_square(category: str, shape: str, tmp_path: P
         assert trace.num_launches == (count if category == "cpu_op" else count // 8)
         assert any("told in part" in text for text in trace.warnings) == (category == "cpu_op")
         assert max(text.count(";") for text in [*trace.op_paths, ""]) < MAX_DEPTH
-    assert time.process_time() - before < 20  # a square takes minutes
+    assert time.process_time() - before < 20  # quadratic time would take minutes

@@ -1,4 +1,4 @@
-"""Names as Kineto prints them, and names that would make a demangler run for ever."""
+"""Names as Kineto prints them, and names that would keep a demangler busy forever."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from profharness.parse.demangle import MAX_DEMANGLED, canonical_names
 from profharness.parse.demangle import _expands as expands
 from profharness.parse.nsys_export import memcpy_name, memset_name
 
-REFERENCES = 40  # more than are demangled in this process
+REFERENCES = 40  # more than this process demangles itself
 
 
 def bomb(levels: int) -> str:
-    """A function of `levels` parameters, each a pair of the one before: the text doubles with
-    every one."""
+    """Return a function of `levels` parameters, each a pair of the previous one, so that the text
+    doubles with each level.
+    """
     text = "_Z1f4pairIiiE"
     text += "S_IS0_S0_E"
     for level in range(levels - 1):
@@ -44,31 +45,31 @@ def test_transfers_are_named_as_kineto_names_them() -> None:
     assert memset_name(2) == "Memset (Device)"
 
 
-def test_plain_names_are_demangled_here() -> None:
+def test_plain_names_are_demangled_in_process() -> None:
     names, warnings = canonical_names([FLASH, "plain", "_Znonsense"])
     assert names == {FLASH: FLASH_CANONICAL, "plain": "plain", "_Znonsense": "_Znonsense"}
     assert warnings == []
 
 
-def test_a_name_of_many_references_goes_through_a_child_and_comes_back() -> None:
+def test_a_name_with_many_references_is_demangled_in_a_child() -> None:
     name = "_Z1f" + "3abc" + "S_" * (REFERENCES)
     names, warnings = canonical_names([name, FLASH])
     assert names[name] == canonical(name) != name
     assert (names[FLASH], warnings) == (FLASH_CANONICAL, [])
 
 
-def test_a_small_bomb_doubles() -> None:
-    """The bomb is one: each level doubles what canonical prints."""
+def test_each_level_of_a_bomb_doubles_the_name() -> None:
+    """Each level doubles the length of the canonical name."""
     sizes = [len(canonical(bomb(levels))) for levels in (6, 7, 8)]
     assert sizes[2] - sizes[1] > 1.9 * (sizes[1] - sizes[0]) > 500
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Return the processor time of this process and its finished children."""
     return sum(os.times()[:4])
 
 
-def test_a_bomb_stays_mangled_and_costs_nothing_but_time() -> None:
+def test_a_bomb_stays_mangled_within_bounded_memory() -> None:
     begun = cpu_seconds()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     good = "_Z1f" + "3abc" + "S_" * (REFERENCES)
@@ -82,8 +83,8 @@ def test_a_bomb_stays_mangled_and_costs_nothing_but_time() -> None:
     assert grown < 50_000  # KiB
 
 
-def test_a_name_that_grows_within_bounds_stays_mangled_where_it_is_too_long() -> None:
-    """So few references are demangled here, and what comes out is not kept."""
+def test_a_demangled_name_beyond_the_limit_stays_mangled() -> None:
+    """So few references are demangled in this process, and the result is not kept."""
     name = bomb(8).replace("4pair", "400" + "a" * 400)
     assert not expands(name)
     assert len(canonical(name)) > MAX_DEMANGLED

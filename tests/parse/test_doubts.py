@@ -1,4 +1,4 @@
-"""Traces that lack something of their attention calls, or contradict themselves in it."""
+"""Traces that lack or contradict information about attention calls."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def parsed(whole: Path, folder: Path, change: Callable[[Events], None]) -> Trace
         (stretch_modules, "calls of modules begin in another and end after it"),
     ],
 )
-def test_what_a_trace_contradicts_itself_in_is_counted(
+def test_contradictions_in_a_trace_are_counted(
     whole: Path, change: Callable[[Events], None], warning: str, tmp_path: Path
 ) -> None:
     with closing(parsed(whole, tmp_path, change)) as trace:
@@ -110,16 +110,16 @@ def test_what_a_trace_contradicts_itself_in_is_counted(
 
 
 @pytest.mark.parametrize("key", ["Input Strides", "Concrete Inputs"])
-def test_a_config_that_had_to_guess_replays_nothing(whole: Path, key: str, tmp_path: Path) -> None:
+def test_a_call_that_needs_guessing_has_no_config(whole: Path, key: str, tmp_path: Path) -> None:
     with closing(parsed(whole, tmp_path, without(key))) as trace:
         assert all(call.reason for call in trace.calls)
 
 
-def test_arrows_to_other_ops_give_a_call_no_time(whole: Path, tmp_path: Path) -> None:
+def test_arrows_to_other_ops_do_not_add_time_to_a_call(whole: Path, tmp_path: Path) -> None:
     with closing(parsed(whole, tmp_path, turn_arrows)) as trace:
         assert {span.direction for span in trace.call_spans} == {"forward"}
 
 
-def test_a_whole_trace_has_no_doubts(whole: Path) -> None:
+def test_a_complete_trace_has_no_warnings(whole: Path) -> None:
     with closing(parse_chrome(whole)) as trace:
         assert trace.warnings == ()

@@ -1,4 +1,4 @@
-"""Attention in replays of CUDA graphs: by the capture in the trace, else by the kernels' names."""
+"""Find attention in replays of CUDA graphs by the capture in the trace, else by kernel names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OP = "aten::scaled_dot_product_attention"
 
 
 def launches(trace: Trace) -> Counter[tuple[int, str]]:
-    """How many launches each direction of each call has."""
+    """Return the number of launches of each direction of each call."""
     spans = (at for batch in trace.batches() for at in batch.call_span.tolist() if at >= 0)
     placed = [trace.call_spans[at] for at in spans]
     return Counter((span.call, span.direction) for span in placed)
@@ -55,7 +55,7 @@ def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, 
 
 
 def captured(at: float, dims: list[int], launched: int = 2) -> list[dict[str, Any]]:
-    """A capture of one call and a kernel behind it."""
+    """Return a capture of one call and a kernel after it."""
     shapes = [dims] * 3
     op = event("cpu_op", OP, at + 2, 3)
     strides = [[math.prod(dims[n + 1 :]) for n in range(4)]] * 3
@@ -72,7 +72,7 @@ def captured(at: float, dims: list[int], launched: int = 2) -> list[dict[str, An
 
 
 def replay(at: float, names: list[str], streams: tuple[int, ...] = (7,)) -> list[dict[str, Any]]:
-    """A replay of kernels, 1 µs each, on the streams in turn."""
+    """Return a replay of kernels of 1 µs each, on the streams in turn."""
     launch = event("cuda_runtime", "cudaGraphLaunch", at, 2, correlation=int(at))
     return [launch] + [
         event("kernel", name, at + 5 + n, 1, correlation=int(at), stream=streams[n % len(streams)])
@@ -93,7 +93,7 @@ def reasons(trace: Trace) -> list[str | None]:
 SHAPE, OTHER = [2, 4, 64, 32], [2, 4, 128, 32]
 
 
-def test_captures_that_differ_and_fit_alike_tell_nothing(tmp_path: Path) -> None:
+def test_ambiguous_captures_are_not_used(tmp_path: Path) -> None:
     captures = captured(1000, SHAPE), captured(2000, OTHER)
     with closing(parsed(tmp_path, *captures, replay(5000, [FLASH, "gemm"]))) as trace:
         assert reasons(trace) == [UNTOLD]
@@ -108,7 +108,7 @@ def test_captures_that_differ_and_fit_alike_tell_nothing(tmp_path: Path) -> None
         ]
 
 
-def test_what_the_order_does_not_tell_is_told_by_kernels(tmp_path: Path) -> None:
+def test_replays_with_ambiguous_order_are_described_by_kernels(tmp_path: Path) -> None:
     with closing(
         parsed(tmp_path, captured(1000, SHAPE), replay(5000, [FLASH, "gemm"], (7, 8)))
     ) as trace:
@@ -120,7 +120,7 @@ def test_what_the_order_does_not_tell_is_told_by_kernels(tmp_path: Path) -> None
         assert reasons(trace) == [UNTOLD]
 
 
-def test_a_backward_in_a_graph_of_its_own_is_the_last_calls(tmp_path: Path) -> None:
+def test_a_backward_in_its_own_graph_belongs_to_the_last_call(tmp_path: Path) -> None:
     forward = replay(1000, [FLASH, "gemm", FLASH, "gemm"])
     backward = replay(2000, [FLASH_BWD, "gemm", FLASH_BWD])
     with closing(parsed(tmp_path, forward, backward, replay(3000, [FLASH_BWD]))) as trace:
@@ -138,7 +138,7 @@ def test_a_graph_without_attention_has_no_calls(tmp_path: Path) -> None:
         assert trace.calls == ()
 
 
-def test_captures_that_nobody_replays_stay_as_they_are(tmp_path: Path) -> None:
+def test_captures_without_a_replay_stay_unchanged(tmp_path: Path) -> None:
     kernel = event("kernel", "gemm", 90, 1, correlation=3)
     with closing(parsed(tmp_path, captured(1000, SHAPE), [kernel])) as trace:
         assert [(call.graph, call.reason) for call in trace.calls] == [(False, None)]

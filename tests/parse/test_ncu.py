@@ -1,5 +1,5 @@
-"""Nsight Compute reports: the real H200 report against Kineto's trace of the same cells, and through
-every reader.
+"""Nsight Compute reports: compare a real H200 report with Kineto's trace of the same cells, and
+all readers with each other.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from profharness.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace
 
 DATA = Path(__file__).parents[1] / "data"
-# Places in the report: a block's start, fields that are none there, an id of a name.
+# Positions in the report: the start of a block, fields without a value, an id of a name.
 BLOCK, FIELDS, NAME_OF_A_KERNEL = 501004, 38181, 580747
 Kernel = tuple[str, LaunchConfig]
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """82 kernels of 17 ranges on an H200, metrics only, by ncu 2025.3.1."""
+    """Return a report of 82 kernels in 17 ranges on an H200, metrics only, by ncu 2025.3.1."""
     path = tmp_path_factory.mktemp("ncu") / "h200.ncu-rep"
     path.write_bytes(gzip.decompress((DATA / "ncu_h200.ncu-rep.gz").read_bytes()))
     return path
@@ -46,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(report: Path) -> Path:
-    """The same as ncu's raw CSV."""
+    """Return the same report as ncu's raw CSV."""
     path = report.with_suffix(".csv")
     report_to_csv(report, path)
     return path
@@ -58,7 +58,7 @@ def columns(trace: Trace) -> LaunchBatch:
 
 
 def launches(trace: Trace) -> dict[str, list[Kernel]]:
-    """Kernels with their launch configurations by range, in the order of launches."""
+    """Return kernels with their launch configurations by range, in the order of launches."""
     found: dict[str, list[Kernel]] = defaultdict(list)
     for batch in trace.batches():
         for row in range(len(batch.kernel)):
@@ -70,7 +70,7 @@ def launches(trace: Trace) -> dict[str, list[Kernel]]:
 
 
 def same(left: Trace, right: Trace) -> None:
-    """Equal launches, ranges, devices and metrics."""
+    """Assert that launches, ranges, devices and metrics are equal."""
     for name in ("kernels", "kernel_kinds", "launch_configs", "ranges", "devices", "warnings"):
         assert getattr(left, name) == getattr(right, name), name
     a, b = columns(left), columns(right)
@@ -82,16 +82,16 @@ def same(left: Trace, right: Trace) -> None:
     assert np.array_equal(left.metrics.values, right.metrics.values, equal_nan=True)
 
 
-def test_the_fixture_holds_nothing_private(report: Path, table: Path) -> None:
+def test_the_fixture_contains_nothing_private(report: Path, table: Path) -> None:
     for path in (report, table):
         data = path.read_bytes()
         for word in (b"/usr/", b"/tmp/", b"/opt/", b"/home/", b"/root", b"127.0.0.1", b"python3"):
             assert word not in data, (path, word)
 
 
-def test_kernels_and_launches_equal_kinetos(report: Path) -> None:
-    """ncu saw one call of each range, Kineto three; backward kernels come from a thread of their
-    own, which the push/pop filter of that capture missed.
+def test_kernels_and_launches_equal_those_of_kineto(report: Path) -> None:
+    """ncu recorded one call of each range, Kineto three. Backward kernels start in a thread of
+    their own, which the push/pop filter of that capture missed.
     """
     ours = launches(open_trace(report))
     kineto = open_trace(DATA / "kineto_h200.json.gz")
@@ -113,7 +113,7 @@ def test_kernels_and_launches_equal_kinetos(report: Path) -> None:
     kineto.close()
 
 
-def test_what_the_report_says(report: Path) -> None:
+def test_the_report_has_metrics_devices_and_versions(report: Path) -> None:
     trace = open_trace(report)
     assert (trace.profiler, trace.num_launches, trace.skipped) == ("ncu", 82, 0)
     assert trace.environment == {"ncu_version": "2025.3.1.0"}
@@ -133,7 +133,7 @@ def test_what_the_report_says(report: Path) -> None:
     assert trace.warnings == ()
 
 
-def test_launches_lie_end_to_end_and_ranges_around_them(report: Path) -> None:
+def test_launches_are_placed_end_to_end_within_their_ranges(report: Path) -> None:
     trace = open_trace(report)
     batch = columns(trace)
     assert batch.start_ns[0] == 0 and (batch.duration_ns > 0).all()
@@ -146,7 +146,7 @@ def test_launches_lie_end_to_end_and_ranges_around_them(report: Path) -> None:
         assert item.duration_ns == batch.duration_ns[inside].sum()
 
 
-def test_every_reader_gives_the_same(report: Path, table: Path, tmp_path: Path) -> None:
+def test_all_readers_agree(report: Path, table: Path, tmp_path: Path) -> None:
     package = parse_ncu(report)
     same(package, parse_ncu(table))
     utf16 = tmp_path / "powershell.csv"
@@ -155,7 +155,7 @@ def test_every_reader_gives_the_same(report: Path, table: Path, tmp_path: Path) 
 
 
 def install(folder: Path, script: str) -> Path:
-    """A tool of ours named ncu, found before any other."""
+    """Install a script as `ncu`, found before any other."""
     folder.mkdir(parents=True, exist_ok=True)
     tool = folder / "ncu"
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -165,14 +165,14 @@ def install(folder: Path, script: str) -> Path:
 
 @pytest.fixture
 def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without the package, nor any ncu."""
+    """Simulate a machine without the package and without ncu."""
     monkeypatch.setitem(sys.modules, "ncu_report", None)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("PROFHARNESS_NCU", raising=False)
 
 
 @pytest.mark.usefixtures("no_package")
-def test_without_a_reader_all_three_ways_are_named(report: Path, table: Path) -> None:
+def test_the_error_without_a_reader_names_all_three(report: Path, table: Path) -> None:
     if any(Path("/").glob("opt/nvidia/nsight-compute/*/ncu")):
         pytest.skip("an Nsight Compute is installed")
     with pytest.raises(MissingExtraError) as caught:
@@ -183,7 +183,7 @@ def test_without_a_reader_all_three_ways_are_named(report: Path, table: Path) ->
 
 
 def bring_extras(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for the module of an Nsight Compute whose ncu does nothing, laid out as NVIDIA does."""
+    """Return the folder of the module in an Nsight Compute installation whose ncu does nothing."""
     tool = install(folder / "2025.3.1" / "target" / "linux", "exit 1")
     monkeypatch.setenv("PROFHARNESS_NCU", str(tool))
     extras = folder / "2025.3.1" / "extras" / "python"
@@ -191,10 +191,10 @@ def bring_extras(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return extras
 
 
-def test_the_module_inside_nsight_compute(
+def test_the_module_inside_nsight_compute_reads_reports(
     report: Path, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package's own files in extras/python: the module is found from ncu's own place."""
+    """Put the package's files into extras/python, where the module is found by ncu's own path."""
     spec = find_spec(MODULE)
     assert has_package() and spec is not None and spec.origin is not None
     extras = bring_extras(tmp_path, monkeypatch)
@@ -218,10 +218,10 @@ FAULTS = {
 
 @pytest.mark.usefixtures("no_package")
 @pytest.mark.parametrize(("body", "why"), FAULTS.values(), ids=FAULTS)
-def test_what_becomes_of_the_module_costs_one_file(
+def test_a_failure_of_the_module_affects_only_one_file(
     report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, why: str
 ) -> None:
-    """A module in the real one's place does, in the child, what the real one does with some file."""
+    """A module in place of the real one fails in the child as the real one does with some file."""
     extras = bring_extras(tmp_path, monkeypatch)
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     (extras / "ncu_report.py").write_text(f"def load_report(path):\n{lines}")
@@ -235,10 +235,10 @@ def test_what_becomes_of_the_module_costs_one_file(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the module's files are Linux's")
-def test_a_report_whose_damage_makes_the_module_abort_costs_itself_alone(
-    report: Path, tmp_path: Path
-) -> None:
-    """64 bytes of another place in the file stand where a block begins: `Check failed: count >= 0`."""
+def test_a_report_that_aborts_the_module_affects_only_itself(report: Path, tmp_path: Path) -> None:
+    """64 bytes of another part of the file replace the start of a block: `Check failed: count >=
+    0`.
+    """
     data = report.read_bytes()
     path = tmp_path / "damaged.ncu-rep"
     path.write_bytes(data[:BLOCK] + data[FIELDS : FIELDS + 64] + data[BLOCK + 64 :])
@@ -249,8 +249,8 @@ def test_a_report_whose_damage_makes_the_module_abort_costs_itself_alone(
     assert result.exit_code == 1 and "82 launches" in result.output, result.output
 
 
-def test_what_the_module_gives_none_for_is_counted(report: Path, tmp_path: Path) -> None:
-    """One byte of the place of a kernel's name among the report's strings."""
+def test_values_that_the_module_returns_as_none_are_counted(report: Path, tmp_path: Path) -> None:
+    """Damage one byte of a kernel name's index in the report's strings."""
     data = bytearray(report.read_bytes())
     data[NAME_OF_A_KERNEL] = ord("b")
     path = tmp_path / "damaged.ncu-rep"
@@ -261,17 +261,17 @@ def test_what_the_module_gives_none_for_is_counted(report: Path, tmp_path: Path)
     assert "1 names or metrics in the report could not be read" in trace.warnings
 
 
-def test_results_that_the_module_does_not_find_are_counted(report: Path) -> None:
+def test_results_that_the_module_misses_are_counted(report: Path) -> None:
     known = check_file(report)
     counted = readers.read_report(report, replace(known, results=90))
     assert counted.warnings == ("the file counts 90 results, 82 of them could be read",)
 
 
 @pytest.mark.usefixtures("no_package")
-def test_ncu_itself(
+def test_ncu_itself_reads_reports(
     report: Path, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program in ncu's place gets the arguments and the locale, and its table is read."""
+    """A program in place of ncu receives the arguments and the locale, and its table is read."""
     tool = install(
         tmp_path, f'echo "$LC_ALL $@" > {tmp_path}/told\n/bin/echo ==PROF== hello\n/bin/cat {table}'
     )
@@ -288,7 +288,7 @@ def test_ncu_itself(
         parse_ncu(report)
 
 
-def test_an_ncu_that_hangs_is_ended_with_its_children(
+def test_a_hanging_ncu_is_killed_with_its_children(
     report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = install(tmp_path, f"sleep 86400 & echo $! > {tmp_path}/pid; wait")
@@ -317,8 +317,8 @@ def test_garbage_is_refused(tmp_path: Path, data: bytes, match: str) -> None:
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.999999])
-def test_a_report_that_is_cut_off_is_refused(report: Path, tmp_path: Path, part: float) -> None:
-    """The module would read the first half of the kernels of such a file without a word."""
+def test_a_truncated_report_is_refused(report: Path, tmp_path: Path, part: float) -> None:
+    """The module would read the first half of the kernels of such a file without an error."""
     data = report.read_bytes()
     path = tmp_path / "cut.ncu-rep"
     path.write_bytes(data[: int(len(data) * part)])
@@ -327,8 +327,8 @@ def test_a_report_that_is_cut_off_is_refused(report: Path, tmp_path: Path, part:
     assert caught.value.offset == path.stat().st_size
 
 
-def test_a_report_of_no_kernel_has_no_launch_and_says_so(report: Path, tmp_path: Path) -> None:
-    """The head of the real report: a whole file whose only block has no results."""
+def test_a_report_without_kernels_gives_a_warning(report: Path, tmp_path: Path) -> None:
+    """The head of the real report is a complete file whose only block has no results."""
     path = tmp_path / "none.ncu-rep"
     head = 8 + 2 + 4 + int.from_bytes(report.read_bytes()[10:14], "little")
     path.write_bytes(report.read_bytes()[:head])
@@ -343,7 +343,7 @@ def test_check_file_counts_what_was_profiled(report: Path) -> None:
     assert (known.results, known.version) == (82, "2025.3.1.0")
 
 
-def test_which_files_are_ncus(report: Path, table: Path, tmp_path: Path) -> None:
+def test_only_files_of_ncu_are_recognized(report: Path, table: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.csv"
     other.write_text("ID,Name\n1,x\n")
     assert [sniff(path) for path in (report, table, other)] == ["ncu", "ncu", None]
@@ -352,7 +352,7 @@ def test_which_files_are_ncus(report: Path, table: Path, tmp_path: Path) -> None
         open_trace(other)
 
 
-def test_units_of_time() -> None:
+def test_every_unit_of_time_is_converted() -> None:
     assert [nanoseconds(84.48, unit) for unit in ("ns", "usecond", "us", "ms")] == [
         84, 84480, 84480, 84480000,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""ncu's CSV as other people have it: locales, noise around the table, old and long forms, NVTX."""
+"""ncu's CSV in other locales, with noise around the table, in old and long forms, with NVTX."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def value(trace: Trace, name: str, row: int = 0) -> float:
     ],
     ids=["C", "en_US", "de_DE", "fr_FR", "fr_FR-old", "de_CH"],
 )
-def test_a_table_in_any_locale(tmp_path: Path, duration: str, shared: str, share: str) -> None:
+def test_a_table_is_read_in_any_locale(
+    tmp_path: Path, duration: str, shared: str, share: str
+) -> None:
     empty = ",".join(['""'] * 11)
     row = f'{START},"{duration}","168","{shared}","0","PreferNone","{share}"'
     text = "\n".join(
@@ -86,8 +88,10 @@ def test_a_table_in_any_locale(tmp_path: Path, duration: str, shared: str, share
     assert trace.devices == () and trace.warnings == ()
 
 
-def test_the_2022_form_and_a_time_not_measured(tmp_path: Path) -> None:
-    """It has a Kernel Time and no grid; without dimensions only a product of 1 tells them."""
+def test_the_2022_form_may_lack_a_time(tmp_path: Path) -> None:
+    """The form has a Kernel Time and no grid. Without dimensions, only a product of 1 determines
+    them.
+    """
     text = (
         f'{HEAD},"Kernel Time","launch__grid_size","launch__block_dim_x",'
         '"launch__block_dim_y","launch__block_dim_z","sm__cycles_active.avg"\n'
@@ -107,7 +111,7 @@ def test_the_2022_form_and_a_time_not_measured(tmp_path: Path) -> None:
     assert missing != missing
 
 
-def test_rounded_shared_memory_is_not_taken_for_exact(tmp_path: Path) -> None:
+def test_rounded_shared_memory_is_left_out(tmp_path: Path) -> None:
     empty = ",".join(['""'] * 11)
     units = UNITS.replace('"byte/block"', '"Kbyte/block"', 1)
     row = f'{START},"1.5","168","134.14","0","x","5.25"'
@@ -121,7 +125,7 @@ def test_rounded_shared_memory_is_not_taken_for_exact(tmp_path: Path) -> None:
 LONG = f'{NOW},"Section Name","Metric Name","Metric Unit","Metric Value"'
 
 
-def test_the_long_form_with_metric_names(tmp_path: Path) -> None:
+def test_the_long_form_with_metric_names_is_read(tmp_path: Path) -> None:
     section = '"Command line profiler metrics"'
     other = START.replace('"0"', '"1"', 1)
     text = "\n".join(
@@ -147,14 +151,12 @@ def test_the_long_form_with_metric_names(tmp_path: Path) -> None:
     ],
     ids=["labels", "units"],
 )
-def test_a_long_form_that_cannot_be_read_right_is_refused(
-    tmp_path: Path, rows: str, match: str
-) -> None:
+def test_an_ambiguous_long_form_is_refused(tmp_path: Path, rows: str, match: str) -> None:
     with pytest.raises(TraceFormatError, match=match):
         read(tmp_path, f"{LONG}\n{rows}\n")
 
 
-def test_a_row_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_row_is_refused(tmp_path: Path) -> None:
     empty = ",".join(['""'] * 11)
     with pytest.raises(TraceFormatError, match=r"line 2 after the header is cut off; copy"):
         read(tmp_path, f'{NOW},{METRICS}\n{empty},{UNITS}\n{START},"1234\n')
@@ -184,8 +186,8 @@ TABLE = "\n".join(
 )
 
 
-def test_a_file_cut_anywhere_is_refused_or_ends_with_a_row(tmp_path: Path) -> None:
-    """Only where a whole line ends is there no telling; never is a value changed or left out."""
+def test_a_file_truncated_anywhere_is_refused_or_ends_with_a_row(tmp_path: Path) -> None:
+    """Only cuts at the end of a line go unnoticed. No value is ever changed or lost."""
     whole = read(tmp_path, TABLE)
     assert whole.metrics is not None and whole.num_launches == 2
     breaks = [at for at, sign in enumerate(TABLE) if sign == "\n"][1:]
@@ -201,8 +203,10 @@ def test_a_file_cut_anywhere_is_refused_or_ends_with_a_row(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("cut", [3, 4, 5, 6, 7])
-def test_a_cut_after_unquoted_cells_is_refused(tmp_path: Path, cut: int) -> None:
-    """As a spreadsheet saves it; ncu's own lines may follow a table, a cut row may not."""
+def test_a_truncation_after_unquoted_cells_is_refused(tmp_path: Path, cut: int) -> None:
+    """A spreadsheet leaves out the quotes. ncu's own lines may follow a table, a truncated row may
+    not.
+    """
     plain = TABLE.replace('"(128, 1, 1)"', "b").replace('"(16, 8, 2)"', "g").replace('"', "")
     plain = plain.replace("flash<int>(float *)", "k").replace("x y", "x")
     assert read(tmp_path, plain).num_launches == 2
@@ -212,7 +216,7 @@ def test_a_cut_after_unquoted_cells_is_refused(tmp_path: Path, cut: int) -> None
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 40, 300])
-def test_a_header_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_header_is_refused(tmp_path: Path, cut: int) -> None:
     header = f"{NOW},{METRICS}"
     for tail in ("", "\n", "\n==PROF== Disconnected from process 7\n"):
         with pytest.raises(TraceFormatError, match=r"cut off|not a trace|no header"):
@@ -223,7 +227,7 @@ def test_a_header_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
         read(tmp_path, f"{LONG}\n")
 
 
-def test_nvtx_cells_as_ncu_writes_them() -> None:
+def test_nvtx_cells_of_ncu_are_parsed() -> None:
     tail = "none:none:RGB:0xff00ff00:ASCII"
     stack = f'129325  "<default domain>:run:{tail}:run"  "<default domain>:daxpy:{tail}:daxpy"'
     names = [("<default domain>", "run"), ("<default domain>", "daxpy")]
@@ -249,8 +253,8 @@ def ranged(
     )
 
 
-def test_cells_calls_and_domains(tmp_path: Path) -> None:
-    """A cell's range stays whole whatever opens and closes inside; the same range again after
+def test_ranges_form_cells_calls_and_domains(tmp_path: Path) -> None:
+    """A cell's range stays in one piece, whatever opens and closes inside. The same range after
     another one is another call.
     """
     own, default = "profharness", "<default domain>"
@@ -282,7 +286,7 @@ def test_cells_calls_and_domains(tmp_path: Path) -> None:
     assert parent is not None and trace.ranges[parent].name == "cuDNN:plan"
 
 
-def test_names_of_hosts_and_processes_have_no_place_in_our_csv(tmp_path: Path) -> None:
+def test_our_csv_contains_no_names_of_hosts_or_processes(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     write_csv(NcuReport([ranged("k", [], [])], {}), path)
     header, _, row = path.read_text().splitlines()
@@ -291,7 +295,7 @@ def test_names_of_hosts_and_processes_have_no_place_in_our_csv(tmp_path: Path) -
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_double_written_in_full_reads_back(double: float) -> None:
+def test_a_double_survives_our_csv(double: float) -> None:
     assert number(repr(double)) == double
 
 
@@ -299,8 +303,8 @@ def test_a_double_written_in_full_reads_back(double: float) -> None:
     st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 99)), min_size=1),
     st.sampled_from([",.", ".,", "\u202f,", "'.", " ."]),
 )
-def test_numbers_of_any_locale(numbers: list[tuple[int, int]], marks: str) -> None:
-    """Two decimals, as ncu prints them, in groups of three."""
+def test_numbers_are_read_in_any_locale(numbers: list[tuple[int, int]], marks: str) -> None:
+    """Two decimals, as ncu prints them, in groups of three digits."""
     thousands, decimal = marks
     cells = [
         f"{whole:,}".replace(",", thousands) + f"{decimal}{part:02}" for whole, part in numbers

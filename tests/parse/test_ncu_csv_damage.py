@@ -1,4 +1,4 @@
-"""Damaged and hostile CSV of ncu: what is lost is counted, what cannot be is refused by line."""
+"""Damaged and hostile CSV of ncu: losses are counted, or refused with the line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST = '"168","0","0","x","5.25"'
 
 
 def row(number: object = 0, duration: object = "1.5", **cells: str) -> str:
-    """One kernel; cells by column replace the usual ones."""
+    """Return the row of a kernel. `cells` replaces the usual cells by column."""
     start = START
     for old, new in cells.items():
         known = {"device": ',"0","9.0"', "stream": '"1","7"', "grid": '"(16, 8, 2)"'}
@@ -37,7 +37,7 @@ def warnings(tmp_path: Path, text: str) -> tuple[int, tuple[str, ...]]:
 WHOLE = HEADER + "".join(row(number, 1.5 + number) for number in range(6))
 
 
-def test_a_whole_table_has_no_warning(tmp_path: Path) -> None:
+def test_a_complete_table_has_no_warnings(tmp_path: Path) -> None:
     assert warnings(tmp_path, WHOLE) == (6, ())
     committed = (TRACES / "h200-torch-nsys-ncu" / "ncu-1.csv").read_text()
     assert warnings(tmp_path, committed) == (128, ())
@@ -46,7 +46,7 @@ def test_a_whole_table_has_no_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sign", ["X", "5", "\x00", "\ufffd", " "])
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_row_with_a_damaged_start_is_counted(tmp_path: Path, sign: str, at: int) -> None:
-    """The first byte of the fourth row, or its id."""
+    """Damage the first byte of the fourth row, or its id."""
     start = WHOLE.index(row(3, 4.5)) + at
     count, texts = warnings(tmp_path, WHOLE[:start] + sign + WHOLE[start + 1 :])
     if sign == "5" and at == 1:
@@ -61,7 +61,7 @@ def test_a_row_with_a_damaged_start_is_counted(tmp_path: Path, sign: str, at: in
     )
 
 
-def test_rows_that_are_gone_twice_or_doubled_are_counted(tmp_path: Path) -> None:
+def test_missing_and_repeated_rows_are_counted(tmp_path: Path) -> None:
     gone = WHOLE.replace(row(2, 3.5), "").replace(row(3, 4.5), "")
     assert warnings(tmp_path, gone) == (4, ("the ids of kernels have gaps: 2 are missing",))
     count, texts = warnings(tmp_path, WHOLE + WHOLE.replace(HEADER, ""))
@@ -74,14 +74,14 @@ def test_rows_that_are_gone_twice_or_doubled_are_counted(tmp_path: Path) -> None
     assert texts == ("1 kernels have the id of an earlier one; these may be several tables",)
 
 
-def test_a_file_twice_in_a_row_counts_once(tmp_path: Path) -> None:
+def test_a_file_written_twice_counts_once(tmp_path: Path) -> None:
     count, texts = warnings(tmp_path, WHOLE + WHOLE)
     assert count == 6
     assert texts[0] == "the header stands 1 times more (line 8 after the header)"
     assert texts[1].startswith("7 rows are exact copies") or texts[1].startswith("6 rows are")
 
 
-def test_ncus_own_words_tell_that_rows_are_missing(tmp_path: Path) -> None:
+def test_missing_rows_are_found_by_ncus_messages(tmp_path: Path) -> None:
     said = "".join(f'==PROF== Profiling "k" - {n}: 0%....100% - 1 pass\n' for n in range(6))
     assert warnings(tmp_path, said + WHOLE) == (6, ())
     cut = WHOLE[: WHOLE.index(row(4, 5.5))]
@@ -92,7 +92,7 @@ def test_ncus_own_words_tell_that_rows_are_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("duration", ["-1", "1e300", "1e308", "9" * 400])
-def test_a_time_that_is_none_is_left_out(tmp_path: Path, duration: str) -> None:
+def test_an_invalid_time_is_left_out(tmp_path: Path, duration: str) -> None:
     trace = read(tmp_path, HEADER + row(0, 2.5) + row(1, duration))
     (batch,) = trace.batches()
     assert batch.duration_ns.tolist() == [2500, NONE] and (batch.start_ns >= 0).all()
@@ -102,12 +102,12 @@ def test_a_time_that_is_none_is_left_out(tmp_path: Path, duration: str) -> None:
     assert words in trace.warnings[0]
 
 
-def test_times_that_add_up_to_more_than_a_clock_holds_are_refused(tmp_path: Path) -> None:
+def test_times_whose_sum_overflows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFormatError, match=r"x\.csv: the times of its kernels add up to"):
         read(tmp_path, HEADER + "".join(row(n, 2e15) for n in range(4)))
 
 
-def test_numbers_of_any_size(tmp_path: Path) -> None:
+def test_numbers_of_any_size_are_handled(tmp_path: Path) -> None:
     digits = "9" * 5000
     with pytest.raises(TraceFormatError, match=r"line 2 after the header has '9{40}' for a dev"):
         read(tmp_path, HEADER + row(device=digits))
@@ -127,7 +127,7 @@ def test_numbers_of_any_size(tmp_path: Path) -> None:
     )
 
 
-def test_values_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
+def test_values_other_than_numbers_are_counted(tmp_path: Path) -> None:
     text = HEADER + row() + row(1).replace('"5.25"', '"5.X5"') + row(2).replace('"5.25"', '"n/a"')
     trace = read(tmp_path, text)
     assert trace.warnings == (
@@ -135,7 +135,7 @@ def test_values_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
     )
 
 
-def test_damage_in_the_header_and_the_units_is_told(tmp_path: Path) -> None:
+def test_damage_in_the_header_and_the_units_is_reported(tmp_path: Path) -> None:
     odd = WHOLE.replace('"Grid Size"', '"Gr%d Size"')
     assert warnings(tmp_path, odd)[1] == ("1 columns of unknown names: 'Gr%d Size'",)
     unit = WHOLE.replace('"us"', '"ux"')
@@ -144,8 +144,8 @@ def test_damage_in_the_header_and_the_units_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_bombs_among_the_names_stay_mangled(tmp_path: Path) -> None:
-    """481 bytes that would become 35 MB, beside a name of the usual kind."""
+def test_names_that_are_bombs_stay_mangled(tmp_path: Path) -> None:
+    """481 bytes that would become 35 MB, next to an ordinary name."""
     begun = sum(os.times()[:4])
     text = HEADER + row().replace("flash<int>(float *)", bomb(20))
     trace = read(tmp_path, text + row(1).replace("flash<int>(float *)", FLASH))
@@ -159,7 +159,7 @@ def metric(number: object, name: str, cell: str = "1", kernel: str = "k") -> str
     return f'{start},"s","{name}","","{cell}"\n'
 
 
-def test_the_long_form_is_held_against_itself(tmp_path: Path) -> None:
+def test_contradictions_in_the_long_form_are_reported(tmp_path: Path) -> None:
     names = ("a__1", "a__2", "a__3")
     rows = [metric(number, name) for number in range(4) for name in names]
     whole = f"{LONG}\n" + "".join(rows)
@@ -173,8 +173,8 @@ def test_the_long_form_is_held_against_itself(tmp_path: Path) -> None:
     assert other[0].startswith("1 rows disagree with the first row of their kernel")
 
 
-def test_the_long_form_is_linear(tmp_path: Path) -> None:
-    """A metric of its own for each kernel: a table of all by all would have 400 million places."""
+def test_the_long_form_takes_linear_time(tmp_path: Path) -> None:
+    """Each kernel has its own metric, so that a dense table would have 400 million cells."""
     begun = os.times().user
     rows = "".join(metric(number, f"a__{number}") for number in range(20_000))
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_the_long_form_is_linear(tmp_path: Path) -> None:
     assert os.times().user - begun < 20
 
 
-def test_a_range_of_many_colons_is_linear() -> None:
+def test_a_range_with_many_colons_takes_linear_time() -> None:
     begun = os.times().user
     assert nvtx_ranges("a:" * 50_000) == (NvtxRange("a", "a:" * 49_993 + "a"),)
     assert len(nvtx_ranges(":" * 100_000)) == 1

@@ -1,4 +1,4 @@
-"""The nsys parser against the same program's Kineto trace, and against exports of every schema."""
+"""Compare the nsys parser with the same program's Kineto trace, and test every schema."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parsed(path: Path) -> Iterator[Trace]:
 
 
 def launches(trace: Trace) -> list[Row]:
-    """Every launch with names in place of indices, sorted by launch and start."""
+    """Return every launch with names in place of indices, sorted by launch and start."""
     found = []
     for batch in trace.batches():
         for i in range(len(batch.kernel)):
@@ -53,7 +53,7 @@ def launches(trace: Trace) -> list[Row]:
 
 
 def facts(row: Row) -> tuple[Any, ...]:
-    """What two profilers must agree on."""
+    """Return the facts that two profilers must agree on."""
     config: LaunchConfig = row["config"]
     shape = (config.grid, config.block, config.registers_per_thread, config.shared_bytes)
     transfer = row["kind"] != "kernel"
@@ -73,8 +73,8 @@ def startend(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked("nsys_h200_startend.sqlite.gz", tmp_path_factory.mktemp("nsys"))
 
 
-def test_equals_the_kineto_trace_of_the_same_program(h200: Path) -> None:
-    """Kineto's program ran every call three times, nsys's once."""
+def test_an_export_equals_the_kineto_trace_of_the_same_program(h200: Path) -> None:
+    """Kineto's program made every call three times, nsys's once."""
     with parsed(h200) as trace, closing(parse_chrome(DATA / "kineto_h200.json.gz")) as kineto:  # type: ignore[type-var]
         mine = Counter(facts(row) for row in launches(trace) if row["range"])
         theirs = Counter(facts(row) for row in launches(kineto) if row["range"])
@@ -83,7 +83,7 @@ def test_equals_the_kineto_trace_of_the_same_program(h200: Path) -> None:
         assert trace.devices == kineto.devices
 
 
-def test_h200_times_and_environment(h200: Path) -> None:
+def test_the_h200_export_has_times_and_environment(h200: Path) -> None:
     with parsed(h200) as trace:
         rows = launches(trace)
         assert (trace.profiler, trace.num_launches, trace.skipped) == ("nsys", 269, 0)
@@ -106,9 +106,11 @@ def test_h200_times_and_environment(h200: Path) -> None:
         assert Counter(row["kind"] for row in rows) == {"kernel": 253, "memset": 16}
 
 
-def test_start_end_ranges_catch_the_backward(startend: Path) -> None:
-    """As many launches per cell, autograd's included, as ncu profiled in start/end ranges; ranges
-    of a foreign domain carry its name, those of the default domain and ours do not."""
+def test_start_end_ranges_include_the_backward(startend: Path) -> None:
+    """Each cell has as many launches, autograd's included, as ncu profiled in start/end ranges.
+    Ranges of a foreign domain have its name as prefix, those of the default domain and ours do
+    not.
+    """
     with parsed(startend) as trace:
         rows = [row for row in launches(trace) if row["range"]]
         kernels = [row for row in rows if row["kind"] == "kernel"]
@@ -122,7 +124,7 @@ def test_start_end_ranges_catch_the_backward(startend: Path) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "full"])
-def test_every_schema_reads_the_same(version: str, lazy: bool, tmp_path: Path) -> None:
+def test_every_schema_gives_the_same_result(version: str, lazy: bool, tmp_path: Path) -> None:
     maker = Maker(version)
     maker.gpu()
     maker.nvtx("profharness:c1", 100, 900)
@@ -170,7 +172,7 @@ def test_columns_and_tables_may_be_missing(tmp_path: Path) -> None:
         assert (row["api"], row["launch_ns"]) == ("cudaLaunchKernel", 200)
 
 
-def test_tables_with_a_version_suffix(tmp_path: Path) -> None:
+def test_tables_may_have_a_version_suffix(tmp_path: Path) -> None:
     maker = Maker("2026.2.1")
     maker.nvtx("mine", 100, 900)
     maker.launch(200)
@@ -179,7 +181,7 @@ def test_tables_with_a_version_suffix(tmp_path: Path) -> None:
         assert [row["range"] for row in launches(trace)] == ["mine"]
 
 
-def test_ranges_by_the_call_not_by_the_kernel(tmp_path: Path) -> None:
+def test_a_range_contains_the_call_not_the_kernel(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("outer", 100, 5000)
     maker.nvtx("inner", 190, 250)
@@ -193,7 +195,7 @@ def test_ranges_by_the_call_not_by_the_kernel(tmp_path: Path) -> None:
         assert (trace.ranges[1].pid, trace.ranges[1].tid) == (PID, PID)
 
 
-def test_autograd_thread_gets_the_cell_but_keeps_its_own_range(tmp_path: Path) -> None:
+def test_an_autograd_thread_gets_the_cell_and_keeps_its_own_range(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("profharness:c1", 100, 900, eventType=60, rangeId=1)
     maker.nvtx("backward", 300, 400, globalTid=AUTOGRAD)
@@ -207,7 +209,7 @@ def test_autograd_thread_gets_the_cell_but_keeps_its_own_range(tmp_path: Path) -
         assert [row["cell_range"] for row in rows] == ["profharness:c1", "profharness:c1", None]
 
 
-def test_a_push_pop_range_of_another_thread_counts_where_only_one_thread_has_any(
+def test_the_only_thread_with_a_push_pop_range_provides_it(
     tmp_path: Path,
 ) -> None:
     maker = Maker()
@@ -223,7 +225,7 @@ def test_a_push_pop_range_of_another_thread_counts_where_only_one_thread_has_any
     assert found == ["inside", "push", "wide", "other", None]
 
 
-def test_correlations_count_per_process(tmp_path: Path) -> None:
+def test_correlation_ids_are_per_process(tmp_path: Path) -> None:
     maker = Maker()
     second = (1 << 48) | (700 << 24) | 700
     maker.nvtx("first", 0, 900)
@@ -236,7 +238,7 @@ def test_correlations_count_per_process(tmp_path: Path) -> None:
         assert [row["correlation"] for row in rows] == [1, 1]
 
 
-def test_domains_and_registered_strings(tmp_path: Path) -> None:
+def test_domains_and_registered_strings_are_resolved(tmp_path: Path) -> None:
     maker = Maker()
     for number, name in ((1, "profharness"), (2, "CCCL")):
         maker.nvtx(name, 0, None, eventType=75, domainId=number)
@@ -271,7 +273,7 @@ def test_graph_kernels_belong_to_the_graph_launch(tmp_path: Path) -> None:
         assert {row["api"] for row in rows} == {"cudaGraphLaunch"}
 
 
-def test_launches_without_a_call_belong_nowhere(tmp_path: Path) -> None:
+def test_launches_without_a_call_have_no_range(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("profharness:c1", 100, 9000)
     maker.launch(200)
@@ -287,7 +289,7 @@ def test_launches_without_a_call_belong_nowhere(tmp_path: Path) -> None:
         assert any(text.startswith("2 of 3 launches have no API call") for text in trace.warnings)
 
 
-def test_devices_under_cuda_s_own_number(tmp_path: Path) -> None:
+def test_devices_have_the_index_of_cuda(tmp_path: Path) -> None:
     maker = Maker()
     maker.gpu(0, name="first")
     maker.gpu(1, name="second")
@@ -297,7 +299,7 @@ def test_devices_under_cuda_s_own_number(tmp_path: Path) -> None:
         assert [(device.index, device.name) for device in trace.devices] == [(0, "second")]
 
 
-def test_without_kernels_the_diagnostics_are_told(tmp_path: Path) -> None:
+def test_diagnostics_are_reported_if_there_are_no_kernels(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("mine", 100, 900)
     told = ["No CUDA events collected. Does the process use CUDA?", "lost /home/ann/x", "USER=ann"]
@@ -325,7 +327,7 @@ def test_open_trace_finds_the_parser_by_name_and_by_content(tmp_path: Path) -> N
             assert trace.profiler == "nsys"
 
 
-def test_the_file_is_left_alone(tmp_path: Path) -> None:
+def test_the_file_is_not_changed(tmp_path: Path) -> None:
     maker = Maker()
     maker.launch(200, mangled=FLASH, thread=MAIN)
     path = maker.write(tmp_path / "t.sqlite")

@@ -1,4 +1,4 @@
-"""Which range a launch belongs to: the parser against a naive search, on captures made at random."""
+"""Compare the ranges of launches with a naive search, on random captures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ranges = st.lists(
         st.sampled_from((59, 60)),
     ),
     max_size=12,
-    unique_by=lambda row: (row[1], row[3] >> 24),  # else which one is innermost is a matter of taste
+    unique_by=lambda row: (row[1], row[3] >> 24),  # otherwise the innermost range is ambiguous
 )  # fmt: skip
 calls = st.lists(
     st.tuples(st.integers(0, 100), st.sampled_from(THREADS), st.sampled_from(APIS)),
@@ -32,7 +32,7 @@ calls = st.lists(
 
 
 def naive(rows: Sequence[tuple[Any, ...]], t: int, thread: int) -> tuple[str | None, str | None]:
-    """(range, cell_range) by looking at every range."""
+    """Return range and cell_range by checking every range."""
     around = sorted((r for r in rows if r[1] <= t < r[1] + r[2]), key=lambda row: row[1])
     process = [row for row in around if row[3] >> 24 == thread >> 24]
     own = [row for row in process if row[3] == thread]
@@ -46,13 +46,13 @@ def naive(rows: Sequence[tuple[Any, ...]], t: int, thread: int) -> tuple[str | N
 
 @settings(max_examples=80)
 @given(told=ranges, made=calls, high=st.sampled_from((0, 1 << 31, 1 << 41)))
-def test_equals_a_naive_search(
+def test_ranges_equal_those_of_a_naive_search(
     tmp_path_factory: pytest.TempPathFactory,
     told: list[tuple[str, int, int, int, int]],
     made: list[tuple[int, int, str | None]],
     high: int,
 ) -> None:
-    """high: correlation ids too large to be kept as flags, and such as are none."""
+    """`high`: correlation ids too large for flags, and invalid ones."""
     maker = Maker()
     for name, start, duration, thread, kind in told:
         maker.nvtx(name, start, start + duration, globalTid=thread, eventType=kind)

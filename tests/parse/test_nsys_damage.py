@@ -1,4 +1,4 @@
-"""Files that are no export, damaged or half-written, and rows that lie."""
+"""Files that are no exports, damaged or incomplete, and rows with wrong values."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def export(tmp_path: Path) -> Path:
     return maker.write(tmp_path / "t.sqlite")
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
     path.touch()
     with pytest.raises(TraceFormatError, match=r"empty.*nsys export --type sqlite"):
         open_trace(path)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     for name in ("t.sqlite", "t.nsys-rep"):
         with pytest.raises(TraceFormatError, match=r"cannot be read|no such file"):
             parse_nsys(tmp_path / name)
 
 
-def test_text_under_our_suffix(tmp_path: Path) -> None:
+def test_text_with_the_suffix_sqlite_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
     path.write_text("start,end\n" * 50)
     with pytest.raises(TraceFormatError, match="not an SQLite file"):
         open_trace(path)
 
 
-def test_a_file_cut_off(export: Path) -> None:
+def test_a_truncated_database_is_refused(export: Path) -> None:
     data = export.read_bytes()
     export.write_bytes(data[: len(data) * 2 // 3])
     with pytest.raises(TraceFormatError, match=r"cut off: \d+ of \d+ bytes"):
         open_trace(export)
 
 
-def test_a_file_with_a_hole(export: Path) -> None:
+def test_a_file_with_a_hole_is_refused(export: Path) -> None:
     data = bytearray(export.read_bytes())
     data[4096:] = bytes(len(data) - 4096)
     export.write_bytes(data)
@@ -64,7 +64,7 @@ def test_a_file_with_a_hole(export: Path) -> None:
         open_trace(export)
 
 
-def test_an_export_still_being_written(export: Path) -> None:
+def test_an_incomplete_export_is_refused(export: Path) -> None:
     beside = export.with_name(export.name + "-journal")
     beside.write_bytes(b"x" * 512)
     with pytest.raises(TraceFormatError, match="half-written"):
@@ -73,14 +73,14 @@ def test_an_export_still_being_written(export: Path) -> None:
     open_trace(export).close()
 
 
-def test_our_own_store_is_no_trace(tmp_path: Path) -> None:
+def test_our_own_store_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profharness.db"
     connect(path, write=True).close()
     with pytest.raises(TraceFormatError, match="a store of profharness, not a trace"):
         open_trace(path)
 
 
-def test_another_program_s_database(tmp_path: Path) -> None:
+def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mail.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE mail (id)")
@@ -88,7 +88,7 @@ def test_another_program_s_database(tmp_path: Path) -> None:
         open_trace(path)
 
 
-def test_rows_that_lie_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_rows_with_wrong_values_are_skipped_and_counted(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("mine", 100, 900)
     maker.nvtx("backwards", 900, 100)
@@ -106,7 +106,7 @@ def test_rows_that_lie_are_skipped_and_counted(tmp_path: Path) -> None:
         assert trace.ranges[int(batch.range[0])].name == "mine"
 
 
-def test_odd_launch_configurations_are_not_told(tmp_path: Path) -> None:
+def test_invalid_launch_configurations_are_left_out(tmp_path: Path) -> None:
     maker = Maker()
     maker.launch(200, gridX=-1, blockX="wide", registersPerThread=1.5, staticSharedMemory=1 << 62)
     with closing(parse_nsys(maker.write(tmp_path / "t.sqlite"))) as trace:  # type: ignore[type-var]
@@ -116,7 +116,7 @@ def test_odd_launch_configurations_are_not_told(tmp_path: Path) -> None:
 
 
 def test_a_view_is_never_read(tmp_path: Path) -> None:
-    """A view may compute anything, for as long as it likes."""
+    """A view may compute anything, for any time."""
     path = tmp_path / "t.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE META_DATA_EXPORT (name, value)")
@@ -128,7 +128,7 @@ def test_a_view_is_never_read(tmp_path: Path) -> None:
         assert trace.num_launches == 0
 
 
-def test_nothing_private_gets_out(tmp_path: Path) -> None:
+def test_nothing_private_is_reported(tmp_path: Path) -> None:
     maker = Maker("2026.1.1")
     maker.launch(200)
     maker.add("META_DATA_CAPTURE", name="COMMAND", value="python /home/ann/secret.py")
@@ -146,7 +146,7 @@ def test_nothing_private_gets_out(tmp_path: Path) -> None:
         assert not any("secret" in warning for warning in trace.warnings)
 
 
-def test_temporary_files_go_with_close(export: Path) -> None:
+def test_close_removes_temporary_files(export: Path) -> None:
     before = set(Path("/proc/self/fd").iterdir())
     trace = parse_nsys(export)
     assert set(Path("/proc/self/fd").iterdir()) > before
@@ -159,7 +159,7 @@ def test_temporary_files_go_with_close(export: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 1 << 30), data=st.binary(min_size=1, max_size=40))
-def test_any_damage_is_a_trace_or_a_format_error(
+def test_any_damage_gives_a_trace_or_a_format_error(
     tmp_path_factory: pytest.TempPathFactory, seed: int, data: bytes
 ) -> None:
     whole = gzip.decompress((DATA / "nsys_h200.sqlite.gz").read_bytes())
@@ -177,7 +177,7 @@ def test_any_damage_is_a_trace_or_a_format_error(
     assert time.process_time() - begun < 20
 
 
-def test_a_schema_that_is_no_text_is_a_format_error(tmp_path: Path) -> None:
+def test_a_schema_that_is_not_text_gives_a_format_error(tmp_path: Path) -> None:
     whole = gzip.decompress((DATA / "nsys_h200.sqlite.gz").read_bytes())
     at = whole.index(b"CREATE TABLE")
     path = tmp_path / "t.sqlite"
@@ -196,10 +196,10 @@ cp "$1" "$out"
 """
 
 
-def test_a_report_is_exported_by_the_nsys_at_hand(
+def test_a_report_is_exported_by_the_installed_nsys(
     export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nsys here is a real program that copies: the report is an export already."""
+    """nsys here is a real program that copies its input, because the report is already an export."""
     folder = tmp_path / "bin"
     folder.mkdir()
     tool = folder / "nsys"

@@ -1,5 +1,5 @@
-"""Real exports with tables, columns and rows taken away, renamed or doubled: kernels that are lost are
-refused by name or counted.
+"""Real exports with tables, columns and rows removed, renamed or doubled: lost kernels are refused
+by name or counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Change = Callable[..., Path]
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Change:
-    """The H200's export (253 kernels, 16 memsets) after some SQL."""
+    """Run SQL on the H200's export (253 kernels, 16 memsets)."""
 
     def change(*statements: str) -> Path:
         path = unpacked("nsys_h200.sqlite.gz", tmp_path)
@@ -133,7 +133,7 @@ MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
         ),
     ],
 )  # fmt: skip
-def test_what_is_lost_is_counted(
+def test_lost_rows_are_counted(
     changed: Change, statement: str, launches: int, warning: str
 ) -> None:
     trace = read(changed(statement))
@@ -141,17 +141,17 @@ def test_what_is_lost_is_counted(
     assert any(text.endswith(warning) for text in trace.warnings), trace.warnings
 
 
-def test_whole_exports_have_no_warning(changed: Change) -> None:
+def test_complete_exports_have_no_warnings(changed: Change) -> None:
     assert read(changed()).warnings == ()
     assert read(TRACES / "h200-torch-nsys-ncu" / "nsys-1.sqlite").warnings == ()
 
 
-def test_a_table_of_two_versions_is_told(changed: Change) -> None:
+def test_a_table_in_two_versions_is_reported(changed: Change) -> None:
     path = changed("CREATE TABLE NVTX_EVENTS_V2 AS SELECT * FROM NVTX_EVENTS")
     assert read(path).warnings == ("NVTX_EVENTS_V2 has rows as well and is not read",)
 
 
-def test_launches_into_a_graph_start_nothing_and_are_no_loss(tmp_path: Path) -> None:
+def test_launches_into_a_graph_are_not_losses(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("mine", 100, 900)
     maker.launch(200)
@@ -166,7 +166,7 @@ def test_launches_into_a_graph_start_nothing_and_are_no_loss(tmp_path: Path) -> 
     assert lost not in read(maker.write(tmp_path / "graph.sqlite")).warnings
 
 
-def test_numbers_beyond_the_store_are_not_emitted(tmp_path: Path) -> None:
+def test_numbers_that_the_store_cannot_hold_are_left_out(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("mine", 100, 900)
     maker.gpu(threadsPerWarp=1 << 40, maxWarpsPerSm=1 << 40, totalMemory=(1 << 63) - 1)
@@ -182,8 +182,8 @@ def test_numbers_beyond_the_store_are_not_emitted(tmp_path: Path) -> None:
     trace.close()
 
 
-def test_doubled_rows_that_lie_far_apart_are_found(tmp_path: Path) -> None:
-    """More rows than are joined at once, and copies at the end."""
+def test_repeated_rows_far_apart_are_found(tmp_path: Path) -> None:
+    """The copies are at the end, after more rows than are joined at once."""
     maker = Maker()
     maker.nvtx("mine", 100, 900)
     for call in range(70_000):

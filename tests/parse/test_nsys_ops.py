@@ -1,4 +1,4 @@
-"""Ops that PyTorch's NVTX ranges tell: attention calls, op stacks and steps of nsys exports."""
+"""Ops in PyTorch's NVTX ranges: attention calls, op stacks and steps of nsys exports."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def columns(trace: Trace, *names: str) -> list[tuple[int, ...]]:
     return rows
 
 
-def test_a_real_training_step(tmp_path: Path) -> None:
-    """The counts are those that the Kineto trace of the same step gives."""
+def test_a_real_training_step_has_calls_and_steps(tmp_path: Path) -> None:
+    """The counts equal those of the Kineto trace of the same step."""
     with parsed(unpacked("llama_train.nsys.sqlite.gz", tmp_path)) as trace:
         assert trace.warnings == ()
         assert [row.name for row in trace.ranges] == [
@@ -97,7 +97,7 @@ def test_a_real_training_step(tmp_path: Path) -> None:
         (", op_id = 7", None),
     ],
 )  # fmt: skip
-def test_texts(text: str, told: tuple[Any, ...] | None) -> None:
+def test_texts_of_pytorch_are_parsed(text: str, told: tuple[Any, ...] | None) -> None:
     assert read_text(text) == (None if told is None else OpText(*told))
 
 
@@ -111,12 +111,12 @@ def test_texts(text: str, told: tuple[Any, ...] | None) -> None:
         ("[7]", None),
     ],
 )
-def test_shapes(text: str, shapes: Any) -> None:
+def test_shapes_are_parsed(text: str, shapes: Any) -> None:
     arguments = op_arguments(text)
     assert (None if arguments is None else arguments.dims) == shapes
 
 
-def test_ranges_keep_their_text_where_pytorch_named_none(tmp_path: Path) -> None:
+def test_ranges_keep_their_text_without_ops(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("request, op_id = 4", 0, 100)
     maker.nvtx("prefill, seq = 512", 100, 200)
@@ -131,7 +131,7 @@ def test_ranges_keep_their_text_where_pytorch_named_none(tmp_path: Path) -> None
 
 
 def node(maker: Maker, name: str, sequence: int, start: int) -> None:
-    """A backward op and the evaluation around it, 80 ns long."""
+    """Add a backward op and the evaluation around it, 80 ns long."""
     thread = {"globalTid": AUTOGRAD}
     maker.nvtx(f"{EVALUATE}{name}, op_id = {start}", start, start + 80, **thread)
     maker.nvtx(f"{name}, seq = {sequence}, op_id = {start}", start + 10, start + 70, **thread)
@@ -151,13 +151,13 @@ FLASH_NODE = "ScaledDotProductFlashAttentionBackward0"
 
 
 def spans(trace: Trace) -> list[tuple[int, str] | None]:
-    """The call and the direction of each launch, by its start."""
+    """Return the call and the direction of each launch, by start."""
     rows = sorted(columns(trace, "start_ns", "call_span"))
     found = [trace.call_spans[at] if at >= 0 else None for _, at in rows]
     return [span and (span.call, span.direction) for span in found]
 
 
-def test_a_number_of_several_threads_goes_by_the_op_s_name(tmp_path: Path) -> None:
+def test_an_ambiguous_sequence_number_is_resolved_by_the_op_name(tmp_path: Path) -> None:
     maker = Maker()
     attention(maker, 5, 100, SIZES)
     maker.nvtx("aten::mul, seq = 5, op_id = 1, sizes = [[2]]", 160, 170, globalTid=SECOND)
@@ -176,7 +176,7 @@ def test_a_number_of_several_threads_goes_by_the_op_s_name(tmp_path: Path) -> No
         )
 
 
-def test_a_backward_is_that_of_the_last_op_with_its_number(tmp_path: Path) -> None:
+def test_a_backward_belongs_to_the_last_op_with_its_number(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("aten::add, seq = 5, op_id = 1, sizes = [[3]]", 50, 60)
     attention(maker, 5, 100, SIZES)
@@ -189,7 +189,7 @@ def test_a_backward_is_that_of_the_last_op_with_its_number(tmp_path: Path) -> No
         assert trace.calls[0].backward
 
 
-def test_eager_attention_and_its_backward(tmp_path: Path) -> None:
+def test_eager_attention_and_its_backward_are_found(tmp_path: Path) -> None:
     maker = Maker()
     shapes = {
         "bmm": "[[8, 16, 4], [8, 4, 32]]",
@@ -223,7 +223,9 @@ def test_eager_attention_and_its_backward(tmp_path: Path) -> None:
         (SIZES[:-20], "--pytorch=autograd-shapes-nvtx", True),
     ],
 )
-def test_sizes_left_out_or_cut_off(tmp_path: Path, sizes: str, reason: str, warned: bool) -> None:
+def test_missing_and_truncated_sizes_are_counted(
+    tmp_path: Path, sizes: str, reason: str, warned: bool
+) -> None:
     maker = Maker()
     attention(maker, 5, 100, sizes)
     maker.launch(110)
@@ -245,7 +247,7 @@ def test_ops_beyond_one_block_keep_their_stacks(
         assert (columns(trace, "op_path", "call_span"), trace.op_paths) == whole
 
 
-def test_a_compiled_region_is_a_range_and_holds_its_calls(tmp_path: Path) -> None:
+def test_a_compiled_region_is_a_range_around_its_calls(tmp_path: Path) -> None:
     maker = Maker()
     maker.nvtx("Torch-Compiled Region: 0/0, op_id = 3", 90, 200)
     attention(maker, 5, 100, SIZES)

@@ -1,4 +1,4 @@
-"""Exports, reports and tables inside gzip are read like plain ones."""
+"""Gzipped exports, reports and tables are read like unpacked ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = Path(__file__).parents[1] / "data"
 CSV = '"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n"0","k","16"\n'
 
 
-def test_a_packed_export_reads_like_the_plain_one(
+def test_a_gzipped_export_reads_like_the_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = DATA / "nsys_h200.sqlite.gz"
@@ -40,7 +40,7 @@ def test_a_packed_export_reads_like_the_plain_one(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_packed_table_and_report(tmp_path: Path) -> None:
+def test_a_gzipped_table_and_report_are_read(tmp_path: Path) -> None:
     path = tmp_path / "k.csv.gz"
     path.write_bytes(gzip.compress(CSV.encode()))
     (batch,) = open_trace(path).batches()
@@ -53,7 +53,7 @@ def test_a_packed_table_and_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.sqlite.gz", "x.ncu-rep.gz"])
-def test_errors_name_the_file_that_was_given(tmp_path: Path, name: str) -> None:
+def test_errors_name_the_given_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(b"hello" * 100))
     with pytest.raises(TraceFormatError, match=rf"^{path}(, byte 0)?: not an ") as caught:
@@ -69,14 +69,14 @@ def test_errors_name_the_file_that_was_given(tmp_path: Path, name: str) -> None:
 
 
 def content(path: Path) -> bytes:
-    """All that a packed file holds."""
+    """Return the whole content of a packed file."""
     file, packed = open_file(path)
     assert packed
     with closing(file):
         return b"".join(iter(lambda: file.read(1000), b""))
 
 
-def test_members_follow_each_other_and_zeros_may_follow_them(tmp_path: Path) -> None:
+def test_several_members_and_trailing_zeros_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.gz"
     one, two = gzip.compress(b"one" * 999), gzip.compress(b"two")
     for data in (
@@ -92,7 +92,7 @@ def test_members_follow_each_other_and_zeros_may_follow_them(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("tail", [b"g", b"garbage\n" * 50_000, b"\x1f"])
-def test_what_follows_a_whole_stream_is_told_as_such(tmp_path: Path, tail: bytes) -> None:
+def test_trailing_data_is_refused(tmp_path: Path, tail: bytes) -> None:
     packed = {"x.csv.gz": gzip.compress(CSV.encode())}
     names = ("kineto_h200.json.gz", "nsys_h200.sqlite.gz", "ncu_h200.ncu-rep.gz")
     for name, data in (packed | {name: (DATA / name).read_bytes() for name in names}).items():
@@ -102,7 +102,7 @@ def test_what_follows_a_whole_stream_is_told_as_such(tmp_path: Path, tail: bytes
             open_trace(path)
 
 
-def test_any_damaged_byte_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_any_damaged_byte_gives_an_error_that_names_the_file(tmp_path: Path) -> None:
     rng = random.Random(7)
     for name in ("kineto_h200.json.gz", "nsys_h200.sqlite.gz", "ncu_h200.ncu-rep.gz"):
         whole = (DATA / name).read_bytes()
@@ -115,7 +115,7 @@ def test_any_damaged_byte_is_an_error_that_names_the_file(tmp_path: Path) -> Non
                 open_trace(path)
 
 
-def test_a_damaged_trace_costs_a_run_folder_that_trace_alone(tmp_path: Path) -> None:
+def test_a_damaged_trace_does_not_affect_others_in_its_folder(tmp_path: Path) -> None:
     folder = shutil.copytree(DATA.parents[1] / "traces" / "h200-torch2.11", tmp_path / "run")
     first = min(folder.glob("*.torch.json.gz"))
     data = bytearray(first.read_bytes())
@@ -127,7 +127,7 @@ def test_a_damaged_trace_costs_a_run_folder_that_trace_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["x.json.gz", "x.csv.gz", "x.sqlite.gz", "x.ncu-rep.gz", "x.gz"])
-def test_a_bomb_is_counted_by_what_it_unpacks_to(
+def test_a_bomb_is_refused_by_its_unpacked_size(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "tmp"
@@ -149,12 +149,12 @@ def test_a_bomb_is_counted_by_what_it_unpacks_to(
     assert list(temporary.iterdir()) == []
 
 
-def test_no_real_trace_comes_near_the_limit() -> None:
+def test_real_traces_are_far_below_the_limit() -> None:
     for path in (DATA.parents[1] / "traces").rglob("*.gz"):
         assert len(content(path)) < MAX_RATIO / 4 * path.stat().st_size
 
 
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_special_file_is_refused_without_waiting(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path):
@@ -162,7 +162,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
             open_trace(path)
 
 
-def test_a_trace_that_lies_there_twice_is_taken_in_once(tmp_path: Path) -> None:
+def test_a_trace_also_present_as_gzip_is_ingested_once(tmp_path: Path) -> None:
     for name in (
         "a.nsys-rep.gz",
         "a.sqlite.gz",
