@@ -1,5 +1,7 @@
-"""The store: SQLite in, rows out. What ingests is loaded on first use, so that reading imports
-neither numpy nor a parser.
+"""The SQLite store of runs and traces.
+
+The functions that ingest are imported on first use, so that reading imports neither numpy nor a
+parser.
 """
 
 from __future__ import annotations

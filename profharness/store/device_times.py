@@ -1,4 +1,4 @@
-"""How long each GPU of a trace was busy, and with what, added up as its launches go by."""
+"""Sum up how long each GPU of a trace was busy, and how long with collectives."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TIMED = ("torch", "nsys")  # ncu runs each kernel alone and lays them end to end
 
 
 class DeviceTimes:
-    """Keeps of each launch on a GPU its device, kernel, start and duration: 24 bytes."""
+    """Collect the device, kernel, start and duration of each launch on a GPU: 24 bytes each."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Column, ...]] = []
 
     def watch(self, batches: Iterable[LaunchBatch]) -> Iterator[LaunchBatch]:
-        """The batches as they are; call `insert` after the last one."""
+        """Yield the batches unchanged. Call `insert` after the last one."""
         for batch in batches:
             timed = (batch.device >= 0) & (batch.duration_ns >= 0)
             kept = (batch.device, batch.kernel, batch.start_ns, batch.duration_ns)
@@ -41,8 +41,10 @@ class DeviceTimes:
     def insert(
         self, connection: sqlite3.Connection, trace_id: int, kernels: Sequence[tuple[str, str]]
     ) -> None:
-        """Insert a row a device. kernels are the names and kinds that the batches refer to, all of
-        them stored.
+        """Insert one row per device.
+
+        `kernels` contains the name and kind of each kernel that the batches refer to. All of them
+        must be stored already.
         """
         if not self._blocks:
             return
@@ -66,14 +68,14 @@ class DeviceTimes:
                 "end_ns": int(ends.max()),
                 "busy_ns": busy,
                 "collective_ns": _union(begins[collective], ends[collective]),
-                # while a collective ran and nothing else did
+                # the time in which collectives ran and nothing else did
                 "exposed_ns": busy - _union(begins[~collective], ends[~collective]),
             }
             insert_row(connection, "device_times", row)
 
 
 def _union(begins: Column, ends: Column) -> int:
-    """ns that intervals in the order of their begins cover together."""
+    """Return how many ns the intervals cover together. They must be sorted by their begins."""
     if not len(begins):
         return 0
     until = np.maximum.accumulate(ends)

@@ -1,5 +1,7 @@
-"""File systems that reach over a network, where SQLite's write-ahead log does not work: its index is
-shared memory, which other hosts do not see, and locks are not to be trusted.
+"""Detect network file systems.
+
+SQLite's write-ahead log does not work on them: its index is shared memory, which other hosts do not
+see, and file locks are unreliable. See https://sqlite.org/wal.html.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from profharness.errors import StoreError
 from profharness.files import DEFAULT_STORE, STORE_VARIABLE
 
-# types as the kernel names them; a type behind `fuse.` is a program's own
+# file system types by the kernel's names; FUSE types are `fuse.NAME`
 NETWORK = {
     "9p": "9P",
     "afs": "AFS",
@@ -46,8 +48,9 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def network_name(path: Path) -> str | None:
-    """The name of the network file system on which a file lies or would lie; None on a disk of this
-    host, and where the system does not tell.
+    """Return the name of the network file system that contains a path, which need not exist.
+
+    Return None for a local disk, or if the system does not list its mounts.
     """
     with contextlib.suppress(OSError):
         real = os.path.realpath(path)
@@ -56,16 +59,18 @@ def network_name(path: Path) -> str | None:
             for point, kind in _mounts(MOUNTS.read_text(errors="surrogateescape"))
             if point == ROOT or real == point or real.startswith(f"{point}/")
         ]
-        # of two mounts at one point the later one covers the earlier
+        # a later mount covers an earlier one at the same point
         length = max((length for length, _ in under), default=0)
         kinds = [kind for place, kind in under if place == length]
-        if kinds and not (kinds[-1] == "9p" and length == len(ROOT)):  # a sandbox has its root so
+        if kinds and not (
+            kinds[-1] == "9p" and length == len(ROOT)
+        ):  # sandboxes mount their root so
             return NETWORK.get(kinds[-1].removeprefix("fuse."))
     return None
 
 
 def _mounts(text: str) -> Iterator[tuple[str, str]]:
-    """(mount point, type) of each line of mountinfo."""
+    """Yield the mount point and type of each line of mountinfo."""
     for line in text.splitlines():
         fields, dash, rest = line.partition(" - ")
         places = fields.split(" ")
@@ -75,7 +80,7 @@ def _mounts(text: str) -> Iterator[tuple[str, str]]:
 
 
 def refuse_network(path: Path) -> None:
-    """Raise StoreError for a store that is to be written on a network file system."""
+    """Raise StoreError if a store to be written lies on a network file system."""
     name = network_name(path)
     if name is not None:
         raise StoreError(
@@ -85,14 +90,14 @@ def refuse_network(path: Path) -> None:
 
 
 def file_beside(path: Path, suffix: str) -> Path:
-    """The file that SQLite keeps beside a store, also where a symbolic link names the store."""
+    """Return the path of a file that SQLite keeps beside a store. Symbolic links are resolved."""
     return Path(f"{os.path.realpath(path)}{suffix}")
 
 
 def may_be_read(path: Path) -> str | None:
-    """The name of the network file system of a store that is read there as it lies, None elsewhere.
+    """Return the name of the network file system that contains a store to be read, else None.
 
-    Raises StoreError where a writer is at work on it, or has left what it wrote in the log.
+    Raises StoreError if the store has a log there: another host may be writing to it.
     """
     name = network_name(path)
     log = file_beside(path, "-wal")
@@ -106,7 +111,7 @@ def may_be_read(path: Path) -> str | None:
 
 
 def _elsewhere() -> Path:
-    """Where a store may lie: below the user's home, else in a folder for temporary files."""
+    """Suggest a local path for a store: in the user's home, else in a temporary folder."""
     places = [Path.home(), Path("/var/tmp"), Path(tempfile.gettempdir())]
     usable = (
         place for place in places if os.access(place, os.W_OK) and network_name(place) is None

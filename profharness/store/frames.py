@@ -1,4 +1,7 @@
-"""Rows as pandas DataFrames, in which whole numbers stay whole and an empty answer has its columns."""
+"""Convert rows to pandas DataFrames.
+
+Integer columns stay integers, and the frame of an empty result has its columns.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,13 @@ _READS = "only a SELECT may be asked, and nothing attached"
 
 
 def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
-    """A frame with flat columns, one row each; without rows, with the columns of a kind of row.
+    """Return a frame with one row per row and flat columns.
 
-    A grid or block becomes three columns (`grid_x`, …), a tuple of texts one text joined by "; ",
-    raw samples a count and a median (`event_samples`, `event_median_ns`), metrics one column each
-    under the profiler's own name, without the unit, other dicts one column a key. Unknown values
-    are missing, never 0.
+    `kind` is the row type, which gives the columns if there are no rows. A grid or block becomes
+    three columns (`grid_x`, …). A tuple of strings becomes one string joined by "; ". Raw samples
+    become a count and a median (`event_samples`, `event_median_ns`). Each metric becomes a column
+    with the profiler's own name, without the unit. Other dicts become one column per key. Unknown
+    values are missing, never 0.
     """
     kind = type(rows[0]) if rows else kind
     if kind is None:
@@ -46,28 +50,33 @@ def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
 def frame(
     rows: list[Any], columns: list[str] | None = None, *, integers: Collection[str] = ()
 ) -> pd.DataFrame:
-    """A DataFrame of rows or records. A column of ints with gaps is of dtype Int64, and so is each of
-    `integers` that has a gap.
+    """Return a DataFrame of rows or records.
+
+    Columns of integers with missing values have the dtype Int64, and so do the columns of `integers`
+    that have missing values.
     """
-    # frames alone need pandas
+    # imported late: only frames need pandas
     import pandas as pd
 
     made = pd.DataFrame(rows, columns=columns)
     for place, name in enumerate(made.columns):
         column = made.iloc[:, place]
-        # pandas makes floats of whole numbers with gaps, inexact beyond 2**53
+        # pandas converts integers with gaps to floats, which are inexact beyond 2**53
         if column.dtype.kind not in "fO" or not (column.isna().any() or name in integers):
             continue
         values = [row.get(name) if isinstance(row, dict) else row[place] for row in rows]
         kinds = {type(value) for value in values} - {type(None)}
         if kinds == {int} or (name in integers and not kinds):
-            # by place: two columns of a query may have one name
+            # by position: two columns of a query may have the same name
             made.isetitem(place, pd.array(values, dtype="Int64"))
     return made
 
 
 def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> pd.DataFrame:
-    """The answer to any SELECT over the store's tables and views. Raises UsageError for other SQL."""
+    """Return the result of any SELECT over the store's tables and views.
+
+    Raises UsageError for other SQL.
+    """
     connection = store.connection
     connection.set_authorizer(_reading)
     try:
@@ -76,20 +85,20 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
         return frame(cursor.fetchall(), columns)
     except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning) as error:
         if is_damage(error) or find_damage(connection):
-            raise  # of the file, which the store tells
+            raise  # Store.__exit__ reports a damaged file
         raise UsageError(f"the query failed: {error}; {_READS}") from None
     except sqlite3.DatabaseError as error:
-        # sqlite3 has no exception of its own for this
+        # sqlite3 has no separate exception for this
         if "not authorized" not in str(error):
             raise
         raise UsageError(f"the query is refused; {_READS}") from None
     finally:
-        # the store goes on with this connection
+        # the store continues to use this connection
         connection.set_authorizer(None)
 
 
 def _reading(action: int, *_: object) -> int:
-    """ATTACH would make a file, also on a connection that only reads."""
+    """Deny ATTACH and DETACH: ATTACH creates a file even on a read-only connection."""
     refused = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
     return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
 
@@ -100,7 +109,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _plain(names: Sequence[str], hints: Mapping[str, Any]) -> Iterator[str]:
-    """The fields that have a column whatever is in them: no dicts."""
+    """Yield the fields whose columns do not depend on their values: all except dicts."""
     return (name for name in names if not str(hints[name]).startswith("dict"))
 
 

@@ -1,5 +1,6 @@
-"""Exact launch statistics per group, from columns: what the store keeps so that questions need not
-read launches.
+"""Compute exact launch statistics per group from columns.
+
+The store keeps these groups, so that most queries need not read launches.
 """
 
 from __future__ import annotations
@@ -17,41 +18,38 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-MERGE_ROWS = 1 << 20  # held before rows that are equal but for their start become one
+MERGE_ROWS = 1 << 20  # rows kept before those with the same group and duration are merged
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """One element a group, all int64. index is the row of one member, first the earliest start; the
-    rest are over the members' durations.
-
-    median is the middle duration, for an even count the mean of the two middle ones, rounded down.
-    """
+    """Columns with one int64 element per group. Statistics are over the members' durations."""
 
     index: Column
+    """row of one member"""
     count: Column
     total: Column
     median: Column
+    """middle duration; for an even count the mean of the two middle ones, rounded down"""
     minimum: Column
     maximum: Column
     first: Column
+    """earliest start"""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """All rows in fine groups (equal keys) and coarse ones (equal keys but for the last column).
-
-    keys has a row a fine group, in rising order. index of fine and coarse counts rows of keys;
-    coarse_of gives each fine group its coarse one.
-    """
+    """Rows in fine groups (equal keys) and in coarse groups (equal keys except the last column)."""
 
     keys: Column
+    """sorted, one row per fine group; the indices of `fine` and `coarse` are rows of it"""
     fine: Groups
     coarse: Groups
     coarse_of: Column
+    """index of the coarse group of each fine group"""
 
     def busiest(self) -> Column:
-        """For each coarse group its fine group with the most members; of several, the earliest."""
+        """Return for each coarse group its fine group with the most members, on a tie the earliest."""
         order = np.lexsort((self.fine.first, -self.fine.count, self.coarse_of))
         owner = self.coarse_of[order]
         heads: Column = order[np.r_[True, owner[1:] != owner[:-1]]]
@@ -59,10 +57,11 @@ class Grouped:
 
 
 def group(key: Column, duration: Column, start: Column, count: Column) -> Groups:
-    """Group rows, of which there must be one at least, by key; the groups' keys rise. count: how
-    many launches a row stands for.
+    """Group at least one row by key. Groups are sorted by key.
+
+    `count` is the number of launches that each row represents.
     """
-    order = np.argsort(pack([key, duration]))  # quicker than lexsort, same order
+    order = np.argsort(pack([key, duration]))  # faster than lexsort, with the same order
     ordered_key, ordered, counts = key[order], duration[order], count[order]
     begins = np.flatnonzero(np.r_[True, ordered_key[1:] != ordered_key[:-1]])
     ends = np.r_[begins[1:], len(key)]
@@ -75,7 +74,7 @@ def group(key: Column, duration: Column, start: Column, count: Column) -> Groups
         index=order[begins],
         count=total_count,
         total=np.add.reduceat(ordered * counts, begins),
-        # the sum of both could leave int64
+        # the sum of both could overflow int64
         median=low + (high - low) // 2,
         minimum=ordered[begins],
         maximum=ordered[ends - 1],
@@ -84,8 +83,10 @@ def group(key: Column, duration: Column, start: Column, count: Column) -> Groups
 
 
 class Grouping:
-    """Groups rows that come in blocks. Memory grows with the durations that differ, not with the
-    rows: those of one group and duration are merged.
+    """Group rows that arrive in blocks.
+
+    Rows of the same group and duration are merged, so memory grows with the number of distinct
+    durations, not with the number of rows.
     """
 
     def __init__(self, *, merge_rows: int = MERGE_ROWS) -> None:
@@ -94,11 +95,11 @@ class Grouping:
         self._rows, self._merge_rows, self._merge_at = 0, merge_rows, merge_rows
 
     def add(self, keys: Sequence[Column], duration: Column, start: Column) -> None:
-        """Take in rows; keys are columns of values >= -1."""
+        """Add rows. Keys are columns of values >= -1."""
         _, index, member_of = np.unique(pack(keys), return_index=True, return_inverse=True)
         rows = zip(*(column[index].tolist() for column in keys), strict=True)
         ids = np.array([self._ids.setdefault(row, len(self._ids)) for row in rows], np.int64)
-        # Copies, for a view would keep the whole batch.
+        # copied, because a view would keep the whole batch in memory
         self._blocks.append((ids[member_of], duration.copy(), start.copy(), np.ones_like(start)))
         self._rows += len(duration)
         if self._rows > self._merge_at:
@@ -112,7 +113,7 @@ class Grouping:
         return ids[groups.index], groups.minimum, groups.first, groups.count
 
     def finish(self) -> Grouped:
-        """The groups of all rows taken in; there must be at least one."""
+        """Return the groups of all added rows, of which there must be at least one."""
         ids, *columns = map(np.concatenate, zip(*self._blocks, strict=True))
         keys = np.array(list(self._ids), np.int64)
         order = np.lexsort(keys.T[::-1])

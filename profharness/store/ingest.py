@@ -1,5 +1,7 @@
-"""Run folders and trace files into the store: one transaction a run, a no-op when the content is
-already there. A raw trace of a run that cannot be read costs the run that trace alone.
+"""Ingest run folders and trace files into the store.
+
+Each run is one transaction. Ingesting stored content again changes nothing. A run with an unreadable
+raw trace is stored without that trace.
 """
 
 from __future__ import annotations
@@ -63,26 +65,27 @@ from profharness.trace import LaunchBatch, Trace
 Progress = Callable[[str, int, int], None]
 
 UNREADABLE = "trace_unreadable"
-FEW = 5  # sources that a message names
-LAST_SECOND = 253402300799.0  # of the year 9999, after which no date can be written
-EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range tells the date
+FEW = 5  # maximum number of sources that a message lists
+LAST_SECOND = 253402300799.0  # end of the year 9999, the last that datetime supports
+EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range is Unix time
 
 
 @dataclass(frozen=True, slots=True)
 class IngestResult:
-    """What became of a source: `new`, `unchanged` or `replaced`; launches and cells now stored.
-
-    kept is the folder that the run is stored from, where the source is a copy of it. warnings are
-    what is stored with the run: each begins with the trace or cell that it is about.
-    """
+    """The result of ingesting one source."""
 
     run: str
     status: str
+    """`new`, `unchanged` or `replaced`"""
     source: Path
     launches: int
+    """number of launches now stored"""
     cells: int
+    """number of cells now stored"""
     warnings: tuple[str, ...] = ()
+    """warnings stored with the run; each begins with its trace or cell"""
     kept: Path | None = None
+    """folder that the run was ingested from, if the source is a copy of it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class _Parsed:
 
 
 class _RawError(Exception):
-    """Reading a raw trace failed in the middle. args: the Raw, the TraceFormatError."""
+    """Reading a raw trace failed. The arguments are the Raw and the TraceFormatError."""
 
 
 def ingest_path(
@@ -103,17 +106,19 @@ def ingest_path(
     progress: Progress | None = None,
     cache: ParsedTraceCache | None = None,
 ) -> list[IngestResult]:
-    """Ingest a run folder, a trace file, or every one of them below a folder, in sorted order.
+    """Ingest a run folder, a trace file, or all of them below a folder, in sorted order.
 
-    progress is called with the source's name, launches done and launches in all. cache: traces that
-    are parsed already. A run folder's trace that cannot be read becomes a problem of the stored run
-    and a warning. Raises TraceFormatError for any other source that cannot be read, once all others are taken in (the
-    store keeps what it had of it, and none is made for it alone), StoreError for a store that cannot be
-    used, or that lacks what was written to it.
+    `progress` is called with the source's name, the launches done and the total. `cache` contains
+    traces that were parsed before. An unreadable trace of a run folder becomes a problem and a
+    warning of the stored run.
+
+    Raises TraceFormatError for any other unreadable source, after ingesting all others. The store
+    keeps what it had of that source and is not created for it alone. Raises StoreError if the store
+    cannot be used or does not contain what was written to it.
     """
     results, failures = [], []
-    # A source that cannot be read makes no store, so it is opened late. Checking six references
-    # a launch costs as much again as writing it; all ids stem from here.
+    # The store is opened late, so that an unreadable source creates none. Foreign keys are not
+    # checked: six per launch would double the cost of writing it, and all ids are assigned here.
     with closing(Writer(store)) as writer:
         for path in find_sources(source):
             try:
@@ -135,10 +140,10 @@ def ingest_path(
 
 
 def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0) -> None:
-    """Raise StoreError where the store lacks runs that were written to it.
+    """Raise StoreError if the store lacks runs that were written to it.
 
-    The store is opened anew: SQLite writes on into a file that was deleted or replaced. failed:
-    how many other sources could not be taken in.
+    The store is reopened, because SQLite keeps writing to a file that was deleted or replaced.
+    `failed` is the number of other sources that could not be ingested.
     """
     query, stored = "SELECT 1 FROM runs WHERE run = ?", set()
     with suppress(StoreError, sqlite3.Error), closing(connect(store, write=False)) as connection:
@@ -154,7 +159,7 @@ def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0
 
 
 def _remedy(source: Source) -> str:
-    """What to do with a run folder that a store did not take."""
+    """Return how to ingest a run folder elsewhere; empty for a trace file."""
     if source.run is None:
         return ""
     return (
@@ -165,8 +170,9 @@ def _remedy(source: Source) -> str:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the search for cycles, of which millions of rows make none and which takes a tenth of
-    the time.
+    """Disable the cyclic garbage collector.
+
+    Ingesting millions of rows creates no cycles, and the collector takes about 10 % of the time.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -185,15 +191,15 @@ def ingest_source(
     progress: Progress | None,
     cache: ParsedTraceCache | None = None,
 ) -> IngestResult:
-    """What becomes of one source, read and not parsed yet. writer: opens the store, which a source that
-    cannot be read does not make.
+    """Parse and store one source.
 
-    A trace of a run that turns out unreadable is left out, at the price of a new start. Raises what
-    `ingest_path` raises, and what SQLite does.
+    `writer` opens the store. It is called only once the source is known to be readable. If a trace
+    of a run turns out to be unreadable, ingesting the run starts again without it. Raises the errors
+    of `ingest_path` and those of SQLite.
     """
     if source.run is not None:
         check_record(source.path / RUN_FILE, source.run)
-    # before anything is parsed, and below again: another process may be quicker
+    # checked before parsing, and again in the transaction: another process may store it first
     same = waiting(lambda: unchanged(writer(), source)) if store.exists() else None
     if same:
         return same
@@ -219,7 +225,7 @@ def ingest_source(
 
 
 def _open(raw: Raw, opened: ExitStack, cache: ParsedTraceCache | None) -> _Parsed:
-    """Parse up to the first batch, so that most of the work is done before the store is locked."""
+    """Parse a trace up to its first batch: most of the work, done before the store is locked."""
     kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
     try:
         trace, early = kept or (open_trace(raw.path), None)
@@ -235,7 +241,7 @@ def _open(raw: Raw, opened: ExitStack, cache: ParsedTraceCache | None) -> _Parse
 
 
 def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
-    """What is stored of this content, or of the run that this folder is a copy of."""
+    """Return the result for stored content or for a copy of a stored run; None if it is neither."""
     run, kept = source.run, None
     if run and all(raw.problem is None for raw in source.raws):
         kept = overwrite_guard.kept_elsewhere(connection, source.path, run)
@@ -261,17 +267,17 @@ def _write(
     progress: Progress | None,
 ) -> IngestResult:
     run = source.run
-    # by content: a copy under another name is the same run
+    # a trace is named by its content, so a copy under another name is the same run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
     before = overwrite_guard.stored(connection, name)
-    # overwrite_guard.require at the end undoes this where less comes in
+    # overwrite_guard.require at the end rolls this back if the new run contains less
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
     _insert_devices(connection, run_id, [item.trace for item in parsed])
     # the launches of an observed program belong to no cell
     planned = run is not None and run.kind != OBSERVE
     cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
-    # without cells everything that the traces hold is asked about, as of a foreign trace
+    # without cells all launches are kept, as for a foreign trace
     results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
@@ -328,20 +334,23 @@ def _insert_run(
         "profharness": run.profharness if run else None,
         **asdict(place),
         "problems": to_json([asdict(problem) for problem in _problems(source)]),
-        "warnings": "[]",  # known when all is inserted
+        "warnings": "[]",  # updated after everything is inserted
     }
     return insert_row(connection, "runs", row)
 
 
 def _bench_plan(source: Source) -> BenchPlan | None:
-    """By the record, for a record that has none by the folder. Raises TraceFormatError."""
+    """Return the plan in the record, else the one in the folder. Raises TraceFormatError."""
     if source.run is None or source.run.bench is not None:
         return source.run.bench if source.run else None
     return read_plan(source.path)
 
 
 def _created(path: Path, parsed: _Parsed) -> str:
-    """When a foreign trace was made: as it says, by its clock if that tells the date, else the file's."""
+    """Return when a foreign trace was recorded.
+
+    Use the date in the trace, else its clock if that is Unix time, else the file's modification time.
+    """
     stamps = [] if parsed.trace.created_s is None else [parsed.trace.created_s * 10**9]
     starts = stamps + [item.start_ns for item in parsed.trace.ranges[:1]]
     seconds = min(max(path.stat().st_mtime, 0.0), LAST_SECOND)
@@ -351,7 +360,7 @@ def _created(path: Path, parsed: _Parsed) -> str:
 
 
 def _problems(source: Source) -> tuple[Problem, ...]:
-    """The problems that run.json tells of, and the traces that cannot be read."""
+    """Return the problems in run.json and one for each unreadable trace."""
     if source.run is None:
         return ()
     unreadable = (
@@ -370,7 +379,7 @@ def _problems(source: Source) -> tuple[Problem, ...]:
 
 
 def _insert_devices(connection: sqlite3.Connection, run_id: int, traces: list[Trace]) -> None:
-    """One row a device; what one trace does not tell, another may."""
+    """Insert one row per device, with the values that any of the traces contains."""
     merged: dict[int, dict[str, object]] = {}
     for device in chain.from_iterable(trace.devices for trace in traces):
         values = asdict(device)
@@ -384,7 +393,7 @@ def _insert_devices(connection: sqlite3.Connection, run_id: int, traces: list[Tr
 def _insert_cells(
     connection: sqlite3.Connection, run_id: int, cells: Sequence[Cell]
 ) -> dict[str, int]:
-    """Insert the cells and what hangs on them; their row ids by name."""
+    """Insert cells with their samples, refusals and checks. Return their row ids by name."""
     configs = config_ids(connection, (cell.config for cell in cells))
     ids = {
         cell.cell: _insert_cell(connection, run_id, cell, configs[cell.config]) for cell in cells
@@ -440,7 +449,7 @@ def _insert_raw(
         "content_hash": raw.content_hash,
         "skipped": trace.skipped,
         "environment": to_json(trace.environment),
-        # insert_trace knows these when it is done
+        # insert_trace updates these at the end
         **dict.fromkeys(("launches", "dropped", "first_launch_id", "last_launch_id"), 0),
     }
     done = 0
@@ -452,7 +461,7 @@ def _insert_raw(
             progress(raw.name, done, trace.num_launches)
 
     times = DeviceTimes()
-    # the launches of a cell lie apart, and are timed alone
+    # the launches of cells are timed one call at a time, so busy times mean nothing there
     watched = cells is None and trace.profiler in TIMED
     batches = times.watch(parsed.batches) if watched else parsed.batches
     try:
@@ -470,7 +479,7 @@ def _insert_raw(
 
 
 def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
-    """The warning on metrics that were asked for and are not in a trace of ncu."""
+    """Return a warning if an ncu trace lacks requested metrics."""
     if trace.profiler != "ncu" or not trace.num_launches:
         return []
     names = ", ".join(unmeasured(protocol.metrics, trace.metrics.names if trace.metrics else ()))
@@ -483,7 +492,7 @@ def _update_cells(
     ids: dict[str, int],
     results: list[tuple[str, Inserted]],
 ) -> list[str]:
-    """Write what the traces say about the cells; the new warnings, each with its cell."""
+    """Store operators and warnings that traces give for cells. Return the new warnings."""
     by_cell: dict[str, list[tuple[str, CellTrace]]] = {}
     for profiler, result in results:
         for trace in result.cells:

@@ -1,5 +1,6 @@
-"""Compare a run folder with the stored run: a damaged or smaller folder never replaces a complete run,
-and a copy of the folder changes nothing.
+"""Compare a run folder with the stored run.
+
+A damaged or smaller folder never replaces a complete run, and a copy of the folder changes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RunContents:
 
 
 def recorded(run: Run) -> RunContents:
-    """Return the contents by a run's record, without parsing its traces."""
+    """Return the contents that a run's record lists, without parsing its traces."""
     cells = {
         cell.cell: sum(map(len, cell.samples.values())) + len(cell.checks)
         for cell in run.cells
@@ -77,14 +78,14 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
     if row is None:
         return None
     source = Path(row[0])
-    # where the source is gone, the copy takes its place
+    # if the source was deleted, the copy replaces it
     if not (source / RUN_FILE).is_file() or source.resolve() == folder.resolve():
         return None
     here, there = recorded(run), stored(connection, run.run)
     same = (
         there is not None
         and here.cells == there.cells
-        # by path alone: how many launches a trace holds shows when it is parsed
+        # by path alone, because the number of launches is unknown before parsing
         and here.traces.keys() == there.traces.keys()
     )
     return source if same else None
@@ -99,7 +100,7 @@ def require(
 ) -> None:
     """Raise TraceFormatError if the stored run now contains less than it did before.
 
-    `lost` lists why traces of it could not be read.
+    `lost` contains the reasons why traces of it could not be read.
     """
     after = stored(connection, run)
     missing = after.lacks(before) if before and after else []

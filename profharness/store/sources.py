@@ -1,4 +1,4 @@
-"""What a path offers to the store: run folders and trace files, each with its content hash."""
+"""Find run folders and trace files, and compute their content hashes."""
 
 from __future__ import annotations
 
@@ -27,33 +27,39 @@ from profharness.run import (
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
-MAX_PATH, SHOWN_PATH = 1024, 60  # characters of a trace's path, in all and in a message
+MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a trace's path, and in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """One raw trace of a source, its cells as run.json says; problem: why it cannot be read."""
+    """A raw trace of a source."""
 
     profiler: str | None
     name: str
     path: Path
     content_hash: str
     cells: tuple[str, ...] = ()
+    """the cells that run.json lists for it"""
     problem: str | None = None
+    """why it cannot be read"""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source before it is parsed; run is None for a trace file that no run folder holds."""
+    """A source that is not parsed yet."""
 
     path: Path
     run: Run | None
+    """None for a trace file outside of a run folder"""
     raws: tuple[Raw, ...]
     content_hash: str
 
 
 def find_sources(path: Path) -> list[Path]:
-    """The run folders and trace files of a path. Raises TraceFormatError if there is none."""
+    """Return the run folders and trace files at or below a path.
+
+    Raises TraceFormatError if there is none.
+    """
     try:
         if path.is_file() or (path / RUN_FILE).is_file():
             return [path]
@@ -70,20 +76,20 @@ def find_sources(path: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    # a folder lists its files in any order
+    # sorted, because the order of a folder's entries is arbitrary
     for entry in sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")):
-        # a link may lead back up
+        # symbolic links are not followed, because they could form a cycle
         if entry.is_dir() and not entry.is_symlink():
             try:
                 yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
             except PermissionError:
-                yield entry  # who reads it says so
+                yield entry  # reading it raises the error
         elif entry.is_file() and _is_wanted(entry):
             yield entry
 
 
 def _is_wanted(file: Path) -> bool:
-    """Whether a file found in a folder is a source; who reads one that is locked says so."""
+    """Return whether a file is a trace. Reading an unreadable one raises the error later."""
     try:
         return is_trace(file) and sniff(file) is not None
     except TraceFormatError:
@@ -91,9 +97,12 @@ def _is_wanted(file: Path) -> bool:
 
 
 def read_source(path: Path) -> Source:
-    """A run folder or trace file with its content hash, nothing parsed. Raises TraceFormatError."""
+    """Return a run folder or trace file with its content hash, without parsing traces.
+
+    Raises TraceFormatError.
+    """
     if path.is_file():
-        # a trace that is packed once more is the same trace
+        # the hash of the uncompressed content: a compressed copy is the same trace
         content_hash = hash_file(path, packed=False)
         return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
     run = read_run(path)
@@ -111,9 +120,9 @@ def read_source(path: Path) -> Source:
 
 
 def hash_file(path: Path, *, packed: bool = True) -> str:
-    """XXH3-128 of the file's bytes, or with packed=False of what it packs, as hex.
+    """Return the XXH3-128 hash of a file's bytes in hex; with packed=False, of its uncompressed bytes.
 
-    Raises TraceFormatError if it cannot be read.
+    Raises TraceFormatError if the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     try:
@@ -126,12 +135,15 @@ def hash_file(path: Path, *, packed: bool = True) -> str:
 
 
 def _real_path(folder: Path, trace: TraceFile) -> str:
-    """Where a trace of a run folder lies, links followed. Raises TraceFormatError for one outside of it."""
+    """Return the resolved path of a trace of a run folder.
+
+    Raises TraceFormatError if it lies outside of the folder.
+    """
     try:
         real = os.path.realpath(folder / trace.path)
         if Path(real).is_relative_to(os.path.realpath(folder)) and len(trace.path) <= MAX_PATH:
             return real
-    except (OSError, ValueError):  # a NUL
+    except (OSError, ValueError):  # ValueError: the path contains a NUL
         pass
     shown = f"{trace.path[:SHOWN_PATH]!r}" + ("…" if len(trace.path) > SHOWN_PATH else "")
     raise TraceFormatError(

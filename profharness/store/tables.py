@@ -1,11 +1,11 @@
-"""The tables and views of the store, as SQLite keeps their text.
+"""The SQL of the store's tables and views.
 
-The launches of a trace have consecutive ids, so a range of ids stands for an index on trace_id.
+The launches of a trace have consecutive ids, so a range of ids replaces an index on trace_id.
 """
 
 from __future__ import annotations
 
-# peaks does not refer to environments: these go with the last run that has them, peaks stay.
+# peaks has no reference to environments, because an environment is deleted with its last run.
 TABLES = """
 CREATE TABLE environments (
     id INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, data TEXT NOT NULL) STRICT;
@@ -190,7 +190,7 @@ _LAUNCHES_OF_TRACES = """FROM traces t JOIN runs r ON r.id = t.run_id
     JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
     LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id"""
 
-# kernel_groups and sample_summary serve the store itself; docs/design.md lists the other views.
+# kernel_groups and sample_summary are internal; docs/design.md lists the other views.
 VIEWS = {
     "kernel_launches": f"""
         SELECT r.run, cf.label AS config, c.backend, t.profiler, rn.name AS range,

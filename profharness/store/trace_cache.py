@@ -1,4 +1,4 @@
-"""Traces that are parsed before their run is complete, so that its ingest takes less time."""
+"""Cache traces that are parsed before their run is complete, so that ingesting it takes less time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from profharness.parse import open_trace
 from profharness.store.sources import hash_file
 from profharness.trace import LaunchBatch, Trace
 
-MOST_BYTES = 16 << 20  # of trace files; parsed they take several times as much memory
+MOST_BYTES = 16 << 20  # of trace files; parsed traces take several times as much memory
 
 
 class ParsedTraceCache:

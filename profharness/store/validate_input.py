@@ -1,5 +1,6 @@
-"""What no table can hold, found before there is a store: numbers beyond 64 bits, names that are no
-text, cells of one name.
+"""Refuse records and traces that no table can contain, before a store is created for them.
+
+These are integers beyond 64 bits, names that are not valid Unicode, and cells with the same name.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from profharness.errors import TraceFormatError
 from profharness.run import Run
 from profharness.trace import LaunchConfig, Trace
 
-MAX_INT = (1 << 63) - 1  # of SQLite
+MAX_INT = (1 << 63) - 1  # the largest integer of SQLite
 
 
 def check_record(path: Path, run: Run) -> None:
-    """Raise TraceFormatError, before there is a store, for a record that no table can hold."""
+    """Raise TraceFormatError if no table can contain a record."""
     (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
     if count > 1:
         raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
     for cell in run.cells:
-        # tuning is kept as text
+        # tuning is stored as text
         if _largest(msgspec.to_builtins(replace(cell, tuning=None))) > MAX_INT:
             raise TraceFormatError(
                 path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
@@ -33,11 +34,11 @@ def check_record(path: Path, run: Run) -> None:
 
 
 def _largest(value: object) -> int:
-    """The largest absolute integer anywhere in plain data, 0 without one."""
+    """Return the largest absolute integer anywhere in plain data, 0 if there is none."""
     if isinstance(value, dict):
         return max(map(_largest, value.values()), default=0)
     if isinstance(value, list | tuple):
-        if set(map(type, value)) == {int}:  # thousands of samples
+        if set(map(type, value)) == {int}:  # a fast path for thousands of samples
             largest: int = max(max(value), -min(value))
             return largest
         return max(map(_largest, value), default=0)
@@ -45,7 +46,7 @@ def _largest(value: object) -> int:
 
 
 def check_tables(path: Path, trace: Trace) -> None:
-    """Raise TraceFormatError, before there is a store, for numbers and names that no table can hold."""
+    """Raise TraceFormatError if no table can contain the numbers and names of a trace."""
     numbers = chain(
         chain.from_iterable(asdict(device).values() for device in trace.devices),
         (number for launch in trace.launch_configs for number in _flat(launch)),
@@ -61,7 +62,7 @@ def check_tables(path: Path, trace: Trace) -> None:
         (device.name for device in trace.devices),
     )
     try:
-        # a lone surrogate is a str that SQLite cannot keep
+        # SQLite cannot store a str with a lone surrogate
         "".join(names).encode()
     except (UnicodeEncodeError, TypeError) as error:
         raise TraceFormatError(path, f"holds a name that is no text: {error}") from None
