@@ -1,4 +1,4 @@
-"""What can be done for the store while workers measure: making it, and parsing traces."""
+"""Create the store and parse traces while workers measure."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from profharness.run import read_run
 from profharness.runner.supervise import Progress, Step
 from profharness.store.trace_cache import ParsedTraceCache
 
-LEAVING_S = 5.0  # that an interrupted job waits for the store to be made
+LEAVING_S = 5.0  # how long an interrupted job waits until the store is created
 ENOUGH_CPUS = 4  # with fewer, parsing would take time from the worker's own calls
 ON_GPU = frozenset((EAGER, COLD, GRAPH))
-LOWEST = 19  # priority that a thread can have
+LOWEST = 19  # the lowest priority of a thread
 
 
 class BackgroundIngest:
-    """A thread beside a capture. It makes the store, whose schema and imports cost as long as a cell,
-    then parses the traces of cells and groups that have ended. `parsed` contains them.
+    """A thread that runs during a capture.
 
-    What goes wrong here shows when the run is taken in, with the run folder complete. What is parsed
-    stays in memory, so that a process that is killed leaves nothing half done.
+    It creates the store, whose imports and schema take as long as a cell. Then it parses the traces
+    of finished cells and groups into `parsed`, in memory only, so a killed process leaves nothing
+    behind. Errors are ignored here: ingesting the complete run folder reports them.
     """
 
     def __init__(self, store: Path) -> None:
         self.parsed = ParsedTraceCache()
         self._store = store
         self._ended: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self._taken: frozenset[int] | None = None  # cores of lanes; None: there are none
+        self._taken: frozenset[int] | None = None  # cores of lanes; None without lanes
         self._left = False
         self._parses = (os.cpu_count() or 1) >= ENOUGH_CPUS
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def hears(self, progress: Progress | None) -> Progress:
-        """A progress that passes each step on, and has the traces of cells timed on a GPU parsed. Times
-        by the CPU's clock would be disturbed by that.
+        """Return a progress callback that forwards each step and queues the traces of its cell.
+
+        Only the traces of cells timed on a GPU are queued. Parsing would disturb times by the CPU's
+        clock.
         """
 
         def hear(step: Step) -> None:
@@ -59,17 +61,18 @@ class BackgroundIngest:
         return hear
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
-        """Yield to these lanes, and keep off the cores that they are bound to, where there are others."""
+        """Yield to lanes, and avoid the cores that they are bound to if there are others."""
         self._taken = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:
-        """Have the traces of a group that is done parsed."""
+        """Queue the traces of a finished group."""
         if self._parses:
             self._ended.put(folder)
 
     def finish(self) -> None:
-        """Wait until the store is made and all is parsed; interrupts come through. What is left is parsed
-        here: the thread may yield to other work on this host.
+        """Wait until the store is created and all traces are parsed. Interrupts are raised.
+
+        The remaining traces are parsed in this thread, because the other one may have low priority.
         """
         with contextlib.suppress(queue.Empty):
             while (path := self._ended.get_nowait()) is not None:
@@ -81,7 +84,7 @@ class BackgroundIngest:
             let_through()
 
     def leave(self) -> None:
-        """Wait for LEAVING_S at most, and parse no more."""
+        """Stop parsing, and wait for at most LEAVING_S."""
         self._left = True
         self._ended.put(None)
         self._thread.join(LEAVING_S)
@@ -100,8 +103,7 @@ class BackgroundIngest:
                 self.parsed.add(trace)
 
     def _step_back(self) -> None:
-        """Let this thread yield to lanes."""
-        # elsewhere these calls know processes only
+        # other systems apply these calls to processes, not to threads
         if self._taken is not None and sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
@@ -110,8 +112,9 @@ class BackgroundIngest:
 
 
 def _traces_of(group: Path) -> list[Path]:
-    """The traces of cells timed on a GPU; not those of profilers that wrap the worker, whose tools it takes
-    to read them.
+    """Return the traces of a group with cells timed on a GPU.
+
+    Traces of profilers that wrap the worker are omitted, because reading them runs their tools.
     """
     with contextlib.suppress(ProfharnessError, OSError):
         run = read_run(group)
@@ -123,8 +126,10 @@ def _traces_of(group: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_background_ingest(store: Path) -> Iterator[BackgroundIngest]:
-    """Does that beside the block. Signals are deferred: an exception amid an import would leave a lock
-    for which the thread waits.
+    """Ingest in the background while the block runs.
+
+    Signals are deferred, because an exception during an import would leave a lock that the thread
+    waits for.
     """
     with deferred():
         background = BackgroundIngest(store)

@@ -1,4 +1,4 @@
-"""One parsed trace into rows: ranges, launches in column blocks, groups, and hardware counters."""
+"""Insert a parsed trace: ranges, launches in column blocks, groups and hardware counters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SDPA_OP = re.compile(r"aten::_scaled_dot_product_\w*attention\w*")
 BLOCK = 8192
 PIECE = 32768  # launches looked up and grouped at once
-ROWS_PER_STATEMENT = 64  # one statement for many rows takes half the time of one for each
+ROWS_PER_STATEMENT = 64  # one statement for many rows takes half the time of one per row
 MAX_COUNTS_SHOWN = 20
 _UNCHANGED = (
     "device", "stream", "correlation", "graph_node", "pid", "tid", "launch_ns", "start_ns",
@@ -62,7 +62,7 @@ _NEVER_NULL = {
 def placed_samples(
     values: Sequence[int], turns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int | None, int | None]]:
-    """The samples, each with its process and turn; None for both where they are not known."""
+    """Yield the samples, each with its process and turn. Both are None if they are unknown."""
     complete = Series.of(values, turns).turns
     places: list[tuple[int | None, int | None]]
     places = [turn[:2] for turn in complete for _ in range(turn.samples)]
@@ -71,7 +71,7 @@ def placed_samples(
 
 
 def to_json(value: object) -> str:
-    """Canonical JSON: equal values give equal text."""
+    """Return canonical JSON: equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
@@ -81,7 +81,10 @@ def row_id(
     key: Mapping[str, object],
     more: Callable[[], Mapping[str, object]] = dict,
 ) -> int:
-    """The id of the row with this key, NULLs included; inserted, with more, if there is none."""
+    """Return the id of the row with this key, which may contain NULLs.
+
+    If there is none, insert one with the key and the columns that `more` returns.
+    """
     where, values = " AND ".join(f"{column} IS ?" for column in key), tuple(key.values())
     existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
     if existing:
@@ -91,9 +94,9 @@ def row_id(
 
 
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
-    """Ids of attention configs."""
+    """Return the ids of attention configs. Insert those that are missing."""
     ids = {}
-    # a set's order, and with it the ids, would differ from run to run of the program
+    # not a set: its order, and so the ids, would differ from one process to the next
     for config in dict.fromkeys(configs):
         row = {
             name: to_json(value) if isinstance(value, tuple) else value
@@ -104,7 +107,7 @@ def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dic
 
 
 def sdpa_op(path: str) -> str | None:
-    """The innermost SDPA implementation op of a folded path; the composite op does not count."""
+    """Return the innermost op of a folded path that implements SDPA. The composite op does not."""
     return next((op for op in reversed(path.split(";")) if SDPA_OP.fullmatch(op)), None)
 
 
@@ -130,14 +133,14 @@ def _name_ids(connection: sqlite3.Connection, table: str, names: Sequence[str]) 
 
 @dataclass(frozen=True, slots=True)
 class CellTrace:
-    """What one trace says about one cell: the launches of each profiled call, and the SDPA op."""
+    """The launches per profiled call of a cell in one trace, and the op that implements SDPA."""
 
     cell: str
     launches_per_call: tuple[int, ...]
     sdpa_op: str | None
 
     def warning(self) -> str | None:
-        """A warning if the profiled calls did not all launch as many kernels."""
+        """Return a warning if the profiled calls launched different numbers of kernels."""
         counts = self.launches_per_call
         if len(set(counts)) < 2:
             return None
@@ -148,7 +151,7 @@ class CellTrace:
 
 @dataclass(slots=True)
 class Inserted:
-    """What came of one trace: launches stored and dropped, and what it says about each cell."""
+    """The result of inserting a trace: the number of launches stored and dropped, and its cells."""
 
     launches: int = 0
     dropped: int = 0
@@ -158,16 +161,17 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """The profiled calls of one cell: each of its ranges belongs to the call of that ordinal."""
+    """The profiled calls of one cell."""
 
     ordinal_of_range: dict[int, int]
+    """from the index of a range to the ordinal of its call"""
     count: int
     start_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """From a trace's indices to row ids. The last element is NONE, so that index -1 finds it."""
+    """Arrays from a trace's indices to row ids. The last element is NONE, which index -1 selects."""
 
     kernel: Column
     launch_config: Column
@@ -178,7 +182,7 @@ class _Ids:
     cell: Column
     iteration: Column
     origin: Column
-    """of each range's cell (or of the whole trace): when its first call began"""
+    """start of the first call of each range's cell, 0 outside of cells"""
 
 
 def insert_trace(
@@ -189,20 +193,20 @@ def insert_trace(
     cells: dict[str, int] | None,
     progress: Callable[[int], None] | None = None,
 ) -> Inserted:
-    """Insert what hangs on a row of `traces` inside the caller's transaction.
+    """Insert the contents of a trace that has a row in `traces`, in the caller's transaction.
 
-    cells maps a run's cell ids to row ids; launches outside of them are dropped and counted. None
-    (a foreign trace) keeps all.
+    `cells` maps the cell ids of a run to row ids. Launches outside of cells are dropped and counted.
+    For a foreign trace it is None, and all launches are kept.
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
-    # ids are assigned here, so that a trace's launches have consecutive ids
+    # assigned here, so that the launches of a trace have consecutive ids
     first_id = _next_launch_id(connection)
     result = Inserted()
     kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
     grouping = Grouping()
-    calls_of = CallLaunches(trace) if cells is None else None  # the calls of a cell are the cell
+    calls_of = CallLaunches(trace) if cells is None else None  # a cell is its own call
     for batch in chain.from_iterable(map(_pieces, batches)):
         _check_batch(batch)
         keep = slice(None) if cells is None else ids.cell[batch.cell_range] != NONE
@@ -242,7 +246,7 @@ def insert_trace(
 
 
 def _check_batch(batch: LaunchBatch) -> None:
-    """Raise ValueError for what would go to a wrong group or add up wrongly."""
+    """Raise ValueError for a negative device or duration, which would make groups wrong."""
     for name in ("device", "duration_ns"):
         least = int(getattr(batch, name).min(initial=0))
         if least < NONE:
@@ -250,14 +254,14 @@ def _check_batch(batch: LaunchBatch) -> None:
 
 
 def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:
-    """The batch in views of at most PIECE launches."""
+    """Yield views of a batch with at most PIECE launches each."""
     for begin in range(0, len(batch.kernel), PIECE):
         rows = slice(begin, begin + PIECE)
         yield LaunchBatch(*(getattr(batch, item.name)[rows] for item in fields(LaunchBatch)))
 
 
 def _count_calls(per_call: dict[int, Column], cell: Column, iteration: Column) -> None:
-    """Add a piece's launches to each cell's calls."""
+    """Add the launches of a piece to the counts of each cell's calls."""
     if per_call:
         for seen in distinct(cell):
             counts = per_call[seen]
@@ -265,7 +269,7 @@ def _count_calls(per_call: dict[int, Column], cell: Column, iteration: Column) -
 
 
 def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Calls]:
-    """Calls by cell. Ranges of a cell that overlap (push/pop and start/end) are one call."""
+    """Return the calls by cell. Overlapping ranges of a cell (push/pop, start/end) are one call."""
     by_cell: dict[str, list[int]] = {}
     for index, item in enumerate(ranges):
         if item.name.startswith(CELL_RANGE_PREFIX):
@@ -276,7 +280,7 @@ def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Ca
 
 
 def _calls(ranges: Sequence[Range], indices: list[int]) -> _Calls:
-    # of ranges that begin together the outer one comes first
+    # of ranges with the same start, the outer one comes first
     ordered = sorted(
         indices, key=lambda index: (ranges[index].start_ns, -ranges[index].duration_ns)
     )
@@ -333,7 +337,7 @@ def _insert_ranges(
     cell: Column,
     iteration: Column,
 ) -> range:
-    """Insert all ranges; the ids they got."""
+    """Insert all ranges and return their ids."""
     base = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM ranges").fetchone()[0]
     connection.executemany(
         "INSERT INTO ranges (id, trace_id, name_id, cell_id, iteration, parent_id, start_ns, "
@@ -355,7 +359,7 @@ def _insert_ranges(
 def _launch_columns(
     trace_id: int, batch: LaunchBatch, ids: _Ids, keep: NDArray[np.bool_] | slice
 ) -> dict[str, Column]:
-    """The kept launches of a batch by column of `launches`, and two more columns for grouping."""
+    """Return columns of `launches` for the kept launches, and two more columns for grouping."""
     cell_range = batch.cell_range[keep]
     inner = batch.range[keep]
     inner = np.where(inner == NONE, cell_range, inner)
@@ -386,9 +390,9 @@ def _insert_launches(
     first_id: int,
     done: int,
 ) -> None:
-    """Insert launches after the `done` first ones of a trace whose first launch has `first_id`."""
+    """Insert launches of a trace whose first launch has `first_id`, after `done` other launches."""
     values = {name: columns[name] for name in _LAUNCH_COLUMNS}
-    if not done:  # SQLite continues from there
+    if not done:  # SQLite numbers the following rows itself
         values["id"] = np.arange(first_id, first_id + len(values["trace_id"]))
     _insert_columns(connection, "launches", values)
 
@@ -396,8 +400,8 @@ def _insert_launches(
 def _insert_columns(
     connection: sqlite3.Connection, table: str, columns: Mapping[str, Column]
 ) -> None:
-    """Insert rows given as columns of equal length; NONE becomes NULL where there can be one."""
-    first = next(iter(columns))  # always has a mark: a row of none could not be repeated
+    """Insert rows given as columns of equal length. NONE becomes NULL in nullable columns."""
+    first = next(iter(columns))  # never a constant, because each row needs one parameter at least
     marks = {
         name: _mark(column, nullable=name not in _NEVER_NULL, fixed=name != first)
         for name, column in columns.items()
@@ -415,8 +419,9 @@ def _insert_columns(
 
 
 def _mark(column: Column, *, nullable: bool, fixed: bool) -> str:
-    """What stands for a column in a statement: a mark for the value of each row, or, where it may be
-    fixed, the one value of all.
+    """Return the SQL expression of a column: a parameter, or the value if all rows have the same.
+
+    `fixed` allows the latter.
     """
     low, high = int(column.min()), int(column.max())
     if low == high and fixed:
@@ -427,9 +432,11 @@ def _mark(column: Column, *, nullable: bool, fixed: bool) -> str:
 def _insert_groups(
     connection: sqlite3.Connection, trace_id: int, grouped: Grouped, *, foreign: bool
 ) -> None:
-    """Insert groups twice: op paths taken together (each shows its busiest one), and apart."""
+    """Insert groups twice: without the op path (with that of most launches), and per op path."""
     op_paths = grouped.keys[:, -1]
-    origin = int(grouped.fine.first.min()) if foreign else 0  # a foreign trace has no calls
+    origin = (
+        int(grouped.fine.first.min()) if foreign else 0
+    )  # in a run, times are relative to calls already
     for by_op, groups, paths in (
         (0, grouped.coarse, op_paths[grouped.busiest()]),
         (1, grouped.fine, op_paths),
@@ -441,7 +448,7 @@ def _insert_groups(
             "min_ns": groups.minimum,
             "max_ns": groups.maximum,
         }
-        # One launch without a time leaves its group without one.
+        # a launch without a duration makes its group's statistics unknown
         columns = {
             name: np.where(groups.minimum == NONE, NONE, values) for name, values in times.items()
         }
@@ -486,19 +493,20 @@ def _insert_cell_traces(
 
 
 def _main_op(seen: Counter[str]) -> str | None:
-    """The forward op with the most launches; a backward op only where no forward one was seen."""
-    # the name settles a tie, so that two ingests agree
+    """Return the forward op with the most launches, or a backward op if there is no forward op."""
+    # ties are resolved by name, so that the result is deterministic
     return min(seen, key=lambda op: (op.endswith("_backward"), -seen[op], op), default=None)
 
 
 def _insert_metrics(
     connection: sqlite3.Connection, first_id: int, metrics: Metrics, kept: Iterable[Column]
 ) -> None:
-    """Insert the metrics of the launches stored with the ids from first_id on.
+    """Insert the metrics of launches with consecutive ids from `first_id`.
 
-    kept: blocks of their places in the trace, in the order of ids. A value that is NaN has no row.
+    `kept` contains blocks of the launches' positions in the trace, in the order of ids. NaN values
+    have no row.
     """
-    # rising by the primary key, which WITHOUT ROWID keeps the table in
+    # sorted by the primary key, the order of a table WITHOUT ROWID
     order = sorted(range(len(metrics.names)), key=metrics.names.__getitem__)
     values = metrics.values[:, order]
     heads = [(metrics.names[index], metrics.units[index]) for index in order]

@@ -1,5 +1,6 @@
-"""Named questions to the store, answered with the rows of `profharness.rows`; imports neither numpy
-nor pandas.
+"""Query the store. Results are rows of `profharness.rows`.
+
+This module imports neither numpy nor pandas.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ Record = dict[str, Any]
 Metrics = dict[str, tuple[float, str]]
 
 FAILED = ("oom", "error", "crashed", "timeout")
-# What reading garbage can raise; whether the file is damaged is looked at only then.
+# Errors that reading a damaged file can raise. The file is checked only after one of them.
 OF_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, ArithmeticError)
-UNKNOWN = float("nan")  # a sum with one part unknown is unknown, and so are all shares of it
+UNKNOWN = float("nan")  # a sum with an unknown part is unknown, and so are all shares of it
 _DEVICE_COLUMNS = ", ".join(
     "device_index" if field.name == "index" else f"d.{field.name}" for field in fields(Device)
 )
@@ -83,7 +84,7 @@ _GROUP_KEYS = ("trace_id", "cell_id", "range_name_id", "kernel_id", "launch_conf
 
 
 def _series(rows: Sequence[tuple[str, int | None, int | None, int]]) -> Series:
-    """The samples of one measurement with their processes and turns, where those are known."""
+    """Return the samples of one measurement, with their processes and turns if these are known."""
     turns = [
         (process, turn, len(list(part)))
         for (process, turn), part in groupby(rows, itemgetter(1, 2))
@@ -99,14 +100,14 @@ def _records(connection: sqlite3.Connection, sql: str, values: Sequence[Any] = (
 
 
 def _where(filters: Mapping[str, Iterable[Any] | None]) -> tuple[str, list[Any]]:
-    """A condition on columns and its values; a filter that is None does not filter."""
+    """Return an SQL condition on columns and its parameters. Filters that are None are ignored."""
     given = {column: list(values) for column, values in filters.items() if values is not None}
     conditions = [f"{name} IN ({', '.join('?' * len(given[name]))})" for name in given]
     return " AND ".join(conditions) or "1", [*chain.from_iterable(given.values())]
 
 
 class Store:
-    """An open store. Use it as a context manager; every method answers with plain rows."""
+    """An open store. Use it as a context manager."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
@@ -116,7 +117,7 @@ class Store:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        """Raises StoreError in place of an error that comes of a file damaged inside."""
+        """Close the store. Raises StoreError in place of an error that a damaged file caused."""
         try:
             if isinstance(error, OF_DAMAGE) and not isinstance(error, ProfharnessError):
                 detail = error if is_damage(error) else find_damage(self.connection)
@@ -126,11 +127,11 @@ class Store:
             self.close()
 
     def close(self) -> None:
-        """Close the connection; the store must not be used after it."""
+        """Close the connection. The store cannot be used afterwards."""
         self.connection.close()
 
     def runs(self) -> list[RunRow]:
-        """All runs, newest first."""
+        """Return all runs, newest first."""
         failed = ", ".join(f"'{status}'" for status in FAILED)
         rows = _records(
             self.connection,
@@ -147,9 +148,7 @@ class Store:
         ]
 
     def warnings(self, runs: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """What was wrong with the traces of these runs when they were taken in; runs without are
-        left out.
-        """
+        """Return the warnings from ingesting these runs. Runs without warnings are omitted."""
         rows = self.connection.execute(
             "SELECT run, warnings FROM runs WHERE warnings <> '[]' ORDER BY created DESC, id DESC"
         )
@@ -158,42 +157,43 @@ class Store:
         return {run: texts for run, texts in stored.items() if run in wanted}
 
     def resolve(self, ref: str) -> str:
-        """The id of the run meant by an id, a unique prefix, `latest` or `latest~N`.
+        """Return the id of a run given by an id, a unique prefix, `latest` or `latest~N`.
 
-        Raises NotFoundError, naming candidates, when no run or more than one is meant.
+        Raises NotFoundError, which lists candidates, if no run or more than one matches.
         """
         return self.find_run(Selection(ref), "run")
 
     def find_run(self, selection: Selection, *needs: Need) -> str:
-        """The id of the selected run. `latest`, or none, is the newest one that has what is needed: the
-        first of the needs that any run has, by default kernels.
+        """Return the id of the selected run.
 
-        Raises NotFoundError where there is none.
+        `latest` and None select the newest run that satisfies the first need that any run
+        satisfies. The default need is `kernels`. Raises NotFoundError if no run matches.
         """
         return find_run(self.connection, self.path, selection, needs or ("kernels",))
 
     def find_runs(self, selection: Selection, *needs: Need) -> str:
-        """As `find_run`, or `all`."""
+        """Return the id of the selected run as `find_run` does, or `all`."""
         is_all = selection.run == ALL_RUNS
         return ALL_RUNS if is_all else self.find_run(selection, *needs)
 
     def shown_by(self, run: str) -> str:
-        """The command that shows what a run has."""
+        """Return the command that shows the contents of a run."""
         return shown_by(self.connection, self.path, run)
 
     def lack_of_kernels(self, run: str) -> str | None:
-        """Says that a run has no kernels and what shows the rest of it; None where it has some."""
+        """Return a message if a run has no kernels, with the command that shows the run, else None."""
         return lack_of_kernels(self.connection, self.path, run)
 
     def has(self, run: str, need: Need) -> bool:
-        """Whether a run has what a question needs."""
+        """Return whether a run satisfies a need."""
         return has(self.connection, run, need)
 
     def rows(
         self, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
     ) -> tuple[list[KernelRow], list[CellRow]]:
-        """The selected kernels and cells of the run that has what is needed. Raises NotFoundError
-        where no run is meant.
+        """Return the selected kernels and cells of the run that `find_runs` selects.
+
+        Raises NotFoundError if no run matches.
         """
         run = self.find_runs(selection, *needs)
         configs, backends = selection.configs or None, selection.backends or None
@@ -213,12 +213,11 @@ class Store:
         cells: Sequence[str] | None = None,
         by_op: bool = False,
     ) -> list[KernelRow]:
-        """What ran, one row per cell, profiler, range, kernel, launch configuration and device.
+        """Return one row per cell, profiler, range, kernel, launch configuration and device.
 
-        run None is the latest with kernels, `all` the whole store; None for a filter means no
-        filter. A config without dtype matches any dtype.
-        by_op keeps launches from different op paths apart; otherwise op_path is that of most
-        launches.
+        `run` is None for the latest run with kernels, or `all` for the whole store. A filter that
+        is None does not filter. A config without a dtype matches any dtype. With `by_op` there is
+        one row per op path; otherwise `op_path` is the one with the most launches.
         """
         where, values = _where(
             {
@@ -236,7 +235,7 @@ class Store:
             "ORDER BY created DESC, run_id DESC, cell_id, trace_id, first_ns, group_id",
             values,
         )
-        # a share is of the cell's launches, or of the range's without a cell
+        # a share is relative to the cell, or to the range outside of cells
         wholes = [
             (
                 row["trace_id"],
@@ -260,12 +259,12 @@ class Store:
         return self.find_run(Selection(run), "run")
 
     def _selected(self, run: str | None, need: Need) -> list[str] | None:
-        """The runs that a question is about: None for `all`, else one."""
+        """Return the selected run as a filter: None for `all`."""
         name = self.find_runs(Selection(run), need)
         return None if name == ALL_RUNS else [name]
 
     def backends(self) -> list[str]:
-        """The names of all backends that any stored cell ran on, in alphabetical order."""
+        """Return the names of the backends of all stored cells, in alphabetical order."""
         rows = self.connection.execute("SELECT DISTINCT backend FROM cells ORDER BY backend")
         return [str(row[0]) for row in rows]
 
@@ -276,7 +275,10 @@ class Store:
         configs: Sequence[Config] | None = None,
         backends: Sequence[str] | None = None,
     ) -> list[CellRow]:
-        """Cells in the run's order; run None is the latest, `all` the whole store."""
+        """Return cells in the run's order.
+
+        `run` is None for the latest run, or `all` for the whole store.
+        """
         where, values = _where(
             {
                 "run": self._selected(run, "run"),
@@ -315,7 +317,7 @@ class Store:
         return CellRow(**({name: row[name] for name in _CELL_FIELDS if name in row} | decoded))
 
     def environment(self, run: str | None = None) -> dict[str, Any]:
-        """The environment that a run was made in: flat keys to JSON values."""
+        """Return the environment of a run: flat keys to JSON values."""
         row = self.connection.execute(
             "SELECT e.data FROM environments e JOIN runs r ON r.environment_id = e.id "
             "WHERE r.run = ?",
@@ -325,35 +327,40 @@ class Store:
         return data
 
     def peaks(self, run: str | None = None, source: str | None = None) -> Peaks | None:
-        """Peaks of the run's device; source (`measured`, `data sheet`) asks for one kind alone."""
+        """Return the peaks of the run's device, optionally from one source.
+
+        The sources are `measured` and `data sheet`.
+        """
         return find_peaks(self.connection, self.device_name(run), source)
 
     def device_name(self, run: str | None = None) -> str | None:
-        """The run's GPU, else its processor, as its environment or its traces tell it."""
+        """Return the name of the run's GPU, else of its processor."""
         name = device_name(self.environment(run))
         return name or next((device.name for device in self.devices(run)), None)
 
     def add_peaks(self, peaks: Peaks, created: str, environment: Mapping[str, Any]) -> None:
-        """Keep measured peaks. Needs a store opened with write."""
+        """Insert measured peaks. The store must be opened with `write`."""
         with transaction(self.connection):
             insert_peaks(self.connection, peaks, created, environment)
 
     def verifications(self, run: str | None = None) -> list[VerificationRow]:
-        """The checks of a run of `verify` (None: the latest run), in its order."""
+        """Return the checks of a run of `verify` in its order. None selects the latest run."""
         return verification_rows(self.connection, self._named(run))
 
     def verdicts(self, run: str | None = None) -> dict[tuple[str, str], bool]:
-        """(config label, backend) of the run's cells to whether checks in this store, made on the
-        same device with the same torch and code, show it to be right; unchecked ones are left out.
+        """Return whether each (config label, backend) of the run's cells passed its checks.
+
+        Only checks on the same device with the same torch and code count. Unchecked cells are
+        omitted.
         """
         return verdicts(self.connection, self._named(run))
 
     def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
-        """(config label, backend) of the run's cells that are shown to be wrong; never rank these."""
+        """Return the (config label, backend) of cells with failed checks. Never rank these."""
         return {place for place, right in self.verdicts(run).items() if not right}
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
-        """What the profilers of a run failed to do, and what helps; empty for a foreign trace."""
+        """Return problems of a run's profilers, with remedies. A foreign trace has none."""
         from profharness.run import Problem
 
         row = self.connection.execute(
@@ -365,7 +372,7 @@ class Store:
         )
 
     def devices(self, run: str | None = None) -> list[Device]:
-        """The GPUs that the traces of a run describe, by index."""
+        """Return the GPUs that the traces of a run describe, sorted by index."""
         rows = self.connection.execute(
             f"SELECT {_DEVICE_COLUMNS} FROM devices d JOIN runs r ON r.id = d.run_id "
             "WHERE r.run = ? ORDER BY device_index",
@@ -374,25 +381,25 @@ class Store:
         return list(starmap(Device, rows))
 
     def calls(self, run: str | None = None) -> list[CallRow]:
-        """The attention calls of a program that was traced."""
+        """Return the attention calls of a traced program."""
         return call_rows(self.connection, self._named(run))
 
     def templates(self, run: str | None = None) -> list[CallSignature]:
-        """The kinds of calls of a program that was observed, with how often each was made."""
+        """Return the distinct calls of an observed program, with their counts."""
         return template_rows(self.connection, self._named(run))
 
     def steps(self, run: str | None = None) -> list[StepRow]:
-        """The steps of a run's traces, with how long the GPU was busy."""
+        """Return the steps of a run's traces, with how long the GPU was busy in each."""
         return step_rows(self.connection, self._named(run))
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
-        """The largest stretches within steps in which a GPU had nothing to do."""
+        """Return the largest idle times of GPUs within steps."""
         return gap_rows(self.connection, steps)
 
     def launches(
         self, run: str | None = None, *, profiler: str | None = None, cell: str | None = None
     ) -> Iterator[LaunchRow]:
-        """Stream the launches of a run, trace by trace in the order of their files."""
+        """Stream the launches of a run by trace, in the order of the trace files."""
         name = self.find_run(Selection(run))
         where, values = _where(
             {
@@ -408,40 +415,40 @@ class Store:
         return map(LaunchRow._make, rows)
 
     def ranks(self, refs: Sequence[str] = ()) -> list[RankRow]:
-        """The ranks of a job, by their numbers. refs are runs, prefixes of runs or folders; none is
-        the newest job, one run the job that it is of. Raises NotFoundError.
+        """Return the ranks of a job, sorted by rank.
+
+        `refs` are runs, prefixes of runs or folders. None of them selects the newest job, and one
+        run selects its job. Raises NotFoundError if fewer than two ranks match.
         """
         return rank_rows(self.connection, self.path, refs)
 
     def rank_launches(self, ranks: Sequence[RankRow]) -> RankLaunches:
-        """What the ranks launched, summed up by range, kernel and launch configuration."""
+        """Return the launches of ranks, summed by range, kernel and launch configuration."""
         return rank_launches(self.connection, ranks)
 
     def protocol(self, run: str) -> dict[str, Any]:
-        """How a run's cells were run, by the names of `run.Protocol`; empty for a foreign trace."""
+        """Return the fields of a run's `run.Protocol`. A foreign trace has none."""
         (text,) = self.connection.execute(
             "SELECT protocol FROM runs WHERE run = ?", (self.resolve(run),)
         ).fetchone()
         return json.loads(text) if text else {}
 
     def bench_plan(self, run: str) -> dict[str, Any]:
-        """By what plan a run's cells were timed, by the names of `run.BenchPlan`; empty for a run
-        that is no bench.
-        """
+        """Return the fields of a run's `run.BenchPlan`. Only runs of `bench` have them."""
         (text,) = self.connection.execute(
             "SELECT bench FROM runs WHERE run = ?", (self.resolve(run),)
         ).fetchone()
         return json.loads(text) if text else {}
 
     def launch_metrics(self, launch_id: int) -> Metrics:
-        """The hardware counters of one launch, with their units, by ncu's names."""
+        """Return the hardware counters of one launch, with their units, by ncu's names."""
         rows = self.connection.execute(
             "SELECT name, value, unit FROM metrics WHERE launch_id = ? ORDER BY name", (launch_id,)
         )
         return {name: (value, unit) for name, value, unit in rows}
 
     def ranges(self, run: str | None = None) -> list[RangeRow]:
-        """The user ranges of a run's traces, in trace order."""
+        """Return the user ranges of a run's traces, in trace order."""
         rows = self.connection.execute(
             "SELECT g.id, t.profiler, n.name, g.start_ns, g.duration_ns, g.pid, g.tid, "
             "g.parent_id, c.cell, g.iteration FROM ranges g JOIN traces t ON t.id = g.trace_id "
@@ -452,7 +459,7 @@ class Store:
         return list(map(RangeRow._make, rows))
 
     def delete_run(self, ref: str) -> str:
-        """Delete a run and all that hangs on it; its id. Needs a store opened with write."""
+        """Delete a run with all its rows and return its id. The store must be opened with `write`."""
         name = self.resolve(ref)
         with transaction(self.connection):
             forget_run(self.connection, name)
@@ -460,10 +467,10 @@ class Store:
 
 
 def open_store(path: Path, *, write: bool = False) -> Store:
-    """Open a store to read, or to write (then it is created where missing).
+    """Open a store for reading or writing. With `write`, a missing store is created.
 
-    Raises NotFoundError when there is none to read, StoreError for a foreign or newer file, which
-    stays untouched.
+    Raises NotFoundError if there is no store to read, and StoreError for a foreign or newer file,
+    which stays untouched.
     """
     return Store(path, connect(path, write=write))
 
@@ -512,8 +519,9 @@ def _occupancies(connection: sqlite3.Connection) -> Callable[..., Occupancy | No
 def _group_metrics(
     connection: sqlite3.Connection, rows: Sequence[Record], by_op: bool
 ) -> list[Metrics]:
-    """For each row of `kernel_groups` the median of every metric over its launches, with the unit;
-    empty where there is none. A trace without metrics costs one lookup.
+    """Return for each row of `kernel_groups` the median of each metric over its launches, with units.
+
+    A trace without metrics costs one lookup.
     """
     spans = [
         span
@@ -540,7 +548,10 @@ def _medians(
     names: Sequence[str],
     groups: set[tuple[Any, ...]],
 ) -> dict[tuple[Any, ...], Metrics]:
-    """Medians over the launches of a span of ids, by group; names are those of a group's values."""
+    """Return medians of metrics over a range of launch ids, by group.
+
+    `names` are the columns that form a group's key.
+    """
     columns = ("g.name_id" if name == "range_name_id" else f"l.{name}" for name in names)
     launches = connection.execute(
         f"SELECT l.id, {', '.join(columns)} FROM launches l "
@@ -564,7 +575,7 @@ def _medians(
 
 
 def median(numbers: Sequence[float]) -> float:
-    # The module statistics takes longer to import than most answers take.
+    # importing the module statistics takes longer than most commands
     ordered, middle = sorted(numbers), len(numbers) // 2
     if len(ordered) % 2:
         return ordered[middle]

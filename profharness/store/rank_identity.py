@@ -1,5 +1,6 @@
-"""Where a run was made: its rank in a job, its host and its GPU. Runs of one job differ in these, and
-their environments do not.
+"""Separate a run's rank, host and GPU from its environment.
+
+Runs of one job differ in these and have the same environment otherwise.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from dataclasses import dataclass
 
 from profharness.environment import hashed_key
 
-DISTRIBUTED = "distributedInfo"  # Kineto's section of a header
+DISTRIBUTED = "distributedInfo"  # section of Kineto's header
 NUMBERS, KEYS = ("rank", "world_size"), ("host_key", "gpu_key")
 MAX_RANK = 1 << 24
-# tensorboard_trace_handler names a file so: HOST_PID.NANOSECONDS.pt.trace.json
+# file names of tensorboard_trace_handler: HOST_PID.NANOSECONDS.pt.trace.json
 TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
 NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """The columns of `runs` that tell where one was made; keys are hashes, None is not told."""
+    """Columns of `runs` that identify a rank. Keys are hashes; None means unknown."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -31,10 +32,11 @@ class RankIdentity:
 def split_place(
     environment: Mapping[str, object], name: str | None = None
 ) -> tuple[RankIdentity, dict[str, object]]:
-    """The place that an environment tells, and the environment without it.
+    """Return the rank identity in an environment, and the environment without it.
 
-    name is that of a lone trace file: it tells the rank and the host where the environment does not.
-    The number of ranks stays in the section of the trace, since another number is a difference.
+    `name` is the name of a trace file outside of a run folder. It gives the rank and the host if the
+    environment does not contain them. The number of ranks stays in the environment, because
+    environments with different numbers do differ.
     """
     rest = dict(environment)
     section = rest.get(DISTRIBUTED)
@@ -57,9 +59,7 @@ def split_place(
 
 
 def rank_number(value: object) -> int | None:
-    """A rank or a number of ranks, which variables of the environment tell as text; None for what is
-    none.
-    """
+    """Return a rank or number of ranks from an integer or its decimal text, None for other values."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 9:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):

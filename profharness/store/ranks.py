@@ -1,4 +1,4 @@
-"""Which stored runs are the ranks of one job, and what they launched."""
+"""Find the stored runs that are the ranks of one job, and their launches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from profharness.rows import TRACE_PROFILERS, DeviceTime, RankKernel, RankLaunch
 from profharness.store.rank_identity import rank_number
 from profharness.store.selection import Selection, find_run
 
-# `rank` is the run's, else that of the trace, whose run may be of several ranks
+# the rank of the run, else that of the trace: a run may contain the traces of several ranks
 _MEMBERS = """
     SELECT r.id, r.run, r.created, r.path, r.source, r.device, r.world_size, r.host_key, r.gpu_key,
         r.environment_id, t.id AS trace, t.path AS file, t.profiler, t.launches,
         coalesce(r.rank, json_extract(t.environment, '$.distributedInfo.rank')) AS rank,
         json_extract(t.environment, '$.distributedInfo.world_size') AS size
     FROM runs r JOIN traces t ON t.run_id = r.id"""
-TOLD = ("rank", "size")  # by traces
+TOLD = ("rank", "size")  # columns that come from traces
 _NOT_JOBS = "('verify', 'explain')"
 NEED = (
     "`profharness ingest FOLDER` takes the traces of a job's ranks in; "
@@ -30,8 +30,9 @@ Record = dict[str, Any]
 
 
 def rank_rows(connection: sqlite3.Connection, path: Path, refs: Sequence[str]) -> list[RankRow]:
-    """The ranks of the job that refs mean; of a rank with several runs the newest one. Raises
-    NotFoundError where fewer than two ranks are meant.
+    """Return the ranks of the job that `refs` select, each from its newest run.
+
+    Raises NotFoundError if fewer than two ranks match.
     """
     records = _members(connection)
     wanted = _wanted(connection, path, refs, records)
@@ -47,21 +48,21 @@ def rank_rows(connection: sqlite3.Connection, path: Path, refs: Sequence[str]) -
 
 
 def _members(connection: sqlite3.Connection) -> list[Record]:
-    """All traces with launches, those of the newest run first."""
+    """Return all traces with launches, those of the newest run first."""
     cursor = connection.execute(
         f"{_MEMBERS} WHERE t.launches > 0 AND r.kind NOT IN {_NOT_JOBS} "
         "ORDER BY r.created DESC, r.id DESC, t.id"
     )
     names = [column[0] for column in cursor.description]
     records = [dict(zip(names, row, strict=True)) for row in cursor]
-    # what a trace says of itself was never held to a limit
+    # these values come from traces unchecked
     return [record | {key: rank_number(record[key]) for key in TOLD} for record in records]
 
 
 def _wanted(
     connection: sqlite3.Connection, path: Path, refs: Sequence[str], records: Sequence[Record]
 ) -> set[str]:
-    """The ids of the runs that are meant."""
+    """Return the ids of the selected runs."""
     if not refs:
         return _newest_job(records)
     runs: set[str] = set()
@@ -77,7 +78,7 @@ def _wanted(
 
 
 def _newest_job(records: Sequence[Record]) -> set[str]:
-    """The job of the newest trace that tells a rank, else of the newest that lies beside others."""
+    """Return the job of the newest trace with a rank, else of the newest trace with neighbours."""
     told = next((record for record in records if record["rank"] is not None), None)
     if told is not None:
         return _job_of(told, records)
@@ -88,8 +89,9 @@ def _newest_job(records: Sequence[Record]) -> set[str]:
 
 
 def _job_of(record: Record, records: Sequence[Record]) -> set[str]:
-    """The runs that lie beside this one and are of as many ranks; those of the folders around it, where
-    these hold ranks of the job that are missing.
+    """Return the runs in the same folder with the same number of ranks.
+
+    If ranks are missing there, include the folders around it.
     """
     size = _size(record)
     ranked = record["rank"] is not None
@@ -102,7 +104,7 @@ def _job_of(record: Record, records: Sequence[Record]) -> set[str]:
     ]
     folder = Path(record["path"]).parent
     job = [other for other in alike if Path(other["path"]).parent == folder]
-    # a folder a host: the ranks lie one or two folders deeper
+    # with one folder per host, the ranks are one or two folders deeper
     for around in list(folder.parents)[:2]:
         ranks = {other["rank"] for other in job}
         if size is None or len(ranks) >= size:
@@ -119,7 +121,7 @@ def _size(record: Record) -> int | None:
 
 
 def _is_below(path: str, ref: str) -> bool:
-    """Whether a run was taken in from a folder, as it was named or as it is reached from here."""
+    """Return whether a run's source lies below a folder, by its recorded or its resolved path."""
     folder = Path(ref)
     if not ref or folder in Path(path).parents:
         return bool(ref)
@@ -127,7 +129,7 @@ def _is_below(path: str, ref: str) -> bool:
 
 
 def _by_rank(records: Sequence[Record]) -> list[list[Record]]:
-    """The traces of each rank, of the newest run that has it and of one profiler."""
+    """Return the traces of each rank, from its newest run and from one profiler."""
     members: dict[object, list[Record]] = {}
     for record in records:
         key = record["run"] if record["rank"] is None else record["rank"]
@@ -177,7 +179,7 @@ def _times(connection: sqlite3.Connection) -> dict[int, list[DeviceTime]]:
 
 
 def rank_launches(connection: sqlite3.Connection, ranks: Sequence[RankRow]) -> RankLaunches:
-    """What the ranks launched, from the summaries alone."""
+    """Return the launches of ranks, from the stored groups."""
     traces = json.dumps([trace for rank in ranks for trace in rank.traces])
     places = {0: "", **dict(connection.execute("SELECT id, name FROM range_names").fetchall())}
     cells: dict[int, int] = {}
@@ -188,7 +190,7 @@ def rank_launches(connection: sqlite3.Connection, ranks: Sequence[RankRow]) -> R
         "(SELECT value FROM json_each(?)))",
         (traces,),
     ):
-        # each run has cells of its own, and a config on a backend is the same place in all
+        # cells differ between runs, but a config on a backend is the same place in all of them
         cells[cell] = numbers.setdefault(text, -1 - len(numbers))
         places[cells[cell]] = text
     groups = connection.execute(

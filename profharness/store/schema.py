@@ -1,6 +1,6 @@
-"""The store file: how it is made and opened.
+"""Create and open the store file.
 
-Migrations are made with sqlite_utils and never edited after a release.
+Migrations use sqlite_utils. They are never edited after a release.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from profharness.store.tables import TABLES, VIEWS
 SCHEMA_VERSION = 15  # 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
-WHOLLY_CHECKED_BYTES = 32 << 20  # some 0.2 s
+WHOLLY_CHECKED_BYTES = 32 << 20  # checking such a file takes about 0.2 s
 SMALL_TABLES = (
     *("environments", "runs", "devices", "configs", "cells", "refusals", "traces", "trace_cells"),
     *("kernels", "launch_configs", "op_paths", "apis", "range_names"),
@@ -35,8 +35,9 @@ Answer = TypeVar("Answer")
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the schema up to date inside the caller's open write transaction."""
-    with _hidden("pandas"):  # sqlite_utils would import it, which takes longer than a large trace
+    """Migrate the schema to the current version in the caller's write transaction."""
+    # sqlite_utils would import pandas, which takes longer than ingesting a large trace
+    with _hidden("pandas"):
         from sqlite_utils import Database, Migrations
 
     migrations = Migrations(MIGRATION_SET)
@@ -48,7 +49,7 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """A module that is not imported yet looks as if it were not installed."""
+    """Make a module that is not imported yet look as if it were not installed."""
     if name in sys.modules:
         yield
         return
@@ -65,7 +66,7 @@ def _initial(db: Any) -> None:
 
 
 def _statements() -> Iterator[str]:
-    """What makes the schema, each as SQLite keeps its text."""
+    """Yield the statements that create the schema."""
     yield from (text.strip() for text in TABLES.split(";"))
     yield from (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
 
@@ -110,7 +111,7 @@ def make_shard(path: Path, stored: sqlite3.Connection | None = None) -> Shard:
 
 
 def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
-    """Insert a row given by its columns' names; its id."""
+    """Insert a row given by column names and return its id."""
     marks = ", ".join("?" * len(row))
     cursor = connection.execute(
         f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
@@ -119,10 +120,10 @@ def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, obj
 
 
 def forget_run(connection: sqlite3.Connection, run: str) -> bool:
-    """Delete a run and all that hangs on it inside the caller's transaction; whether there was one.
+    """Delete a run with all its rows in the caller's transaction. Return whether it existed.
 
-    Children go first and launches by their ids, so that it is quick and right with foreign keys on
-    or off.
+    Rows that refer to others are deleted first, and launches by their ids. So this is fast, and
+    correct with or without foreign key checks.
     """
     row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
     if row is None:
@@ -159,16 +160,16 @@ def forget_run(connection: sqlite3.Connection, run: str) -> bool:
 
 
 def require_folder(path: Path) -> None:
-    """Raise StoreError for a store that cannot be made because its folder is not there."""
+    """Raise StoreError if a store cannot be created because its folder does not exist."""
     if not path.exists() and not path.parent.is_dir():
         raise StoreError(f"{path}: its folder does not exist; create it or name another --store")
 
 
 def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
-    """A connection in autocommit mode to an up-to-date store; with write, one is made if need be.
+    """Return a connection in autocommit mode. With `write`, a missing store is created.
 
-    Raises NotFoundError when there is no store to read. Raises StoreError for a file that is
-    foreign, damaged, of another schema, or to be written over a network, which stays untouched.
+    Raises NotFoundError if there is no store to read. Raises StoreError for a file that is foreign,
+    damaged, of another schema, or to be written on a network file system. It stays untouched.
     """
     if write:
         require_folder(path)
@@ -191,7 +192,7 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
 
 
 class Writer:
-    """Opens a store to write when it is called first, and anew once its file was deleted or replaced."""
+    """Open a store for writing on the first call, and again if its file was deleted or replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -199,7 +200,7 @@ class Writer:
         self._file: tuple[int, int] | None = None
 
     def __call__(self) -> sqlite3.Connection:
-        """Return the connection, without checks of foreign keys."""
+        """Return the connection, which does not check foreign keys."""
         if self._connection is not None and self._file != _identity(self._path):
             self.close()
         if self._connection is None:
@@ -208,7 +209,10 @@ class Writer:
         return self._connection
 
     def close(self) -> None:
-        """Close the store. The log is emptied where its name is that of another file's log now."""
+        """Close the store.
+
+        If the file was replaced, checkpoint the log first: its name now belongs to another file.
+        """
         if self._connection is None:
             return
         with closing(self._connection) as connection, suppress(sqlite3.Error):
@@ -218,7 +222,7 @@ class Writer:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file; None where there is none."""
+    """Return the device and inode of a file, None if it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -227,7 +231,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def damaged(path: Path, detail: object, what: str = "damaged inside") -> StoreError:
-    """The error for a store that must not be used, with the way to a new one."""
+    """Return the error for a store that must not be used, which names the command to rebuild it."""
     return StoreError(
         f"{path}: {what}, left as it is ({detail}); rebuild it from the run folders: "
         "profharness ingest traces/runs --store NEW"
@@ -235,7 +239,7 @@ def damaged(path: Path, detail: object, what: str = "damaged inside") -> StoreEr
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error of reading a store can only come of damage to its file."""
+    """Return whether an error can only be caused by a damaged store file."""
     if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
         return True
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -245,8 +249,9 @@ def is_damage(error: BaseException) -> bool:
 
 
 def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
-    """The first thing that SQLite finds wrong with its file, or with these tables; None if all is
-    well. Reads all of it, at some 200 MB a second.
+    """Return the first problem that SQLite finds in its file or in these tables, None if none.
+
+    Reads about 200 MB per second.
     """
     try:
         for name in tables or ("1",):
@@ -262,9 +267,9 @@ def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
 
 @cache
 def _check_file(path: str, inode: int) -> None:  # noqa: ARG001
-    """Raise StoreError for a damaged file, once a process: a run among many pays no more for it.
+    """Raise StoreError for a damaged file. Cached, so that each process checks a file once.
 
-    Of a large store the tables are looked at that every ingest reads.
+    In a large store only the tables that every ingest reads are checked.
     """
     with closing(_raw(Path(path), "mode=ro")) as connection:
         large = Path(path).stat().st_size > WHOLLY_CHECKED_BYTES
@@ -274,10 +279,10 @@ def _check_file(path: str, inode: int) -> None:  # noqa: ARG001
 
 
 def waiting(action: Callable[[], Answer]) -> Answer:
-    """The action's answer, tried again while SQLite says busy.
+    """Return the action's result. Repeat the action while SQLite reports that the file is busy.
 
-    SQLite skips its own busy handler where waiting could deadlock, as in the switch to WAL or the
-    recovery of one.
+    SQLite skips its own busy handler if waiting could deadlock, as in the switch to WAL or the
+    recovery of a log.
     """
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
@@ -291,7 +296,7 @@ def waiting(action: Callable[[], Answer]) -> Answer:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """A write transaction: committed whole, or rolled back on any exception, Ctrl-C included."""
+    """Run the block in a write transaction. Roll back on any exception, including Ctrl-C."""
     waiting(lambda: connection.execute("BEGIN IMMEDIATE"))
     try:
         yield
@@ -310,10 +315,11 @@ def _is_busy(error: sqlite3.OperationalError) -> bool:
 
 
 def _check_header(path: Path, write: bool) -> None:
-    """Refuse a foreign file before SQLite replays its log.
+    """Raise StoreError for a foreign file before SQLite replays its log.
 
-    SQLite itself reads the header: closing any other descriptor of a store would release the locks
-    that SQLite holds on it in this process. An immutable connection neither locks nor reads a log.
+    SQLite itself reads the header, because closing any other descriptor of a store would release
+    the locks that SQLite has on it in this process (https://sqlite.org/howtocorrupt.html). An
+    immutable connection neither locks nor reads a log.
     """
     try:
         status = path.stat()
@@ -338,7 +344,7 @@ def _check_header(path: Path, write: bool) -> None:
             if application == 0:
                 with suppress(sqlite3.DatabaseError):
                     (objects,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-                # another process may have made the store meanwhile
+                # read again: another process may have created the store meanwhile
                 (application,) = connection.execute("PRAGMA application_id").fetchone()
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
@@ -353,7 +359,7 @@ def _foreign(path: Path) -> StoreError:
 
 
 def _raw(path: Path, mode: str) -> sqlite3.Connection:
-    """A connection that distrusts the file: malformed cells are found, its schema calls nothing."""
+    """Return a connection that detects malformed cells and runs no functions in the schema."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?{mode}",
         timeout=BUSY_SECONDS,
@@ -366,8 +372,8 @@ def _raw(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has this schema; False for an empty one. Raises StoreError for any other."""
-    # one statement, for another process may make the store meanwhile
+    """Return whether the file has this schema, False if it is empty. Raises StoreError otherwise."""
+    # one statement, because another process may be creating the store
     application, version, objects = connection.execute(
         "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
         "FROM pragma_application_id, pragma_user_version"
@@ -405,8 +411,9 @@ def _refuse_external_launches(connection: sqlite3.Connection, path: Path) -> Non
 
 
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise StoreError where a table, index or view of ours is missing or altered, or a trigger is
-    there: it would run at the next ingest. What else is in the file is its owner's.
+    """Raise StoreError if a table, index or view is missing or changed, or for any trigger.
+
+    A trigger would run at the next ingest. Other tables and views may be added by users.
     """
     found = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     have = {sql for _, _, sql in found}
@@ -422,7 +429,7 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
     if path.exists() and path.stat().st_size:
-        # SQLite rolls back what a killed process left in a transaction, but not for a reader
+        # SQLite rolls back the transaction of a killed process, but not on a read-only connection
         half_written = file_beside(path, "-journal").exists()
         with closing(_raw(path, "mode=rw" if half_written else "mode=ro")) as probe:
             _is_made(probe, path)
@@ -431,7 +438,7 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
     try:
         if not _is_made(connection, path):
             with transaction(connection):
-                if not _is_made(connection, path):  # another process may have been quicker
+                if not _is_made(connection, path):  # another process may have created it first
                     migrate(connection)
         if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
             connection.execute("PRAGMA journal_mode = WAL")
@@ -444,8 +451,9 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
 
 
 def _open_reader(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write rows; an immutable one on a medium that is read-only, or on a
-    network file system, where nobody writes.
+    """Return a connection that cannot write rows.
+
+    It is immutable on read-only media, and on network file systems, where nobody writes.
     """
     for mode in (
         ("mode=ro&immutable=1",) if may_be_read(path) else ("mode=rw", "mode=ro&immutable=1")

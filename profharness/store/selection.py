@@ -1,5 +1,7 @@
-"""Which stored run answers a question: a run that is named is itself, and `latest` is the newest
-run that has what the question needs.
+"""Select the stored run that a command shows.
+
+A run can be given by its id or a prefix of it. `latest` is the newest run that has the data that the
+command needs.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from profharness.run import OBSERVE
 Need = Literal[
     "run", "kernels", "kernels of configs", "times", "attention calls", "traced attention calls"
 ]
-"""What an answer is made of; a `run` is whatever a user captured, timed or took in."""
+"""The data that a command needs. `run` is any run that a user captured, timed or ingested."""
 
-KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")  # cells tell at least why there are none
+KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")  # cells show why there are no kernels
 CANDIDATES_SHOWN = 8
 LATEST = "latest"
 ALL_RUNS = "all"
 _BACK = re.compile(rf"{LATEST}(?:~([0-9]{{1,9}}))?")
-CHECKED, EXPLAINED = "verify", "explain"  # kinds of runs that are nobody's latest one
+CHECKED, EXPLAINED = "verify", "explain"  # kinds of runs that `latest` skips
 _CONFIG_FIELDS = tuple(field.name for field in fields(Config))
 
 _ASKED = "(SELECT value FROM json_each(:profilers))"
-_NO_RESULT = "c.status NOT IN ('ok', 'pending')"  # which is the answer, for no run can have more
+_NO_RESULT = "c.status NOT IN ('ok', 'pending')"  # a failed cell counts as data, because running it again gives no more
 _WATCHED = f"EXISTS (SELECT 1 FROM json_each(r.profilers) WHERE value IN {_ASKED})"
 _LAUNCHED = f"""EXISTS (SELECT 1 FROM trace_cells tc JOIN traces t ON t.id = tc.trace_id
     WHERE tc.cell_id = c.id AND tc.launches > 0 AND t.profiler IN {_ASKED})"""
@@ -50,7 +52,7 @@ _OF_CELL: dict[Need, str] = {
     "attention calls": "1",
     "traced attention calls": "1",
 }
-"""When a cell c of run r has what is needed."""
+"""SQL conditions for a cell c of run r that satisfies a need."""
 
 
 def _some_cell(need: Need) -> str:
@@ -67,17 +69,18 @@ _OF_RUN: dict[Need, str] = {
     "attention calls": f"({_CALLED} OR EXISTS (SELECT 1 FROM templates o WHERE o.run_id = r.id))",
     "traced attention calls": _CALLED,
 }
-"""When a run r has what is needed, of whatever config."""
+"""SQL conditions for a run r that satisfies a need, for any config."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which stored rows are meant. run: an id, a unique prefix, `latest`, `latest~N` or `all`; None
-    is `latest`, the newest run that has all the configs, on all the backends. An empty filter takes
-    all.
-    """
+    """A selection of stored rows. An empty filter selects all rows."""
 
     run: str | None = None
+    """an id, a unique prefix, `latest`, `latest~N` or `all`
+
+    None is `latest`: the newest run that has all the configs on all the backends.
+    """
     configs: Sequence[Config] = ()
     backends: Sequence[str] = ()
     profilers: Sequence[str] = ()
@@ -86,7 +89,10 @@ class Selection:
 def matching_configs(
     connection: sqlite3.Connection, configs: Sequence[Config] | None
 ) -> list[int] | None:
-    """Ids of the stored configs that any of the configs matches; without a dtype it matches any."""
+    """Return the ids of stored configs that match any of the configs, None for no filter.
+
+    A config without a dtype matches any dtype.
+    """
     if configs is None:
         return None
     rows = connection.execute(f"SELECT id, {', '.join(_CONFIG_FIELDS)} FROM configs").fetchall()
@@ -103,21 +109,21 @@ def matching_configs(
 def find_run(
     connection: sqlite3.Connection, path: Path, selection: Selection, needs: Sequence[Need]
 ) -> str:
-    """The id of the run that is meant; path is the store's. Of the needs the first one counts that any
-    run has.
+    """Return the id of the selected run of the store at `path`.
 
-    Raises NotFoundError, naming candidates, when no run or more than one is meant.
+    `latest` uses the first of the needs that any run satisfies. Raises NotFoundError, which lists
+    candidates, if no run or more than one matches.
     """
     ref = LATEST if selection.run is None else selection.run
     names = _names(connection)
     if not names:
         raise NotFoundError(f"{path} holds no run; `profharness capture` makes one")
-    # a whole id may begin another one too
+    # a complete id may also be the prefix of another one
     if ref in names:
         return ref
     if back := _BACK.fullmatch(ref):
         return _latest(connection, path, selection, needs, int(back[1] or 0))
-    # every id begins with an empty text
+    # an empty string is a prefix of every id
     matching = [name for name in names if ref and name.startswith(ref)]
     if len(matching) == 1:
         return matching[0]
@@ -129,9 +135,9 @@ def find_run(
 def answering_runs(
     connection: sqlite3.Connection, selection: Selection, need: Need
 ) -> Iterator[str]:
-    """The ids of the runs that have all of what a question needs, newest first.
+    """Yield the ids of runs that satisfy a need for all selected configs and backends, newest first.
 
-    A run that was made to explain counts for the configs that are asked for alone.
+    Runs of `explain` count only if configs are selected.
     """
     ids = [matching_configs(connection, [config]) or [] for config in selection.configs]
     if not all(ids):
@@ -164,8 +170,9 @@ def answering_runs(
 
 
 def shown_by(connection: sqlite3.Connection, path: Path, run: str) -> str:
-    """The command that shows what a run has: of an observed program its calls; else its kernels, else
-    calls, else times, else its report.
+    """Return the command that shows the contents of a run.
+
+    It shows the calls of an observed program, else kernels, else calls, else times, else the report.
     """
     if _has(connection, run, f"r.kind = '{OBSERVE}' AND {_OF_RUN['attention calls']}"):
         return shell_command("layers", run, store=path)
@@ -179,7 +186,10 @@ def shown_by(connection: sqlite3.Connection, path: Path, run: str) -> str:
 
 
 def lack_of_kernels(connection: sqlite3.Connection, path: Path, run: str) -> str | None:
-    """Says that a run has no kernels, how it was made, and what shows the rest of it; else None."""
+    """Return a message if a run has no kernels, else None.
+
+    It contains how the run was made and the command that shows it.
+    """
     if _has(connection, run, _OF_RUN["kernels"]):
         return None
     row = connection.execute("SELECT kind, profilers FROM runs WHERE run = ?", (run,)).fetchone()
@@ -188,7 +198,7 @@ def lack_of_kernels(connection: sqlite3.Connection, path: Path, run: str) -> str
 
 
 def has(connection: sqlite3.Connection, run: str, need: Need) -> bool:
-    """Whether a run has what is needed, of whatever config."""
+    """Return whether a run satisfies a need, for any config."""
     return _has(connection, run, _OF_RUN[need])
 
 
@@ -205,10 +215,10 @@ def _latest(
     needs: Sequence[Need],
     back: int,
 ) -> str:
-    """The newest run that answers, or the one `back` before it. Raises NotFoundError."""
+    """Return the newest matching run, or the one `back` runs before it. Raises NotFoundError."""
     runs: list[str] = []
     for need in needs:
-        # each run further back costs a query
+        # lazily, because each run costs a query
         runs = runs or list(islice(answering_runs(connection, selection, need), back + 1))
     if back < len(runs):
         return runs[back]
@@ -221,7 +231,7 @@ def _latest(
 
 
 def _wanted(selection: Selection, need: Need) -> str:
-    """What a run lacks that would answer, as in `kernels of b2-…-fp16 on flash, math`."""
+    """Describe the data that no run has, as in `kernels of b2-…-fp16 on flash, math`."""
     word = need.removesuffix(" of configs") if selection.configs else need
     word = "been captured, timed or ingested" if need == "run" else word
     parts: list[tuple[str, Sequence[str]]] = [
@@ -233,7 +243,7 @@ def _wanted(selection: Selection, need: Need) -> str:
 
 
 def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -> str:
-    """What to do where no run answers: see the newest that has the configs, else what is stored."""
+    """Suggest what to do if no run matches: show the newest run with the configs, else all runs."""
     same_configs = Selection(None, selection.configs)
     others = _names(connection) if not selection.configs else []
     run = next(chain(answering_runs(connection, same_configs, "run"), others), None)
@@ -242,8 +252,8 @@ def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -
 
 
 def _names(connection: sqlite3.Connection) -> list[str]:
-    """The ids of all runs, newest first."""
-    # created counts seconds: of two runs in one the later id is the newer run
+    """Return the ids of all runs, newest first."""
+    # `created` has a resolution of one second; of two runs in one, the later id is the newer run
     rows = connection.execute("SELECT run FROM runs ORDER BY created DESC, id DESC")
     return [str(row[0]) for row in rows]
 

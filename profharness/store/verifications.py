@@ -1,4 +1,4 @@
-"""The checks of `verify` as rows, which backends they show to be right or wrong, and measured peaks."""
+"""Query the checks of `verify` and the verdicts that follow from them; store measured peaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORWARD = ("out", "inputs")
 
 
 def verification_rows(connection: sqlite3.Connection, run: str) -> list[VerificationRow]:
-    """All checks of a run, in its order."""
+    """Return all checks of a run, in its order."""
     return _rows(connection, "WHERE r.run = ? ORDER BY c.id, v.ordinal", run)
 
 
@@ -35,12 +35,12 @@ def _rows(connection: sqlite3.Connection, where: str, *values: str) -> list[Veri
 
 
 def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], bool]:
-    """(config label, backend) of the run's cells to whether the checks in this store say it is right.
+    """Return whether each (config label, backend) of the run's cells passed its checks.
 
-    Checks count that were made by any run on the same device with the same torch and, for an
-    implementation, the same code. Of each check the latest counts, and one that failed decides. A
-    check of a gradient says nothing of a forward cell. Right takes a check of the config itself,
-    and for a cell with bwd one of its gradients.
+    Checks of all runs count that used the same device, the same torch and, for an implementation,
+    the same code. Of repeated checks the latest counts. Any failed check makes a cell wrong. Checks
+    of gradients do not count for a forward cell. A cell is right only if its own config was checked,
+    with gradients if the cell has bwd.
     """
     here = _environments(connection, "r.run = ?", run).get(run, {})
     verified = "r.id IN (SELECT c.run_id FROM cells c JOIN verifications v ON v.cell_id = c.id)"
@@ -50,7 +50,7 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
         if all(environment.get(key) == here.get(key) for key in _SAME_ENVIRONMENT)
     }
     latest: dict[tuple[Config, str], dict[_Check, bool]] = {}
-    # oldest first, so that a later check takes the place of an earlier one
+    # oldest first, so that a later check replaces an earlier one
     for row in _rows(connection, "WHERE v.passed IS NOT NULL ORDER BY r.created, r.id"):
         environment = environments.get(row.run)
         if environment is not None and _code(environment, row.backend) == _code(here, row.backend):
@@ -80,11 +80,10 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
 
 
 class _Check(NamedTuple):
-    """own: of the config that was asked about, not of a case derived from it."""
-
     case: str
     what: str
     own: bool
+    """True for the requested config itself, False for a case derived from it"""
 
 
 def _problem(label: str) -> Config:
@@ -107,7 +106,7 @@ def _code(environment: Mapping[str, Any], backend: str) -> Any:
 
 
 def device_name(environment: Mapping[str, Any]) -> str | None:
-    """The name under which a device's peaks are kept: the GPU's, else the processor's."""
+    """Return the device name that peaks are stored under: the GPU, else the processor."""
     gpu = environment.get("gpu")
     if gpu or environment.get("device_type") == "cuda":
         return str(gpu) if gpu else None
@@ -118,17 +117,20 @@ def device_name(environment: Mapping[str, Any]) -> str | None:
 def insert_peaks(
     connection: sqlite3.Connection, peaks: Peaks, created: str, environment: Mapping[str, Any]
 ) -> None:
-    """Keep one measurement with the environment that it was made in."""
+    """Insert one measurement with its environment."""
     row = asdict(peaks) | {"created": created, "flops_per_s": json.dumps(peaks.flops_per_s)}
     row["environment"] = json.dumps(environment, sort_keys=True)
-    del row["source"]  # only measured ones are kept
+    del row["source"]  # only measured peaks are stored
     insert_row(connection, "peaks", row)
 
 
 def find_peaks(
     connection: sqlite3.Connection, device: str | None, source: str | None
 ) -> Peaks | None:
-    """Peaks of a device: measured if there, else from the data sheet; source asks for one alone."""
+    """Return the peaks of a device: measured ones if stored, else those of its data sheet.
+
+    `source` restricts the result to one of the two.
+    """
     if device is None:
         return None
     if source in (None, MEASURED):

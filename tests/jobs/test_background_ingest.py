@@ -44,7 +44,7 @@ def traces(folder: Path) -> list[Path]:
     return sorted(folder / trace.path for trace in read_run(folder).traces)
 
 
-def test_what_was_parsed_ahead_is_stored_like_the_rest(
+def test_traces_parsed_ahead_are_stored_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -71,7 +71,7 @@ def test_what_was_parsed_ahead_is_stored_like_the_rest(
     assert contents(tmp_path / "ahead.db") == contents(tmp_path / "plain.db")
 
 
-def test_times_by_the_clock_of_the_cpu_are_left_undisturbed(
+def test_cells_timed_by_cpu_clock_are_not_parsed_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
@@ -83,7 +83,7 @@ def test_times_by_the_clock_of_the_cpu_are_left_undisturbed(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-def test_a_group_is_parsed_with_the_lowest_priority_off_the_cores_of_lanes(
+def test_groups_are_parsed_with_lowest_priority_on_free_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
@@ -113,7 +113,7 @@ def test_a_group_is_parsed_with_the_lowest_priority_off_the_cores_of_lanes(
     assert os.getpriority(os.PRIO_PROCESS, 0) < 19
 
 
-def test_a_file_that_changed_or_cannot_be_read_is_left_to_the_ingest(tmp_path: Path) -> None:
+def test_changed_or_unreadable_file_is_not_cached(tmp_path: Path) -> None:
     good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"
     shutil.copy(next(path for path in traces(RUN) if path.suffix == ".gz"), good)
     bad.write_text('{"traceEvents": [')
@@ -128,7 +128,7 @@ def test_a_file_that_changed_or_cannot_be_read_is_left_to_the_ingest(tmp_path: P
     assert parsed.take(bad, content) is None
 
 
-def test_a_file_that_cannot_be_read_takes_no_room(
+def test_unreadable_file_uses_no_cache_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"

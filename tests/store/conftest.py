@@ -1,4 +1,4 @@
-"""Run folders made from a real H200 trace, whose ranges are renamed to cells of a run."""
+"""Make run folders from a real H200 trace, whose ranges are renamed to cells of a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ Folder = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def kineto() -> Path:
-    """The real trace: 384 launches on an H200, one range a backend with three calls in it."""
+    """Return a real trace: 384 launches on an H200, one range per backend with three calls each."""
     return KINETO
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Folder:
-    """Makes a run folder; cells maps a cell id to the backends whose ranges become its calls."""
+    """Return a function that makes a run folder.
+
+    `cells` maps a cell id to the backends whose ranges become its calls.
+    """
 
     def make(
         run: str = "20261121-aaaa",

@@ -1,4 +1,4 @@
-"""A store on a network file system, as the mounts of the process tell it."""
+"""Stores on network file systems, which are detected by the mounts of the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINES = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
 
 @pytest.fixture
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, with a blank in its name, that the mounts say to be on Lustre."""
+    """Return a folder with a blank in its name that is listed as a mount of Lustre."""
     folder = tmp_path / "shared folder"
     folder.mkdir()
     point = str(folder).replace(" ", "\\040")
@@ -28,12 +28,12 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "gpfs", "fuse.sshfs", "ext4", "fuse.lxcfs"])
-def test_a_type_is_known_by_its_name(kind: str, mounted: Path) -> None:
+def test_network_file_system_is_detected_by_type(kind: str, mounted: Path) -> None:
     filesystems.MOUNTS.write_text(filesystems.MOUNTS.read_text().replace("lustre", kind))
     assert network_name(mounted / "s.db") == NETWORK.get(kind.removeprefix("fuse."))
 
 
-def test_the_innermost_and_latest_mount_counts(mounted: Path, tmp_path: Path) -> None:
+def test_innermost_and_latest_mount_counts(mounted: Path, tmp_path: Path) -> None:
     assert network_name(mounted / "deep" / "s.db") == "Lustre"
     assert network_name(tmp_path / "s.db") is None
     assert network_name(tmp_path / "shared folder2" / "s.db") is None
@@ -44,13 +44,13 @@ def test_the_innermost_and_latest_mount_counts(mounted: Path, tmp_path: Path) ->
     assert network_name(mounted) is None
 
 
-def test_nobody_writes_over_a_network_and_the_message_says_where(mounted: Path) -> None:
+def test_store_on_network_is_not_written(mounted: Path) -> None:
     with pytest.raises(StoreError, match=r"lies on Lustre, .*\(--store /.*profharness.db"):
         connect(mounted / "s.db", write=True)
     assert list(mounted.iterdir()) == []
 
 
-def test_a_whole_store_is_read_there_and_one_with_a_log_is_not(
+def test_store_on_network_is_read_unless_it_has_a_log(
     mounted: Path, tmp_path: Path, kineto: Path
 ) -> None:
     ingest_path(tmp_path / "s.db", kineto)

@@ -1,4 +1,4 @@
-"""Exact statistics of groups in bounded memory, whatever the blocks that their rows come in."""
+"""Group statistics are exact and need bounded memory, however rows are split into blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = st.tuples(
     block=st.integers(1, 20),
     merge_rows=st.integers(1, 80),
 )
-def test_groups_equal_the_plain_reckoning(
+def test_groups_equal_direct_computation(
     rows: list[tuple[int, int, int, int]], block: int, merge_rows: int
 ) -> None:
     grouping = Grouping(merge_rows=merge_rows)
@@ -52,7 +52,7 @@ def test_groups_equal_the_plain_reckoning(
             assert statistic.first[index] == min(start for _, start in expected[name])
 
 
-def test_memory_grows_with_the_durations_that_differ() -> None:
+def test_memory_grows_with_distinct_durations() -> None:
     random = np.random.default_rng(0)
     grouping = Grouping(merge_rows=5000)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Ranks of a job as the store has them: where each ran, and how long its GPUs were busy."""
+"""Stored ranks of a job: their identities and how long their GPUs were busy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from profharness.store.rank_identity import RankIdentity, split_place
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a job of four ranks, made from a real training step."""
+    """Return a store with a job of four ranks, made from a real training step."""
     folder = tmp_path_factory.mktemp("job")
     make_ranks(read(), folder / "ranks", Fleet(4))
     ingest_path(folder / "s.db", folder / "ranks")
@@ -40,8 +40,8 @@ def test_ranks_of_a_job_have_one_environment(store: Store) -> None:
         assert [row.rank for row in store.runs()] == [3, 2, 1, 0]
 
 
-def test_a_device_is_as_busy_as_its_launches_say(store: Store) -> None:
-    """Each moment is counted that any launch covers; while the all-reduce runs nothing else does."""
+def test_device_busy_time_is_union_of_launches(store: Store) -> None:
+    """Busy time is the union of all launches. Nothing else runs during the all-reduce."""
     with store:
         for rank in store.ranks():
             (time,) = rank.times
@@ -63,7 +63,7 @@ def test_a_device_is_as_busy_as_its_launches_say(store: Store) -> None:
             assert (time.start_ns, time.end_ns) == (moments[0], moments[-1])
 
 
-def test_the_ranks_of_a_job_are_found_from_any_of_them(job: Path, store: Store) -> None:
+def test_any_rank_finds_its_job(job: Path, store: Store) -> None:
     with store:
         whole = store.ranks()
         assert [row.label for row in whole] == [f"rank {rank}" for rank in range(4)]
@@ -73,7 +73,7 @@ def test_the_ranks_of_a_job_are_found_from_any_of_them(job: Path, store: Store) 
 
 
 @pytest.mark.parametrize("rank", [-3, 1 << 40, 10**30, "x", 2.5, [1]])
-def test_a_trace_that_tells_no_rank_has_none(job: Path, tmp_path: Path, rank: object) -> None:
+def test_invalid_rank_is_ignored(job: Path, tmp_path: Path, rank: object) -> None:
     shutil.copy(job, tmp_path / "s.db")
     with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
         connection.execute(
@@ -108,7 +108,7 @@ def test_a_trace_that_tells_no_rank_has_none(job: Path, tmp_path: Path, rank: ob
         ),
     ],
 )
-def test_a_place_is_what_the_environment_tells_else_the_name(
+def test_rank_identity_comes_from_environment_or_name(
     environment: dict[str, object], name: str | None, place: RankIdentity
 ) -> None:
     told, rest = split_place(environment, name)

@@ -1,4 +1,4 @@
-"""Which run answers: the newest that has what the question needs, never one that cannot know."""
+"""`latest` selects the newest run that has the data that a command needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ CAPTURED, EXPLAINED, TIMED, TIMED_TOO, CHECKED = (
 
 @pytest.fixture
 def path(tmp_path: Path, run_folder: Folder, kineto: Path) -> Path:
-    """From old to new: a trace, a capture, `explain --measure`, two timed runs and a verification."""
+    """Return a store with, from old to new, a trace, a capture, `explain --measure`, two timed runs
+    and a verification.
+    """
     ok = Cell("0", HALF, "flash", "ok", iterations=5, samples={"event": [7000, 7100, 7200]})
     refused = Cell("1", HALF, "cudnn", "refused")
     pending = Cell("2", HALF, "math")
@@ -77,14 +79,14 @@ def path(tmp_path: Path, run_folder: Folder, kineto: Path) -> Path:
         (Selection(None, (), (), ["nsys"]), ("kernels", "run"), TIMED_TOO),
     ],
 )
-def test_the_newest_run_that_can_know_answers(
+def test_latest_is_newest_run_with_needed_data(
     path: Path, selection: Selection, needs: tuple[Need, ...], run: str
 ) -> None:
     with open_store(path) as store:
         assert store.find_run(selection, *needs) == run
 
 
-def test_the_next_one_back_has_it_too(path: Path) -> None:
+def test_earlier_run_has_needed_data_too(path: Path) -> None:
     with open_store(path) as store:
         assert store.find_run(Selection("latest~1")).startswith("trace-")
         with pytest.raises(
@@ -108,14 +110,14 @@ def test_the_next_one_back_has_it_too(path: Path) -> None:
         (Selection("latest", (), (), ["ncu"]), "no stored run has kernels under ncu"),
     ],
 )
-def test_where_none_answers_it_is_told_what_shows_the_rest(
+def test_error_names_command_that_shows_the_run(
     path: Path, selection: Selection, told: str
 ) -> None:
     with open_store(path) as store, pytest.raises(NotFoundError, match=told):
         store.find_run(selection)
 
 
-def test_a_run_without_kernels_says_how_it_was_made(path: Path) -> None:
+def test_message_names_how_run_without_kernels_was_made(path: Path) -> None:
     with open_store(path) as store:
         assert store.lack_of_kernels(CAPTURED) is None
         assert f"profharness report {CHECKED}" in str(store.lack_of_kernels(CHECKED))
@@ -123,7 +125,7 @@ def test_a_run_without_kernels_says_how_it_was_made(path: Path) -> None:
         assert f"({CHECKED[2:]})" in str(store.lack_of_kernels(CHECKED))
 
 
-def test_rows_of_the_latest_are_those_of_a_run_with_kernels(path: Path) -> None:
+def test_rows_of_latest_come_from_run_with_kernels(path: Path) -> None:
     with open_store(path) as store:
         assert {row.run for row in store.kernels()} == {CAPTURED}
         assert len(list(store.launches())) == len(list(store.launches(CAPTURED))) > 0

@@ -1,4 +1,4 @@
-"""A store that is damaged inside, or not as profharness made it, is refused and left as it is."""
+"""A store that is damaged or has another schema is refused and left unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def whole(tmp_path: Path, kineto: Path, run_folder: Folder) -> Path:
 
 
 def changed(path: Path, *statements: str) -> Path:
-    """A copy of a store to which SQL was done."""
+    """Return a copy of a store after running SQL statements on it."""
     copy = path.with_name("changed.db")
     shutil.copy(path, copy)
     with closing(sqlite3.connect(copy)) as connection:
@@ -50,7 +50,7 @@ def changed(path: Path, *statements: str) -> Path:
 
 
 def refused(path: Path, *sources: Path) -> Iterator[str]:
-    """What readers and writers say; the file stays as it was."""
+    """Yield the errors of readers and writers. The file must stay unchanged."""
     before = path.read_bytes()
     for write in (False, True):
         with pytest.raises(StoreError) as caught, open_store(path, write=write) as store:
@@ -73,7 +73,7 @@ def refused(path: Path, *sources: Path) -> Iterator[str]:
         ("ALTER TABLE kernels ADD COLUMN more TEXT", "TABLE kernels"),
     ],
 )
-def test_a_store_of_another_shape_is_refused(
+def test_changed_schema_is_refused(
     whole: Path, run_folder: Folder, statement: str, told: str
 ) -> None:
     store = changed(whole, statement)
@@ -81,7 +81,7 @@ def test_a_store_of_another_shape_is_refused(
         assert told in text and "not as profharness made it" in text and REMEDY in text
 
 
-def test_tables_and_views_of_its_owner_may_stay(whole: Path, run_folder: Folder) -> None:
+def test_users_may_add_tables_and_views(whole: Path, run_folder: Folder) -> None:
     store = changed(whole, "CREATE TABLE mine (x)", "CREATE VIEW own AS SELECT * FROM cell_summary")
     ingest_path(store, run_folder(run="20261122-bbbb"))
     with open_store(store) as opened:
@@ -89,7 +89,7 @@ def test_tables_and_views_of_its_owner_may_stay(whole: Path, run_folder: Folder)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_damage_is_told_and_never_written_to(
+def test_random_damage_is_reported_and_never_written(
     whole: Path, run_folder: Folder, seed: int
 ) -> None:
     pick = random.Random(seed)
@@ -113,14 +113,14 @@ def test_random_damage_is_told_and_never_written_to(
     assert store.read_bytes() == data
 
 
-def test_text_that_is_no_text_is_told(whole: Path) -> None:
+def test_invalid_utf8_is_reported(whole: Path) -> None:
     for column, value in (("warnings", "'{'"), ("run", "CAST(x'ff' AS TEXT)")):
         store = changed(whole, f"UPDATE runs SET {column} = {value} WHERE id = 1")
         with pytest.raises(StoreError, match="damaged inside"), open_store(store) as opened:
             opened.runs()
 
 
-def test_of_a_large_store_what_every_ingest_reads_is_looked_at(
+def test_large_store_is_checked_in_small_tables(
     whole: Path, run_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schema, "WHOLLY_CHECKED_BYTES", 0)
@@ -139,7 +139,7 @@ def test_of_a_large_store_what_every_ingest_reads_is_looked_at(
         assert damaged.read_bytes() == data
 
 
-def test_a_wrong_question_is_not_damage(whole: Path) -> None:
+def test_wrong_query_is_not_damage(whole: Path) -> None:
     with (
         pytest.raises(UsageError, match="no such column"),
         open_store(whole) as store,
@@ -147,8 +147,8 @@ def test_a_wrong_question_is_not_damage(whole: Path) -> None:
         query(store, "SELECT absent FROM runs")
 
 
-def test_a_store_with_launches_in_parquet_files_is_refused(tmp_path: Path, kineto: Path) -> None:
-    """Stores of an earlier release have the table; without a row it changes nothing."""
+def test_store_with_parquet_launches_is_refused(tmp_path: Path, kineto: Path) -> None:
+    """Stores of an earlier release have the table. An empty one is accepted."""
     store = tmp_path / "s.db"
     ingest_path(store, kineto)
     with closing(sqlite3.connect(store)) as connection, connection:

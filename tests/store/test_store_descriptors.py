@@ -31,7 +31,7 @@ from profharness.store.trace_cache import ParsedTraceCache
 
 TRACES = Path(__file__).parents[2] / "traces"
 
-# For every Python that a command starts: a line for each time that it opens a file of the store.
+# sitecustomize of each Python process: writes a line whenever it opens a file of the store.
 HOOK = """
 import os, sys
 
@@ -48,7 +48,7 @@ def watch(event, arguments):
 
 sys.addaudithook(watch)
 """
-# Runs commands one after another in one process; a line for each: its exit code, and what was raised.
+# Runs several commands in one process and prints the exit code and exception of each.
 RUN = """
 import shlex, sys
 from profharness.cli.main import main
@@ -95,12 +95,12 @@ COMMANDS = {
     "verify": [f"verify {CELL} --cases none"],
 }
 SERVERS = ("mcp", "serve")
-INVALID = {"ingest", "scrub", "ranks"}  # get the store as an input
+INVALID = {"ingest", "scrub", "ranks"}  # commands that get the store as their input
 ASK_MCP = """{"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"protocolVersion": \
 "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}}
 {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": "runs"}}
 """
-# Whether a process holds what SQLite holds on a store in use: a lock in its file, and one in its index.
+# Checks that a process has SQLite's locks on a store in use: one in its file, one in its index.
 HELD = """
 import fcntl, sys
 
@@ -112,7 +112,7 @@ for path, start, length in ((sys.argv[1], 0x40000002, 510), (sys.argv[1] + "-shm
             continue
         sys.exit(path + " is not locked")
 """
-# Ingests the traces that its input names; a line for each.
+# Ingests the traces named on stdin and prints a line for each.
 INGEST = """
 import sys
 from pathlib import Path
@@ -139,7 +139,7 @@ def test_every_command_with_a_store_is_watched() -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the ranks of a job, a program's trace and a capture."""
+    """Return a store with the ranks of a job, a program's trace and a capture."""
     store = tmp_path_factory.mktemp("whole") / "s.db"
     paths = make_ranks(read(), store.parent / "ranks", Fleet(2))
     for source in (*paths, TRACES / "models" / "llama_prefill.json.gz", TRACES / "h200-torch2.11"):
@@ -154,7 +154,7 @@ def write_trace(path: Path, kernel: str) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, whole: Path) -> Path:
-    """A folder with a store, which is also a trace of the run in that folder."""
+    """Return a folder with a store that is also listed as a trace of the run in that folder."""
     shutil.copyfile(whole, tmp_path / "s.db")
     (tmp_path / "linked.sqlite").symlink_to(tmp_path / "s.db")
     write_trace(tmp_path / "rank.json", "k")
@@ -169,7 +169,7 @@ def place(tmp_path: Path, whole: Path) -> Path:
 
 @contextmanager
 def watched(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python in that folder that must leave the store to SQLite, as must all that it starts."""
+    """Start Python in a folder. It and its children may open the store through SQLite only."""
     path = os.pathsep.join((str(place / "hook"), str(Path(profharness.__file__).parents[1])))
     names = {"WATCHED_STORE": str(place / "s.db"), "WATCHED_LOG": str(place / "log")}
     pipe = subprocess.PIPE
@@ -189,7 +189,7 @@ def watched(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_commands_leave_store_to_sqlite(place: Path) -> None:
-    """Also where the store, or its log, is given as an input."""
+    """This includes commands that get the store or its log as an input."""
     lines = [line for name in COMMANDS if name not in SERVERS for line in COMMANDS[name]]
     lines = [line.format(python=sys.executable, run=CAPTURE) for line in lines]
     with watched(place, "-c", RUN) as process:
@@ -212,7 +212,7 @@ def test_mcp_leaves_store_to_sqlite(place: Path) -> None:
 
 
 def test_serve_leaves_store_to_sqlite_and_shows_new_runs(place: Path) -> None:
-    """Each run at once, while another process opens and closes the store for every one."""
+    """New runs show at once, while another process opens and closes the store for each of them."""
     pytest.importorskip("datasette", reason="datasette is not installed")
     ingest = [sys.executable, "-c", INGEST, "s.db"]
     pipe = subprocess.PIPE
@@ -273,7 +273,7 @@ USES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_connection_keeps_its_locks_and_sees_new_runs(use: str, place: Path, kineto: Path) -> None:
-    """Whatever else its process does with the store."""
+    """This does not depend on what else the process does with the store."""
     store = place / "s.db"
     with open_store(store) as held:
         assert held.runs()
@@ -288,7 +288,7 @@ def test_connection_keeps_its_locks_and_sees_new_runs(use: str, place: Path, kin
 
 
 def test_store_with_hard_links_is_not_written(tmp_path: Path, kineto: Path) -> None:
-    """SQLite would keep a log for each name, and neither would show what the other holds."""
+    """SQLite would keep one log per name, and neither would show the other's rows."""
     store, link = tmp_path / "s.db", tmp_path / "link.db"
     ingest_path(store, kineto)
     link.hardlink_to(store)

@@ -1,4 +1,4 @@
-"""Ingest: whole or not at all, once, and correct against the parsed trace."""
+"""Ingest is atomic and idempotent, and agrees with the parsed trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAMPLE = Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu"
 
 
 def dump(path: Path) -> dict[str, list[tuple[object, ...]]]:
-    """Every row of every table."""
+    """Return all rows of all tables."""
     with closing(sqlite3.connect(path)) as connection:
         names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         return {name: connection.execute(f"SELECT * FROM {name}").fetchall() for (name,) in names}
@@ -49,14 +49,14 @@ def check_integrity(path: Path) -> None:
 
 
 def stored_problems(store: Path) -> list[dict[str, str]]:
-    """The problems of the only run."""
+    """Return the problems of the only run."""
     with closing(sqlite3.connect(store)) as connection:
         ((problems,),) = connection.execute("SELECT problems FROM runs").fetchall()
     found: list[dict[str, str]] = json.loads(problems)
     return found
 
 
-def test_foreign_trace_equals_what_the_parser_says(tmp_path: Path, kineto: Path) -> None:
+def test_foreign_trace_equals_parsed_trace(tmp_path: Path, kineto: Path) -> None:
     store = tmp_path / "p.db"
     seen: list[tuple[str, int, int]] = []
     (result,) = ingest_path(store, kineto, progress=lambda *told: seen.append(told))
@@ -109,7 +109,7 @@ def test_ingesting_again_changes_nothing(tmp_path: Path, kineto: Path, run_folde
     assert dump(store) == before
 
 
-def test_the_same_trace_packed_and_plain_is_one_run(tmp_path: Path) -> None:
+def test_compressed_copy_of_trace_is_same_run(tmp_path: Path) -> None:
     for name in ("torch.json.gz", "nsys.sqlite.gz", "ncu.csv.gz"):
         packed = tmp_path / name
         if name.startswith("torch"):
@@ -124,8 +124,8 @@ def test_the_same_trace_packed_and_plain_is_one_run(tmp_path: Path) -> None:
         assert len({result.run for result in results}) == 1
 
 
-def test_a_report_of_ncu_is_as_old_as_it_says(tmp_path: Path) -> None:
-    """Its file is as new as the last copy."""
+def test_ncu_report_has_its_recorded_date(tmp_path: Path) -> None:
+    """The modification time of the file is that of the last copy."""
     file = tmp_path / "copy.ncu-rep"
     file.write_bytes(gzip.decompress((KINETO.parent / "ncu_h200.ncu-rep.gz").read_bytes()))
     assert check_file(file).created_s == 1795259696
@@ -170,7 +170,9 @@ def test_run_folder_attributes_launches_to_cells(tmp_path: Path, run_folder: Fol
     check_integrity(store)
 
 
-def test_calls_with_different_kernel_counts_are_told(tmp_path: Path, run_folder: Folder) -> None:
+def test_calls_with_different_kernel_counts_give_warning(
+    tmp_path: Path, run_folder: Folder
+) -> None:
     cells = {"c0": ["auto", "flash", "efficient"], "c1": []}
     (result,) = ingest_path(tmp_path / "p.db", run_folder(cells=cells))
     with open_store(tmp_path / "p.db") as opened:
@@ -183,7 +185,7 @@ def test_calls_with_different_kernel_counts_are_told(tmp_path: Path, run_folder:
     assert f"c0: {differing.warnings[0]}" in result.warnings
 
 
-def test_a_run_that_grew_is_replaced(tmp_path: Path, run_folder: Folder) -> None:
+def test_run_with_new_cells_is_replaced(tmp_path: Path, run_folder: Folder) -> None:
     store = tmp_path / "p.db"
     ingest_path(store, run_folder(samples=[7], cells={"c0": ["flash"]}))
     ingest_path(store, run_folder(run="20261121-bbbb"))
@@ -201,13 +203,13 @@ def test_a_run_that_grew_is_replaced(tmp_path: Path, run_folder: Folder) -> None
     ingest_path(fresh, folder)
     found, expected = (
         {name: len(rows) for name, rows in dump(path).items() if name != "range_names"}
-        for path in (store, fresh)  # a name stays when its last range goes
+        for path in (store, fresh)  # range names are kept after their last range is deleted
     )
     assert found == expected
 
 
 def add_damaged(folder: Path, damage: str) -> None:
-    """A second trace, of a cell of its own, beside the whole one."""
+    """Add a damaged second trace with its own cell."""
     path = folder / "more.json.gz"
     if damage == "truncated":
         path.write_bytes((folder / "torch.json.gz").read_bytes()[:20])
@@ -224,7 +226,7 @@ def add_damaged(folder: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "missing", "another profiler's"])
-def test_one_damaged_trace_costs_the_run_that_trace_alone(
+def test_run_is_stored_without_damaged_trace(
     tmp_path: Path, run_folder: Folder, damage: str
 ) -> None:
     store, folder = tmp_path / "p.db", run_folder()
@@ -249,10 +251,8 @@ def test_one_damaged_trace_costs_the_run_that_trace_alone(
     check_integrity(store)
 
 
-def test_an_nsys_export_that_breaks_off_costs_the_run_that_trace_alone(
-    tmp_path: Path, run_folder: Folder
-) -> None:
-    """Its header is whole, so it is the rows that fail, some after the store is locked."""
+def test_run_is_stored_without_truncated_nsys_export(tmp_path: Path, run_folder: Folder) -> None:
+    """The header is intact, so reading rows fails, for some of them after the store is locked."""
     folder = run_folder()
     whole = unpacked("nsys_h200.sqlite.gz", tmp_path).read_bytes()
     run = read_run(folder)
@@ -267,9 +267,7 @@ def test_an_nsys_export_that_breaks_off_costs_the_run_that_trace_alone(
         check_integrity(store)
 
 
-def test_a_run_without_a_single_whole_trace_keeps_its_cells(
-    tmp_path: Path, run_folder: Folder
-) -> None:
+def test_run_without_readable_traces_keeps_its_cells(tmp_path: Path, run_folder: Folder) -> None:
     folder = run_folder()
     (folder / "torch.json.gz").write_bytes(b"nothing")
     (result,) = ingest_path(tmp_path / "p.db", folder)
@@ -278,7 +276,7 @@ def test_a_run_without_a_single_whole_trace_keeps_its_cells(
         assert opened.cells()[0].samples == {"event": (5, 1, 3, 9)}
 
 
-def test_a_trace_outside_of_its_folder_leaves_the_store_as_it_was(
+def test_trace_outside_of_its_folder_leaves_store_unchanged(
     tmp_path: Path, run_folder: Folder
 ) -> None:
     store = tmp_path / "p.db"
@@ -293,7 +291,7 @@ def test_a_trace_outside_of_its_folder_leaves_the_store_as_it_was(
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"traceEvents": 5}', b"", None])
-def test_a_lone_bad_file_is_an_error_and_makes_no_store(
+def test_unreadable_file_is_an_error_and_creates_no_store(
     tmp_path: Path, content: bytes | None
 ) -> None:
     file = tmp_path / "bad.json"
@@ -315,7 +313,7 @@ def test_a_lone_bad_file_is_an_error_and_makes_no_store(
         ({"duration_ns": 1 << 200}, "cell 'c0001' is too large"),
     ],
 )
-def test_a_record_that_no_table_can_hold_is_an_error_and_makes_no_store(
+def test_unstorable_record_is_an_error_and_creates_no_store(
     tmp_path: Path, run_folder: Folder, change: dict[str, object], told: str
 ) -> None:
     folder = run_folder(cells={"c0001": ["flash"], "c0002": ["math"]})
@@ -328,7 +326,7 @@ def test_a_record_that_no_table_can_hold_is_an_error_and_makes_no_store(
     assert list(tmp_path.glob("p.db*")) == []
 
 
-def test_tuning_may_hold_any_number(tmp_path: Path, run_folder: Folder) -> None:
+def test_tuning_may_contain_any_number(tmp_path: Path, run_folder: Folder) -> None:
     folder = run_folder(cells={"c0001": ["flash"]})
     file = folder / "run.json"
     said = json.loads(file.read_text())
@@ -339,18 +337,14 @@ def test_tuning_may_hold_any_number(tmp_path: Path, run_folder: Folder) -> None:
         assert store.cells()[0].tuning == {"hash": 1 << 70}
 
 
-def test_the_largest_number_that_a_table_can_hold_is_taken(
-    tmp_path: Path, run_folder: Folder
-) -> None:
+def test_largest_integer_is_stored(tmp_path: Path, run_folder: Folder) -> None:
     largest = (1 << 63) - 1
     ingest_path(tmp_path / "p.db", run_folder(samples=[largest]))
     with open_store(tmp_path / "p.db") as store:
         assert store.cells()[0].samples["event"] == (largest,)
 
 
-def test_a_store_that_cannot_be_used_names_the_run_and_the_way_out(
-    tmp_path: Path, run_folder: Folder
-) -> None:
+def test_unusable_store_error_names_run_and_remedy(tmp_path: Path, run_folder: Folder) -> None:
     folder = run_folder()
     with pytest.raises(StoreError) as caught:
         ingest_path(tmp_path / "absent" / "p.db", folder)
@@ -381,7 +375,7 @@ def test_failure_in_the_middle_of_the_transaction_rolls_back(
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "emptied", "pending", "samples", "cells"])
-def test_a_smaller_folder_never_replaces_a_stored_run(
+def test_smaller_folder_never_replaces_stored_run(
     tmp_path: Path, run_folder: Folder, damage: str
 ) -> None:
     store, folder = tmp_path / "p.db", run_folder()
@@ -418,8 +412,8 @@ def test_a_smaller_folder_never_replaces_a_stored_run(
     assert ingest_path(store, folder)[0].status == "new"
 
 
-def test_a_copy_beside_its_source_changes_nothing(tmp_path: Path, run_folder: Folder) -> None:
-    """Its record differs, as that of a scrubbed copy does; once the source is gone it takes over."""
+def test_copy_beside_its_source_changes_nothing(tmp_path: Path, run_folder: Folder) -> None:
+    """Its record differs, like that of a scrubbed copy. It replaces a deleted source."""
     store, folder = tmp_path / "p.db", run_folder()
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -466,9 +460,7 @@ def test_nothing_to_ingest_is_an_error(tmp_path: Path) -> None:
             ingest_path(tmp_path / "p.db", tmp_path / source)
 
 
-def test_deleted_store_comes_back_the_same(
-    tmp_path: Path, kineto: Path, run_folder: Folder
-) -> None:
+def test_rebuilt_store_equals_deleted_one(tmp_path: Path, kineto: Path, run_folder: Folder) -> None:
     folder = run_folder()
     dumps = []
     for name in ("one.db", "two.db"):
@@ -480,7 +472,7 @@ def test_deleted_store_comes_back_the_same(
 
 
 def test_journal_result_changes_the_content(tmp_path: Path, run_folder: Folder) -> None:
-    """A killed run's pending cell is filled from the journal, which is other content."""
+    """The pending cell of a killed run is filled from the journal, which changes the content."""
     folder = run_folder()
     run = read_run(folder)
     pending = {"cell": "c0", "config": {}, "backend": "flash"}
@@ -501,7 +493,7 @@ def test_journal_result_changes_the_content(tmp_path: Path, run_folder: Folder) 
     assert ingest_path(tmp_path / "p.db", folder)[0].status == "unchanged"
 
 
-def test_a_folder_gives_an_nsys_report_once_and_no_table_of_somebody_else(tmp_path: Path) -> None:
+def test_folder_yields_nsys_report_once_and_no_foreign_table(tmp_path: Path) -> None:
     for name in ("a.nsys-rep", "a.sqlite", "b.nsys-rep", "notes.txt"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "table.csv").write_text("config,time\n1,2\n")
@@ -510,10 +502,10 @@ def test_a_folder_gives_an_nsys_report_once_and_no_table_of_somebody_else(tmp_pa
     assert found == ["a.sqlite", "b.nsys-rep", "ncu.csv"]
 
 
-def test_a_run_tells_which_command_made_it(
+def test_run_kind_is_the_command_that_made_it(
     tmp_path: Path, kineto: Path, run_folder: Folder
 ) -> None:
-    """By its record, or for a record that does not say, by what the folder holds."""
+    """The command comes from the record, or else from the contents of the folder."""
     store = tmp_path / "p.db"
     ingest_path(store, kineto)
     for number, kind in enumerate(("capture", "bench", "verify", "explain", None, "?"), start=1):
@@ -549,13 +541,13 @@ def changed_record(folder: Path, change: Callable[[str], str | bytes]) -> None:
         ("x" * 300, "cannot be read: File name too long"),
     ],
 )
-def test_a_trace_that_no_file_can_be_is_refused_by_name(
+def test_impossible_trace_path_is_refused(
     tmp_path: Path, run_folder: Folder, name: str, told: str
 ) -> None:
     folder = run_folder()
     run = read_run(folder)
     write_run(folder, replace(run, traces=(*run.traces, TraceFile("torch", name))))
-    if "too long" in told:  # costs the run that trace alone
+    if "too long" in told:  # the run is stored without that trace
         (result,) = ingest_path(tmp_path / "p.db", folder)
         assert result.launches == 9 and told in result.warnings[0]
         return
@@ -565,7 +557,7 @@ def test_a_trace_that_no_file_can_be_is_refused_by_name(
     assert list(tmp_path.glob("p.db*")) == []
 
 
-def test_a_record_that_is_not_utf8_is_refused(tmp_path: Path, run_folder: Folder) -> None:
+def test_record_that_is_not_utf8_is_refused(tmp_path: Path, run_folder: Folder) -> None:
     folder = run_folder()
     changed_record(folder, lambda text: text.encode().replace(b"flash", b"fl\xffsh", 1))
     with pytest.raises(TraceFormatError, match=r"run\.json: not a run record"):
@@ -573,7 +565,7 @@ def test_a_record_that_is_not_utf8_is_refused(tmp_path: Path, run_folder: Folder
     assert list(tmp_path.glob("p.db*")) == []
 
 
-def test_a_journal_line_that_is_not_utf8_is_passed_over(run_folder: Folder) -> None:
+def test_journal_line_that_is_not_utf8_is_skipped(run_folder: Folder) -> None:
     folder = run_folder()
     run = read_run(folder)
     done = msgspec.to_builtins(run.cells[0])
@@ -585,7 +577,7 @@ def test_a_journal_line_that_is_not_utf8_is_passed_over(run_folder: Folder) -> N
     assert read_run(folder).cells[0].status == "ok"
 
 
-def test_a_problem_of_few_keys_is_stored_whole(tmp_path: Path, run_folder: Folder) -> None:
+def test_problem_with_few_keys_is_stored_complete(tmp_path: Path, run_folder: Folder) -> None:
     folder = run_folder()
     problem = {"profiler": "ncu", "code": "no_permission", "message": "m", "remedy": "r"}
     changed_record(folder, lambda text: json.dumps(json.loads(text) | {"problems": [problem]}))
@@ -595,7 +587,7 @@ def test_a_problem_of_few_keys_is_stored_whole(tmp_path: Path, run_folder: Folde
         assert report_document(store, ["latest"]).records
 
 
-def test_a_file_of_a_far_year_is_taken_in(tmp_path: Path) -> None:
+def test_file_with_far_future_date_is_ingested(tmp_path: Path) -> None:
     table = tmp_path / "ncu.csv"
     shutil.copy(SAMPLE / "ncu-1.csv", table)
     os.utime(table, (1 << 40, 1 << 40))  # the year 36812
@@ -606,7 +598,7 @@ def test_a_file_of_a_far_year_is_taken_in(tmp_path: Path) -> None:
         assert store.runs()[0].created == "9999-12-31T23:59:59+00:00"
 
 
-def test_an_unreadable_source_costs_only_itself(tmp_path: Path, kineto: Path) -> None:
+def test_unreadable_source_does_not_affect_others(tmp_path: Path, kineto: Path) -> None:
     (tmp_path / "in").mkdir()
     shutil.copy(kineto, tmp_path / "in" / "good.json.gz")
     (tmp_path / "in" / "a.json").symlink_to("/proc/self/mem")  # opens, and then cannot be read
@@ -620,7 +612,7 @@ def test_an_unreadable_source_costs_only_itself(tmp_path: Path, kineto: Path) ->
 
 
 def kineto_with(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The real trace with its first device or event changed."""
+    """Return the real trace with its first device or event changed."""
     trace = json.loads(gzip.decompress(KINETO.read_bytes()))
     change(trace)
     file = tmp_path / "changed.json"
@@ -629,9 +621,7 @@ def kineto_with(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Pat
 
 
 @pytest.mark.parametrize("value", [1 << 63, 10**400, "\ud800"])
-def test_a_value_that_no_table_can_hold_is_refused_and_makes_no_store(
-    tmp_path: Path, value: object
-) -> None:
+def test_unstorable_value_is_refused_and_creates_no_store(tmp_path: Path, value: object) -> None:
     key = "name" if isinstance(value, str) else "totalGlobalMem"
 
     def change(trace: dict[str, Any]) -> None:
@@ -643,12 +633,12 @@ def test_a_value_that_no_table_can_hold_is_refused_and_makes_no_store(
     except TraceFormatError as error:
         assert str(file) in str(error)
         assert list(tmp_path.glob("p.db*")) == []
-    else:  # the parser may leave such a value out, and then says so
+    else:  # the parser may omit such a value with a warning
         assert result.launches == 384
 
 
-def test_times_that_cannot_be_are_refused(tmp_path: Path, run_folder: Folder) -> None:
-    """Whatever a parser lets through; the groups of other launches would be wrong."""
+def test_impossible_times_are_refused(tmp_path: Path, run_folder: Folder) -> None:
+    """A parser's mistake must not make the groups of other launches wrong."""
     ingest_path(tmp_path / "p.db", run_folder())
     trace = open_trace(KINETO)
     whole = list(trace.batches())

@@ -1,6 +1,4 @@
-"""Hardware counters in the store: under the right launch, in rows, in the view, and gone with the
-run.
-"""
+"""Stored hardware counters belong to the right launch and are deleted with their run."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def ncu_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ncu_folder(tmp_path: Path) -> Folder:
-    """Makes a run folder whose only trace is ncu's, with launches outside of its cells."""
+    """Return a function that makes a run folder with one ncu trace, with launches outside of cells."""
 
     def make(launches: list[NcuLaunch], run: str = "20261121-ncu") -> Path:
         folder = tmp_path / run
@@ -83,7 +81,7 @@ def ncu_folder(tmp_path: Path) -> Folder:
     return make
 
 
-def test_metrics_go_to_the_launches_that_are_kept(tmp_path: Path, ncu_folder: Folder) -> None:
+def test_metrics_belong_to_kept_launches(tmp_path: Path, ncu_folder: Folder) -> None:
     store = tmp_path / "p.db"
     (result,) = ingest_path(store, ncu_folder(LAUNCHES))
     assert result.launches == 5 and "range of unknown cell c9" in result.warnings[0]
@@ -108,10 +106,8 @@ def test_metrics_go_to_the_launches_that_are_kept(tmp_path: Path, ncu_folder: Fo
         assert view["grid_x"].tolist() == [8] * 4 and view["block_x"].isna().all()
 
 
-def test_a_time_not_measured_is_null_everywhere(tmp_path: Path, ncu_folder: Folder) -> None:
-    """Neither -1 nor 0; one launch without a time leaves its group, and the shares of its cell,
-    without one.
-    """
+def test_unmeasured_time_is_null_everywhere(tmp_path: Path, ncu_folder: Folder) -> None:
+    """A launch without a duration makes the times of its group and the shares of its cell unknown."""
     store = tmp_path / "p.db"
     launches = [
         launch("flash", "c1", None, 10),
@@ -133,7 +129,7 @@ def test_a_time_not_measured_is_null_everywhere(tmp_path: Path, ncu_folder: Fold
             assert summary[name].isna().all(), name
 
 
-def test_deleting_a_run_takes_its_metrics_and_no_others(tmp_path: Path, ncu_folder: Folder) -> None:
+def test_deleting_a_run_deletes_only_its_metrics(tmp_path: Path, ncu_folder: Folder) -> None:
     store = tmp_path / "p.db"
     ingest_path(store, ncu_folder(LAUNCHES, "run-a"))
     ingest_path(store, ncu_folder(LAUNCHES[:3], "run-b"))
@@ -158,8 +154,8 @@ def test_problems_are_kept(tmp_path: Path, ncu_folder: Folder, kineto: Path) -> 
         assert all(row.metrics == {} for row in opened.kernels(foreign.run))
 
 
-def test_the_real_report_as_a_foreign_trace(tmp_path: Path, ncu_report: Path) -> None:
-    """The median over a group's launches is that of the parsed trace."""
+def test_real_report_is_a_foreign_trace(tmp_path: Path, ncu_report: Path) -> None:
+    """The median over a group's launches equals that of the parsed trace."""
     store = tmp_path / "p.db"
     (result,) = ingest_path(store, ncu_report)
     assert result.launches == 82
@@ -192,7 +188,7 @@ def test_the_real_report_as_a_foreign_trace(tmp_path: Path, ncu_report: Path) ->
             assert row.metrics["dram__bytes_read.sum"][1] == "byte"
 
 
-def test_a_folder_with_tables_of_others_is_no_obstacle(tmp_path: Path, ncu_report: Path) -> None:
+def test_foreign_tables_in_a_folder_are_ignored(tmp_path: Path, ncu_report: Path) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
     (folder / "mine.csv").write_text("ID,Name\n1,x\n")
@@ -202,7 +198,7 @@ def test_a_folder_with_tables_of_others_is_no_obstacle(tmp_path: Path, ncu_repor
 
 
 def test_many_launches_with_many_metrics(tmp_path: Path, ncu_folder: Folder) -> None:
-    """2,000 launches of 61 metrics, far below what one person would wait for."""
+    """Insert 2,000 launches with 61 metrics each."""
     extra = {f"sm__counter_{index}.sum": float(index) for index in range(56)}
     launches = [
         NcuLaunch(one.name, one.values | extra, {}, start_end=one.start_end)

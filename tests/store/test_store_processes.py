@@ -1,4 +1,4 @@
-"""Several real processes ingest into one store at once, and a killed one leaves nothing behind."""
+"""Several processes ingest into one store at once. A killed process leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def start(store: Path, *sources: Path, program: str = INGEST) -> subprocess.Pope
 
 
 def release(children: list[subprocess.Popen[str]]) -> list[str]:
-    """Let all children go at once; what each said. Fails on any that failed."""
+    """Let all children continue at once and return their output. Fail if any of them failed."""
     for child in children:
         assert child.stdin
         child.stdin.close()
@@ -60,9 +60,7 @@ def release(children: list[subprocess.Popen[str]]) -> list[str]:
     return answers
 
 
-def test_processes_share_a_store_that_does_not_exist_yet(
-    tmp_path: Path, kineto: Path, run_folder: Folder
-) -> None:
+def test_processes_share_a_new_store(tmp_path: Path, kineto: Path, run_folder: Folder) -> None:
     store = tmp_path / "new.db"
     folders = [run_folder(run=f"run-{i}", samples=[i + 1]) for i in range(PROCESSES)]
     answers = release([start(store, folder, kineto) for folder in folders])
@@ -78,7 +76,7 @@ def test_processes_share_a_store_that_does_not_exist_yet(
         assert opened.connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_killed_ingest_leaves_nothing(tmp_path: Path, kineto: Path, run_folder: Folder) -> None:
+def test_killed_ingest_leaves_nothing(tmp_path: Path, kineto: Path, run_folder: Folder) -> None:
     store = tmp_path / "p.db"
     release([start(store, run_folder())])
     program = INGEST.replace(
@@ -94,7 +92,7 @@ def test_a_killed_ingest_leaves_nothing(tmp_path: Path, kineto: Path, run_folder
 
 
 @pytest.mark.parametrize("write", [True, False])
-def test_what_was_half_written_is_rolled_back(tmp_path: Path, write: bool) -> None:
+def test_interrupted_transaction_is_rolled_back(tmp_path: Path, write: bool) -> None:
     store = tmp_path / "s.db"
     open_store(store, write=True).close()
     subprocess.run([sys.executable, "-c", HALF, str(store)], check=False)
@@ -104,10 +102,10 @@ def test_what_was_half_written_is_rolled_back(tmp_path: Path, write: bool) -> No
         assert ("half",) not in names and opened.runs() == []
 
 
-def test_a_store_that_is_being_made_is_no_foreign_one(
+def test_store_being_created_is_not_foreign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a reader asks to know it is of one moment: made in between, it was empty."""
+    """A reader checks the header in one statement, so a store created meanwhile counts as empty."""
     store = tmp_path / "s.db"
     store.touch()
     opened = schema._raw
@@ -116,7 +114,7 @@ def test_a_store_that_is_being_made_is_no_foreign_one(
         if "user_version" in statement and "application_id" not in statement:
             with (
                 closing(sqlite3.connect(store, timeout=0)) as maker,
-                suppress(sqlite3.OperationalError),  # the reader holds it
+                suppress(sqlite3.OperationalError),  # the reader has locked it
             ):
                 maker.execute("CREATE TABLE environments (id INTEGER PRIMARY KEY)")
 

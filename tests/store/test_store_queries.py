@@ -1,4 +1,4 @@
-"""Questions to the store, its views, its frames, and the files that it refuses."""
+"""Queries, views and frames of the store, and foreign files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KERNEL_LAUNCHES = (
 
 @pytest.fixture
 def store(tmp_path: Path, run_folder: Folder, kineto: Path) -> Path:
-    """Two runs of one config in two dtypes, and a foreign trace that is older than neither."""
+    """Return a store with two runs of one config in two dtypes, and a foreign trace."""
     path = tmp_path / "p.db"
     ingest_path(path, kineto)
     ingest_path(path, run_folder("20261122-aa", "2026-11-22T00:00:00+00:00"))
@@ -163,7 +163,7 @@ def test_log_of_a_foreign_file_is_left_alone(tmp_path: Path, application: int, w
         connection.execute("CREATE TABLE precious (x)")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("INSERT INTO precious VALUES (1)")
-        for suffix in ("", "-wal"):  # as a process that was killed leaves them
+        for suffix in ("", "-wal"):  # the state after a process was killed
             shutil.copyfile(tmp_path / f"used.db{suffix}", f"{path}{suffix}")
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     with pytest.raises(StoreError, match="another program"):
@@ -209,7 +209,7 @@ LAUNCHES = 1_000_000
 
 
 def big_trace() -> Trace:
-    """A million launches of 60 kernels in 2000 ranges of 50 names; two op paths a kernel."""
+    """Return a million launches of 60 kernels in 2000 ranges of 50 names, two op paths per kernel."""
 
     def batches() -> Iterator[LaunchBatch]:
         for begin in range(0, LAUNCHES, 65536):
@@ -229,7 +229,7 @@ def big_trace() -> Trace:
     )  # fmt: skip
 
 
-def test_a_million_launches_answer_at_once(tmp_path: Path) -> None:
+def test_million_launches_are_queried_from_groups(tmp_path: Path) -> None:
     path = tmp_path / "big.db"
     connection = connect(path, write=True, foreign_keys=False)
     trace = big_trace()

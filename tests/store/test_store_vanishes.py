@@ -1,4 +1,4 @@
-"""A store whose file is deleted, renamed or replaced while it is written: an error with the right counts."""
+"""An error with the right counts reports a store that is deleted or replaced while it is written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANG
 
 @pytest.fixture
 def sources(tmp_path: Path, kineto: Path) -> Path:
-    """A folder of traces, beside it a store with another run."""
+    """Return a folder of traces beside a store with another run."""
     folder = tmp_path / "traces"
     folder.mkdir()
     for number in range(SOURCES):
@@ -67,7 +67,7 @@ def sources(tmp_path: Path, kineto: Path) -> Path:
 
 
 def names(store: Path) -> set[str]:
-    """The files whose runs a store has; none where there is no whole store."""
+    """Return the files whose runs a store contains; none if there is no valid store."""
     try:
         with open_store(store) as opened:
             assert opened.connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -77,7 +77,7 @@ def names(store: Path) -> set[str]:
 
 
 def require_error(text: str, store: Path, sources: Path) -> None:
-    """The message counts what is stored, and the command that it names stores the rest."""
+    """Check that the message counts stored sources, and that its command stores the others."""
     found = re.search(r"(\d+) of (\d+) stored: the file was deleted, replaced or damaged", text)
     assert found and (int(found[1]), int(found[2])) == (len(names(store)), SOURCES), text
     if store.exists() and store.read_bytes() == b"no store":
@@ -87,7 +87,7 @@ def require_error(text: str, store: Path, sources: Path) -> None:
 
 
 @each_change
-def test_ingest_fails_for_what_is_not_stored(
+def test_ingest_fails_for_sources_not_stored(
     sources: Path, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = sources.parent / "s.db"
@@ -97,11 +97,12 @@ def test_ingest_fails_for_what_is_not_stored(
 
 
 @each_change
-def test_parallel_ingest_fails_for_what_is_not_stored(
+def test_parallel_ingest_fails_for_sources_not_stored(
     sources: Path, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store stays open between two sources, and a reader may have it open: without its files SQLite
-    may find the log of another one, and then the count is not known.
+    """The store stays open between sources, and worker processes may have it open too.
+
+    If its file is replaced, SQLite may find the log of another file, and then the count is unknown.
     """
     done = _ingest_until_changed(sources, change, monkeypatch, "--scheduler", "local:1")
     if change is delete:
@@ -111,7 +112,7 @@ def test_parallel_ingest_fails_for_what_is_not_stored(
 def _ingest_until_changed(
     sources: Path, change: Change, monkeypatch: pytest.MonkeyPatch, *more: str
 ) -> Result:
-    """Run the command; the file changes when the second source is stored."""
+    """Run the command. The file changes when the second source is stored."""
     store, report = sources.parent / "s.db", command._report
 
     def watched(source: Path, results: list[ingest.IngestResult]) -> None:
@@ -130,7 +131,7 @@ def _ingest_until_changed(
 @pytest.mark.parametrize(
     ("change", "scheduler"), [*((change, None) for change in CHANGES.values()), (delete, "local:1")]
 )
-def test_python_interface_fails_for_what_is_not_stored(
+def test_python_interface_fails_for_sources_not_stored(
     sources: Path, change: Change, scheduler: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file changes just before the rows of the second source are committed."""
@@ -139,7 +140,7 @@ def test_python_interface_fails_for_what_is_not_stored(
     with pytest.raises(StoreError) as caught:
         profharness.ingest(sources, store=store, scheduler=scheduler)
     monkeypatch.undo()
-    if change is rename:  # nothing of it is lost
+    if change is rename:  # no rows are lost
         assert names(store.with_name("renamed.db")) == {"0.json", "1.json"}
     if change is put_text_there:
         assert store.read_text() == "no store"
@@ -166,7 +167,7 @@ def change_at_commit(
 def test_job_names_run_folder_that_is_not_stored(
     sources: Path, run_folder: Folder, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What capture, bench, verify and campaigns end with."""
+    """Capture, bench, verify and campaigns end with this check."""
     store, folder = sources.parent / "s.db", run_folder()
     ingest_path(store, sources)
     change_at_commit(store, change, monkeypatch)
