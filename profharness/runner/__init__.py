@@ -1,6 +1,4 @@
-"""Makes runs: plans cells, runs the worker under a profiler, and keeps the run folder whole
-whatever happens.
-"""
+"""Planning and execution of runs: the worker, profilers around it, and the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measuring process a GPU: whoever runs cells on it holds a lock that the whole host sees."""
+"""A host-wide lock per GPU: at most one measuring process uses it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from profharness.processes import STEP_S, let_through
 def gpu_held(
     device: str, notify: Callable[[str], None], folder: Path = LOCKS
 ) -> Iterator[tuple[int, ...]]:
-    """Hold the GPU that a worker with this device would take, and wait while another process has it;
-    notify gets a sentence on that. Nothing is held on a CPU, or where there can be no lock file.
+    """Hold the lock of the GPU that a worker on this device would use.
 
-    Yields what children have to inherit: the lock lasts as long as one of them.
+    Wait while another process holds it; `notify` gets a sentence about that. Hold nothing on a CPU,
+    or if the lock file cannot be created. Yield the descriptors that children must inherit: the
+    lock lasts as long as any of them.
     """
     gpu = next(iter(visible_gpus()), None) if device != "cpu" else None
     descriptor = opened_to_lock(lock_file(gpu, folder)) if gpu else None
@@ -43,5 +44,4 @@ def gpu_held(
 
 
 def lock_file(gpu: VisibleGpu, folder: Path = LOCKS) -> Path:
-    """The file by whose lock a GPU is held."""
     return folder / f"profharness-{gpu.key}.gpu"

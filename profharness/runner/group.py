@@ -1,6 +1,4 @@
-"""The program of a lane's child: runs one group of a campaign in a run folder of its own, and gives the
-folder its name when it is whole.
-"""
+"""The program of a lane's child process. It runs one group and publishes the finished folder."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from profharness.runner.capture import LOCK_FILE, carry_on, write_folder
 from profharness.runner.supervise import Step
 
 PART = ".part"
-QUIET_S = 0.2  # between two steps that are told, but for results
-LEAVING_S = 10.0  # that the lane before may take to let go of a group
+QUIET_S = 0.2  # minimum time between two printed steps that are not results
+LEAVING_S = 10.0  # wait for a killed predecessor to release the group's folder
 FAILED = ("crashed", "error", "timeout")
 SHARED_HOST = Problem(
     GPU,
@@ -39,9 +37,11 @@ SHARED_HOST = Problem(
 
 
 def main() -> None:
-    """A spec on stdin, steps and how it went on stdout, a line each. root, group: the folder's place and
-    name; part: where it stands meanwhile; run, backends, python: what is run; gpu_key, cpus: where;
-    shares_cores: with other lanes.
+    """Read a spec from stdin; print a JSON line for each step and one for the outcome.
+
+    The spec has `root` and `group` (parent and name of the final folder), `part` (the folder until
+    then), `run`, `backends` and `python` (what is run), `gpu_key` and `cpus` (where), and
+    `shares_cores` (with other lanes).
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     spec = json.load(sys.stdin)
@@ -60,11 +60,11 @@ def main() -> None:
     except ProfharnessError as failure:
         error = str(failure)
     if lost is None and (lost := _lost(spec.get("gpu_key"), part, error)):
-        # what failed on it says nothing of the cells
+        # results on a failed GPU say nothing about the cells
         shutil.rmtree(part, ignore_errors=True)
         error = lost
     elif error is not None and results_in(part) < 1:
-        lost = error  # no worker starts here: another group fares no better
+        lost = error  # no worker starts here, so other groups would fail too
     if error is None:
         try:
             finish(part, spec)
@@ -74,8 +74,9 @@ def main() -> None:
 
 
 def _carry_on(part: Path) -> None:
-    """Run what is left, a second time where no worker came up: whatever killed it may be over, and the
-    lane would be given up for it. Raises as `carry_on` does.
+    """Run what is left. Retry once if no worker starts, before the lane is given up.
+
+    Raise what `carry_on` raises.
     """
     try:
         carry_on(part, _Steps())
@@ -88,7 +89,7 @@ def _carry_on(part: Path) -> None:
 
 
 def finish(part: Path, spec: Mapping[str, Any]) -> None:
-    """Give a group its name; its cells tell that other lanes used the same cores, where that was so."""
+    """Publish a group. If lanes shared cores, add a warning to cells with host times."""
     if spec.get("shares_cores"):
         run = read_run(part)
         problems = dict.fromkeys((*run.problems, SHARED_HOST))
@@ -103,16 +104,16 @@ def finish(part: Path, spec: Mapping[str, Any]) -> None:
 
 
 def make_part(part: Path, spec: Mapping[str, Any]) -> None:
-    """The folder in which a group is run; one that is there already is gone on with."""
+    """Create the folder in which a group runs, unless it can be resumed."""
     if (part / RUN_FILE).is_file():
         return
-    shutil.rmtree(part, ignore_errors=True)  # its writer was killed before it was a run folder
+    shutil.rmtree(part, ignore_errors=True)  # its writer was killed before run.json existed
     run = msgspec.convert(spec["run"], type=Run)
     write_folder(part.parent, run, spec["backends"], spec["python"], part.name)
 
 
 def publish(part: Path, final: Path) -> bool:
-    """Give a whole group its name. Where another lane was quicker, its results stay: False."""
+    """Publish a finished group. Return False if another lane did it first."""
     try:
         part.rename(final)
     except OSError:
@@ -124,14 +125,14 @@ def publish(part: Path, final: Path) -> bool:
 
 
 def results_in(part: Path) -> int:
-    """How many cells of a group's part have a result; -1 where it is no run folder."""
+    """Return the number of cells with a result, or -1 if the folder is no run folder."""
     with contextlib.suppress(ProfharnessError, OSError):
         return sum(cell.status != "pending" for cell in read_run(part).cells)
     return -1
 
 
 def _wait_for(part: Path) -> None:
-    """A lane that was just killed may still end what it ran."""
+    """Wait while a lane that was just killed still ends what it ran."""
     deadline = time.monotonic() + LEAVING_S
     while time.monotonic() < deadline:
         with exclusive(part / LOCK_FILE) as holder:
@@ -141,7 +142,7 @@ def _wait_for(part: Path) -> None:
 
 
 def _lost(gpu_key: str | None, part: Path, error: str | None) -> str | None:
-    """Why the GPU of the lane can compute nothing more, if something went wrong."""
+    """Return why the lane's GPU is unusable, if a cell failed and the GPU does not answer."""
     if gpu_key is None:
         return None
     if error is None and not any(cell.status in FAILED for cell in read_run(part).cells):
@@ -152,7 +153,7 @@ def _lost(gpu_key: str | None, part: Path, error: str | None) -> str | None:
 
 
 class _Steps:
-    """Prints the steps of a run, of those without a result one in QUIET_S."""
+    """Prints the steps of a run: all results, and other steps at most every QUIET_S."""
 
     def __init__(self) -> None:
         self._last = 0.0

@@ -1,5 +1,7 @@
-"""The run as it grows, and the worker that makes it grow: its journal is read, it is ended when it
-hangs and replaced when it dies, and run.json is kept whole.
+"""The worker process and the record of its run.
+
+The worker's journal is read while it runs. It is ended when it hangs and replaced when it dies, and
+run.json is complete at any time.
 """
 
 from __future__ import annotations
@@ -59,42 +61,39 @@ from profharness.run import (
 )
 
 POLL_S = 0.01
-# run.json is written whole each time, so not at every entry
+# each time all of run.json is written, so not after every entry
 SAVE_EVERY_S = 1.0
-MAX_IDLE = 3  # workers in a row that came up and died before their first cell
+MAX_IDLE = 3  # consecutive workers that started but died before their first cell
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
-ROOM_BYTES = 1 << 16  # with less of it a dead worker proves nothing against its cell
-TRACE_BYTES = 1 << 28  # with more of it there is room for any trace
+ROOM_BYTES = 1 << 16  # with less free space, a dead worker is not its cell's fault
+TRACE_BYTES = 1 << 28  # enough free space for any trace
 REAPED_S = 5.0  # after SIGKILL
 LOG_FILE = "worker.log"
-READ_BYTES = 1 << 20  # of the journal at once
+READ_BYTES = 1 << 20  # block size for reading the journal
 LOG_TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True)
 class Step:
-    """done of total cells have ended; cell is at a stage, or has its final status as one. notice is
-    a sentence on what the user has to wait for. lane: where several run side by side, whose it is.
-    traces: files that are whole with the cell's end.
-    """
+    """A step in the progress of a run."""
 
-    done: int
+    done: int  # finished cells
     total: int
     cell: Cell
-    stage: str
-    notice: str | None = None
-    lane: str = ""
-    traces: tuple[Path, ...] = ()
+    stage: str  # of the cell; at its end, its status
+    notice: str | None = None  # a sentence for the user, such as what to wait for
+    lane: str = ""  # name of the lane, if the run is on lanes
+    traces: tuple[Path, ...] = ()  # complete traces of a finished cell
 
 
 Progress = Callable[[Step], None]
 
 
 def worker_argv(folder: Path, program: Sequence[str] = (), python: str | None = None) -> list[str]:
-    """The argv of a program of the worker, given by its module and arguments; none: cell by cell.
-    python: another interpreter, which need have nothing but torch.
+    """Return the argv of the worker, or of another of its programs given by module and arguments.
 
-    -P: the user's own folder, which may hold a `kernels` or a `torch.py`, stays off its path.
+    `python` is another interpreter, which needs no package but torch. `-P` keeps the working
+    directory, which may contain a `kernels` or a `torch.py`, off the path.
     """
     if python is not None:
         return [python, str(WORKER_SCRIPT), *program, str(folder)]
@@ -102,7 +101,7 @@ def worker_argv(folder: Path, program: Sequence[str] = (), python: str | None = 
 
 
 class Journal:
-    """journal.jsonl from where it ended when this was made: whole lines as they come."""
+    """Reads new lines of journal.jsonl, from its end at the time of construction."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,10 +109,10 @@ class Journal:
         self._rest = b""
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Entries written since the last call. Raises OSError."""
+        """Yield the entries written since the last call. Raise OSError."""
         try:
             file = open_input(self._path, within=self._path.parent)
-        # the worker makes the file when it is up
+        # the worker creates the file once it has started
         except FileNotFoundError:
             return
         with file:
@@ -129,7 +128,7 @@ class Journal:
                         yield decode_json(line, JournalEntry)
 
     def append(self, entry: JournalEntry) -> None:
-        """Write an entry of the parent's own, also after a line that a crash cut short."""
+        """Write an entry on behalf of the worker, also after a line that a crash cut short."""
         data = (b"\n" if self._rest else b"") + msgspec.json.encode(entry) + b"\n"
         with self._path.open("ab") as file:
             file.write(data)
@@ -139,7 +138,7 @@ class Journal:
 
 @dataclass
 class WorkerProcess:
-    """One start of the worker, from its plan to its end."""
+    """One worker process, from its plan to its end."""
 
     folder: Path
     protocol: Protocol
@@ -152,11 +151,11 @@ class WorkerProcess:
     stage: str = "start"
     has_environment: bool = False
     ended: tuple[str, ...] = ()
-    stopped: bool = False  # by an interrupt of the user
-    at_once: bool = False  # by a second interrupt, so a tool's unwritten report is lost
+    stopped: bool = False  # by a user interrupt
+    at_once: bool = False  # by a second interrupt; a tool's unwritten report is lost
     inherited: tuple[int, ...] = ()  # descriptors that the worker keeps open
     prewarmed: PrewarmedWorker | None = None  # becomes this worker if its environment fits
-    reported_s: float = 0.0  # of the time that the worker was stopped
+    reported_s: float = 0.0  # part of the worker's stopped time that a warning has reported
     remedy: str = "`profharness doctor` shows what is missing"
 
     def __post_init__(self) -> None:
@@ -166,19 +165,20 @@ class WorkerProcess:
         self.log_offset = log.stat().st_size if log.exists() else 0
 
     def plan(self, profilers: tuple[str, ...] = ()) -> None:
-        """Leave the plan for the worker."""
+        """Write the plan for the worker."""
         cells = tuple(self.pending.values())
         plan = Plan(cells, self.protocol, profilers, os.getpid(), wrapped=self.session.wrapped)
         (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
 
     def run(self, command: list[str]) -> None:
-        """Follow the worker, in a process group of its own, to its end; nothing of it is left, nor of
-        what it or its tool started.
+        """Follow the worker, in its own process group, to its end.
+
+        Afterwards nothing that it or its tool started is left.
         """
         mark_of_worker = self.prewarmed.mark if self.prewarmed else None
         with orphans_adopted(self.session.notify, mark_of_worker) as mark:
             try:
-                # an interrupt between the start and its note would leave a process that nobody ends
+                # an interrupt right after the start would lose the reference to the process
                 with held():
                     self.process = self._use_prewarmed(command) or start_group(
                         self.session.argv(command),
@@ -211,11 +211,11 @@ class WorkerProcess:
         return self.prewarmed.send(arguments, self.folder / LOG_FILE, self.inherited)
 
     def _now(self) -> float:
-        """Seconds on a clock that stands still while the worker is stopped."""
+        """Return the time in seconds on a clock that stops while the worker is stopped."""
         return time.monotonic() - (self.process.paused_s if self.process else 0.0)
 
     def take(self) -> None:
-        """Take in what the journal has told since the last call."""
+        """Process the journal entries written since the last call."""
         for entry in self.journal.entries():
             if entry.event == "environment":
                 self.has_environment, self.since = True, self._now()
@@ -230,7 +230,7 @@ class WorkerProcess:
             self.on_entry(self._with_pause(entry))
 
     def _with_pause(self, entry: JournalEntry) -> JournalEntry:
-        """The end of a cell that was stopped meanwhile, with a word on it."""
+        """Add a warning to the result of a cell during which the worker was stopped."""
         paused_s = self.process.paused_s if self.process else 0.0
         if entry.result is None or paused_s == self.reported_s:
             return entry
@@ -240,13 +240,13 @@ class WorkerProcess:
         return replace(entry, result=replace(entry.result, warnings=warnings))
 
     def close(self) -> Outcome:
-        """What the session around the worker left."""
+        """Return what the worker's session left."""
         return self.session.close(
             Ended(self.returncode, self._log(), self.ended, interrupted=self.stopped)
         )
 
     def end_cell(self) -> None:
-        """Write the result of the cell that the worker died of."""
+        """Write the result of the cell during which the worker died."""
         cell = self.pending.pop(str(self.cell))
         if self.returncode is None:
             status = "timeout"
@@ -261,7 +261,7 @@ class WorkerProcess:
         self.on_entry(entry)
 
     def failure(self) -> CaptureError:
-        """The error of a worker that did not come up."""
+        """Return the error of a worker that did not start."""
         how = "it gave no sign of life" if self.returncode is None else _how(self.returncode)
         tail = self._stderr_tail()
         return CaptureError(
@@ -269,7 +269,7 @@ class WorkerProcess:
         )
 
     def _follow(self, process: subprocess.Popen[bytes]) -> int | None:
-        """Until the process ends: its return code, or None if it takes too long."""
+        """Wait for the process. Return its exit code, or None if it takes too long."""
         timeout_s = self.protocol.timeout_s
         while not has_ended(process):
             self.take()
@@ -281,14 +281,14 @@ class WorkerProcess:
         return process.returncode
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        """End it, which a second interrupt cuts short, and clear up, which no interrupt does."""
+        """End the process and clean up. A second interrupt shortens ending it, but not the cleanup."""
         try:
             if not has_ended(process):
                 self._end(process)
         finally:
             with held():
                 self.session.clear(process, at_once=self.at_once)
-                wait_for(process, REAPED_S)  # one that hangs in a driver cannot be ended
+                wait_for(process, REAPED_S)  # a process that hangs in a driver cannot be ended
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         try:
@@ -302,13 +302,14 @@ class WorkerProcess:
             raise
 
     def _log(self) -> str:
-        """What this start wrote, at most MAX_TEXT_BYTES of its end."""
+        """Return what this process wrote, at most MAX_TEXT_BYTES from the end."""
         cut = self.process.cut_bytes if self.process else 0
         return read_end(self.folder / LOG_FILE, max(0, self.log_offset - cut))
 
     def why_unwritable(self) -> str | None:
-        """Why the worker could not write to its folder, as far as it shows from outside, else in its
-        own words; None where the folder is not to blame.
+        """Return why the worker could not write to its folder, or None if it could.
+
+        Use what is visible from outside, else the worker's own message.
         """
         said = self.returncode == EXIT_UNWRITABLE
         try:
@@ -317,28 +318,28 @@ class WorkerProcess:
             return error.strerror
         if state.f_flag & os.ST_RDONLY:
             return os.strerror(errno.EROFS)
-        # not f_bfree, which counts what is reserved for root
+        # not f_bfree, which includes blocks reserved for root
         free = state.f_bavail * state.f_frsize
         if free < (TRACE_BYTES if said else ROOM_BYTES):
             return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
-        # without its words it was a backend that ended the process by the same code
+        # without the message, a backend ended the process with the same exit code
         _, mark, words = self._log().rpartition(UNWRITABLE)
         return words.splitlines()[0] if said and mark else None
 
     def _stderr_tail(self) -> str:
-        """The last non-empty line or two that this start wrote to stderr."""
+        """Return the last one or two non-empty lines that this process wrote to stderr."""
         text = self._log()[-LOG_TAIL_BYTES:]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " / ".join(lines[-2:])[:500]
 
 
 def _phase(stage: str) -> str:
-    """A stage in a sentence; plain Python has nothing to compile, but is loaded and tried too."""
+    """Describe a stage in a sentence. Plain Python is not compiled, but loaded and called too."""
     return {"compile": "loading, compiling or the first call"}.get(stage, stage)
 
 
 def _how(returncode: int) -> str:
-    number = -returncode if returncode < 0 else returncode - 128  # 128 + n: so shells and nsys say
+    number = -returncode if returncode < 0 else returncode - 128  # shells and nsys return 128 + n
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -357,12 +358,14 @@ def run_cells(
     inherited: tuple[int, ...] = (),
     prewarmed: PrewarmedWorker | None = None,
 ) -> None:
-    """Run cells until each has an `end` entry in the journal. on_entry takes every entry, also
-    those written here, on_outcome what each start of the worker left. inherited: descriptors that
-    the worker keeps open. prewarmed: a worker to use for the first start.
+    """Run cells until each has an `end` entry in the journal.
 
-    Raises CaptureError when a worker cannot even start, or MAX_IDLE in a row came to no cell. On any
-    exception (KeyboardInterrupt too) the worker is ended first, and nothing of it is left.
+    `on_entry` gets every entry, including those written here, and `on_outcome` what each worker
+    process left. The worker keeps the `inherited` descriptors open. The first process is
+    `prewarmed`, if given.
+
+    Raise CaptureError if a worker cannot start, or if MAX_IDLE in a row reached no cell. On any
+    exception, including KeyboardInterrupt, the worker is ended first.
     """
     pending = {cell.cell: cell for cell in cells}
     journal = Journal(folder / JOURNAL_FILE)
@@ -377,7 +380,7 @@ def run_cells(
             try:
                 start.run(command(folder))
             finally:
-                # the worker's last entries may be younger than the last look
+                # entries may have been written since the last poll
                 start.take()
                 if not start.at_once:
                     on_outcome(start.close())
@@ -389,7 +392,7 @@ def run_cells(
             raise unwritable(folder, why)
         if start.cell is not None:
             start.end_cell()
-        # one that came up and died between two cells is merely replaced, unless each one does
+        # a worker that dies between two cells is replaced, unless that happens repeatedly
         idle = 0 if start.ended or start.cell else idle + 1
         if pending and idle and (not start.has_environment or idle == MAX_IDLE):
             raise start.failure()
@@ -401,7 +404,7 @@ def worker_environment(
     python: str | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> dict[str, Any]:
-    """The environment that a worker finds here. Raises CaptureError when it cannot start."""
+    """Return the environment that a worker reports. Raise CaptureError if it cannot start."""
     entries: list[JournalEntry] = []
     journal = Journal(folder / JOURNAL_FILE)
     start = WorkerProcess(folder, protocol, {}, journal, entries.append, Session())
@@ -431,8 +434,11 @@ REMEDIES = {
 
 
 class RunRecord:
-    """One run and its folder. A cell keeps its first result; what a later profiler's pass says of
-    it can only be a problem of that profiler. code is what the environment tells of the backends.
+    """A run and its folder.
+
+    A cell keeps its first result. A later pass under a profiler can only add a problem of that
+    profiler. `code` contains the hashes and commits of the backends, which are added to the
+    environment.
     """
 
     def __init__(
@@ -447,15 +453,17 @@ class RunRecord:
         self._code = code
         self._cells = {cell.cell: cell for cell in run.cells}
         self._wrapped = [item for item in run.traces if PROFILERS[item.profiler].session]
-        # a run that is resumed tries again what failed; what was disturbed stays so
+        # a resumed run retries failed passes, but a disturbed measurement stays disturbed
         self.problems = [problem for problem in run.problems if problem.profiler == GPU]
         self._progress = progress or (lambda _: None)
         self._saved = 0.0
         self._pass: tuple[Profiler | None, int, int] = (None, 0, 0)
 
     def begin_pass(self, profiler: Profiler | None, process: int = 0) -> list[Cell]:
-        """The cells that a pass has to do; None: the pass inside the worker. process: a later one times
-        again what is ok.
+        """Return the cells that a pass has to run.
+
+        `profiler` is None for the pass inside the worker. A later `process` times the successful
+        cells again.
         """
         cells = list(self._cells.values())
         if process:
@@ -466,7 +474,7 @@ class RunRecord:
             ]
         todo = [cell for cell in cells if cell.status == "pending"]
         if profiler is not None:
-            # a profiler has nothing more to say of the cells in its traces and its problems
+            # cells in the profiler's traces and problems are done
             covered: list[TraceFile | Problem] = [*self._wrapped, *self.problems]
             seen = {
                 cell for item in covered if item.profiler == profiler.name for cell in item.cells
@@ -477,7 +485,7 @@ class RunRecord:
         return [replace(cell, message=None) if cell.status == "pending" else cell for cell in todo]
 
     def add_entry(self, entry: JournalEntry) -> None:
-        """Take in one journal entry."""
+        """Process one journal entry."""
         if entry.environment is not None:
             self._environment(entry.environment)
             return
@@ -491,7 +499,7 @@ class RunRecord:
         if result is not None:
             if result.case is not None:
                 result = _checked(result, str(self.run.environment.get("device_type", "cpu")))
-            else:  # of a cell that ended its worker, the result has the config as it was asked
+            else:  # if the cell ended its worker, the result has the config as requested
                 result = replace(result, config=cell.config)
             if profiler is None or cell.status == "pending":
                 cell = self._cells[cell.cell] = with_result(cell, result)
@@ -510,33 +518,33 @@ class RunRecord:
             self.save()
 
     def _turns_done(self, cell: Cell) -> int:
-        """In how many processes a cell is done; one that failed needs no other."""
+        """Return the number of processes in which a cell is done. A failed cell needs no more."""
         if cell.status == "pending":
             return 0
         return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes
 
     def _disturbed(self, problem: Problem) -> None:
-        """Keep what may have disturbed the times, once, and warn of it."""
+        """Record a possible disturbance of the times once, with a warning."""
         if problem not in self.problems:
             self.problems.append(problem)
             self.save()
             self.notify(f"warning: {problem.message}; {problem.remedy} [{problem.code}]")
 
     def notify(self, notice: str) -> None:
-        """Pass on what the user has to wait for."""
+        """Report a notice to the user."""
         _, finished, total = self._pass
         cell = next(iter(self._cells.values()))
         self._progress(Step(finished, total, cell, "", notice))
 
     def explain_pending(self) -> None:
-        """Give the cells that no pass got to the reason: what their profiler failed at."""
+        """Give cells that no pass reached the reason: what their profiler failed at."""
         for cell in self._cells.values():
             if cell.status != "pending":
                 continue
             reasons = [
                 f"{item.profiler}: {item.message} [{item.code}]"
                 for item in self.problems
-                # what disturbs the times keeps no cell from running
+                # disturbances prevent no cell from running
                 if item.profiler != GPU and (not item.cells or cell.cell in item.cells)
             ]
             if reasons:
@@ -545,9 +553,9 @@ class RunRecord:
         self.save()
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Take in what a wrapped start of the worker left."""
+        """Record what a worker process under a tool left."""
         if outcome.trace is not None:
-            # a cell that failed may stand in the trace in part
+            # the trace may contain parts of failed cells
             done = tuple(cell for cell in outcome.trace.cells if self._cells[cell].status == "ok")
             self._wrapped.append(replace(outcome.trace, cells=done))
         if outcome.problem is not None:
@@ -561,7 +569,7 @@ class RunRecord:
             name: replace(cell, config=cell.config.resolve(device))
             for name, cell in self._cells.items()
         }
-        # a resumed run keeps that of its first cells
+        # a resumed run keeps the environment of its first cells
         if not self.run.environment:
             self.run = replace(self.run, environment=environment | (self._code or {}))
 
@@ -575,14 +583,14 @@ class RunRecord:
 
 
 def _checked(result: Cell, device: str) -> Cell:
-    """A verified cell with its dtypes filled in; a worker that died or hung failed its check."""
+    """Resolve the dtypes of a verified cell. A worker that died or hung failed its check."""
     resolved = parse_config(result.asked or result.config.label).resolve(device).label
     checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)
     return replace(result, config=result.config.resolve(device), asked=resolved, checks=checks)
 
 
 def _cell_problem(profiler: str, result: Cell) -> Problem:
-    """A cell that ran without the profiler, or under another one, and did not under this one."""
+    """Describe a cell that ran without the profiler but failed under it."""
     return Problem(
         profiler,
         f"cell_{result.status}",
@@ -595,7 +603,7 @@ def _cell_problem(profiler: str, result: Cell) -> Problem:
 def _cell_traces(
     folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]
 ) -> list[TraceFile]:
-    """The traces that the worker wrote of finished cells; half-written ones are left out."""
+    """Return the worker's traces of finished cells, without incomplete ones."""
     return [
         TraceFile(profiler.name, path.name, (cell.cell,))
         for profiler in (PROFILERS[name] for name in profilers)
