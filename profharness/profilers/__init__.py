@@ -1,7 +1,7 @@
-"""The profilers: one row each in PROFILERS, and where their tools are on this machine.
+"""The registry of profilers, and the search for their tools on this machine.
 
-A new profiler is a row here, a module beside this one with its session and its failures, its name in
-`rows.TRACE_PROFILERS` (and `COUNTERS`), and a parser that `parse.PARSERS` knows.
+A new profiler is a row in PROFILERS, a module here with its session and its failures, its name in
+`rows.TRACE_PROFILERS` (and `COUNTERS`), and a parser in `parse.PARSERS`.
 """
 
 from __future__ import annotations
@@ -26,30 +26,25 @@ VERSION_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Profiler:
-    """One row. suffix is the end of its traces' names, None where it leaves none. session wraps the
-    worker, None where the profiler works inside of it. iterations are the profiled calls per cell,
-    None for the protocol's own. patience is how many times the seconds of --timeout a cell may take.
-
-    variable names another executable. places are where installers put it outside PATH, the
-    preferred one first; within a line the newest version counts. remedy follows what is said where
-    there is none.
-    """
+    """A profiler and where to find its tool."""
 
     name: str
     summary: str
-    suffix: str | None = None
-    session: type[ToolSession] | None = None
-    iterations: int | None = None
-    patience: float = 1.0
+    suffix: str | None = None  # of its traces' names; None if it leaves no trace
+    session: type[ToolSession] | None = None  # around the worker; None if it works inside of it
+    iterations: int | None = None  # profiled calls per cell; None for the protocol's number
+    patience: float = 1.0  # factor on the seconds of --timeout
     product: str = ""
-    variable: str = ""
+    variable: str = ""  # environment variable that names another executable
+    # Patterns of where installers put it outside PATH, preferred ones first. Of the matches of one
+    # pattern, the newest version counts.
     places: tuple[str, ...] = ()
-    remedy: str = ""
+    remedy: str = ""  # appended to the remedy if the tool is missing
 
 
 PROFILERS: dict[str, Profiler] = {
     profiler.name: profiler
-    for profiler in (  # in the order in which an answer prefers them
+    for profiler in (  # in order of preference
         Profiler("torch", "PyTorch profiler (Kineto) inside the worker", "torch.json.gz"),
         Profiler("events", "timing only, no trace"),
         Profiler(
@@ -64,7 +59,7 @@ PROFILERS: dict[str, Profiler] = {
                 "opt/nvidia/nsight-systems/*/bin/nsys",
                 "opt/nvidia/nsight-systems-cli/*/bin/nsys",
                 "usr/local/cuda*/bin/nsys",
-                "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # with its importer
+                "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # has an importer too
             ),
             remedy=" (Nsight Compute carries an nsys too)",
         ),
@@ -73,7 +68,7 @@ PROFILERS: dict[str, Profiler] = {
             "Nsight Compute: hardware counters",
             "ncu-rep",
             NcuSession,
-            iterations=1,  # counters do not scatter as times do, and a launch costs milliseconds
+            iterations=1,  # counters vary less than times, and each launch costs milliseconds
             patience=10.0,
             product="NVIDIA Nsight Compute",
             variable="PROFHARNESS_NCU",
@@ -84,7 +79,10 @@ PROFILERS: dict[str, Profiler] = {
 
 
 def find_profilers(names: Sequence[str]) -> tuple[Profiler, ...]:
-    """The profilers of those names, repeats dropped. Raises UsageError listing the known ones."""
+    """Return the named profilers without duplicates.
+
+    Raise UsageError for an unknown name.
+    """
     for name in names:
         if name not in PROFILERS:
             raise UsageError(f"no profiler {name!r}; known are {', '.join(PROFILERS)}")
@@ -92,7 +90,7 @@ def find_profilers(names: Sequence[str]) -> tuple[Profiler, ...]:
 
 
 def require_tools(profilers: Sequence[Profiler]) -> dict[str, Tool]:
-    """The tool of every profiler that needs one. Raises ToolError for one that is nowhere."""
+    """Return the tool of every profiler that needs one. Raise ToolError if one is missing."""
     return {item.name: require_tool(item.name) for item in profilers if item.session}
 
 
@@ -103,13 +101,14 @@ def open_session(
     protocol: Protocol,
     notify: Callable[[str], None] = lambda _: None,
 ) -> ToolSession:
-    """A session of a wrapping profiler for the next start of the worker, with a report that no
-    start has used (nsys-1.nsys-rep, nsys-2.nsys-rep, …). notify gets the sentence on what the user
-    has to wait for.
+    """Return a session for the next start of the worker under a profiler.
+
+    The report gets an unused name (nsys-1.nsys-rep, nsys-2.nsys-rep, …). `notify` gets the sentence
+    on what the user has to wait for.
     """
     assert profiler.session is not None
     number = 1
-    # a resumed run keeps the reports of its earlier starts
+    # a resumed run keeps its earlier reports
     while any(folder.glob(f"{profiler.name}-{number}.*")):
         number += 1
     report = folder / f"{profiler.name}-{number}.{profiler.suffix}"
@@ -117,10 +116,10 @@ def open_session(
 
 
 def find_tool(name: str) -> Tool | None:
-    """The tool of a profiler: from its variable, then PATH, then its places; None if there is none.
+    """Find a profiler's tool by its variable, on PATH, then in its usual places.
 
-    Raises ToolError (tool_missing) when the variable is set but names no executable file: another
-    one in its place would go unnoticed.
+    Return None if there is none. Raise ToolError (tool_missing) if the variable is set but names no
+    executable file, because another executable in its place would go unnoticed.
     """
     variable = PROFILERS[name].variable
     named = os.environ.get(variable)
@@ -140,7 +139,7 @@ def find_tool(name: str) -> Tool | None:
 
 
 def require_tool(name: str) -> Tool:
-    """The tool. Raises ToolError (tool_missing) saying how to get or name one."""
+    """Return the tool. Raise ToolError (tool_missing), which says how to get or name one."""
     tool = find_tool(name)
     if tool is None:
         raise ToolError(tool_missing(name))
@@ -148,7 +147,7 @@ def require_tool(name: str) -> Tool:
 
 
 def tool_missing(name: str) -> Failure:
-    """The failure of a tool that is nowhere."""
+    """Return the failure for a tool that was not found."""
     profiler = PROFILERS[name]
     return Failure(
         "tool_missing",
@@ -159,7 +158,7 @@ def tool_missing(name: str) -> Failure:
 
 
 def installed(name: str, root: Path = Path("/")) -> list[Path]:
-    """Executables of a profiler in its places below root, the preferred one first."""
+    """Return a profiler's executables in its usual places below root, the preferred one first."""
     paths: list[Path] = []
     for pattern in PROFILERS[name].places:
         paths += sorted(filter(_executable, root.glob(pattern)), key=version_key, reverse=True)
@@ -167,12 +166,12 @@ def installed(name: str, root: Path = Path("/")) -> list[Path]:
 
 
 def tool_version(path: Path) -> str | None:
-    """What the executable answers to --version, such as `2025.3.1.0`; None without an answer."""
+    """Return the version that an executable prints, such as `2025.3.1.0`, or None."""
     try:
         stat = path.stat()
     except OSError:
         return None
-    # a tool that was replaced is asked again
+    # query a replaced tool again
     return _ask_version(str(path), stat.st_mtime_ns, stat.st_size)
 
 
@@ -183,7 +182,7 @@ def _ask_version(path: str, _mtime_ns: int, _size: int) -> str | None:
 
 
 def parse_version(text: str) -> str | None:
-    """The version in what a tool prints for --version."""
+    """Return the version in the output of a tool's `--version`, or None."""
     match = re.search(r"\bversion\s+(\d+(?:\.\d+)+)", text, re.IGNORECASE)
     return match[1] if match else None
 

@@ -1,6 +1,4 @@
-"""What every profiler has: its tool, one start of the worker under it, and the rules by which a
-start is judged.
-"""
+"""The base of all profilers: tools, sessions (one start of the worker), and failure rules."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from profharness.run import Problem, Protocol, TraceFile
 
 SHUTDOWN_TIMEOUT_S = 20.0
 SHUTDOWN_AT_ONCE_S = 3.0
-# A file written after `started` may bear an earlier time: the kernel stamps with its last tick, and
-# some file systems keep whole or even seconds only.
+# A file written after `started` may have an earlier time: the kernel uses the time of its last tick,
+# and some file systems store whole or even seconds only.
 TICK_S = 0.1
 WHOLE_SECONDS_S = 2.0
 LAST_LINES = 3
 LAST_CHARACTERS = 400
-# Texts that rules for several tools share.
+# Texts shared by the rules of several tools.
 NO_SANDBOX = "profile on a virtual machine or bare metal; `--profiler torch` works without {tool}"
 OWN_TMPDIR = "set TMPDIR to a folder that exists and is writable"
 TOOL_OPTIONS = "install a version from 2022.4 to 2026.2, or see `{tool} --help` for its options"
@@ -35,43 +33,40 @@ LOADER = r"error while loading shared libraries: (?P<library>[^:\s]+)"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a tool left nothing to work with. code is stable; remedy says what to do."""
+    """Why a tool left no usable report."""
 
-    code: str
+    code: str  # stable; docs/nsight.md lists all
     message: str
     remedy: str
 
 
 class ToolError(ProfharnessError):
-    """A call of a profiler's tool failed. raw is everything that the tool and its target wrote."""
+    """A call of a profiler's tool failed."""
 
     def __init__(self, failure: Failure, raw: str = "") -> None:
         super().__init__(f"{failure.message}; {failure.remedy} [{failure.code}]")
         self.failure = failure
-        self.raw = raw
+        self.raw = raw  # all output of the tool and its target
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A text by which a failure is known.
-
-    pattern is searched with `^` and `$` at line ends; `\\A` begins the line that says how the tool
-    ended (`exit code 1`, `signal 9`). message and remedy may name its groups in braces, and
-    {report}, the name of the file that was to be written. quoted: the last lines of the text follow
-    the message. written: the rule also holds where a report was written.
-    """
+    """A text that identifies a failure."""
 
     code: str
+    # Searched with `^` and `$` at line ends; `\A` matches before the line on how the tool ended
+    # (`exit code 1`, `signal 9`).
     pattern: str
+    # message and remedy may contain the pattern's groups in braces, and {report}, the output file.
     message: str
     remedy: str
-    quoted: bool = False
-    written: bool = True
+    quoted: bool = False  # append the last lines of the text to the message
+    written: bool = True  # also applies if a report was written
 
     def failure(
         self, report: Path, groups: Mapping[str, str | None] | None = None, text: str = ""
     ) -> Failure:
-        """The failure with its blanks filled in."""
+        """Return the failure with its placeholders filled in."""
         blanks = {"report": report.name, **(groups or {})}
         message = self.message.format(**blanks) + (quoted(text) if self.quoted else "")
         return Failure(self.code, message, self.remedy.format(**blanks))
@@ -79,16 +74,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one tool; the first match counts. timeout: those for a tool that took too long."""
+    """The rules of one tool. The first match counts."""
 
     tool: str
     rules: Sequence[Rule]
-    timeout: Sequence[Rule] = ()
+    timeout: Sequence[Rule] = ()  # for a tool that took too long
 
     def match(
         self, returncode: int | None, text: str, report: Path, *, written: bool = False
     ) -> Failure | None:
-        """The failure that the rules find; returncode None: the tool was ended for its time."""
+        """Return the failure of the first matching rule.
+
+        `returncode` is None if the tool was ended because it took too long.
+        """
         if returncode is None:
             return _first(self.timeout, text, report) or Failure(
                 "timeout",
@@ -103,11 +101,11 @@ class Rules:
 def diagnose(
     rules: Rules, returncode: int | None, text: str, report: Path, started: float
 ) -> Failure | None:
-    """Why a tool left no usable report; None when it did.
+    """Return why a tool left no usable report, or None if it did.
 
-    returncode None: it was ended for taking too long. text: all that the tool and its target wrote.
-    started: `time.time()` before the start. The exit code proves nothing either way: nsys exits 0
-    without a report, and with the target's code although the report is fine.
+    `returncode` is None if the tool was ended because it took too long. `text` is the output of the
+    tool and its target. `started` is `time.time()` before the start. The exit code proves nothing:
+    nsys exits with 0 without a report, and with the target's code although the report is fine.
     """
     state = report_state(report, started)
     failure = rules.match(returncode, text, report, written=state == "fresh")
@@ -132,7 +130,7 @@ _NO_REPORT = {
 
 
 def report_damaged(tool: str, report: Path, why: str) -> Failure:
-    """The failure of a tool whose report nobody can read; why: the reader's words."""
+    """Return the failure for a report that cannot be read. `why` is the reader's message."""
     return Failure(
         "report_damaged",
         f"{tool} left {report.name}, which cannot be read: {why}",
@@ -142,7 +140,7 @@ def report_damaged(tool: str, report: Path, why: str) -> Failure:
 
 
 def report_state(report: Path, started: float) -> str:
-    """`missing`, `empty`, `stale` (older than started, a `time.time()`) or `fresh`."""
+    """Return `missing`, `empty`, `stale` (older than `started`, a `time.time()`) or `fresh`."""
     try:
         stat = report.stat()
     except OSError:
@@ -162,8 +160,8 @@ def _first(rules: Iterable[Rule], text: str, report: Path, head: str = "") -> Fa
 
 
 def quoted(text: str) -> str:
-    """The last lines of a text as a clause."""
-    # a progress bar ends its lines with a carriage return alone
+    """Return the last lines of a text as a clause."""
+    # progress bars end lines with a carriage return
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     tail = " / ".join(lines[-LAST_LINES:])
     if len(tail) > LAST_CHARACTERS:
@@ -172,27 +170,27 @@ def quoted(text: str) -> str:
 
 
 def how_ended(returncode: int) -> str:
-    """`exit code 1` or `signal 9`."""
+    """Return `exit code 1` or `signal 9`."""
     return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One executable. version is None if it does not answer; on_path: the shell starts it by name."""
+    """An executable of a profiler."""
 
     name: str
     path: Path
-    version: str | None
-    on_path: bool
+    version: str | None  # None if it does not print one
+    on_path: bool  # whether the shell finds it by name
 
 
 def version_key(text: str | Path) -> tuple[int, ...]:
-    """The numbers in a version or a path, so that 2025.10 comes after 2025.9."""
+    """Return the numbers in a version or a path, so that 2025.10 sorts after 2025.9."""
     return tuple(int(number) for number in re.findall(r"\d+", str(text)))
 
 
 def escape_macros(path: Path) -> str:
-    """A path in which nsys and ncu expand nothing: both read %p, %h and %q{NAME} in output names."""
+    """Escape a path for nsys and ncu, which expand %p, %h and %q{NAME} in output names."""
     return str(path).replace("%", "%%")
 
 
@@ -205,73 +203,71 @@ class Grace:
     terminate_s: float = 10.0
 
     def at_most(self, other: Grace) -> Grace:
-        """The shorter of each."""
+        """Return the shorter time of each."""
         return Grace(*map(min, astuple(self), astuple(other)))
 
 
-HURRIED = Grace(10.0, 5.0, 2.0)  # the user waits
+HURRIED = Grace(10.0, 5.0, 2.0)  # after an interrupt by the user
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one start went. returncode None: it was ended, because it took too long or the user
-    interrupted it. text is all that the process and the worker wrote; cells are those with a result
-    from it.
-    """
+    """How one start of the worker ended."""
 
-    returncode: int | None
-    text: str
-    cells: tuple[str, ...]
+    returncode: int | None  # None if it was ended: it took too long or the user interrupted it
+    text: str  # all output of the process and the worker
+    cells: tuple[str, ...]  # those with a result from it
     interrupted: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a start left besides the journal's results."""
+    """What a start of the worker left besides the results in the journal."""
 
     trace: TraceFile | None = None
     problem: Problem | None = None
 
 
 class Session:
-    """One start of the worker, without any program around it."""
+    """One start of the worker, without a tool around it."""
 
     wrapped = False
-    notify: Callable[[str], None] = staticmethod(lambda _: None)  # takes what the user should know
-    logs: tuple[Path, ...] = ()  # what a tool writes besides the worker's log
+    notify: Callable[[str], None] = staticmethod(lambda _: None)  # gets sentences for the user
+    logs: tuple[Path, ...] = ()  # logs of a tool besides the worker's log
 
     def argv(self, command: list[str]) -> list[str]:
-        """The argv that is started."""
+        """Return the argv to start."""
         return command
 
     def environment(self, base: dict[str, str]) -> dict[str, str]:
-        """The environment that it is started with."""
+        """Return the environment of the process."""
         return base
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:  # noqa: ARG002
-        """End it, at once: the bare worker has nothing to write. hurry: the user interrupted."""
+        """End the process. A bare worker has nothing to write, so kill it at once.
+
+        `hurry` is set after an interrupt by the user.
+        """
         kill_group(process)
 
     def clear(self, process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:  # noqa: ARG002
-        """Leave nothing running, whether the process was ended or ended by itself."""
+        """Kill everything the process left running, however it ended."""
         kill_group(process)
 
     def close(self, ended: Ended) -> Outcome:  # noqa: ARG002
-        """What it left; called once at most, after the process has ended."""
+        """Return what the process left. Called at most once, after its end."""
         return Outcome()
 
     def discard(self) -> None:
-        """Remove what it needed for itself; called once, last of all."""
+        """Remove temporary files. Called once, last of all."""
 
 
 @dataclass
 class ToolSession(Session):
-    """The worker under a profiler's tool. report is the tool's own file, a fresh name for each
-    start; notify gets the sentence on what the user has to wait for.
-    """
+    """One start of the worker under a profiler's tool."""
 
     tool: Tool
-    report: Path
+    report: Path  # the tool's own file, with a fresh name for each start
     protocol: Protocol
     notify: Callable[[str], None] = lambda _: None
     grace: Grace = field(default_factory=Grace)
@@ -283,13 +279,13 @@ class ToolSession(Session):
         self.started = time.time()
 
     def close(self, ended: Ended) -> Outcome:
-        """The trace, if there is one that tells of kernels, else what went wrong."""
+        """Return the trace if it contains kernels, or the problem."""
         name = self.tool.name
         try:
             failure, trace = self.judge(ended)
         except ToolError as error:
             failure, trace = error.failure, None
-        # the rules see that a tool was ended, not by whom
+        # the rules see that a tool was ended, but not that the user did it
         if ended.interrupted and failure is not None and failure.code == "timeout":
             failure = Failure(
                 "interrupted",
@@ -305,16 +301,17 @@ class ToolSession(Session):
         )
 
     def discard(self) -> None:
-        """Remove the temporary folder, with what the tool left in it."""
+        """Remove the temporary folder."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
-        """The failure, if any, and the file to ingest, if there is one that can be read."""
+        """Return the failure, if any, and the file to ingest, if one can be read."""
         raise NotImplementedError
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:
-        """First what lets the report still be written, then by force; in a hurry after less time,
-        and the user is told why it takes time at all.
+        """End the tool so that it can write its report, then with stronger signals.
+
+        With `hurry`, wait less and report to the user why ending takes time.
         """
         grace = self.grace.at_most(HURRIED) if hurry else self.grace
         if hurry:
@@ -324,7 +321,7 @@ class ToolSession(Session):
             )
         steps: Sequence[tuple[Callable[[], None], float]] = (
             (lambda: self.interrupt(process), grace.interrupt_s),
-            # a tool writes its report when its target is gone
+            # a tool writes its report after its target has ended
             (lambda: self.signal_workers(signal.SIGKILL), grace.worker_s),
             (lambda: kill(process.pid, signal.SIGTERM), grace.terminate_s),
         )
@@ -335,20 +332,20 @@ class ToolSession(Session):
         kill_group(process)
 
     def clear(self, process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-        """A tool that was killed leaves its target, in a session of its own."""
+        """Kill what is left. A killed tool leaves its target, which has its own session."""
         kill_group(process)
         if find_workers(self.report.parent):
             self.force(process.pid, SHUTDOWN_AT_ONCE_S if at_once else SHUTDOWN_TIMEOUT_S)
             self.signal_workers(signal.SIGKILL)
 
     def signal_workers(self, number: signal.Signals) -> None:
-        """Send a signal to the worker, whatever session it is in."""
+        """Send a signal to the worker, whatever its process session."""
         for pid in find_workers(self.report.parent):
             kill(pid, number)
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
-        """Ask for the end."""
+        """Ask the tool to end."""
         raise NotImplementedError
 
     def force(self, pid: int, timeout_s: float) -> None:
-        """Clear away what survives the tool's own death."""
+        """Remove processes that survive the tool."""

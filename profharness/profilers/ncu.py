@@ -1,10 +1,10 @@
-"""Nsight Compute: how it is called, how it fails, and whether its report is whole.
+"""Nsight Compute: command lines, failures, and completeness of reports.
 
-The texts of failures were seen with ncu 2022.3 to 2025.3, or read in NVIDIA's manuals, binaries and
-public reports of users. Source of the outer form of an .ncu-rep: NVIDIA's ProfilerReport.proto (in
-Nsight Compute, extras/FileFormat) and a report of ncu 2025.3. After the magic comes a sized
-FileHeader, then blocks: a sized BlockHeader whose field 2 counts results, field 3 holds the session
-and field 5 the bytes of payload that follow.
+The failure texts were observed with ncu 2022.3 to 2025.3, or come from NVIDIA's manuals and
+binaries and from users' public reports. Source of the outer format of an .ncu-rep: NVIDIA's
+ProfilerReport.proto (in Nsight Compute, extras/FileFormat) and a report of ncu 2025.3. After the
+magic number there is a sized FileHeader, then blocks: a sized BlockHeader, whose field 2 counts
+results, field 3 contains the session and field 5 is the size of the payload that follows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SUFFIX = ".ncu-rep"
 DOMAIN = "profharness"
 # The ranges around profiled calls of cells, not those around warm-up.
 CELL_FILTER = f"regex:{DOMAIN}@profharness:c[0-9]+"
-# One pass on GH100. launch__* cost no pass; those named here are in every ncu since 2022.3, and
-# launch__sm_count (2024 and later) comes along unasked.
+# One pass on GH100. launch__* need no pass; those listed here exist in every ncu since 2022.3, and
+# launch__sm_count (2024 and later) is always included.
 DEFAULT_METRICS: tuple[str, ...] = (
     "gpu__time_duration.sum",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
@@ -58,7 +58,7 @@ DEFAULT_METRICS: tuple[str, ...] = (
     "launch__occupancy_limit_warps",
     "launch__waves_per_multiprocessor",
 )
-# --import-sass: unknown to 2024.2, known to 2025.3. Without it reports are some fifty times larger.
+# --import-sass: unknown to 2024.2, known to 2025.3. Without it reports are about 50 times larger.
 IMPORT_SASS_SINCE = (2025, 3)
 
 
@@ -181,7 +181,7 @@ RULES = Rules(
             quoted=True,
             written=False,
         ),
-        # Only where no rule above and no failure of the target explains it.
+        # Only if neither a rule above nor a failure of the target explains it.
         Rule(
             "child_processes",
             r"requires the --target-processes all option",
@@ -230,19 +230,19 @@ def profile_argv(
     sections: Sequence[str] = (),
     version: str | None = None,
 ) -> list[str]:
-    """The argv that profiles the kernels inside the ranges of cells; output ends in `.ncu-rep`.
+    """Return the argv that profiles the kernels in the ranges of cells.
 
-    metrics and sections come on top of DEFAULT_METRICS. Clocks are left as they are, so that
-    durations compare with other profilers; caches are flushed before each pass (ncu's default).
-    Standard input goes to the target. version: that of the tool, to leave out what an
-    older one does not know; None means the newest. Raises ValueError for another suffix.
+    `output` must end in `.ncu-rep`. `metrics` and `sections` are added to DEFAULT_METRICS. Clocks
+    are not changed, so that durations are comparable with other profilers; caches are flushed
+    before each pass (the default of ncu). `version` is that of the tool, to omit options that it
+    does not know; None means the newest. Raise ValueError for another suffix.
     """
     if output.suffix != SUFFIX:
         raise ValueError(f"{output}: the report of ncu must end in {SUFFIX}")
     knows_sass = version is None or version_key(version) >= IMPORT_SASS_SINCE
     return [
         str(tool),
-        # a config file in the working folder would change what is measured
+        # a config file in the working directory would change what is measured
         *("--config-file", "off"),
         *("--target-processes", "all"),
         *("--replay-mode", "kernel"),
@@ -252,7 +252,7 @@ def profile_argv(
         *("--nvtx-include", CELL_FILTER),
         *("--metrics", ",".join(dict.fromkeys([*DEFAULT_METRICS, *metrics]))),
         *(word for section in sections for word in ("--section", section)),
-        # of each metric what was asked for alone, without its avg, min and max
+        # only the requested metrics, without avg, min and max of each
         "--disable-extra-suffixes",
         *("--log-file", str(log)),
         "-f",
@@ -262,7 +262,7 @@ def profile_argv(
 
 
 def csv_argv(tool: Path, report: Path) -> list[str]:
-    """The argv that prints a report, one row a kernel, values in base units; needs no GPU."""
+    """Return the argv that prints a report, one row per kernel, in base units. It needs no GPU."""
     return [
         str(tool),
         *("--config-file", "off"),
@@ -274,11 +274,11 @@ def csv_argv(tool: Path, report: Path) -> list[str]:
 
 
 def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
-    """The environment for ncu and its target.
+    """Return the environment for ncu and its target.
 
-    LC_ALL=C, because CSV numbers have thousands separators in other locales; a TMPDIR of its own,
-    because another user's lock file may lie in the common one; sections are read where they are
-    installed, not copied into the home folder; another tool's injection must not be there.
+    In other locales than C, numbers in CSV have thousands separators. The common TMPDIR may contain
+    another user's lock file. Sections are read where they are installed, not copied into the home
+    folder. Another tool's injection is removed.
     """
     kept = {name: value for name, value in base.items() if name != "CUDA_INJECTION64_PATH"}
     own = {"NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1"}
@@ -286,11 +286,11 @@ def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
 
 
 class NcuSession(ToolSession):
-    """Under `ncu`, one process for all cells of a start."""
+    """The worker under `ncu`, in one process for all cells of a start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.log = self.scratch / "log"  # what ncu itself says, apart from the worker
+        self.log = self.scratch / "log"  # output of ncu itself, without the worker's
         self.logs = (self.log,)
 
     def argv(self, command: list[str]) -> list[str]:
@@ -319,36 +319,35 @@ class NcuSession(ToolSession):
         return failure, self.report
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:  # noqa: ARG002
-        """ncu writes its report when its target ends, however that ends."""
+        """End the target: ncu then writes its report."""
         self.signal_workers(signal.SIGTERM)
 
 
 MAGIC = b"NVR\0"
 EXPECTED = "a report that `ncu -o` wrote"
 SIZE = struct.Struct("<I")
-VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # wire types of protobuf
+VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # protobuf wire types
 RESULTS, SESSION, PAYLOAD = 2, 3, 5
-CREATED = 2  # of a session
-# a damaged count must not fill the memory
+CREATED = 2  # field of the session
+# a damaged count must not exhaust the memory
 MAX_HEADER, MAX_BLOCKS = 1 << 24, 1_000_000
 _VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
 
 
 @dataclass(frozen=True, slots=True)
 class NcuFile:
-    """results counts what was profiled; version is that of the ncu that wrote it, created_s when its
-    session began, in seconds since 1970; None if unsaid.
-    """
+    """What the blocks of a report say about it."""
 
-    results: int
-    version: str | None
-    created_s: int | None = None
+    results: int  # number of profiled kernels
+    version: str | None  # of the ncu that wrote it
+    created_s: int | None = None  # start of the session in seconds since 1970
 
 
 def check_file(path: Path) -> NcuFile:
-    """Walk the blocks of a report. Raises TraceFormatError, with the offset, when the file is
-    something else, cut off or damaged: `ncu_report` reads such a file as far as it goes and says
-    nothing.
+    """Walk the blocks of a report.
+
+    Raise TraceFormatError, with the offset, for another format and for a truncated or damaged file.
+    `ncu_report` reads such a file as far as possible, without an error.
     """
     try:
         with io.BufferedReader(raw := open_input(path)) as file:
@@ -387,7 +386,7 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
 
 
 def _sized(path: Path, file: BinaryIO, size: int) -> bytes:
-    """The bytes after a 32-bit count of them."""
+    """Return the bytes after a 32-bit count."""
     _inside(path, file, SIZE.size, size)
     (count,) = SIZE.unpack(file.read(SIZE.size))
     _inside(path, file, count, size)
@@ -405,14 +404,14 @@ def _inside(path: Path, file: BinaryIO, count: int, size: int) -> None:
 
 def _created(session: bytes) -> int | None:
     try:
-        # the time is an extra: without it the report counts all the same
+        # the time is optional
         return _fields(session)[0].get(CREATED)
     except (IndexError, ValueError):
         return None
 
 
 def _fields(message: bytes) -> tuple[dict[int, int], bytes]:
-    """The numbers of a protobuf message by field, and its session's bytes."""
+    """Return the numbers of a protobuf message by field, and the bytes of its session."""
     numbers: dict[int, int] = {}
     session = b""
     place = 0
@@ -438,7 +437,7 @@ def _fields(message: bytes) -> tuple[dict[int, int], bytes]:
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
     value = 0
-    # protobuf writes a number in ten bytes at most
+    # a protobuf number has at most ten bytes
     for shift in range(0, 70, 7):
         byte = message[place]
         place += 1

@@ -1,7 +1,7 @@
-"""Nsight Systems: how it is called, how its report becomes SQLite, and how it fails.
+"""Nsight Systems: command lines, export of reports to SQLite, and failures.
 
-The texts of failures were seen with nsys 2022.4 to 2025.3, or read in NVIDIA's manuals, binaries
-and public reports of users.
+The failure texts were observed with nsys 2022.4 to 2025.3, or come from NVIDIA's manuals and
+binaries and from users' public reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from profharness.profilers.base import (
 
 SUFFIX = ".nsys-rep"
 EXPORT_BASE_S = 120.0
-EXPORT_BYTES_PER_S = 100_000  # far less than any nsys exports in a second
+EXPORT_BYTES_PER_S = 100_000  # much less than nsys exports per second
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 SQLITE_MAGIC = b"SQLite format 3\0"
 _SAME_VERSION = (
@@ -56,7 +56,7 @@ NO_CUDA_EVENTS = Rule(
 )
 
 
-# Those hold even where a report was written: it is cut short or empty of kernels.
+# These also apply if a report was written: it is incomplete or without kernels.
 WRITTEN_RULES = (
     Rule(
         "version_mismatch",
@@ -83,7 +83,7 @@ WRITTEN_RULES = (
 )
 
 
-# These hold where no report was written.
+# These apply if no report was written.
 UNWRITTEN_RULES = (
     Rule(
         "sandboxed",
@@ -201,7 +201,7 @@ KILLED = Rule(
 
 RULES = Rules(
     "nsys",
-    # the first match counts, and a kill explains whatever else the log says
+    # first, because a kill explains everything else in the log
     (KILLED, *(replace(rule, written=False) for rule in UNWRITTEN_RULES), *WRITTEN_RULES),
     timeout=(
         Rule(
@@ -274,12 +274,11 @@ EXPORT_RULES = Rules(
 
 
 def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
-    """The argv that profiles a command; output ends in `.nsys-rep`, which nsys then leaves alone.
+    """Return the argv that profiles a command; `output` must end in `.nsys-rep`.
 
-    CUDA and NVTX alone are traced: sampling needs permissions and says nothing about kernels.
-    graph-trace=node, because kernels inside a CUDA graph are not recorded otherwise. wait=primary,
-    because a process that the target left behind would hold nsys for ever. Raises ValueError for
-    another suffix.
+    Trace only CUDA and NVTX: sampling needs permissions and adds nothing about kernels. Without
+    graph-trace=node, kernels inside CUDA graphs are not recorded. Without wait=primary, a process
+    that the target left behind would block nsys. Raise ValueError for another suffix.
     """
     if output.suffix != SUFFIX:
         raise ValueError(f"{output}: the report of nsys must end in {SUFFIX}")
@@ -298,7 +297,7 @@ def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
 
 
 def export_argv(tool: Path, report: Path, output: Path) -> list[str]:
-    """The argv that writes a report's tables into a SQLite file."""
+    """Return the argv that exports a report to a SQLite file."""
     return [
         str(tool),
         "export",
@@ -310,27 +309,27 @@ def export_argv(tool: Path, report: Path, output: Path) -> list[str]:
 
 
 def shutdown_argv(tool: Path, pid: int) -> list[str]:
-    """The argv that ends what an nsys with that pid left behind when it was killed: its background
-    process and the target stand in sessions of their own, which no signal to nsys's group reaches.
+    """Return the argv that ends what a killed nsys left behind.
 
-    nsys 2022.4 answers exit code 1, "Failed to find session", and leaves the target running: end it
-    by its own pid as well.
+    Its background process and the target have their own sessions, which no signal to nsys's process
+    group reaches. nsys 2022.4 exits with 1, "Failed to find session", and leaves the target
+    running: end it by its own pid as well.
     """
     return [str(tool), "shutdown", "--kill=sigterm", f"--session=profile-{pid}"]
 
 
 def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
-    """The environment for nsys and its target.
+    """Return the environment for nsys and its target.
 
-    A TMPDIR of its own, because nsys puts raw files there; LC_ALL=C for messages that can be read;
-    the last one makes nsys record ranges whose names are not registered strings.
+    TMPDIR is where nsys puts raw files, LC_ALL=C makes messages parsable, and the last variable
+    makes nsys record ranges whose names are not registered strings.
     """
     own = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
     return {**base, "TMPDIR": str(tmpdir), "LC_ALL": "C", **own}
 
 
 def export_limit_s(report: Path) -> float:
-    """The seconds that nsys may take to export a report."""
+    """Return the time limit in seconds for exporting a report."""
     try:
         return EXPORT_BASE_S + report.stat().st_size / EXPORT_BYTES_PER_S
     except OSError:
@@ -340,12 +339,13 @@ def export_limit_s(report: Path) -> float:
 def export_report(
     report: Path, output: Path, tool: Path, *, timeout_s: float | None = None
 ) -> None:
-    """Export a `.nsys-rep` to SQLite by the nsys at tool; output appears whole or not at all and
-    replaces an old one. timeout_s None: that of `export_limit_s`. Raises ToolError.
+    """Export a `.nsys-rep` to SQLite, atomically replacing `output`. Raise ToolError.
+
+    The default of `timeout_s` is `export_limit_s`.
     """
     timeout_s = export_limit_s(report) if timeout_s is None else timeout_s
     try:
-        # beside the output, so that a rename puts the file in its place
+        # in the folder of the output, so that a rename suffices
         folder = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
     except OSError as error:
         message = f"{output} cannot be written: {error.strerror}"
@@ -369,9 +369,9 @@ def export_report(
 
 
 def diagnose_export(returncode: int | None, text: str, output: Path) -> Failure | None:
-    """Why `nsys export` left no SQLite file at output; None when it did.
+    """Return why `nsys export` left no SQLite file at output, or None if it did.
 
-    It leaves an empty or half-filled file behind when it fails, so a file alone proves nothing.
+    When it fails it leaves an empty or incomplete file, so the existence of a file proves nothing.
     """
     failure = EXPORT_RULES.match(returncode, text, output)
     if failure is not None:
@@ -387,7 +387,7 @@ def diagnose_export(returncode: int | None, text: str, output: Path) -> Failure 
 
 
 class NsysSession(ToolSession):
-    """Under `nsys profile`; the report is exported to SQLite at once, by the nsys that wrote it."""
+    """The worker under `nsys profile`. The same nsys then exports the report to SQLite."""
 
     def argv(self, command: list[str]) -> list[str]:
         return profile_argv(self.tool.path, self.report, command)
@@ -406,7 +406,7 @@ class NsysSession(ToolSession):
         except TraceFormatError as error:
             return report_damaged("nsys", exported, str(error)), None
         if kernels == 0:
-            # a rule that matched says more than a table without rows
+            # a matching rule is more specific than an empty table
             failure = failure or NO_CUDA_EVENTS.failure(self.report)
         return failure, exported
 
@@ -414,18 +414,21 @@ class NsysSession(ToolSession):
         kill(process.pid, signal.SIGINT)
 
     def force(self, pid: int, timeout_s: float) -> None:
-        """nsys leaves a daemon in a session of its own, which holds the target."""
+        """Shut down the daemon that nsys leaves in its own session, and that holds the target."""
         run_briefly(shutdown_argv(self.tool.path, pid), timeout_s)
 
 
 def count_kernels(export: Path) -> int:
-    """Kernels in an nsys export; 0 without the table. Raises TraceFormatError for a damaged file."""
+    """Count the kernels in an nsys export; 0 without the table.
+
+    Raise TraceFormatError for a damaged file.
+    """
     with open_input(export) as file:
         size, header = file.size, file.read(100)
     if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
         raise TraceFormatError(export.name, "not an SQLite file", expected="an export of nsys")
     page = int.from_bytes(header[16:18], "big")
-    # 1 stands for 65,536; a writer that does not keep the count leaves the two counters different
+    # 1 stands for 65,536; the two counters differ if the writer did not maintain the count
     expected = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
     if header[24:28] == header[92:96] and size < expected:
         raise TraceFormatError(export.name, "cut off", offset=size, expected=f"{expected} bytes")

@@ -68,10 +68,10 @@ def capture(
 ) -> Path:
     """Run every config on every backend and return the run folder.
 
-    Failed cells are results, not errors. What a wrapping profiler fails at stands in the run's
-    problems. Raises UsageError for unknown names, ToolError for a tool that is not there,
-    CaptureError if no worker starts, Interrupted when the user stops it: the folder is then valid,
-    and `resume` goes on with it.
+    Failed cells are results, not errors. Failures of a profiler around the worker are recorded as
+    problems of the run. Raise UsageError for unknown names, ToolError for a missing tool,
+    CaptureError if no worker starts, and Interrupted when the user stops the run, which `resume`
+    can then finish.
     """
     options = options or CaptureOptions()
     run, tools = plan_capture(configs, backends, options)
@@ -97,8 +97,8 @@ def execute(
 ) -> RunFolder:
     """Execute a planned run in a new folder in `out`.
 
-    `python` is the interpreter of the worker, and `prewarmed` a worker that is already loading torch.
-    Raises CaptureError if no worker starts, and Interrupted when the user stops the run.
+    `python` is the interpreter of the worker, and `prewarmed` a worker that is already loading
+    torch. Raise CaptureError if no worker starts, and Interrupted when the user stops the run.
     """
     folder = write_folder(out, run, backends, python)
     with locked(folder):
@@ -108,7 +108,7 @@ def execute(
 def plan_capture(
     configs: Sequence[Config], backends: Sequence[str], options: CaptureOptions
 ) -> tuple[Run, dict[str, Tool]]:
-    """The run of a capture, and the tools of its profilers. Raises as `capture` does."""
+    """Plan a capture and find the tools of its profilers. Raise what `capture` raises."""
     profilers = find_profilers(options.profilers)
     tools = require_tools(profilers)
     names = tuple(profiler.name for profiler in profilers)
@@ -124,10 +124,10 @@ def verify(
     options: VerifyOptions | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Verify every case of every config on every backend and return the run folder, whose run has
-    no profilers and whose cells have checks.
+    """Verify every case of every config on every backend and return the run folder.
 
-    A backend that is wrong, crashes or takes too long is a result. Raises as `capture` does.
+    The run has no profilers, and its cells have checks. A backend that is wrong, crashes or takes
+    too long is a result. Raise what `capture` raises.
     """
     options = options or VerifyOptions()
     run = plan_verify(configs, backends, options)
@@ -135,19 +135,19 @@ def verify(
 
 
 def plan_verify(configs: Sequence[Config], backends: Sequence[str], options: VerifyOptions) -> Run:
-    """The run of a verification. Raises as `verify` does."""
+    """Plan a verification. Raise what `verify` raises."""
     cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
     protocol = replace(options.protocol, iterations=0, warmup=0, samples=0, processes=1)
     return new_run("verify", protocol, cells)
 
 
 def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
-    """Run the cells of a folder that have no result yet, with the protocol that it was begun with.
+    """Run the cells of a folder that have no result yet, with the protocol of the run.
 
-    Raises UsageError for a verification or a finished run, CaptureError for one that still runs.
+    Raise UsageError for a verification or a finished run, and CaptureError for a run in progress.
     """
     with locked(folder):
-        # under the lock: whoever held it may just have finished the run
+        # read under the lock, because its last holder may have finished the run
         run = read_run(folder)
         reason = why_not_resumed(folder, run)
         if reason is not None:
@@ -157,9 +157,9 @@ def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
 
 
 def carry_on(folder: Path, progress: Progress | None = None) -> None:
-    """Run the cells of a folder of any kind that have no result yet, nothing where all have one.
+    """Run the cells of any kind of run folder that have no result yet, if any.
 
-    Raises as `capture` does.
+    Raise what `capture` raises.
     """
     with locked(folder):
         run = read_run(folder)
@@ -170,7 +170,7 @@ def carry_on(folder: Path, progress: Progress | None = None) -> None:
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:
-    """Why a run cannot go on, whoever holds its folder; None where it can."""
+    """Return why a run cannot be resumed, or None if it can. Ignore the lock of its folder."""
     if any(cell.case is not None for cell in run.cells):
         return f"run {run.run} is one of `profharness verify`, which begins anew each time"
     if run.kind == OBSERVE:
@@ -183,7 +183,7 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
 
 
 def finished(folder: Path, run: Run) -> str:
-    """What is said of a run that needs no resuming."""
+    """Return the message about a run that needs no resuming."""
     return (
         f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result; "
         f"`profharness ingest {shlex.quote(str(folder))}` stores it"
@@ -192,7 +192,7 @@ def finished(folder: Path, run: Run) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a run folder. Raises CaptureError while another is at work."""
+    """Lock a run folder. Raise CaptureError while another process has it locked."""
     with exclusive(folder / LOCK_FILE) as holder:
         if holder is not None:
             raise CaptureError(f"{folder}: {holder} is at work on this run; wait for its end")
@@ -200,15 +200,18 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                # a folder that was deleted meanwhile has no lock left
+                # the folder may have been deleted
                 (folder / LOCK_FILE).unlink()
 
 
 def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:
-    """One pending cell per config and backend. Raises UsageError for unknown names or no config."""
+    """Return one pending cell per config and backend.
+
+    Raise UsageError for unknown names, or if there is no config.
+    """
     _require(configs)
     unique = find_backends(backends)
-    # a config that is given twice is one cell
+    # duplicate configs make one cell
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
     return tuple(
         Cell(f"c{index:04d}", config, backend)
@@ -219,7 +222,7 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
 def plan_checks(
     configs: Sequence[Config], backends: Sequence[str], cases: Sequence[str], *, grad: bool
 ) -> tuple[Cell, ...]:
-    """One pending cell per config, case and backend. Raises UsageError for unknown cases."""
+    """Return one pending cell per config, case and backend. Raise UsageError for unknown cases."""
     _require(configs)
     planned = [
         (config, case, backend)
@@ -246,10 +249,10 @@ def new_run(
     note: str | None = None,
     bench: BenchPlan | None = None,
 ) -> Run:
-    """A run that nothing was done of."""
+    """Return a new run without results."""
     now = datetime.now(UTC)
     return Run(
-        # two runs may begin in the same second
+        # two runs may start in the same second
         run=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
         created=now.isoformat(timespec="seconds"),
         profilers=profilers,
@@ -269,8 +272,10 @@ def write_folder(
     python: str | None = None,
     name: str | None = None,
 ) -> Path:
-    """Make the folder of a run in out, with the sources of its backends. Raises CaptureError, and leaves
-    nothing then. python: the interpreter of its worker; name: other than the run's id.
+    """Create the folder of a run in `out`, with the sources of its backends.
+
+    `python` is the interpreter of its worker; `name` replaces the run id as the folder's name.
+    Raise CaptureError after removing what was written.
     """
     folder = out / (name or run.run)
     try:
@@ -279,7 +284,7 @@ def write_folder(
         raise CaptureError(
             f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
         ) from None
-    # by the texts as given: the name of a file elsewhere does not say where it lies
+    # use the texts as given: a backend's name does not contain the folder of its file
     try:
         write_sources(folder, find_backends(backends).values())
         if run.bench is not None:
@@ -288,7 +293,7 @@ def write_folder(
             (folder / PYTHON_FILE).write_text(python, encoding="utf-8")
         write_run(folder, run)
     except (OSError, CaptureError) as error:
-        # a folder without a whole record could neither be resumed nor taken in
+        # without a complete record the folder could neither be resumed nor ingested
         shutil.rmtree(folder, ignore_errors=True)
         why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
         raise CaptureError(
@@ -306,7 +311,7 @@ def _carry_out(
 ) -> RunFolder:
     python = _python(folder)
     record = RunRecord(folder, run, progress, _code(folder, run))
-    # from the start, so that also a run that is killed can be resumed
+    # save early, so that a killed run can be resumed
     record.save()
     profilers = find_profilers(run.profilers)
     inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
@@ -330,11 +335,11 @@ def _carry_out(
                         inherited=inherited,
                         prewarmed=prewarmed if process == 0 else None,
                     )
-            # after the plain pass, which tells which cells run at all
+            # after the plain pass, which shows which cells run at all
             for profiler in profilers:
                 if profiler.session is not None:
                     _wrapped_pass(record, profiler, tools, python)
-            # an interrupt that was put off is raised here, where it still names the folder
+            # raise a deferred interrupt here, where it still names the folder
             let_through()
     finally:
         record.save()
@@ -345,7 +350,7 @@ def _carry_out(
 
 @contextlib.contextmanager
 def _writes(folder: Path) -> Iterator[None]:
-    """A CaptureError instead of an OSError of the block, which names the run folder, or TMPDIR."""
+    """Convert an OSError of the block into a CaptureError that names the run folder or TMPDIR."""
     try:
         yield
     except OSError as error:
@@ -354,7 +359,7 @@ def _writes(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_name(folder: Path) -> Iterator[None]:
-    """An interrupt of the block tells the run folder that it leaves."""
+    """Convert a KeyboardInterrupt of the block into Interrupted with the run folder."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -362,14 +367,17 @@ def interrupts_name(folder: Path) -> Iterator[None]:
 
 
 def _program(folder: Path, run: Run) -> tuple[str, ...]:
-    """The worker's program: it verifies, times in turns, or captures cell by cell."""
+    """Return the module of the worker that verifies or benchmarks; none for a capture."""
     if any(cell.case is not None for cell in run.cells):
         return ("profharness.worker.verify",)
     return () if read_plan(folder) is None else ("profharness.worker.bench",)
 
 
 def _python(folder: Path) -> str | None:
-    """The interpreter that a run was begun with, None for this one. Raises CaptureError if it is gone."""
+    """Return the interpreter that a run was started with, or None for this one.
+
+    Raise CaptureError if it is gone.
+    """
     try:
         python = os.fsdecode(read_input(folder / PYTHON_FILE, within=folder))
     except FileNotFoundError:
@@ -382,11 +390,11 @@ def _python(folder: Path) -> str | None:
 
 
 def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
-    """What the environment tells of the backends' code, by its keys."""
+    """Return the hashes and commits of the backends, under the keys of the environment."""
     sources = read_sources(folder)
     backends = []
     for name in dict.fromkeys(cell.backend for cell in run.cells):
-        # a resumed run may name a file that is gone
+        # a resumed run may name a file that no longer exists
         with contextlib.suppress(UsageError):
             backends.append(find_backend(name, sources))
     code = {"backend_code": fingerprints(backends), "backend_commit": commits(backends)}
@@ -399,7 +407,7 @@ def _wrapped_pass(
     tools: dict[str, Tool],
     python: str | None,
 ) -> None:
-    """All cells under a profiler that wraps the worker. What goes wrong is a problem of the run."""
+    """Run all cells under a profiler that wraps the worker. Failures become problems of the run."""
     protocol = replace(
         record.run.protocol,
         timeout_s=record.run.protocol.timeout_s * profiler.patience,
@@ -415,23 +423,23 @@ def _wrapped_pass(
             record.add_entry,
             lambda: open_session(profiler, tools, record.folder, protocol, record.notify),
             record.add_outcome,
-            # not the lock of the GPU: a tool's daemon could keep it after the run
+            # do not inherit the GPU's lock, which a tool's daemon could keep after the run
             partial(worker_argv, python=python),
         )
     except CaptureError as error:
-        # what a session has found says more than that no worker started
+        # a problem found by the session is more specific than a worker that did not start
         if len(record.problems) == before:
             problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
             record.add_outcome(Outcome(problem=problem))
 
 
 def _tidy(folder: Path, run: Run) -> None:
-    # The journal and the plan say nothing that run.json does not. The log stays if a cell failed.
+    # run.json contains all of the journal and the plan. The log stays if a cell failed.
     for name in (JOURNAL_FILE, PLAN_FILE, SOURCES_FILE):
         (folder / name).unlink(missing_ok=True)
     if why_not_resumed(folder, run) is not None:
         (folder / PYTHON_FILE).unlink(missing_ok=True)
-    # what processes that were killed before have left
+    # left by killed processes
     for path in (*folder.glob(f".{RUN_FILE}.*"), *folder.glob("c*.torch.json*.tmp")):
         path.unlink(missing_ok=True)
     went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems

@@ -1,4 +1,4 @@
-"""Runs a program with the observer in it, and makes a run folder of what it left."""
+"""Running a program with the observer, and making a run folder of what it recorded."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ from profharness.run import (
 from profharness.runner.capture import new_run, write_folder
 
 OBSERVER = Path(__file__).resolve().parents[1] / "observer"
-FOLDER = "PROFHARNESS_OBSERVE"  # as observer/startup/sitecustomize.py reads it
+FOLDER = "PROFHARNESS_OBSERVE"  # read by observer/startup/sitecustomize.py
 OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
-TOOL_ONLY = (
-    "TMPDIR",
-    "LC_ALL",
-)  # what nsys needs of its environment and the program has its own of
+# Variables that nsys needs and that must not change for the program.
+TOOL_ONLY = ("TMPDIR", "LC_ALL")
 NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
-# as observer/window.py writes it
+# written by observer/window.py
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 RECORD_THREAD = (
     "to see their times, record such a thread with torch.profiler (record_shapes=True) and "
@@ -50,22 +48,20 @@ CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
 
 @dataclass(frozen=True)
 class Observed:
-    """What a program left. code: its exit code, 128 and the signal's number where one ended it; why:
-    the reason where nothing of it was recorded, and folder is gone. reported: whether the observer
-    was in any process of it.
-    """
+    """The result of running a program with the observer."""
 
     folder: Path
     run: Run
-    code: int
-    why: str | None = None
-    reported: bool = True
+    code: int  # exit code of the program; 128 + the number of the signal that ended it
+    why: str | None = None  # why nothing was recorded; the folder is then removed
+    reported: bool = True  # whether the observer ran in any process
 
 
 def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
-    """Run a program and return what it left in a run folder, which is removed if that is nothing.
+    """Run a program and return what it left in a run folder.
 
-    Raises CaptureError when it does not start, ToolError for an nsys that is not there.
+    The folder is removed if nothing was recorded. Raise CaptureError if the program does not start,
+    and ToolError if nsys is missing.
     """
     tools = require_tools(find_profilers(["nsys"] if options.profiler == "nsys" else []))
     profilers = () if options.profiler == "none" else (options.profiler,)
@@ -95,15 +91,18 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
 
 
 def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment that puts the observer into every Python that the program starts."""
+    """Return the environment that loads the observer into every Python of the program."""
     return with_startup({**base, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
 
 
 def _run_under_nsys(
     tool: Path, report: Path, argv: Sequence[str], environment: Mapping[str, str]
 ) -> int:
-    """The return code of nsys, which is the program's. Raises OSError when that does not start."""
-    if shutil.which(argv[0]) is None:  # nsys would say so in words of its own
+    """Return the exit code of nsys, which is the program's.
+
+    Raise OSError if the program does not start.
+    """
+    if shutil.which(argv[0]) is None:  # otherwise nsys reports it in its own words
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     with tempfile.TemporaryDirectory(prefix="profharness-nsys-") as scratch:
         theirs = child_environment(environment, Path(scratch))
@@ -115,8 +114,9 @@ def _run_under_nsys(
 def with_own_environment(
     argv: Sequence[str], own: Mapping[str, str], tools: Mapping[str, str]
 ) -> list[str]:
-    """The argv that starts a program in its own environment out of a tool's, which has a TMPDIR for
-    the tool's raw files and a language for its messages.
+    """Return an argv that restores the program's own environment within a tool's.
+
+    The tool needs its own TMPDIR and message language, which the program must not inherit.
     """
     changed = [name for name in TOOL_ONLY if own.get(name) != tools.get(name)]
     unset = [part for name in changed if name not in own for part in ("-u", name)]
@@ -124,7 +124,7 @@ def with_own_environment(
 
 
 def finished(folder: Path, run: Run) -> Run:
-    """The run with its traces and environment, written."""
+    """Add traces and environment to the run, write it, and return it."""
     traces = [TraceFile("torch", path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
     traces += [TraceFile("nsys", path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]
     profilers = tuple(dict.fromkeys(trace.profiler for trace in traces))
@@ -135,7 +135,7 @@ def finished(folder: Path, run: Run) -> Run:
 
 
 def why_silent(folder: Path) -> str | None:
-    """Why no process of the program recorded any attention; None where one did."""
+    """Return why no process of the program recorded any attention, or None if one did."""
     if next(_rows(folder, "template"), None) is not None:
         return None
     failed = next(_rows(folder, "failed"), None)
@@ -157,7 +157,7 @@ def why_silent(folder: Path) -> str | None:
 
 
 def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]:
-    """Why no step was recorded, or which calls the recorded steps lack."""
+    """Yield why no step was recorded, or which calls are missing in the recorded steps."""
     windows = list(_rows(folder, "window"))
     closed = [row for row in windows if row.get("state") == "closed"]
     if closed:
@@ -175,7 +175,7 @@ def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]
 def _why_no_step(
     folder: Path, windows: Sequence[Mapping[str, Any]], options: ObserveOptions
 ) -> tuple[str, str]:
-    """What kept the profiler from recording a step, and the remedy."""
+    """Return what prevented the recording of a step, and the remedy."""
     again = "give --warmup 0, which records from the first call on, or run more steps"
     if all(row.get("compiled") for row in _rows(folder, "template")):
         why = "compiled code alone calls attention, where only an optimizer's steps are seen"
@@ -195,7 +195,7 @@ def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a journal. What cannot be read is told when the run is taken in."""
+    """Yield the rows of a journal. Damage is reported when the run is ingested."""
     with contextlib.suppress(TraceFormatError):
         yield from filter(None, observed_rows(path))
 

@@ -1,5 +1,5 @@
-"""Questions to a short-lived worker: its environment, which backends run here, the device's peaks,
-and what PyTorch says of configs.
+"""Short-lived workers that report the environment, which backends run, the device's peaks, and
+PyTorch's backend choices for configs.
 """
 
 from __future__ import annotations
@@ -45,22 +45,19 @@ PROBE_PROTOCOL = Protocol(iterations=1, warmup=0, samples=0, timeout_s=180)
 
 @dataclass(frozen=True)
 class BackendState:
-    """Whether a backend ran the probe config here, and what it or PyTorch said if not.
-
-    status is the cell's, code that of its first refusal, or None.
-    """
+    """Whether a backend ran the probe config."""
 
     backend: str
     summary: str
     runs: bool
-    reason: str | None
+    reason: str | None  # the message if it did not run
     device: str
-    status: str = "ok"
-    code: str | None = None
+    status: str = "ok"  # of the cell
+    code: str | None = None  # of the first refusal
 
 
 def probe_environment() -> dict[str, Any] | str:
-    """The environment of a worker, or the text of why none starts."""
+    """Return the environment of a worker, or a message if none starts."""
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         try:
             return worker_environment(Path(folder), PROBE_PROTOCOL)
@@ -70,18 +67,16 @@ def probe_environment() -> dict[str, Any] | str:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Another Python whose torch is to be measured. name is how the user wrote it; environment is what
-    a worker finds there, why the reason where none can start.
-    """
+    """Another Python whose torch is to be measured."""
 
-    name: str
+    name: str  # as given by the user
     path: str
-    environment: dict[str, Any] = field(default_factory=dict)
-    why: str | None = None
+    environment: dict[str, Any] = field(default_factory=dict)  # as its worker reports it
+    why: str | None = None  # why it cannot be used
 
     @property
     def text(self) -> str:
-        """The name, and what is there."""
+        """The name and the versions, or why the interpreter cannot be used."""
         if self.why is not None:
             return f"{self.name}: {self.why}"
         return (
@@ -90,13 +85,14 @@ class Interpreter:
 
 
 def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> Interpreter:
-    """Start a worker in a Python, given by its path or its name on PATH. wrapped: the profilers that
-    are to watch it from outside, which need the package nvtx there.
+    """Start a worker in a Python, given by its path or its name on PATH.
+
+    `wrapped` are profilers that will run around it, which need the package nvtx there.
     """
     path = shutil.which(name)
     if path is None:
         return Interpreter(name, name, why="no such program; name a Python that has torch")
-    # not resolved: the link of a virtual environment says which packages it has
+    # do not resolve the link of a virtual environment, which selects its packages
     path = str(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         try:
@@ -114,17 +110,18 @@ def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> Interpreter:
 
 
 def probe_backends() -> list[BackendState]:
-    """Run one small config on every backend, on the implementations in `kernels/` and on those of
-    entry points, each call real. Raises CaptureError if no worker starts.
+    """Run one small config on every backend, including `kernels/` and entry points.
+
+    Raise CaptureError if no worker starts.
     """
     backends = dict(BACKENDS)
     ambiguous = {}
     for name in implementation_names():
         try:
-            # a built-in backend keeps its name
+            # built-in backends take precedence
             backends.setdefault(name, find_backend(name))
         except UsageError as error:
-            # a name that two packages offer must not end the probe of the others
+            # two packages may offer the same name; probe the others all the same
             ambiguous[name] = str(error)
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)
@@ -150,17 +147,18 @@ def probe_backends() -> list[BackendState]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured peaks, and when and in which environment; what `Store.add_peaks` keeps."""
+    """Measured peaks, stored by `Store.add_peaks`."""
 
     peaks: Peaks
     environment: dict[str, Any]
-    created: str = ""
+    created: str = ""  # ISO 8601, UTC
 
 
 def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
-    """Measure copy bandwidth and matrix rates on `cuda`, `cpu` or what `auto` finds; some seconds.
+    """Measure copy bandwidth and matrix rates on `cuda`, `cpu` or `auto`; this takes seconds.
 
-    Raises CaptureError with the process's last words if it died or took longer than timeout_s.
+    Raise CaptureError with the last lines of the process's output if it died or took longer than
+    timeout_s.
     """
     with tempfile.TemporaryDirectory(prefix="profharness-") as name:
         folder = Path(name)
@@ -185,19 +183,17 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
 
 
 AskProgress = Callable[[int, int, str], None]
-"""Takes (configs done, configs in all, the label of the one just done)."""
+"""Takes the number of finished configs, the total, and the label of the last finished one."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a config's question came to: PyTorch's answer (None: its process left none), how the cell
-    ended, and the environment of the process.
-    """
+    """PyTorch's answer for a config."""
 
     cell: Cell
-    answer: LiveAnswer | None
-    ended: Cell | None
-    environment: dict[str, Any]
+    answer: LiveAnswer | None  # None if the process left none
+    ended: Cell | None  # the cell with its status
+    environment: dict[str, Any]  # of the process
 
 
 def ask(
@@ -209,11 +205,11 @@ def ask(
     progress: AskProgress | None = None,
     asked: str = AUTO,
 ) -> list[ProbeResult]:
-    """One answer a config, in that order; asked is `auto` or a set or order of backends. device is
-    `cuda`, `cpu` or `auto`; timeout_s the seconds that one config may take.
+    """Return one result per config, in order.
 
-    A config whose process died or took too long has no answer. Raises CaptureError if no process
-    starts.
+    `asked` is `auto`, or a set or order of backends. `device` is `cuda`, `cpu` or `auto`.
+    `timeout_s` limits one config. If the process died or took too long, the config has no answer.
+    Raise CaptureError if no process starts.
     """
     cells = tuple(Cell(f"c{index:04d}", config, asked) for index, config in enumerate(configs, 1))
     if not cells:
@@ -242,12 +238,12 @@ def ask(
 
 
 def ask_argv(folder: Path, *, advice: bool) -> list[str]:
-    """The argv of the program that asks PyTorch."""
+    """Return the argv of the program that queries PyTorch."""
     return worker_argv(folder, ["profharness.worker.ask", *([] if advice else ["--no-advice"])])
 
 
 def _read_answers(path: Path) -> dict[str, LiveAnswer]:
-    """Answers by cell; a line that a crash cut short is passed over."""
+    """Read answers by cell. Ignore a line that a crash cut short."""
     answers: dict[str, LiveAnswer] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in read_lines(path):
