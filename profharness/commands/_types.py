@@ -127,11 +127,11 @@ def config_option(repeat: str = " Repeatable.") -> Option:
         ("--config",),
         metavar="CONFIG",
         multiple=True,
-        help=f"batch,heads,seq_len,head_dim and more, as in 2,8,512,64,bf16,causal.{repeat}",
+        help=f"batch,heads,seq_len,head_dim and options, such as 2,8,512,64,bf16,causal.{repeat}",
         file_flag="--configs",
-        file_help="Read configs from a file, one a line; # starts a comment.",
+        file_help="Read configs from a file, one per line; # starts a comment.",
         read_file=read_config_file,
-        tool="An attention config, or several, one a line.",
+        tool="An attention config, or several, one per line.",
         tool_examples=("2,8,512,64,bf16", "2,8,{64:8192:*2},128,bf16,causal"),
         tool_value=tool_configs,
     )
@@ -162,12 +162,12 @@ Backends = Annotated[
         complete=complete_backends,
         help="auto, flash, efficient, cudnn, math, …, a set of these (flash+math), an order "
         "(cudnn-then-flash, or 'cudnn>flash' in quotes), file.py:function; all: PyTorch's own on this "
-        "device; kernels: what lies in kernels/. Repeatable, or separated by commas.",
-        tool="Only these backends, joined by commas; left out: all.",
+        "device; kernels: those in kernels/. Repeatable, or separated by commas.",
+        tool="Only these backends, joined by commas. Default: all.",
         tool_examples=("auto,flash,math",),
     ),
 ]
-RUN_TOOL = "A stored run: an id, a unique prefix, latest, latest~1. Left out: the latest that has an answer."
+RUN_TOOL = "A stored run: an id, a unique prefix, latest, latest~1. Default: the latest that has an answer."
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
 LatestRun = Annotated[
     str | None,
@@ -225,7 +225,7 @@ OutFolder = Annotated[
     Option(
         ("--out",),
         type=click.Path(file_okay=False, path_type=Path),
-        help="Where run folders go.",
+        help="The folder for run folders.",
         click={"default": RUNS_FOLDER.as_posix(), "show_default": True},
     ),
 ]
@@ -261,8 +261,8 @@ Scheduler = Annotated[
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Run on lanes side by side: local is one a visible GPU, local:2 is two; tls://head:8786 those "
-        "of a Dask scheduler.  [default: local where there are several GPUs]",
+        help="Run on several lanes in parallel: local is one per visible GPU, local:2 is two, tls://head:8786 "
+        "uses those of a Dask scheduler.  [default: local if there are several GPUs]",
     ),
 ]
 GpuClasses = Annotated[
@@ -275,15 +275,15 @@ GpuClasses = Annotated[
     ),
 ]
 Insecure = Annotated[
-    bool, Option(("--insecure",), help="Let a scheduler on another host be without TLS.")
+    bool, Option(("--insecure",), help="Allow a scheduler on another host without TLS.")
 ]
 Processes = Annotated[
     int,
     Option(
         ("--processes",),
         type=click.IntRange(*PROCESSES),
-        help="Fresh worker processes that each time every cell; intervals and verdicts then know how "
-        "much processes differ.",
+        help="Time every cell in this many fresh worker processes. Intervals and verdicts then include the "
+        "differences between processes.",
     ),
 ]
 ShowProgress = bool | None

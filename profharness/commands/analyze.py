@@ -36,7 +36,7 @@ Peaks = Annotated[
         "machine's, else the table]",
     ),
 ]
-Full = Annotated[bool, Option(("--full",), help="Every finding, with all of its evidence.")]
+Full = Annotated[bool, Option(("--full",), help="Show every finding, with all of its evidence.")]
 
 
 def _to_frame(analyses: list[CellAnalysis]) -> pd.DataFrame:

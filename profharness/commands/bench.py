@@ -83,7 +83,10 @@ def check_target(ctx: click.Context, option: click.Parameter, output: Path | Non
 Dtypes = Annotated[
     Names,
     Option(
-        ("--dtype",), multiple=True, metavar="NAME", help="fp16, bf16, fp32, for configs without."
+        ("--dtype",),
+        multiple=True,
+        metavar="NAME",
+        help="fp16, bf16, fp32: for configs without a dtype.",
     ),
 ]
 Measurements = Annotated[
@@ -92,29 +95,31 @@ Measurements = Annotated[
         ("--measurement",),
         multiple=True,
         metavar="NAME",
-        help=f"{', '.join(GPU_MEASUREMENTS)} (default: all); the first one ranks. A CPU has the wall "
-        "clock.",
+        help=f"{', '.join(GPU_MEASUREMENTS)} (default: all); backends are ranked by the first. A CPU "
+        "only has wall-clock time.",
     ),
 ]
-Warmup = Annotated[int, Option(("--warmup",), type=click.IntRange(0), help="Calls.")]
+Warmup = Annotated[int, Option(("--warmup",), type=click.IntRange(0), help="Warm-up calls.")]
 Iterations = Annotated[
     int | None,
-    Option(("--iterations",), type=click.IntRange(1), help="Exactly so many samples each."),
+    Option(
+        ("--iterations",), type=click.IntRange(1), help="Take exactly this many samples per cell."
+    ),
 ]
 Precision = Annotated[
     float | str | None,
     Option(
         ("--precision",),
         metavar="PART",
-        help="Sample until half the 95 % interval of the median is at most this part of it.  "
-        "[default: 1%; with --run what the run was measured with]",
+        help="Sample until half the 95 % interval of the median is at most this fraction of it.  "
+        "[default: 1%; with --run, that of the run]",
     ),
 ]
 MaxTime = Annotated[
     float | str,
     Option(
         ("--max-time",),
-        help="Time that sampling one cell may take.",
+        help="Time limit for sampling one cell.",
         click={"default": f"{BenchPlan.max_time_s:g}s", "show_default": True},
     ),
 ]
@@ -123,30 +128,30 @@ Baseline = Annotated[
     Option(
         ("--baseline",),
         metavar="BACKEND",
-        help="What speed-ups are told against: a backend, on each config, or a config.  [default: naive, "
-        "else math]",
+        help="Compute speed-ups relative to this backend on each config, or to this config.  "
+        "[default: naive, else math]",
     ),
 ]
 Convention = Annotated[
     Literal["exact", "flash-attention"],
-    Option(("--convention",), help="How FLOPs are counted."),
+    Option(("--convention",), help="How to count FLOPs."),
 ]
 Verified = Annotated[
-    bool, Option(("--verify",), help="Check outputs; a wrong backend is not ranked.")
+    bool, Option(("--verify",), help="Check outputs. A wrong backend is not ranked.")
 ]
-BenchSeed = Annotated[int, Option(("--seed",), help="Of inputs and order.")]
-Timeout = Annotated[float, timeout_option("Seconds that one step of a cell may take.")]
+BenchSeed = Annotated[int, Option(("--seed",), help="Seed of inputs and order.")]
+Timeout = Annotated[float, timeout_option("Time limit of one step of a cell, in seconds.")]
 BenchRun = Annotated[
     str | None,
     Option(
         ("--run",),
         metavar="RUN",
         complete=complete_runs,
-        help="Measure nothing: answer from a stored run, all of it or the configs and backends named.",
+        help="Measure nothing. Use a stored run: all of it, or the configs and backends given.",
     ),
 ]
-Explained = Annotated[bool, Option(("--explain",), help="Say every reason why a backend refused.")]
-Raw = Annotated[bool, Option(("--raw",), help="Put the samples into JSON and CSV too.")]
+Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]
+Raw = Annotated[bool, Option(("--raw",), help="Include the samples in JSON and CSV.")]
 Target = Annotated[
     PathLike | None,
     Option(

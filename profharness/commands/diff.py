@@ -42,7 +42,7 @@ Candidate = Annotated[
     str,
     Option(
         complete=complete_sides,
-        tool="What is compared with the baseline.",
+        tool="Compared with the baseline; the same forms.",
         tool_examples=("latest", "math"),
     ),
 ]
@@ -64,12 +64,12 @@ FailOn = Annotated[
         multiple=True,
         metavar="VERDICT",
         check=one_of((*VERDICTS, *COSTS, BACKEND_CHANGED), "--fail-on"),
-        help="Exit 3 if a row has this verdict: slower, changed, removed, …; if the candidate takes more "
-        "memory or launches, or has refused what the baseline runs: memory, launches, refused; or, of "
-        "programs, if another backend computes a layer: backend-changed. Repeatable, or by commas.",
+        help="Exit 3 if a row has this verdict: slower, changed, removed, …; if the candidate uses more "
+        "memory or launches, or refuses what the baseline runs: memory, launches, refused; for programs, "
+        "if another backend computes a layer: backend-changed. Repeatable, or separated by commas.",
     ),
 ]
-Full = Annotated[bool, Option(("--full",), help="Whole kernel names.")]
+Full = Annotated[bool, Option(("--full",), help="Show full kernel names.")]
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ CheckedScheduler = Annotated[
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Check the lanes of local or tls://head:8786 too: who is there, and what does not match.",
+        help="Also check the lanes of local or tls://head:8786: which exist, and in what they differ.",
     ),
 ]
-Insecure = Annotated[bool, Option(("--insecure",), help="Let that scheduler be without TLS.")]
+Insecure = Annotated[bool, Option(("--insecure",), help="Allow that scheduler to be without TLS.")]
 
 
 @dataclass(frozen=True)

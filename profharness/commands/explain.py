@@ -74,8 +74,8 @@ Releases = Annotated[
     Option(
         ("--torch",),
         metavar="RELEASES",
-        help="Answer by rule for a release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.",
-        tool="A release of PyTorch, several, or a range. Left out: the one installed here.",
+        help="Use the rules of this release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.",
+        tool="A release of PyTorch, several, or a range. Default: the installed one.",
         tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
     ),
 ]
@@ -84,7 +84,7 @@ GpuName = Annotated[
     Option(
         ("--gpu",),
         metavar="NAME",
-        help='Answer by rule for a GPU: "RTX A6000", H100, sm90, or cpu.  [default: the one here]',
+        help='Use the rules for this GPU: "RTX A6000", H100, sm90, or cpu.  [default: the local GPU]',
         tool="A GPU by name, a capability, or cpu.",
         tool_examples=("H200", "RTX A6000", "sm90", "cpu"),
     ),
@@ -95,7 +95,7 @@ Cudnn = Annotated[
         ("--cudnn",),
         metavar="VERSION",
         help="cuDNN's version.  [default: the PyPI wheel's]",
-        tool="cuDNN's version. Left out: the PyPI wheel's.",
+        tool="cuDNN's version. Default: the PyPI wheel's.",
     ),
 ]
 Cuda = Annotated[
@@ -104,7 +104,7 @@ Cuda = Annotated[
         ("--cuda",),
         metavar="VERSION",
         help="PyTorch's CUDA.  [default: the PyPI wheel's]",
-        tool="PyTorch's CUDA. Left out: the PyPI wheel's.",
+        tool="PyTorch's CUDA. Default: the PyPI wheel's.",
     ),
 ]
 CudnnCompiled = Annotated[
@@ -112,7 +112,7 @@ CudnnCompiled = Annotated[
     Option(
         ("--cudnn-compiled",),
         metavar="VERSION",
-        help="The cuDNN that PyTorch was compiled with; decides the order in 2.9.  [default: as known]",
+        help="The cuDNN that PyTorch was compiled with, which decides the order in 2.9.  [default: as known]",
     ),
 ]
 Bisect = Annotated[
@@ -125,12 +125,19 @@ Bisect = Annotated[
         tool_examples=("head_dim", "seq_len"),
     ),
 ]
-Full = Annotated[bool, Option(("--full",), help="Every config's own answer, and messages whole.")]
+Full = Annotated[
+    bool, Option(("--full",), help="Explain each config by itself, with full messages.")
+]
 Measure = Annotated[
-    bool, Option(("--measure",), help="Capture what the advice changes, and say the gain.")
+    bool, Option(("--measure",), help="Capture the advised changes, and report the gain.")
 ]
 AskedDevice = Annotated[
-    str, Option(("--device",), type=click.Choice(DEVICES), help="Where PyTorch is asked.")
+    str,
+    Option(
+        ("--device",),
+        type=click.Choice(DEVICES),
+        help="The device on which the local PyTorch is queried.",
+    ),
 ]
 Timeout = Annotated[
     float,
@@ -138,7 +145,7 @@ Timeout = Annotated[
         ("--timeout",),
         type=PositiveNumber(),
         metavar="SECONDS",
-        help="How long PyTorch may take to answer.",
+        help="Time limit for PyTorch's answer, in seconds.",
     ),
 ]
 
@@ -194,9 +201,9 @@ def _to_frame(question: Question) -> pd.DataFrame:
 @command(
     "explain",
     frame=_to_frame,
-    tool="By the dispatch rules of that release: needs no GPU, and nothing runs. Use it for any config, "
-    "stored or not. Several configs give a map of choices, several releases show where the choice changes, "
-    "and bisect the value at which it flips.",
+    tool="Use it for any config, stored or not. The dispatch rules of the release answer, without a GPU. "
+    "Several configs give a map of choices, several releases show where the choice changes, and bisect "
+    "finds the value at which it flips.",
     tool_required=("gpu",),
 )
 def explain(

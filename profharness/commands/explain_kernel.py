@@ -19,7 +19,7 @@ KernelNames = Annotated[
     Option(
         metavar="NAME...",
         click={"nargs": -1},
-        tool="A kernel's name, or several, one a line.",
+        tool="A kernel's name, or several, one per line.",
         tool_examples=("flash_fwd_splitkv_kernel<64,64x256,w4>",),
         tool_value=str.splitlines,
     ),
@@ -33,7 +33,7 @@ def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
 @command(
     "explain-kernel",
     frame=_to_frame,
-    tool="Use it for a name from any profiler, whole or short. The name alone is read.",
+    tool="Use it for a name from any profiler, full or short. Only the name is read.",
 )
 def explain_kernel(names: KernelNames) -> list[Description]:
     """Describe a kernel's name: its library, the meaning of each part, and what the name leaves open.

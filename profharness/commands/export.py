@@ -17,7 +17,7 @@ Profiler = Annotated[
     Option(
         ("--profiler",),
         metavar="NAME",
-        help="Whose part of the run: torch, nsys, ncu, or all.  [default: the first of these there is]",
+        help="The launches of this profiler: torch, nsys, ncu, or all.  [default: the first that the run has]",
     ),
 ]
 

@@ -85,8 +85,8 @@ Profilers = Annotated[
         ("--profiler",),
         multiple=True,
         check=require_profilers,
-        help="Only what this profiler saw; all: every profiler side by side. Repeatable.  [default: the "
-        "first of torch, nsys and ncu that the run has]",
+        help="Only the launches of this profiler; all: every profiler side by side. Repeatable.  "
+        "[default: the first of torch, nsys and ncu that the run has]",
         tool=f"{', '.join(TRACE_PROFILERS)}, or all: every one side by side.",
         click={"type": click.Choice([*TRACE_PROFILERS, EVERY_PROFILER])},
     ),
@@ -96,8 +96,8 @@ GpuName = Annotated[
     Option(
         ("--gpu",),
         metavar="NAME",
-        help="Predict instead, by the atlas of this GPU (H200); no store is read and nothing runs.",
-        tool="Predict for this GPU by its atlas.",
+        help="Predict from the atlas of this GPU (H200) instead. No store is read and nothing runs.",
+        tool="Predict from the atlas of this GPU.",
         tool_examples=("H200",),
     ),
 ]
@@ -105,17 +105,17 @@ Steps = Annotated[
     bool,
     Option(
         ("--steps",),
-        help="Sum the kernels up by step (QK^T, softmax, PV, casts, launch gaps), with memory and "
-        "speed-up of the backends.",
-        tool="Sum up by step: QK^T, softmax, PV, casts, launch gaps; with speed-ups.",
+        help="Group the kernels by step (QK^T, softmax, PV, casts, launch gaps), with memory and speed-up "
+        "of the backends.",
+        tool="Group by step: QK^T, softmax, PV, casts, launch gaps; with speed-ups.",
     ),
 ]
 Full = Annotated[
     bool,
     Option(
         ("--full",),
-        help="Kernels under their whole names, ops of next to no time too; with --profiler all every "
-        "counter that ncu took.",
+        help="Show full kernel names and ops that take almost no time; with --profiler all, every counter "
+        "of ncu.",
     ),
 ]
 Expected = Annotated[
@@ -158,9 +158,9 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
     "kernels",
     frame=_to_frame,
     epilog=NAMES,
-    tool="Use it for what really ran on a config that a run has. Beside the rows, cells contain what was "
-    "refused and why. Nothing is captured: a config that no run has is an error; call explain for it. "
-    "With gpu an atlas of that GPU answers, as for predict, and no store is read.",
+    tool="Use it for the kernels that ran on a stored config. `cells`, beside the rows, lists refusals with "
+    "their reasons. Nothing is captured: a config that no run has is an error; call explain for it. "
+    "With gpu, an atlas of that GPU answers, as for predict, and no store is read.",
 )
 def kernels(
     configs: Configs = None,

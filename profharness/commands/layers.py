@@ -103,8 +103,8 @@ Release = Annotated[
     Option(
         ("--torch",),
         metavar="RELEASE",
-        help="The program's PyTorch, for the reasons, where its trace does not tell it: 2.11. With --gpu "
-        "the release that is predicted for.  [default: with --gpu its newest atlas's]",
+        help="The program's PyTorch release, such as 2.11, if its trace does not record it. With --gpu: the "
+        "release to predict for.  [default with --gpu: the newest with an atlas]",
         tool="The release of PyTorch.",
         tool_examples=("2.11",),
     ),
@@ -114,9 +114,9 @@ GpuNames = Annotated[
     Option(
         ("--gpu",),
         metavar="NAME",
-        help="Predict what other GPUs would do with each layer, by their atlases: H200, or H100,H200 "
-        "with a column each. Nothing runs.",
-        tool="Predict for these GPUs by their atlases.",
+        help="Predict each layer on other GPUs from their atlases: H200, or H100,H200 for a column each. "
+        "Nothing runs.",
+        tool="Predict for these GPUs from their atlases.",
         tool_examples=("H200",),
     ),
 ]
@@ -124,18 +124,18 @@ OnlyConfigs = Annotated[
     bool,
     Option(
         ("--configs",),
-        help="Print the configs that replay the calls, for `capture --configs`; with --regret those that "
-        "it times, or that --bench needs, for `bench --configs`.",
+        help="Print the configs that replay the calls, for `capture --configs`. With --regret: the configs "
+        "that it times or that --bench needs, for `bench --configs`.",
     ),
 ]
 Full = Annotated[
-    bool, Option(("--full",), help="Whole module names, kernels, and where the GPU waited.")
+    bool, Option(("--full",), help="Show full module names, kernels, and where the GPU waited.")
 ]
 Regret = Annotated[
     bool,
     Option(
         ("--regret",),
-        help="Time the calls on each backend, on this machine, and say what the best one saves a step.",
+        help="Time the calls on each backend on this machine, and show what the best one saves per step.",
     ),
 ]
 Benches = Annotated[
@@ -145,15 +145,15 @@ Benches = Annotated[
         metavar="RUN",
         multiple=True,
         complete=complete_runs,
-        help="--regret from this stored bench run, without measuring. Several, one a class of GPU, by commas "
-        "or repeated, have a column each.",
+        help="Take the times for --regret from this stored bench run. Several runs, one per class of GPU, get "
+        "a column each. Repeatable, or separated by commas.",
     ),
 ]
 MaxTime = Annotated[
     str | None,
     Option(
         ("--max-time",),
-        help="Time that --regret may sample one config on one backend.  [default: 2s]",
+        help="Time limit for sampling one config on one backend with --regret.  [default: 2s]",
     ),
 ]
 FailOn = Annotated[
@@ -163,8 +163,8 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (what ran is not "
-        "told); of an observed program noop-mask, asked-not-ran too. Repeatable, or by commas.",
+        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (unknown what ran); for an "
+        "observed program also noop-mask and asked-not-ran. Repeatable, or separated by commas.",
     ),
 ]
 Expected = Annotated[
@@ -208,8 +208,8 @@ def _to_frame(found: LayersFound) -> pd.DataFrame:
     "layers",
     frame=_to_frame,
     epilog=WORDS,
-    tool="Use it for a model or a training step, where kernels has single configs. With gpu the keys "
-    "predicted_* are what another GPU would do with the same calls.",
+    tool="Use it for a model or a training step; kernels is for single configs. With gpu, the keys "
+    "predicted_* predict the same calls on another GPU.",
 )
 def layers(
     *run: ProgramRuns,

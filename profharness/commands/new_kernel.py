@@ -26,7 +26,7 @@ KernelFolder = Annotated[
     Option(
         ("--out",),
         type=click.Path(file_okay=False, path_type=Path),
-        help="Where NAME.py goes; its test goes to the folder tests beside it.",
+        help="The folder of NAME.py. Its test goes to the folder tests beside it.",
     ),
 ]
 

@@ -31,9 +31,9 @@ GpuName = Annotated[
     Option(
         ("--gpu",),
         metavar="NAME",
-        help="The GPU that is asked about: H200, or any that `explain --gpu` knows.  [default: the one here "
-        "where it has an atlas, else the only one that has]",
-        tool="A GPU by name. Left out: the only one with an atlas.",
+        help="The GPU: H200, or any that `explain --gpu` knows.  [default: the local GPU if it has an atlas, "
+        "else the only one with an atlas]",
+        tool="A GPU by name. Default: the only one with an atlas.",
         tool_examples=("H200",),
     ),
 ]
@@ -42,15 +42,13 @@ Release = Annotated[
     Option(
         ("--torch",),
         metavar="RELEASE",
-        help="The PyTorch release, 2.11 or 2.11.0.  [default: the newest that has an atlas of this GPU; "
-        "without one the newest whose rules are known]",
+        help="The PyTorch release, 2.11 or 2.11.0.  [default: the newest with an atlas of this GPU, else "
+        "the newest with known rules]",
         tool="The release of PyTorch.",
         tool_examples=("2.11",),
     ),
 ]
-Full = Annotated[
-    bool, Option(("--full",), help="Each config by itself too, where there are several.")
-]
+Full = Annotated[bool, Option(("--full",), help="Also show each config by itself.")]
 
 
 def _to_frame(found: Asked) -> pd.DataFrame:
@@ -63,7 +61,7 @@ def _to_frame(found: Asked) -> pd.DataFrame:
 @command(
     "predict",
     frame=_to_frame,
-    tool="Use it for how long a config takes or which backend is fastest there; explain says why.",
+    tool="Use it for the time of a config or its fastest backend on a GPU; explain gives reasons.",
 )
 def predict(
     configs: Configs,

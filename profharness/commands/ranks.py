@@ -35,7 +35,7 @@ Threshold = Annotated[
         ("--threshold",),
         type=PositiveNumber(),
         check=require_positive,
-        help="How much longer kernels must take to be called slow.  [default: 0.03]",
+        help="Relative excess of kernel time from which a GPU is slow.  [default: 0.03]",
         click={"show_default": False},
     ),
 ]
@@ -46,11 +46,11 @@ FailOn = Annotated[
         multiple=True,
         metavar="FINDING",
         check=one_of((*CODES, ANY), "--fail-on"),
-        help="Exit 3 on a finding: slow-gpu, other-attention, … or any. Repeatable, or by commas.",
+        help="Exit 3 on a finding: slow-gpu, other-attention, … or any. Repeatable, or separated by commas.",
     ),
 ]
 Full = Annotated[
-    bool, Option(("--full",), help="Every rank of a large job, not those set apart first.")
+    bool, Option(("--full",), help="Show every rank of a large job, not only the outliers.")
 ]
 
 
@@ -73,8 +73,8 @@ def ranks(
 
     Each kernel is compared with the same kernel, grid and range on the other ranks. Collectives are
     excluded: when all ranks wait for one GPU, only its own kernels show that it is slow. A run
-    selects its whole job, that is the traces of the same number of ranks ingested with it. Without a
-    run, the newest job is compared.
+    selects its whole job: the traces in the same folder, with the same number of ranks. Without a run,
+    the newest job is compared.
 
     \b
     {codes}

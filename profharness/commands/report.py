@@ -28,15 +28,15 @@ WithBench = Annotated[
     bool | None,
     Option(
         ("--bench/--no-bench",),
-        help="With intervals, rates and doubts.  [default: for runs that `bench` made]",
+        help="Include intervals, rates and doubts.  [default: for runs of `bench`]",
     ),
 ]
 NoCharts = Annotated[
-    bool, Option(("--no-charts",), help="Leave charts out; they need the extra `report`.")
+    bool, Option(("--no-charts",), help="Leave out charts, which need the extra `report`.")
 ]
 Images = Annotated[
     Literal["svg", "png"],
-    Option(("--images",), help="What the charts beside a Markdown file are."),
+    Option(("--images",), help="Format of the charts beside a Markdown file."),
 ]
 
 

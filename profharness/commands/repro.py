@@ -42,7 +42,7 @@ Seed = Annotated[
     Option(
         ("--seed",),
         type=click.IntRange(*SEEDS),
-        help="Of the inputs.  [default: the run's, else 0]",
+        help="Seed of the inputs.  [default: the run's, else 0]",
     ),
 ]
 

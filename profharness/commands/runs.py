@@ -46,7 +46,7 @@ def _to_frame(runs: StoredRuns) -> pd.DataFrame:
 @command(
     "runs",
     frame=_to_frame,
-    tool="Use it first, to learn what the other tools can be asked about.",
+    tool="Use it first, to find out what is stored.",
 )
 def runs(*, deleted: Deleted = (), store: Store = None) -> StoredRuns:
     """List stored runs, newest first.

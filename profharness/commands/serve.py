@@ -15,14 +15,14 @@ Port = Annotated[
     Option(
         ("--port",),
         type=click.IntRange(0, 65535),
-        help="Where to listen; 0 takes any free port.",
+        help="The port to listen on; 0 means any free port.",
     ),
 ]
 Host = Annotated[
     str,
     Option(
         ("--host",),
-        help="The address to listen on; anything but loopback lets others read the store.",
+        help="The address to listen on. Any address but loopback lets others read the store.",
     ),
 ]
 

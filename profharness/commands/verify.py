@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from profharness.jobs import Verified
 
 Grad = Annotated[
-    bool, Option(("--grad",), help="Verify the gradients too, as for configs with bwd.")
+    bool, Option(("--grad",), help="Also verify the gradients, as for configs with bwd.")
 ]
 Cases = Annotated[
     Names,
@@ -47,11 +47,11 @@ Cases = Annotated[
         ("--cases",),
         multiple=True,
         metavar="NAME",
-        help="standard (default), none for the config alone, or names of cases, separated by commas.",
+        help="standard (default), none for only the config, or names of cases, separated by commas.",
     ),
 ]
 Timeout = Annotated[float, timeout_option("Seconds that one case of one backend may take.")]
-Full = Annotated[bool, Option(("--full",), help="A line for every check, with its figures.")]
+Full = Annotated[bool, Option(("--full",), help="Show every check, with its figures.")]
 
 
 def _to_frame(verified: Verified) -> pd.DataFrame:
