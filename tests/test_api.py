@@ -55,7 +55,7 @@ def test_profilers_are_named_as_on_the_command_line(store: Path) -> None:
     assert len(profharness.launches(profiler="all", store=store)) > 0
 
 
-def test_the_names_of_profilers_are_those_that_leave_traces() -> None:
+def test_profiler_names_are_those_with_traces() -> None:
     assert list(TRACE_PROFILERS) == [one.name for one in REGISTRY.values() if one.suffix]
 
 
@@ -82,7 +82,7 @@ def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:
         profharness.analyze(backends="mine", store=path)
 
 
-def test_capture_passes_on_what_ncu_shall_take(tmp_path: Path) -> None:
+def test_capture_passes_options_to_ncu(tmp_path: Path) -> None:
     profharness.capture(
         "1,1,16,16,fp32",
         "math",
@@ -153,7 +153,7 @@ def test_export_writes_a_trace_and_no_second_one(store: Path, tmp_path: Path) ->
         profharness.export("latest", target, store=store)
 
 
-def test_errors_say_what_is_missing(store: Path, tmp_path: Path) -> None:
+def test_errors_name_what_is_missing(store: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="b9-h9-s9-d9"):
         profharness.kernels("9,9,9,9", store=store)
     with pytest.raises(NotFoundError):

@@ -57,7 +57,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
         ({"configs": []}, "no config"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_made(
+def test_invalid_arguments_are_refused_before_anything_is_created(
     arguments: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     asked = {"configs": CONFIG, "backends": "math", "store": tmp_path / "s.db", "out": tmp_path}
@@ -87,7 +87,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_made(
         ({"dtypes": [16]}, "16 is no name"),
     ],
 )
-def test_a_bench_that_cannot_be_meant_measures_nothing(
+def test_an_invalid_bench_measures_nothing(
     arguments: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=text):
@@ -97,7 +97,7 @@ def test_a_bench_that_cannot_be_meant_measures_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_explain_wants_a_config_and_a_device() -> None:
+def test_explain_requires_a_config_and_a_device() -> None:
     with pytest.raises(UsageError, match="needs a config"):
         profharness.explain([])
     with pytest.raises(UsageError, match="'tpu'"):
@@ -145,7 +145,7 @@ def test_whole_numbers_stay_whole(store: Path) -> None:
     assert frame["bytes"].dropna().tolist() == [each.bytes for each in launches if each.bytes]
 
 
-def test_large_numbers_beside_a_gap_keep_their_last_digit(store: Path) -> None:
+def test_large_numbers_in_a_column_with_gaps_keep_their_last_digit(store: Path) -> None:
     large = 2**62 + 1
     frame = profharness.query(f"SELECT {large} AS n UNION ALL SELECT NULL ORDER BY 1", store=store)
     assert frame["n"].dropna().tolist() == [large]
@@ -215,7 +215,7 @@ STEPS = (
     ("stream", "wanted", "speaks"),
     [(Terminal, None, True), (io.StringIO, None, False), (Terminal, False, False)],
 )
-def test_progress_is_one_line_where_somebody_looks(
+def test_progress_is_one_line_in_a_terminal(
     stream: type[io.StringIO], wanted: bool | None, speaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream())
@@ -251,7 +251,7 @@ def test_progress_in_a_notebook_goes_to_its_cell(
     assert (out, err) == ("\r[1/2] b1-h1-s8-d8-fp32 math: ok\n", "")
 
 
-def test_a_capture_tells_its_progress_and_an_ended_one_is_resumed(
+def test_a_capture_reports_progress_and_an_interrupted_one_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = {"store": tmp_path / "s.db", "out": tmp_path / "runs"}
@@ -278,7 +278,7 @@ def test_reports_are_texts_and_files(store: Path, tmp_path: Path) -> None:
         profharness.report("nosuch", format="md", store=store)
 
 
-def test_the_rest_of_the_commands_are_functions_too(tmp_path: Path) -> None:
+def test_the_other_commands_are_functions_too(tmp_path: Path) -> None:
     checks = profharness.run_doctor(store=tmp_path / "s.db")
     assert {"torch", "python"} <= {name.lower() for name in checks["name"]}
     copy = profharness.scrub_run(THREE, tmp_path / "copy")
@@ -287,7 +287,7 @@ def test_the_rest_of_the_commands_are_functions_too(tmp_path: Path) -> None:
         assert name in dir(profharness) and callable(getattr(profharness, name))
 
 
-def test_a_kernel_s_name_and_a_cell_s_script_are_functions_too(tmp_path: Path) -> None:
+def test_explain_kernel_and_repro_are_functions_too(tmp_path: Path) -> None:
     short = "flash_fwd_splitkv_kernel<64,64x256,w4>"
     frame = profharness.explain_kernel([short, "nobody_knows"])
     assert list(frame["library"])[1] == "unknown" and frame["head_dim"][0] == 64

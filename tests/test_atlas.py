@@ -41,7 +41,7 @@ def test_the_plan_is_the_same_for_the_same_seed(planned: list[list[Cell]]) -> No
     assert list(itertools.islice(Sampler(H200, seed=1).cells(), 40)) != again
 
 
-def test_cells_are_configs_within_the_bounds_and_none_comes_twice(
+def test_cells_are_distinct_configs_within_the_bounds(
     planned: list[list[Cell]],
 ) -> None:
     cells = [cell for each in planned for cell in each]
@@ -84,7 +84,7 @@ def test_every_prefix_has_all_regimes_and_backends(planned: list[list[Cell]]) ->
         assert dtypes == {"fp16", "bf16", "fp32"}
 
 
-def test_pairs_of_neighbours_stand_on_both_sides_of_a_choice(planned: list[list[Cell]]) -> None:
+def test_pairs_of_neighbours_are_on_both_sides_of_a_choice(planned: list[list[Cell]]) -> None:
     sampler = Sampler(H200)
     configs = [parse_config(each[0].config) for each in planned]
     flips = alike = 0
@@ -146,7 +146,7 @@ def wait_for_end(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
-def test_a_call_goes_on_after_a_kill_and_a_dead_worker_costs_one_cell(tmp_path: Path) -> None:
+def test_a_call_resumes_after_a_kill_and_a_dead_worker_costs_one_cell(tmp_path: Path) -> None:
     folder = tmp_path / "atlas"
     first = started(folder, cells=500)
     try:
@@ -220,7 +220,7 @@ def test_a_fleet_gives_each_lane_its_part_in_the_folder_of_its_class(
         assert make_atlas.main(["measure", str(tmp_path), *words]) == 1
 
 
-def test_parts_make_the_whole_plan_and_shards_never_one_file(
+def test_parts_form_the_whole_plan_and_shards_have_separate_files(
     planned: list[list[Cell]], tmp_path: Path
 ) -> None:
     plan = planned[:30]
@@ -255,7 +255,7 @@ def test_kernels_of_a_real_trace(tmp_path: Path) -> None:
     assert sum(row["kernel_us_each"]) == pytest.approx(8.224)
 
 
-def test_a_trace_that_cannot_be_read_is_said_so(tmp_path: Path) -> None:
+def test_an_unreadable_trace_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "1.json"
     path.write_text('{"traceEvents": [')
     cell = {"config": "b2-h8-s512-d64-fp16", "backend": "auto", "regime": "prefill"}
@@ -285,7 +285,7 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
         list(make_atlas.lines_of(tmp_path / "shard-0003.jsonl"))
 
 
-def test_inputs_of_the_pool_lie_like_those_of_a_capture() -> None:
+def test_inputs_of_the_pool_have_the_layout_of_a_capture() -> None:
     worker = pytest.importorskip("atlas_worker")
     from profharness.worker.inputs import make_inputs
 

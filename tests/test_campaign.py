@@ -58,7 +58,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN)
-def test_what_a_reader_does_wrong_is_seen_and_kept(line: str, tmp_path: Path) -> None:
+def test_faults_of_a_reader_are_found_and_kept(line: str, tmp_path: Path) -> None:
     """Uses a copy of the package whose CSV reader has a fault."""
     root = tmp_path / "broken"
     shutil.copytree(ROOT / "profharness", root / "profharness")
@@ -80,7 +80,7 @@ def test_what_a_reader_does_wrong_is_seen_and_kept(line: str, tmp_path: Path) ->
     assert (good.returncode, len(ballast)) == (0, 420_000_000), good.stdout
 
 
-def test_the_table_is_markdown_when_asked(tmp_path: Path) -> None:
+def test_the_table_can_be_markdown(tmp_path: Path) -> None:
     done = campaign(tmp_path / "out", "--only", "grammar", "--seconds", "1", "--format", "md")
     header, rule, row = done.stdout.splitlines()
     assert header == "| kind | tried | failed | slowest CPU s | peak MB | how |"

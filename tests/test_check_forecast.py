@@ -22,7 +22,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[check_forecast.Row]:
     return list(check_forecast.compared(folder, "H200"))
 
 
-def test_backends_and_kernels_of_real_layers_are_foretold(rows: list[check_forecast.Row]) -> None:
+def test_backends_and_kernels_of_real_layers_are_predicted(rows: list[check_forecast.Row]) -> None:
     assert sorted(row.name for row in rows) == sorted(SOME)
     assert all(row.ran == row.takes and row.kernels_right for row in rows)
     assert {row.ran for row in rows} == {"cudnn", "efficient"}

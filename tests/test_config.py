@@ -99,7 +99,7 @@ def test_labels(text: str, label: str) -> None:
     assert parse_config(text).label == label
 
 
-def test_sets_and_ranges_stand_for_their_product() -> None:
+def test_sets_and_ranges_expand_to_their_product() -> None:
     labels = [config.label for config in expand_configs("{1,2},8,128:512:*2,{64,96},{fp16,bf16}")]
     assert len(labels) == 2 * 3 * 2 * 2
     assert labels[0] == "b1-h8-s128-d64-fp16"

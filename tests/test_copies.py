@@ -46,7 +46,7 @@ def strings(node: ast.AST) -> frozenset[str]:
     return frozenset(map(str, texts)) if whole else frozenset()
 
 
-def test_lists_of_names_stand_once() -> None:
+def test_lists_of_names_are_defined_once() -> None:
     assert all(len(names) > 1 for names in NAMES)
     found: dict[tuple[str, str], list[int]] = {}
     for path, tree in files():
@@ -66,7 +66,7 @@ def test_lists_of_names_stand_once() -> None:
     assert not copies, "\n".join(copies)
 
 
-def test_there_is_one_type_of_a_reason() -> None:
+def test_there_is_one_type_for_reasons() -> None:
     types = [
         f"{path}:{node.lineno}"
         for path, tree in files()
@@ -86,7 +86,7 @@ def fields(node: ast.ClassDef) -> set[str]:
     }
 
 
-def test_processes_are_ended_and_their_environment_made_in_one_file() -> None:
+def test_one_file_ends_processes_and_creates_their_environment() -> None:
     wrong = []
     for path, tree in files():
         for node in ast.walk(tree):

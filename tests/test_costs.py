@@ -88,7 +88,7 @@ def test_fused_phases_add_up_to_the_call(config: Config) -> None:
 
 
 @given(configs())
-def test_what_hides_scores_never_adds_work(config: Config) -> None:
+def test_hiding_scores_never_adds_work(config: Config) -> None:
     whole = replace(config, causal=False)
     assert 0 < score_count(config) <= score_count(whole)
     assert compulsory_bytes(config) <= compulsory_bytes(whole)
@@ -123,7 +123,7 @@ def test_math_agrees_with_the_flop_counter_of_torch(config: Config) -> None:
     assert counter.get_total_flops() == ours
 
 
-def test_the_fused_formula_of_torch_is_our_exact_one_without_causal() -> None:
+def test_the_fused_formula_of_torch_equals_the_exact_one_without_causal() -> None:
     counter = pytest.importorskip("torch.utils.flop_counter")
     config = parse_config("2,4,256,64,fp16")
     shape = (2, 4, 256, 64)

@@ -143,7 +143,7 @@ def anchors(text: str) -> set[str]:
     return {heading.replace(" ", "-") for heading in kept}
 
 
-def test_files_named_in_the_readme_are_there() -> None:
+def test_files_named_in_the_readme_exist() -> None:
     for line in command_lines("README.md"):
         for word in words(line):
             if word.startswith(("tests/", "docs/", "scripts/")):
@@ -162,7 +162,7 @@ def test_the_sql_runs_on_a_new_store(tmp_path: Path) -> None:
             store.connection.execute("SELECT nothing FROM cell_summary")
 
 
-def test_the_sql_answers_what_the_readme_shows(tmp_path: Path) -> None:
+def test_the_sql_returns_what_the_readme_shows(tmp_path: Path) -> None:
     ingest_path(tmp_path / "store.db", ROOT / "traces")
     (statement,) = fences("README.md", "sql")
     (shown_rows,) = (text for text in fences("README.md", "text") if text.startswith("auto|"))
@@ -197,14 +197,14 @@ def listing(page: str, before: str) -> list[str]:
     return found.group(1).split()
 
 
-def test_the_design_page_names_the_keys_as_they_are() -> None:
+def test_the_design_page_has_the_actual_keys() -> None:
     page = "docs/design.md"
     assert listing(page, "Keys of a kernels row:") == list(FIELDS)
     assert listing(page, "Keys of a diff row:") == list(DiffRow.__slots__)
     assert listing(page, "`family` is one\nof") == list(kernel_names.FAMILIES)
 
 
-def test_the_design_page_names_the_words_as_they_are() -> None:
+def test_the_design_page_has_the_actual_words() -> None:
     text = TEXT["docs/design.md"]
     spans = set(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
     for verdict in VERDICTS:
@@ -219,7 +219,7 @@ def test_the_design_page_names_the_words_as_they_are() -> None:
     assert documented == set(VIEWS) - {"kernel_groups", "sample_summary"}
 
 
-def test_the_threshold_is_the_one_that_is_told() -> None:
+def test_the_threshold_is_the_documented_one() -> None:
     assert f"{stats.THRESHOLD * 100:g} % unless `--threshold`" in TEXT["docs/measuring.md"]
 
 

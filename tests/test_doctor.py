@@ -57,7 +57,7 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_store_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     assert check_store(path).state == "ok"
     connect(path, write=True).close()
@@ -142,7 +142,7 @@ def test_a_wrong_variable_and_a_broken_tool_are_warnings(
         ),
     ],
 )
-def test_the_importer_where_nsys_looks(nsys: str, importer: str, tmp_path: Path) -> None:
+def test_the_importer_in_the_folder_of_nsys(nsys: str, importer: str, tmp_path: Path) -> None:
     tool = program(tmp_path / nsys)
     assert find_importer(tool) is None
     expected = program(tmp_path / importer)
@@ -154,7 +154,7 @@ def test_the_importer_where_nsys_looks(nsys: str, importer: str, tmp_path: Path)
     assert (check.state, check.detail) == ("ok", str(expected))
 
 
-def test_the_importer_where_debian_puts_it_is_not_found(tmp_path: Path) -> None:
+def test_the_importer_in_debians_folder_is_not_found(tmp_path: Path) -> None:
     nsys = program(tmp_path / "usr/lib/x86_64-linux-gnu/nsight-systems/target-linux-x64/nsys")
     program(tmp_path / "usr/lib/nsight-systems/host-linux-x64/QdstrmImporter")
     tool = Tool("nsys", nsys, "2024.2.3", True)
@@ -166,7 +166,7 @@ def test_the_importer_where_debian_puts_it_is_not_found(tmp_path: Path) -> None:
     assert check_importer(tool).state == "ok"
 
 
-def test_a_wrapper_tells_nothing_of_its_importer(tmp_path: Path) -> None:
+def test_a_wrapper_does_not_reveal_its_importer(tmp_path: Path) -> None:
     nsys = script(tmp_path / "bin" / "nsys", "exec /elsewhere/nsys")
     assert check_importer(Tool("nsys", nsys, "2025.3.1", True)).state == "absent"
 
@@ -257,7 +257,7 @@ def test_counters(text: str | None, privileged: bool, state: str) -> None:
     assert check_counters(text, privileged=privileged).state == state
 
 
-def test_who_may_administer(tmp_path: Path) -> None:
+def test_administrators(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nCapEff:\t000001ffffffffff\n")
     assert may_administer(status)
@@ -334,7 +334,7 @@ def test_sandbox(version: str | None, found: bool) -> None:
     assert bool(check_sandbox(version)) == found
 
 
-def test_what_compiles_kernels() -> None:
+def test_compilers_of_kernels() -> None:
     there, nvrtc = check_compilers({"triton": "3.6.0"})
     assert (there.state, there.detail) == ("ok", "3.6.0")
     assert (nvrtc.state, nvrtc.detail.partition(".")[0].isdigit()) == ("ok", True)
@@ -343,7 +343,7 @@ def test_what_compiles_kernels() -> None:
         assert (absent.state, "profharness[kernels]" in absent.remedy) == ("absent", True)
 
 
-def test_the_extras_are_those_of_the_build_file() -> None:
+def test_the_extras_equal_those_of_the_build_file() -> None:
     """`test` and `train` are for development, so doctor does not check them. Packages that can be
     installed but not imported are left out.
     """
@@ -356,7 +356,7 @@ def test_the_extras_are_those_of_the_build_file() -> None:
 
 
 @pytest.mark.parametrize("extra", ["report", "web", "mcp", "cluster"])
-def test_an_extra_is_told_with_its_versions_or_its_remedy(
+def test_an_extra_has_its_versions_or_its_remedy(
     extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = EXTRAS[extra].modules
@@ -369,7 +369,7 @@ def test_an_extra_is_told_with_its_versions_or_its_remedy(
     assert absent.remedy == f"pip install 'profharness[{extra}]'"
 
 
-def test_nvrtc_that_is_not_installed_is_told_with_its_remedy() -> None:
+def test_a_missing_nvrtc_has_its_remedy() -> None:
     code = (
         "import sys; sys.modules['cuda'] = None\n"
         "from profharness.doctor import check_nvrtc\n"

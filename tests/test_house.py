@@ -24,7 +24,7 @@ def printed(root: Path) -> dict[str, int]:
     return {name: int(figure.replace(",", "")) for name, figure in found}
 
 
-def test_no_files_or_folders_import_in_circles() -> None:
+def test_there_are_no_circular_imports() -> None:
     figures = printed(ROOT)
     assert {name: figures[name] for name in CIRCLES if figures[name]} == {}
 
@@ -46,7 +46,7 @@ def test_a_circle_under_type_checking_and_a_lazy_import_are_counted(tmp_path: Pa
     assert figures["files"] == 3
 
 
-def test_each_file_of_tests_has_a_name_of_its_own() -> None:
+def test_test_files_have_unique_names() -> None:
     # modules of one name shadow each other, and pytest-xdist reports that only at the end
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

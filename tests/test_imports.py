@@ -85,7 +85,7 @@ def everything() -> Iterator[tuple[Path, str, bool, int]]:
             yield path, name, typing_only, line
 
 
-def test_the_page_names_every_module_and_nothing_else() -> None:
+def test_the_page_names_exactly_the_modules() -> None:
     real = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"}
     assert set(RANK) | BESIDE == real
 
@@ -110,7 +110,7 @@ def test_imports_go_to_lower_layers_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_store_stores_and_does_not_judge() -> None:
+def test_the_store_does_not_import_answers() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for path, name, _, line in everything()
@@ -120,7 +120,7 @@ def test_the_store_stores_and_does_not_judge() -> None:
 
 
 @pytest.mark.parametrize("inside", sorted(BESIDE))
-def test_what_runs_inside_is_started_and_never_imported(inside: str) -> None:
+def test_the_worker_is_started_and_never_imported(inside: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for path, name, _, line in everything()
@@ -151,7 +151,7 @@ def test_the_worker_imports_from_the_lowest_three_layers() -> None:
     assert {unit: RANK[unit] for unit in below if RANK[unit] > RANK["run"]} == {}
 
 
-def test_libraries_stay_where_the_page_puts_them() -> None:
+def test_libraries_are_imported_in_their_places() -> None:
     assert {"torch", "triton", "pandas", "click", "sqlite_utils"} <= set(ONLY_IN)
     wrong = []
     for path, name, typing_only, line in everything():
@@ -181,7 +181,7 @@ def test_children_start_and_process_groups_end_in_one_module() -> None:
     assert places(r"os\.fork\b") == {"views/web_requests.py"}  # a copy of the server itself
 
 
-def test_torch_is_imported_inside_functions_outside_of_the_worker() -> None:
+def test_torch_is_imported_only_in_functions_outside_of_the_worker() -> None:
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if unit_of(path) in BESIDE:
@@ -229,7 +229,7 @@ def test_reading_a_store_loads_nothing_heavy(tmp_path: Path) -> None:
         assert loaded(COMMAND.format(arguments=[command, *store]), tmp_path) == []
 
 
-def test_kernels_load_the_dispatch_rules_only_for_what_the_rules_know(tmp_path: Path) -> None:
+def test_kernels_load_the_dispatch_rules_only_if_they_apply(tmp_path: Path) -> None:
     watched = ("profharness.dispatch", "profharness.backends", "profharness.views.html", "cxxfilt")
     folder = ROOT / "traces" / "h200-torch2.11"
     for source, rules in ((TRACE, []), (folder, ["profharness.dispatch"])):

@@ -60,7 +60,7 @@ def reading_calls(tree: ast.AST) -> Iterator[ast.Call]:
             yield node
 
 
-def test_only_files_py_opens_what_a_stranger_names() -> None:
+def test_only_files_py_opens_untrusted_inputs() -> None:
     found = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()

@@ -174,7 +174,7 @@ def commands(body: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("block", list(blocks()), ids=lambda block: f"{block.page}-{block.number}")
-def test_a_block_does_what_its_page_says(installed: Installed, block: Block) -> None:
+def test_a_block_prints_what_its_page_shows(installed: Installed, block: Block) -> None:
     with_traces(installed.folder)
     if block.kind == "python":
         run_python(installed, block)
@@ -281,7 +281,7 @@ def test_the_implementations_are_in_the_wheel_and_in_the_sdist(installed: Instal
     assert inside == home
 
 
-def test_it_runs_from_the_environment_and_not_from_the_checkout(installed: Installed) -> None:
+def test_the_installed_package_runs_and_not_the_checkout(installed: Installed) -> None:
     code = (
         "import profharness\nfrom profharness.backends import find_backend\n"
         "print(profharness.__file__, find_backend('tiled').file)"
@@ -291,7 +291,7 @@ def test_it_runs_from_the_environment_and_not_from_the_checkout(installed: Insta
     assert all(Path(path).is_relative_to(installed.bin.parent) for path in paths)
 
 
-def test_own_kernels_go_first_and_foreign_ones_are_left_alone(
+def test_own_kernels_come_first_and_foreign_ones_are_ignored(
     installed: Installed, tmp_path: Path
 ) -> None:
     """`kernels` is also the name of a package on PyPI, which would be installed next to profharness."""

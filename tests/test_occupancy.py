@@ -91,7 +91,7 @@ def test_known_kernels(
     assert (result.fraction, result.blocks_per_sm, result.limiter) == (fraction, blocks, limiter)
 
 
-def test_table_fills_in_what_the_trace_leaves_out() -> None:
+def test_the_table_completes_the_trace() -> None:
     assert sm_limits(bare(9, 0)) == sm_limits(H200)
     bigger = sm_limits(dataclasses.replace(bare(9, 0), shared_bytes_per_sm=300_000))
     assert bigger is not None

@@ -46,7 +46,7 @@ def test_each_device_gets_its_own_row(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L400", "NVIDIA A1000", "AMD MI300X"]
 )
-def test_a_device_that_is_not_in_the_table_has_no_peaks(name: str) -> None:
+def test_a_device_outside_of_the_table_has_no_peaks(name: str) -> None:
     assert data_sheet(name) is None
 
 
@@ -65,7 +65,7 @@ def test_the_table_is_sane() -> None:
         assert sheet.origin
 
 
-def test_the_ridge_is_rate_over_bandwidth_in_the_dtype_that_counts() -> None:
+def test_the_ridge_is_rate_over_bandwidth_of_the_dtype() -> None:
     h200 = data_sheet("NVIDIA H200")
     assert h200 is not None
     assert ridge(h200, "fp16") == pytest.approx(206.1, abs=0.1)
@@ -88,7 +88,7 @@ def run_folder(root: Path, environment: dict[str, object]) -> Path:
     return folder
 
 
-def test_the_store_prefers_what_was_measured_and_keeps_it_beyond_the_run(tmp_path: Path) -> None:
+def test_the_store_prefers_measured_peaks_and_keeps_them_without_the_run(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     environment: dict[str, object] = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11"}
     ingest_path(path, run_folder(tmp_path, environment))
@@ -124,7 +124,7 @@ def test_a_real_measurement_in_a_child_process() -> None:
     assert found.created[:2] == "20"
 
 
-def test_a_process_that_dies_says_why() -> None:
+def test_a_process_that_dies_has_its_reason() -> None:
     pytest.importorskip("torch")
     from profharness.runner.probe import measure_peaks
 

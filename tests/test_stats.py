@@ -50,7 +50,7 @@ def test_summary_is_ordered(samples: list[int]) -> None:
     assert s.std >= 0
 
 
-def test_median_interval_is_deterministic_and_holds_the_median() -> None:
+def test_median_interval_is_deterministic_and_contains_the_median() -> None:
     samples = normal(1000)
     interval = median_ci(samples)
     assert interval == median_ci(samples)
@@ -98,7 +98,7 @@ def test_cannot_tell() -> None:
     assert "noisy" in overlapping.reason
 
 
-def test_two_modes_are_told() -> None:
+def test_two_modes_are_reported() -> None:
     modes = normal(1000, 15) + normal(1500, 15)
     assert is_bimodal(modes)
     assert "baseline's samples are bimodal" in compare(modes, normal(1200)).reason
@@ -155,20 +155,20 @@ def run_of(
 
 
 @pytest.mark.parametrize(("process", "turn"), [(0.005, 0.003), (0.0, 0.01)])
-def test_an_interval_holds_the_median_of_a_known_spread(process: float, turn: float) -> None:
+def test_an_interval_contains_the_median_of_a_known_spread(process: float, turn: float) -> None:
     """In 95 % of such runs. An interval over samples alone is far from that if turns or processes differ."""
     rng = np.random.default_rng(3)
     found = [interval(run_of(rng, process, turn)) for _ in range(200)]
     assert sum(each is not None and each.low <= 1e6 <= each.high for each in found) >= 0.93 * 200
 
 
-def test_intervals_of_samples_alone_are_too_narrow_there() -> None:
+def test_intervals_of_samples_alone_are_too_narrow() -> None:
     rng = np.random.default_rng(3)
     found = [median_ci(tuple(run_of(rng, 0.01, 0.003))) for _ in range(30)]
     assert sum(each is not None and each[0] <= 1e6 <= each[1] for each in found) < 18
 
 
-def test_an_interval_tells_its_parts() -> None:
+def test_an_interval_has_its_parts() -> None:
     whole = run_of(np.random.default_rng(1), 0.02, 0.001)
     found = interval(whole)
     assert found is not None and found == interval(whole)
@@ -182,7 +182,7 @@ def test_an_interval_tells_its_parts() -> None:
     assert found.high - found.low >= 2 * found.between_processes
 
 
-def test_what_nobody_knows_of_turns_is_as_it_was() -> None:
+def test_samples_without_turns_are_unchanged() -> None:
     plain = [int(value) for value in normal(1e6)]
     for samples in (plain, Series.of(plain), Series.of(plain, [(0, 0, 30)])):
         found = interval(samples)
@@ -203,7 +203,7 @@ def test_turns_without_processes_and_processes_without_turns() -> None:
     assert three.between_processes is not None and three.processes == 3
 
 
-def test_processes_that_differ_as_much_are_no_slow_down() -> None:
+def test_equally_different_processes_are_no_slow_down() -> None:
     """A gate on equal runs. The rank test over the samples alone would find a difference."""
     rng = np.random.default_rng(5)
     pairs = [(run_of(rng, 0.03, 0.0), run_of(rng, 0.03, 0.0)) for _ in range(150)]
@@ -214,7 +214,7 @@ def test_processes_that_differ_as_much_are_no_slow_down() -> None:
     assert any("over 3 and 3 processes" in each.reason for each in both)
 
 
-def test_processes_whose_medians_are_all_alike_are_compared_without_a_warning() -> None:
+def test_processes_with_equal_medians_are_compared_without_a_warning() -> None:
     alike = Series.of([1_000_003] * 30, [(each, 0, 10) for each in range(3)])
     other = [1_100_000 + 1_000 * (each // 10) + each % 2 for each in range(30)]
     with warnings.catch_warnings():

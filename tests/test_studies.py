@@ -49,7 +49,7 @@ def runs(studies: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_is_what_its_runs_give(
+def test_a_page_agrees_with_its_runs(
     name: str,
     studies: ModuleType,
     runs: Path,
@@ -75,7 +75,7 @@ def test_every_study_has_a_page_and_a_line(studies: ModuleType) -> None:
     assert all(f"({name}.md)" in index for name in NAMES)
 
 
-def test_the_archive_is_small_and_holds_runs_alone(studies: ModuleType, runs: Path) -> None:
+def test_the_archive_is_small_and_contains_only_runs(studies: ModuleType, runs: Path) -> None:
     assert studies.PACKED.stat().st_size < 3_000_000
     for study in studies.STUDIES:
         for name in study.runs:
@@ -85,7 +85,7 @@ def test_the_archive_is_small_and_holds_runs_alone(studies: ModuleType, runs: Pa
             assert not {cell.status for cell in run.cells} - {"ok", "refused"}
 
 
-def test_every_command_line_can_be_read(studies: ModuleType) -> None:
+def test_every_command_line_can_be_parsed(studies: ModuleType) -> None:
     """The commands check options and choices themselves. Nothing is run."""
     for study in studies.STUDIES:
         for name, *rest in study.runs.values():
@@ -94,7 +94,7 @@ def test_every_command_line_can_be_read(studies: ModuleType) -> None:
             assert (ROOT / "scripts" / script).is_file()
 
 
-def test_every_item_has_a_verdict_and_commands_that_can_be_read(runs: Path) -> None:
+def test_every_item_has_a_verdict_and_valid_commands(runs: Path) -> None:
     """Each named run is committed. Only `no` and `partly` have a reason."""
     text = (PAGES / "items.md").read_text(encoding="utf-8")
     names = dict(re.findall(r"\b([A-Z]+)=(\d{8}-\d{6}-[0-9a-f]{4})\b", text))
@@ -112,7 +112,7 @@ def test_every_item_has_a_verdict_and_commands_that_can_be_read(runs: Path) -> N
             find_command(name).make_context(name, rest)
 
 
-def test_a_page_whose_data_say_otherwise_is_not_written(
+def test_a_page_that_contradicts_its_data_is_not_written(
     studies: ModuleType, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = replace(studies.STUDIES[0], name="backend-investigation")
@@ -135,7 +135,7 @@ def test_a_page_whose_data_say_otherwise_is_not_written(
         list(studies.pages(runs, tmp_path / "..", [study]))
 
 
-def test_runs_made_here_are_packed_and_asked(studies: ModuleType, tmp_path: Path) -> None:
+def test_runs_made_here_are_packed_and_queried(studies: ModuleType, tmp_path: Path) -> None:
     """One run keeps its traces, the other only its samples."""
     tiny, quick = ("--config", "1,2,16,16,fp32"), ("--device", "cpu", "--backend", "auto,math")
     bench = ("bench", *tiny, *quick, "--iterations", "5", "--processes", "1")

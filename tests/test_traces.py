@@ -33,7 +33,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return open_store(path)
 
 
-def test_checksums_are_those_of_the_readme() -> None:
+def test_checksums_equal_those_of_the_readme() -> None:
     listed = dict(
         reversed(line.split("  "))
         for line in (TRACES / "README.md").read_text().splitlines()
@@ -47,7 +47,7 @@ def test_checksums_are_those_of_the_readme() -> None:
     assert listed == found
 
 
-def test_nothing_private_is_in_them() -> None:
+def test_they_contain_nothing_private() -> None:
     files = [path for path in TRACES.glob("*/**/*") if path.is_file()]
     assert len(files) > 20
     # one folder at a time, to check the names of its files too
@@ -64,7 +64,7 @@ def test_nothing_private_is_in_them() -> None:
         assert not private.search(text), path
 
 
-def test_the_audit_would_find_what_a_careless_capture_leaves(tmp_path: Path) -> None:
+def test_the_audit_finds_what_a_careless_capture_leaves(tmp_path: Path) -> None:
     trace = gzip.decompress((H200 / "c0001.torch.json.gz").read_bytes())
     careless = trace.replace(b'{"schemaVersion"', b'{"host_name": "blade17", "schemaVersion"', 1)
     assert careless != trace
@@ -121,7 +121,7 @@ def test_launches_of_the_decode_call(store: Store) -> None:
     assert main.dynamic_shared_bytes is None
 
 
-def test_three_profilers_tell_the_same_of_every_kernel(store: Store) -> None:
+def test_three_profilers_agree_on_every_kernel(store: Store) -> None:
     joined = join(store.kernels(THREE_RUN))
     assert len(joined) > 100
     assert not [(each.kernel, one) for each in joined for one in each.disagreements]
@@ -141,7 +141,7 @@ def test_every_profiler_has_the_backward_kernels(store: Store, profiler: str) ->
         assert any(row.family == f"{backend}_bwd" for row in rows)
 
 
-def test_counters_are_those_of_attention(store: Store) -> None:
+def test_counters_belong_to_attention(store: Store) -> None:
     rows = store.kernels(THREE_RUN, configs=[DECODE], backends=["flash"], profilers=["ncu"])
     main = next(row for row in rows if row.family == "flash_splitkv")
     keys_and_values = 2 * 8 * 4096 * 128 * 2

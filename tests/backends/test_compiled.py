@@ -98,7 +98,7 @@ def printed(code: str, *arguments: str, **variables: str) -> str:
 
 
 @needs_compiler
-def test_inductor_puts_sdpa_in_the_place_of_naive_and_it_is_counted_with_a_warm_cache_too(
+def test_inductor_replaces_naive_by_sdpa_and_a_warm_cache_counts_it(
     tmp_path: Path,
 ) -> None:
     assert counted(tmp_path, 10) == f"{[1] * 10}\n1\n"
@@ -107,12 +107,12 @@ def test_inductor_puts_sdpa_in_the_place_of_naive_and_it_is_counted_with_a_warm_
     )  # a result from the cache on disk would not be counted
 
 
-def test_each_load_of_flex_compiles_anew_and_no_other_loses_its_graph() -> None:
+def test_each_load_of_flex_compiles_and_others_keep_their_graphs() -> None:
     """Covers Dynamo, which is the same on a CPU. Inductor's output is not the same."""
     assert printed(FLEX, TORCH_COMPILE_OVERRIDE_BACKENDS=">=0:aot_eager") == "10\n0\n"
 
 
-def test_it_exists_on_a_gpu_alone_and_needs_the_plain_form() -> None:
+def test_compiled_backends_need_a_gpu_and_the_plain_form() -> None:
     backend = BACKENDS[NAIVE_COMPILED]
     assert backend.devices == ("cuda",)
     reason = backend.absent()
@@ -135,7 +135,7 @@ def kernel(family: str, name: str = "k") -> KernelRow:
 EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 
 
-def test_each_witness_alone_tells_of_a_replacement() -> None:
+def test_each_witness_alone_shows_a_replacement() -> None:
     by_op = replacement(cell(op=EFFICIENT))
     by_kernel = replacement(cell(), [kernel("efficient"), kernel("elementwise")])
     assert by_op == by_kernel
@@ -147,14 +147,14 @@ def test_each_witness_alone_tells_of_a_replacement() -> None:
     assert replacement(cell(op=EFFICIENT, status="error")) is None
 
 
-def test_what_the_worker_counted_tells_of_it_without_a_trace() -> None:
+def test_the_workers_count_shows_a_replacement_without_a_trace() -> None:
     found = replacement(cell(tuning={REPLACEMENTS: 1}))
     assert found is not None
     assert found.took is None
     assert replacement(cell(tuning={REPLACEMENTS: 0})) is None
 
 
-def test_kernels_says_so_below_the_table() -> None:
+def test_kernels_prints_a_note_below_the_table() -> None:
     def said(one: CellRow, *rows: KernelRow) -> list[str]:
         notes = cell_notes(one, rows)
         return [note.text for note in notes if note.text.startswith("torch.compile replaced it")]
@@ -168,7 +168,7 @@ def test_kernels_says_so_below_the_table() -> None:
     assert said(cell(), kernel("triton")) == said(cell(backend="naive"), kernel("flash")) == []
 
 
-def test_explain_says_so_of_the_newest_run_that_tells_of_it(tmp_path: Path) -> None:
+def test_explain_prints_a_note_on_the_newest_run_with_a_count(tmp_path: Path) -> None:
     plain = parse_config("2,8,512,64,bf16")
     for day, counted in ((1, 1), (2, 2), (3, 0)):
         cells = (
@@ -188,7 +188,7 @@ def test_explain_says_so_of_the_newest_run_that_tells_of_it(tmp_path: Path) -> N
     assert not [text for text in other if "replaced" in text]
 
 
-def test_a_note_names_few_configs_and_how_many_more() -> None:
+def test_a_note_names_few_configs_and_counts_the_rest() -> None:
     cells = [cell(f"b1-h1-s{size}-d64-fp16", EFFICIENT) for size in (16, 32, 64, 128, 256)]
     found = replacements([*cells, cell("b1-h1-s512-d64-fp16", f"{EFFICIENT}_math"), cell()])
     where, text = replacement_notes(found)[0]

@@ -123,7 +123,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Cell]]:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_other_backends_are_as_if_alone(cells: dict[str, list[Cell]], name: str) -> None:
+def test_other_backends_are_not_affected(cells: dict[str, list[Cell]], name: str) -> None:
     for cell in cells[name]:
         assert (cell.status, cell.message, cell.warnings) == ("ok", None, ())
         assert cell.choice == {"auto": "flash"}.get(name, name)
@@ -152,13 +152,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_are_named_in_the_row(cells: dict[str, list[Cell]], name: str) -> None:
+def test_changes_are_reported_in_the_row(cells: dict[str, list[Cell]], name: str) -> None:
     warning = " ".join(cells[name][0].warnings)
     assert [text for text in CHANGES[name] if text not in warning] == [], warning
     assert warning.startswith("this backend ")
 
 
-def test_times_are_real_where_the_clock_is_replaced(cells: dict[str, list[Cell]]) -> None:
+def test_times_are_real_if_the_clock_is_replaced(cells: dict[str, list[Cell]]) -> None:
     assert cells["patches"][0].status == "ok", cells["patches"][0].message
     assert min(cells["patches"][0].samples["wall"]) > 1000
 
@@ -171,7 +171,7 @@ def test_a_fork_leaves_one_result(cells: dict[str, list[Cell]]) -> None:
     assert [cell.status for cell in cells["forks"]] == ["ok", "ok"]
 
 
-def test_an_exit_code_is_not_taken_for_a_full_disk(cells: dict[str, list[Cell]]) -> None:
+def test_an_exit_code_is_not_mistaken_for_a_full_disk(cells: dict[str, list[Cell]]) -> None:
     for cell in cells["leaves"]:
         assert cell.status == "crashed"
         assert f"exit code {EXIT_UNWRITABLE}" in str(cell.message)
@@ -213,7 +213,7 @@ def attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
 """
 
 
-def test_a_bench_compares_auto_with_what_it_takes_alone(tmp_path: Path) -> None:
+def test_a_bench_compares_auto_with_its_choice(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(DISABLES)
     store, runs = tmp_path / "store.db", tmp_path / "runs"
     names = [str(tmp_path / "own.py"), *OWN]
@@ -237,7 +237,7 @@ F.scaled_dot_product_attention = lambda q, k, v, *args, **kwargs: torch.zeros_li
 """
 
 
-def test_a_verification_calls_what_the_backend_is(tmp_path: Path) -> None:
+def test_a_verification_calls_the_backend(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(PATCHES)
     options = VerifyOptions(("none",), out=tmp_path / "runs", protocol=QUICK)
     names = [str(tmp_path / "own.py"), *OWN]
@@ -262,7 +262,7 @@ def plan(*backends: str, process: int = 0, seed: int = 0) -> Plan:
     return Plan(cells, replace(QUICK, seed=seed), (), 0)
 
 
-def test_every_backend_of_others_has_a_process_to_itself() -> None:
+def test_every_foreign_backend_has_its_own_process() -> None:
     sources = {"a.py": "/x/a.py:attention", "b.py": "/x/b.py:attention"}
     named = plan("math", "a.py", "flash+math", "b.py", "auto", "flash-attn", "fa3")
     here, owner = cells_here(named, sources, "cpu")
@@ -275,14 +275,14 @@ def test_every_backend_of_others_has_a_process_to_itself() -> None:
     assert cells_here(Plan((), QUICK, (), 0), {}, "cpu") == ((), "")
 
 
-def test_later_processes_take_backends_in_a_drawn_order() -> None:
+def test_later_processes_run_backends_in_random_order() -> None:
     sources = {"a.py": "/x/a.py:attention"}
     first = [cells_here(plan("math", "a.py", process=n), sources, "cpu")[1] for n in range(20)]
     assert first[0] == ""
     assert {*first} == {"", "a.py"}
 
 
-def test_what_a_program_adds_is_no_change() -> None:
+def test_additions_of_a_program_are_no_change() -> None:
     before = ProcessState.read()
     torch.added_by_a_test = len
     try:

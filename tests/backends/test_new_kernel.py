@@ -33,7 +33,7 @@ def profharness(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_right_or_skips_with_a_reason(kind: str, tmp_path: Path) -> None:
+def test_a_new_kernel_is_right_or_skips_with_a_reason(kind: str, tmp_path: Path) -> None:
     option = [] if kind == "torch" else [f"--{kind}"]
     done = profharness(tmp_path, "mine", *option)
     assert (done.returncode, done.stderr) == (0, "")
@@ -55,7 +55,7 @@ def test_what_is_written_is_right_or_skips_with_a_reason(kind: str, tmp_path: Pa
         assert "passed" in checked.stdout or "needs" in checked.stdout
 
 
-def test_its_test_can_fail(tmp_path: Path) -> None:
+def test_the_test_of_a_new_kernel_can_fail(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "tests").mkdir()
     wrong = kernel_text("mine", "torch").replace("column > row", "column >= row")
@@ -88,7 +88,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     "name",
     ["kernels", "all", "naive", "flash", "not-a-name", "_hidden", "a/b", "class", "torch", "sys"],
 )
-def test_names_that_cannot_be_taken(name: str, tmp_path: Path) -> None:
+def test_invalid_names_are_refused(name: str, tmp_path: Path) -> None:
     done = profharness(tmp_path, name)
     assert done.returncode == 2
     assert "take" in done.stderr
@@ -96,7 +96,7 @@ def test_names_that_cannot_be_taken(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_template_has_the_contract(kind: str) -> None:
+def test_a_template_follows_the_contract(kind: str) -> None:
     text = kernel_text("mine", kind)
     tree = ast.parse(text)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -136,7 +136,7 @@ def test_two_kinds_at_once_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_triton_kernel_is_refused_where_it_cannot_run_and_is_not_wrong(tmp_path: Path) -> None:
+def test_a_triton_kernel_that_cannot_run_is_refused_and_not_wrong(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(kernel_text("mine", "triton"))
     (tmp_path / "bare.py").write_text("import triton_of_no_release\n")
     (tmp_path / "lacks.py").write_text("raise ModuleNotFoundError('none', name='triton')\n")

@@ -110,7 +110,9 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Ce
         "mine/helped.py",
     ],
 )
-def test_what_keeps_the_contract_runs(cells: dict[tuple[str, bool], Cell], name: str) -> None:
+def test_implementations_that_follow_the_contract_run(
+    cells: dict[tuple[str, bool], Cell], name: str
+) -> None:
     for bwd in (False, True):
         cell = cells[name, bwd]
         assert (cell.status, cell.message) == ("ok", None)
@@ -134,7 +136,7 @@ def test_what_keeps_the_contract_runs(cells: dict[tuple[str, bool], Cell], name:
         ("wrong_supports", r"supports\(\) returned False"),
     ],
 )
-def test_what_breaks_it_is_an_error_cell(
+def test_breaking_the_contract_gives_an_error_cell(
     cells: dict[tuple[str, bool], Cell], name: str, told: str
 ) -> None:
     import re
@@ -145,7 +147,7 @@ def test_what_breaks_it_is_an_error_cell(
     assert len(str(cell.message)) < 4200
 
 
-def test_what_it_cannot_take_is_refused_with_its_reason(
+def test_unsupported_configs_are_refused_with_the_reason(
     cells: dict[tuple[str, bool], Cell],
 ) -> None:
     expected = {
@@ -162,7 +164,7 @@ def test_what_it_cannot_take_is_refused_with_its_reason(
     assert cells["masked math", False].status == "ok"
 
 
-def test_unknown_names_and_files_are_told_before_anything_runs(tmp_path: Path) -> None:
+def test_unknown_names_and_files_are_reported_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no file .*gone\.py"):
         find_backend("gone.py:fn")
     (tmp_path / "here.py").write_text(GOOD)
@@ -172,7 +174,9 @@ def test_unknown_names_and_files_are_told_before_anything_runs(tmp_path: Path) -
         find_backend("flsh")
 
 
-def test_all_and_kernels_are_two_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_and_kernels_expand_to_backends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kernels").mkdir()
     for name in ("mine", "flash"):
@@ -190,7 +194,7 @@ def test_all_and_kernels_are_two_words(tmp_path: Path, monkeypatch: pytest.Monke
     assert every_backend(["all"], usual) == ["auto", "math"]
 
 
-def test_kernels_without_an_implementation_is_told(tmp_path: Path) -> None:
+def test_kernels_without_an_implementation_is_reported(tmp_path: Path) -> None:
     """Uses a copy of the package, because the checkout has a folder kernels/."""
     shutil.copytree(ROOT / "profharness", tmp_path / "profharness")
     code = (
@@ -244,7 +248,7 @@ def test_names_that_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(implementation_names())[:3] == ["flash", "naive", "same"]
 
 
-def test_a_run_goes_on_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kernels").mkdir()

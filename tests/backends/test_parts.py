@@ -66,14 +66,14 @@ def told(folder: Path) -> str:
     return text
 
 
-def test_what_belongs_to_a_file(folder: Path) -> None:
+def test_the_parts_of_a_file(folder: Path) -> None:
     found = parts_of(folder / "mine.py")
     assert {os.path.relpath(path, folder) for path in found} == set(BELONGS)
     assert all(content == path.read_bytes() for path, content in found.items())
 
 
 @pytest.mark.parametrize("name", BELONGS)
-def test_an_edit_of_any_part_is_another_version(name: str, folder: Path) -> None:
+def test_an_edit_of_any_part_changes_the_version(name: str, folder: Path) -> None:
     before = told(folder)
     assert told(folder) == before
     with (folder / name).open("a") as file:
@@ -82,13 +82,13 @@ def test_an_edit_of_any_part_is_another_version(name: str, folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_an_edit_of_any_other_file_is_the_same_version(name: str, folder: Path) -> None:
+def test_an_edit_of_any_other_file_keeps_the_version(name: str, folder: Path) -> None:
     before = told(folder)
     (folder / name).write_text("edited = 1\n")
     assert told(folder) == before
 
 
-def test_the_version_is_that_of_a_copy_elsewhere_too(folder: Path, tmp_path: Path) -> None:
+def test_a_copy_elsewhere_has_the_same_version(folder: Path, tmp_path: Path) -> None:
     before = told(folder)
     (tmp_path / "elsewhere").mkdir()
     moved = folder.rename(tmp_path / "elsewhere" / "own")
@@ -101,7 +101,7 @@ def test_the_version_is_that_of_a_copy_elsewhere_too(folder: Path, tmp_path: Pat
     assert told(moved) != before  # the same contents under other names
 
 
-def test_a_file_that_is_no_python_has_a_version_all_the_same(folder: Path) -> None:
+def test_a_file_that_is_not_python_has_a_version(folder: Path) -> None:
     assert set(parts_of(folder / "broken.py")) == {folder / "broken.py"}
     (folder / "broken.py").write_bytes(b"x = '\0'\n")
     assert set(parts_of(folder / "broken.py")) == {folder / "broken.py"}
@@ -120,7 +120,7 @@ def test_a_file_too_large_to_be_code_is_not_read(folder: Path) -> None:
         find_implementation(f"{folder}/huge.py")
 
 
-def test_parts_of_what_is_in_kernels() -> None:
+def test_the_parts_of_the_files_in_kernels() -> None:
     def names(stem: str) -> set[str]:
         return {path.name for path in parts_of(ROOT / "kernels" / f"{stem}.py")}
 
@@ -140,7 +140,7 @@ TUNINGS = {
 }
 
 
-def test_tuning_is_found_where_the_function_came_from_elsewhere(tmp_path: Path) -> None:
+def test_tuning_of_an_imported_function_is_found(tmp_path: Path) -> None:
     for name, text in TUNINGS.items():
         (tmp_path / name).write_text(text)
     options = CaptureOptions(("events",), tmp_path / "runs", QUICK)
@@ -164,7 +164,7 @@ SAYS = "import logging\nlogging.getLogger('profharness.mine').debug('heard')\n" 
 
 
 @pytest.mark.parametrize(("level", "kept"), [("debug", True), ("error", True), ("", False)])
-def test_the_log_is_kept_where_it_is_asked_for(
+def test_the_log_is_written_if_enabled(
     level: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "says.py").write_text(SAYS)
@@ -177,7 +177,7 @@ def test_the_log_is_kept_where_it_is_asked_for(
         assert ("DEBUG profharness.mine: heard" in log.read_text()) == (level == "debug")
 
 
-def test_a_level_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_log_level_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_VARIABLE, "loud")
     with pytest.raises(ValueError, match="take debug, info, warning, error"):
         start_log()
@@ -190,7 +190,7 @@ def test_a_level_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_of_a_file_says_whether_the_file_is_as_committed(tmp_path: Path) -> None:
+def test_the_commit_of_a_file_reports_uncommitted_changes(tmp_path: Path) -> None:
     def git(*words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         done = subprocess.run(

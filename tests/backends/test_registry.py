@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=PATIENCE_S, device="cpu")
 
 
-def test_every_backend_is_refused_and_never_broken_without_a_gpu(tmp_path: Path) -> None:
+def test_every_backend_is_refused_without_a_gpu_and_never_fails(tmp_path: Path) -> None:
     configs = expand_configs("1,2,16,16,fp16,causal") + expand_configs("1,2,16,16,mask=bool,bwd")
     names = [backend.name for backend in OTHERS]
     record = read_run(capture(configs, names, CaptureOptions(("events",), tmp_path, QUICK)))
@@ -54,7 +54,7 @@ def test_every_backend_is_refused_and_never_broken_without_a_gpu(tmp_path: Path)
     assert {"fa3", "fa4", "flex-flash"} <= set(absent)
 
 
-def test_a_broken_library_is_absent_with_its_words(tmp_path: Path) -> None:
+def test_a_broken_library_is_absent_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "sageattention.py").write_text("raise OSError('libfoo.so: undefined symbol')\n")
     code = (
         "from profharness.backends import BACKENDS\n"
@@ -99,9 +99,7 @@ CONFIGS = st.builds(
 
 @settings(max_examples=300)
 @given(LIMITS, CONFIGS)
-def test_a_limit_refuses_what_it_names_and_nothing_else(
-    limits: dict[str, object], c: Config
-) -> None:
+def test_a_limit_refuses_only_its_configs(limits: dict[str, object], c: Config) -> None:
     against = (
         c.mask != "none"
         or c.dropout > 0
@@ -115,7 +113,7 @@ def test_a_limit_refuses_what_it_names_and_nothing_else(
     assert (wants(**limits)(c) is not None) == against  # type: ignore[arg-type]
 
 
-def test_the_registry_has_one_backend_a_name_and_sdpa_first() -> None:
+def test_the_registry_has_unique_names_and_sdpa_first() -> None:
     assert list(BACKENDS)[: len(SDPA_BACKENDS)] == [backend.name for backend in SDPA_BACKENDS]
     assert len(BACKENDS) == len(SDPA_BACKENDS) + len(OTHERS)
     assert all(backend.load is None for backend in SDPA_BACKENDS)
@@ -148,7 +146,7 @@ def test_backends_lists_all_with_their_reasons(
     assert [row["backend"] for row in document.records] == list(states)
 
 
-def test_refusals_carry_their_code() -> None:
+def test_refusals_have_codes() -> None:
     error = RefusedError("absent", "not here")
     assert (error.code, str(error)) == ("absent", "not here")
 

@@ -95,7 +95,9 @@ B200 = machine_for("B200", "2.14", 92000)
         ("2,8,64,100,fp32,mask=float_grad", "cudnn", H200, ("bf16", "detach mask", "pad head_dim")),
     ],
 )  # fmt: skip
-def test_the_first_way(text: str, backend: str, machine: Machine, first: tuple[str, ...]) -> None:
+def test_the_first_advice(
+    text: str, backend: str, machine: Machine, first: tuple[str, ...]
+) -> None:
     found = ways(text, backend, machine)
     assert found[0].steps == first
     assert found[0].verified is True
@@ -110,11 +112,11 @@ def test_the_first_way(text: str, backend: str, machine: Machine, first: tuple[s
         ("2,8,512,64,fp16", "cudnn", Machine((3, 0, 0))),  # nothing is known
     ],
 )
-def test_no_way_is_no_advice(text: str, backend: str, machine: Machine) -> None:
+def test_no_change_gives_no_advice(text: str, backend: str, machine: Machine) -> None:
     assert ways(text, backend, machine) == ()
 
 
-def test_a_way_says_what_auto_takes_and_names_the_backend_if_it_is_another() -> None:
+def test_advice_requests_the_backend_if_auto_selects_another() -> None:
     (way, *_) = ways("2,8,512,64,fp16,mask=bool", "flash")
     assert (way.choice, way.config) == ("cudnn", "b2-h8-s512-d64-fp16-causal")
     assert "SDPBackend.FLASH_ATTENTION" in way.code
@@ -123,7 +125,7 @@ def test_a_way_says_what_auto_takes_and_names_the_backend_if_it_is_another() -> 
     assert "sdpa_kernel" not in way.code
 
 
-def test_a_mask_that_must_stay_is_sent_to_flex_attention_unverified() -> None:
+def test_a_required_mask_gets_unverified_flex_attention() -> None:
     (*_, flex) = ways("2,8,512,64,fp16,mask=float,kv_heads=2,scale=0.5", "flash")
     assert flex.verified is None
     assert flex.config is None
@@ -132,7 +134,7 @@ def test_a_mask_that_must_stay_is_sent_to_flex_attention_unverified() -> None:
 
 
 @pytest.mark.parametrize("reason", sorted(OUTSIDE))
-def test_ways_that_no_config_can_say(reason: str) -> None:
+def test_advice_that_no_config_expresses(reason: str) -> None:
     config = parse_config("2,8,16,64,fp32,mask=bool")
     (way,) = advise(
         config, "efficient", lambda *_: Verdict(False, (Refusal(reason, ""),)), lambda _: "math"
@@ -145,7 +147,7 @@ def test_ways_that_no_config_can_say(reason: str) -> None:
 
 @settings(max_examples=300)
 @given(configs, machines)
-def test_every_way_makes_its_backend_eligible(config: Config, machine: Machine) -> None:
+def test_every_advice_makes_its_backend_eligible(config: Config, machine: Machine) -> None:
     for backend in ("flash", "efficient", "cudnn"):
         found = advise(config, backend, first_only(machine), rule_choice(machine))
         assert len(found) <= MOST
@@ -162,7 +164,7 @@ def test_every_way_makes_its_backend_eligible(config: Config, machine: Machine) 
             assert way.choice == expected
 
 
-def test_fewer_changes_do_not_exist() -> None:
+def test_advice_has_the_fewest_changes() -> None:
     """Checked by brute force over all single changes and pairs."""
     oracle = rule_oracle(H200)
     for text in ("2,8,64,100,fp32,mask=float_grad", "2,8,1,64,fp32,dropout=0.1,seq_kv=1"):
@@ -198,7 +200,7 @@ EXAMPLES = {
 }
 
 
-def test_the_code_of_every_change_runs_and_gives_the_same_result_where_it_says_so() -> None:
+def test_the_code_of_every_change_runs_and_exact_changes_keep_the_result() -> None:
     assert set(EXAMPLES) == {change.name for change in CHANGES}
     cases, changes = [], []
     for change in CHANGES:
@@ -215,7 +217,7 @@ def test_the_code_of_every_change_runs_and_gives_the_same_result_where_it_says_s
         assert requires_grad is (change.name == "pad head_dim to 256"), change.name
 
 
-def test_what_is_not_the_same_is_not_called_so() -> None:
+def test_a_different_result_is_detected() -> None:
     """The comparison detects a difference: dropping a mask changes the result."""
     config = parse_config("2,4,24,16,fp32,mask=bool")
     code = call_code(config, replace(config, mask="none"))
@@ -223,13 +225,13 @@ def test_what_is_not_the_same_is_not_called_so() -> None:
     assert (same, close) == (True, False)
 
 
-def test_a_mask_of_booleans_takes_the_triangle_too() -> None:
+def test_a_boolean_mask_includes_the_causal_triangle() -> None:
     config = parse_config("2,4,24,16,fp32,causal,mask=bool_2d")
     code = call_code(config, replace(config, causal=False), "math")
     assert run_codes([(config.label, code)]) == [(True, True, False)]
 
 
-def test_many_changes_at_once_still_make_one_program() -> None:
+def test_many_changes_make_one_program() -> None:
     config = parse_config(
         "2,4,24,20,fp32,kv_heads=2,mask=float_grad,layout=strided_last,head_dim_v=12"
     )
@@ -243,7 +245,7 @@ def test_many_changes_at_once_still_make_one_program() -> None:
     assert same and close
 
 
-def test_flex_attention_gives_what_the_mask_gave() -> None:
+def test_flex_attention_has_the_result_of_the_mask() -> None:
     cases = []
     for mask in ("bool", "float_bh"):
         text = f"2,4,24,16,fp32,kv_heads=2,scale=0.3,mask={mask}"

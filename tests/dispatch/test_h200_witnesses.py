@@ -22,7 +22,7 @@ def records() -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def test_predicted_is_chosen_and_ran() -> None:
+def test_the_predicted_backend_was_chosen_and_ran() -> None:
     found = records()
     assert len(found) == 500
     for record in found:

@@ -59,7 +59,7 @@ def test_every_gpu_of_the_table_is_found_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("text", "near"), [("H1000", "H100"), ("A6001", "RTX A6000"), ("MI300X", "")]
 )
-def test_an_unknown_gpu_names_what_is_near(text: str, near: str) -> None:
+def test_an_unknown_gpu_gets_similar_names(text: str, near: str) -> None:
     with pytest.raises(UsageError) as raised:
         find_gpu(text)
     assert str(raised.value).startswith(f"GPU {text!r} is not known; ")
@@ -97,7 +97,7 @@ def test_releases() -> None:
         ("2.8..2.9,2.16", [(2, 8, 0), (2, 9, 0), (2, 9, 1), (2, 16, 0)], []),
     ],
 )
-def test_a_range_answers_what_is_known_and_names_the_rest(
+def test_a_range_has_known_and_unknown_releases(
     text: str, known: list[tuple[int, ...]], unknown: list[tuple[int, ...]]
 ) -> None:
     assert (parse_releases(text), skipped_releases(text)) == (known, unknown)
@@ -136,7 +136,7 @@ def test_the_wheel_fills_the_machine() -> None:
     assert machine_for("H200", "2.11", "9.20.0.48").cudnn == 92000
 
 
-def test_a_build_for_another_cuda_brings_what_is_known_of_it() -> None:
+def test_a_build_for_another_cuda_has_its_known_versions() -> None:
     built = machine_for("H100", "2.9", cuda="13.0")
     assert (built.cuda, built.cudnn, built.cudnn_compiled) == ("13.0", 91300, 90900)
     assert build_of((2, 9, 1), "13.0.2") == OTHER_BUILDS[2, 9, 1][0]
@@ -162,7 +162,7 @@ def test_cudnn_versions() -> None:
     "key", ["torch", "torch_cuda", "cudnn", "capability", "device_type", "env"]
 )
 @pytest.mark.parametrize("value", ["x", 5, 1.5, True, [1], {"a": 1}, None])
-def test_what_a_damaged_environment_says_is_unknown(key: str, value: object) -> None:
+def test_values_of_a_damaged_environment_are_unknown(key: str, value: object) -> None:
     environment = {
         "torch": "2.11.0+cu130",
         "torch_cuda": "13.0",

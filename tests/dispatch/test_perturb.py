@@ -42,7 +42,7 @@ def found(text: str, backend: str, machine: Machine = H200) -> dict[str, tuple[s
     return {blocker.reason.code: blocker.properties for blocker in answer}
 
 
-def test_every_property_that_stands_in_the_way_is_named() -> None:
+def test_every_blocking_property_is_named() -> None:
     assert found("2,8,512,100,fp32,mask=bool,layout=strided_last", "flash") == {
         "mask": ("mask",),
         "dtype": ("dtype",),
@@ -56,14 +56,14 @@ def test_every_property_that_stands_in_the_way_is_named() -> None:
     }
 
 
-def test_the_first_is_the_one_that_pytorch_stops_at() -> None:
+def test_the_first_blocker_is_pytorchs_first_reason() -> None:
     config = parse_config("2,8,512,100,fp32,layout=strided_last,mask=bool")
     for backend in ("flash", "efficient", "cudnn"):
         told = blockers(config, backend, first_only(H200))[0].reason
         assert told.message == judge(backend, from_config(config), H200).reasons[0].message
 
 
-def test_reasons_after_the_first_stand_in_the_order_of_the_properties() -> None:
+def test_later_reasons_have_the_order_of_the_properties() -> None:
     text = "2,8,512,100,fp32,mask=float_grad,dropout=0.5,deterministic,layout=strided_last"
     # before any other check, cuDNN 9.12 is refused for dropout
     assert list(found(text, "cudnn", machine_for("H200", "2.10", 91200))) == [
@@ -76,7 +76,7 @@ def test_reasons_after_the_first_stand_in_the_order_of_the_properties() -> None:
     ]
 
 
-def test_properties_that_stand_in_the_way_only_together() -> None:
+def test_properties_that_block_only_together() -> None:
     a6000 = machine_for("RTX A6000", "2.11")
     assert found("1,8,1,64,seq_kv=64,causal", "flash") == {
         "causal_non_square": ("causal", "lengths")
@@ -90,14 +90,14 @@ def test_properties_that_stand_in_the_way_only_together() -> None:
     }
 
 
-def test_two_reasons_of_one_number_are_two() -> None:
+def test_two_reasons_of_one_number_are_separate() -> None:
     assert found("1,8,64,300", "cudnn") == {
         "head_dim": ("head_dim",),
         "head_dim_multiple": ("head_dim remainder",),
     }
 
 
-def test_what_only_the_easy_dtype_would_be_refused_for_is_not_told() -> None:
+def test_a_reason_of_only_the_easy_dtype_is_not_reported() -> None:
     """fp32 requires a multiple of 4, fp16 of 8."""
     assert found("1,8,64,100,fp32,kv_heads=2", "efficient") == {"num_heads": ("kv_heads",)}
     assert found("1,8,64,99,fp32,kv_heads=2", "efficient") == {
@@ -106,7 +106,7 @@ def test_what_only_the_easy_dtype_would_be_refused_for_is_not_told() -> None:
     }
 
 
-def test_a_machine_that_has_no_such_backend_is_told_and_nothing_else() -> None:
+def test_a_missing_backend_is_the_only_reason() -> None:
     v100 = machine_for("V100", "2.11")
     config = parse_config("2,8,512,100,fp32,mask=bool")
     (blocker,) = blockers(config, "flash", first_only(v100))
@@ -119,7 +119,7 @@ def test_an_unknown_release_has_no_blockers() -> None:
     assert blockers(parse_config("2,8,512,64"), "flash", first_only(Machine((3, 0, 0)))) == ()
 
 
-def test_a_text_speaks_of_the_asked_figures() -> None:
+def test_a_text_contains_the_requested_sizes() -> None:
     answer = blockers(
         parse_config("3,8,1,64,seq_kv=77,causal,mask=bool"), "flash", rule_oracle(H200)
     )
@@ -127,7 +127,7 @@ def test_a_text_speaks_of_the_asked_figures() -> None:
     assert "seqlen_q: 1 seqlen_k: 77" in text
 
 
-def test_a_set_that_no_three_properties_make_is_found_too() -> None:
+def test_a_set_of_more_than_three_properties_is_found() -> None:
     together = {"mask", "dropout", "causal", "bwd"}
 
     def oracle(config: Config, _: str) -> Verdict:
@@ -213,7 +213,7 @@ def test_two_pairs_that_share_a_property_are_both_found() -> None:
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_no_property_is_a_blocker_that_cannot_be(name: str) -> None:
+def test_every_property_can_be_a_blocker(name: str) -> None:
     """Each registered property is reported if the oracle refuses it, alone and by its name."""
     text = (
         "3,16,7,300,bf16,kv_heads=4,head_dim_v=99,mask=bool,dropout=0.5,causal,deterministic,bwd,"

@@ -49,7 +49,7 @@ def test_the_order_of_each_release(release: str, gpu: str, order: tuple[str, ...
     assert predict(PLAIN, machine).choice == order[0]
 
 
-def test_what_else_decides_the_order() -> None:
+def test_other_facts_that_decide_the_order() -> None:
     hopper = machine_for("H100", "2.10")
     assert priority_order(PLAIN, replace(hopper, cudnn=91501)) == CUDNN_FIRST
     assert priority_order(PLAIN, replace(hopper, cudnn=91500)) == FLASH_FIRST
@@ -66,7 +66,7 @@ def test_what_else_decides_the_order() -> None:
     assert priority_order(PLAIN, machine_for("A100", "2.9", cuda="13.0")) == FLASH_FIRST
 
 
-def test_the_facts_that_the_order_hangs_on() -> None:
+def test_fields_that_the_order_depends_on() -> None:
     assert undecided(PLAIN, machine_for("H100", "2.9")) == ()
     assert undecided(PLAIN, machine_for("H100", "2.9", cuda="12.6")) == ("cudnn_compiled",)
     assert undecided(PLAIN, machine_for("A100", "2.9", cuda="12.6")) == ()
@@ -201,7 +201,7 @@ def test_a_fact_of_the_releases(
     assert told == dict.fromkeys(refused.split(), True) | dict.fromkeys(taken.split(), False)
 
 
-def test_facts_that_hang_on_the_cudnn_version() -> None:
+def test_facts_that_depend_on_the_cudnn_version() -> None:
     blackwell, hopper = machine_for("B200", "2.14"), machine_for("H100", "2.15")
     for version, disabled in ((91800, False), (91900, True), (92400, True), (92401, False),
                               (92500, True), (92501, False)):  # fmt: skip
@@ -260,7 +260,7 @@ def test_text_about_unequal_heads() -> None:
     )
 
 
-def test_all_reasons_are_told_and_the_first_is_marked() -> None:
+def test_all_reasons_are_returned_and_the_first_is_marked() -> None:
     call = replace(PLAIN, dtype="fp32", head_dim=320, mask=Mask((512, 512)), last_stride=2)
     _, reasons, certain = judge("flash", call, machine_for("H200", "2.11"))
     assert [reason.code for reason in reasons] == ["mask", "head_dim", "dtype", "last_dim_stride"]
@@ -281,7 +281,7 @@ def test_the_first_reason_follows_the_order_of_the_release() -> None:
         assert {reason.code for reason in reasons} == {"dtype", "head_dim_multiple"}
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_results_are_reported() -> None:
     untested = predict(PLAIN, machine_for("H100", "2.16"))
     assert (untested.choice, untested.priority_order) == ("unknown", ())
     assert {verdict.eligible for verdict in untested.backends.values()} == {None}
@@ -342,14 +342,14 @@ def test_a_config_becomes_params() -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_mask_and_layout_of_the_grammar_is_understood(mask: str, layout: str) -> None:
+def test_every_mask_and_layout_of_the_grammar_is_converted(mask: str, layout: str) -> None:
     config = parse_config(f"2,8,64,64,mask={mask},layout={layout}")
     for device in ("cuda", "cpu"):
         choice = predict(from_config(config, device), machine_for("H200", "2.15")).choice
         assert choice in ("flash", "efficient", "cudnn", "math")
 
 
-def test_math_raises_for_causal_with_a_mask_and_nothing_after_it_is_asked() -> None:
+def test_math_raises_for_causal_with_a_mask_and_ends_the_order() -> None:
     config = parse_config("2,8,64,64,fp16,causal,mask=bool")
     for release, choice in (("2.11", "cudnn"), ("2.8", "efficient")):
         told = predict(from_config(config, "cuda"), machine_for("H200", release))

@@ -59,7 +59,7 @@ PLAIN, MASKED = "2,8,512,64,bf16", "2,8,512,64,bf16,mask=bool"
         ("c++/math.py:flash", None),
     ],
 )
-def test_what_a_name_permits(text: str, setting: Setting | None) -> None:
+def test_a_name_permits_backends(text: str, setting: Setting | None) -> None:
     assert sdpa_setting(text) == setting
     if setting is not None and text != "all-disabled":
         assert sdpa_setting(setting.name) == setting
@@ -77,7 +77,7 @@ def test_what_a_name_permits(text: str, setting: Setting | None) -> None:
         ("flash+math>cudnn", "a set and an order"),
     ],
 )
-def test_what_is_no_set_is_told(text: str, told: str) -> None:
+def test_invalid_sets_are_errors(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         sdpa_setting(text)
 
@@ -117,7 +117,7 @@ def test_pytorch_and_the_rules_agree_on_the_cpu() -> None:
     assert states == {"flash": True, "math": True, "efficient": False, "cudnn": False}
 
 
-def test_captured_cells_are_named_timed_and_witnessed(tmp_path: Path) -> None:
+def test_captured_cells_have_names_times_and_ops(tmp_path: Path) -> None:
     places = ("--store", str(tmp_path / "s.db"))
     quick = ("--device", "cpu", "--samples", "2", "--iterations", "1", "--warmup", "0")
     names = "math+flash,math-then-flash,cudnn>math,efficient+cudnn,flash+math"
@@ -182,7 +182,7 @@ def test_explain_at_the_command_line(arguments: tuple[str, ...], told: str) -> N
     assert told in " ".join((done.output + str(done.exception)).split())
 
 
-def test_a_script_sets_the_order_after_a_first_choice() -> None:
+def test_a_script_makes_a_choice_before_it_sets_the_order() -> None:
     script = repro_script(ReproCell(parse_config(PLAIN), "cudnn-then-flash"))
     kernel = (
         "sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)"

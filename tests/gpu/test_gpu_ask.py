@@ -61,7 +61,7 @@ def asked() -> list[tuple[Config, dict[str, Any], Explanation]]:
     return [(*pair, answer) for pair, answer in zip(pairs, answers, strict=True)]
 
 
-def test_predicted_is_what_pytorch_chooses(
+def test_pytorch_chooses_the_predicted_backend(
     asked: list[tuple[Config, dict[str, Any], Explanation]],
 ) -> None:
     wrong = [(a.config, a.predicted, a.choice) for _, _, a in asked if a.agree is not True]
@@ -69,7 +69,7 @@ def test_predicted_is_what_pytorch_chooses(
     assert not [answer.error for _, _, answer in asked if answer.error]
 
 
-def test_choices_are_those_recorded(
+def test_choices_equal_the_recorded_ones(
     asked: list[tuple[Config, dict[str, Any], Explanation]],
 ) -> None:
     environment = asked[0][2].environment
@@ -79,7 +79,7 @@ def test_choices_are_those_recorded(
     assert wrong == []
 
 
-def test_reasons_and_texts_are_those_of_the_rules(
+def test_reasons_and_texts_equal_those_of_the_rules(
     asked: list[tuple[Config, dict[str, Any], Explanation]],
 ) -> None:
     wrong = []
@@ -99,7 +99,7 @@ def test_reasons_and_texts_are_those_of_the_rules(
     assert sources["live"] > 10 * sources["inferred"]
 
 
-def test_every_way_was_verified_and_texts_came_from_pytorch(
+def test_all_advice_was_verified_and_texts_came_from_pytorch(
     asked: list[tuple[Config, dict[str, Any], Explanation]],
 ) -> None:
     refused = [side for _, _, a in asked for side in a.backends if side.eligible is False]

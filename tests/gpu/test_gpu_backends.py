@@ -74,7 +74,7 @@ def test_every_cell_runs_or_is_refused_with_a_reason(run: Run) -> None:
     assert all(cell.compile_ns for cell in run.cells if cell.status == "ok")
 
 
-def test_those_that_are_there_agree_with_fp64() -> None:
+def test_available_backends_agree_with_fp64() -> None:
     argv = [sys.executable, "-c", CHECK, *OTHERS]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

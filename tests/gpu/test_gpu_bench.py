@@ -53,7 +53,7 @@ def test_every_cell_has_all_times(found: Benched) -> None:
     assert not [cell.warnings for cell in found.cells if cell.warnings]
 
 
-def test_all_agree_where_the_kernel_is_long(found: Benched) -> None:
+def test_all_measurements_agree_for_a_long_kernel(found: Benched) -> None:
     """A call of a millisecond hides its launch. The remaining difference is the cold L2."""
     times = medians(found, LARGE, "flash")
     for name in ("cold", "graph", "eager"):
@@ -80,7 +80,7 @@ def test_kernels_take_no_longer_than_the_call(found: Benched) -> None:
         assert times["kernel"] < 1.1 * times["graph"]
 
 
-def test_graph_times_hold_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_times_exclude_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that takes 0.3 ms longer for each replay of 0.5 ms changes no sample."""
     left = torch.randn(2048, 2048, dtype=torch.float16, device="cuda")
     left @ left  # cuBLAS creates its handle outside of a capture
@@ -98,7 +98,7 @@ def test_graph_times_hold_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statistics.median(slow(20)["graph"]) == pytest.approx(quick, rel=0.1)
 
 
-def test_clocks_were_read_all_along(found: Benched) -> None:
+def test_clocks_were_read_throughout(found: Benched) -> None:
     clocks = [cell.clocks for cell in found.cells if cell.status == "ok"]
     assert all(each["sm_mhz_min"] <= each["sm_mhz"] <= each["sm_mhz_max"] for each in clocks)
     assert sum(each["readings"] for each in clocks) > len(clocks)
@@ -112,7 +112,7 @@ def test_rates_stay_below_the_peaks_or_are_doubted(found: Benched) -> None:
     assert all(row.efficiency is not None and 0.1 < row.efficiency < 1 for row in large)
 
 
-def test_peak_memory_is_of_the_call_and_not_of_caches_that_stay(found: Benched) -> None:
+def test_peak_memory_excludes_lasting_caches(found: Benched) -> None:
     """math is the first backend here that uses cuBLAS, whose workspace has 32 MiB."""
     (peak,) = {
         row.peak_memory_bytes for row in found.rows if (row.config, row.backend) == (SMALL, "math")

@@ -122,7 +122,7 @@ def test_graph_replays_are_not_lost(tmp_path: Path) -> None:
     assert sum(row.launches for row in rows if row.kernel_kind == "kernel") == kernels
 
 
-def test_the_gate_tells_what_ran(store: Path) -> None:
+def test_the_gate_reports_what_ran(store: Path) -> None:
     argv = [
         *(sys.executable, "-m", "profharness", "kernels", "--store", str(store)),
         *("--config", "2,8,512,64", "--backend", "flash"),

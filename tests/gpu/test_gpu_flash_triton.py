@@ -127,7 +127,7 @@ def test_is_captured_in_a_graph_after_one_call(flash_triton: Any) -> None:
     assert torch.equal(out, expected)
 
 
-def test_measures_its_tiles_and_tells_the_one_it_took(flash_triton: Any) -> None:
+def test_measures_its_tiles_and_reports_the_selected_one(flash_triton: Any) -> None:
     import torch
 
     q, k, v = tensors("float32")

@@ -186,7 +186,7 @@ def test_a_64_bit_argument(source: CudaSource) -> None:
         source.kernel("wide").launch(1, 1, out, 1)
 
 
-def test_wrong_launches_are_told_and_leave_the_context_alive(scaled: CudaKernel) -> None:
+def test_wrong_launches_are_reported_and_keep_the_context_alive(scaled: CudaKernel) -> None:
     out = torch.zeros(4, device="cuda")
     with pytest.raises(LaunchError, match="takes arguments"):
         scaled.launch(1, 32, out, out, 1.0)
@@ -196,7 +196,7 @@ def test_wrong_launches_are_told_and_leave_the_context_alive(scaled: CudaKernel)
     assert out.tolist() == [2.0] * 4
 
 
-def test_a_kernel_is_loaded_once_and_tells_its_resources(source: CudaSource) -> None:
+def test_a_kernel_is_loaded_once_and_reports_its_resources(source: CudaSource) -> None:
     scaled = source.kernel("scaled")
     assert source.kernel("scaled") is scaled
     assert 0 < scaled.registers < 64

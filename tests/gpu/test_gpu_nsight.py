@@ -69,7 +69,7 @@ def test_three_witnesses_of_the_same_cells(tmp_path: Path, monkeypatch: pytest.M
     assert result.launches > torch_launches
 
 
-def test_a_section_and_a_metric_more(tmp_path: Path) -> None:
+def test_an_additional_section_and_metric(tmp_path: Path) -> None:
     protocol = replace(QUICK, metrics=("sm__inst_executed.sum",), sections=("SpeedOfLight",))
     options = CaptureOptions(("ncu",), tmp_path / "runs", protocol)
     capture_into_store(CONFIGS[:1], ["flash"], tmp_path / "s.db", options)
@@ -81,7 +81,7 @@ def test_a_section_and_a_metric_more(tmp_path: Path) -> None:
         assert "sm__throughput.avg.pct_of_peak_sustained_elapsed" in row.metrics
 
 
-def test_an_unknown_metric_is_told(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_reported(tmp_path: Path) -> None:
     protocol = replace(QUICK, metrics=("no__such_metric.sum",))
     options = CaptureOptions(("ncu",), tmp_path / "runs", protocol)
     captured = capture_into_store(CONFIGS[:1], ["flash"], tmp_path / "s.db", options)

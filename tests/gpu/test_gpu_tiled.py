@@ -113,7 +113,7 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_it_is_as_right_as_naive(case: tuple[Any, ...]) -> None:
+def test_it_is_as_accurate_as_naive(case: tuple[Any, ...]) -> None:
     shape, (dtype, causal, layout) = case[:6], case[6:]
     q, k, v = tensors(*shape, dtype, layout)
     arguments = {"is_causal": causal, "scale": None, "enable_gqa": shape[1] != shape[2]}
@@ -123,7 +123,7 @@ def test_it_is_as_right_as_naive(case: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["block", "cluster"])
-def test_one_block_and_one_cluster_are_as_right_as_naive(exchange: str) -> None:
+def test_one_block_and_one_cluster_are_as_accurate_as_naive(exchange: str) -> None:
     q, k, v = tensors(*STEP)
     with poisoned():
         out = {"block": tiled.one_block, "cluster": tiled.one_cluster}[exchange](q, k, v)
@@ -162,7 +162,7 @@ def test_a_given_plan_is_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_cuda_graph_gives_it_again(name: str) -> None:
+def test_a_cuda_graph_repeats_the_result(name: str) -> None:
     plan, shape = PLANS[name]
     sets = [tensors(*shape, seed=seed) for seed in range(3)]
     wanted = [tiled.run(plan, *each).clone() for each in sets]
@@ -211,7 +211,7 @@ def test_two_streams_at_once(names: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_launches_that_overlap_wait_for_what_they_read(name: str) -> None:
+def test_overlapping_launches_wait_for_their_inputs(name: str) -> None:
     """A launch starts while the previous one ends. Each uses the output of the previous one as queries."""
     plan, shape = PLANS[name]
     q, k, v = tensors(*shape)
@@ -240,7 +240,7 @@ def test_launches_that_overlap_wait_for_what_they_read(name: str) -> None:
         assert torch.equal(out, wanted)
 
 
-def test_two_graphs_side_by_side_have_barriers_of_their_own() -> None:
+def test_two_concurrent_graphs_have_separate_barriers() -> None:
     plan, shape = PLANS["grid"]
     q, k, v = tensors(*shape)
     wanted = tiled.run(plan, q, k, v)
@@ -263,7 +263,7 @@ def test_two_graphs_side_by_side_have_barriers_of_their_own() -> None:
     assert not counted(memory)
 
 
-def test_every_stream_has_barriers_of_its_own() -> None:
+def test_every_stream_has_its_own_barriers() -> None:
     plan, shape = PLANS["grid"]
     q, k, v = tensors(*shape)
     torch.cuda.synchronize()
@@ -302,7 +302,7 @@ def test_grid_launches_leave_their_barriers_ready() -> None:
         assert len(words) >= heads and not counted(words)
 
 
-def test_it_tells_its_plan_and_has_no_gradient() -> None:
+def test_it_reports_its_plan_and_has_no_gradient() -> None:
     q, k, v = tensors(1, 4, 4, 64, 64, 512, FP32)
     tiled.attention(q, k, v)
     told = tiled.tuning()

@@ -29,7 +29,7 @@ def rows_of(folder: Path, config: str, backends: list[str], cases: str) -> list[
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("causal", ["", ",causal"])
-def test_pytorchs_own_are_right_in_every_case(tmp_path: Path, dtype: str, causal: str) -> None:
+def test_pytorchs_backends_are_right_in_every_case(tmp_path: Path, dtype: str, causal: str) -> None:
     backends = [*default_backends(), "naive"]
     rows = rows_of(tmp_path, f"2,8,256,64,{dtype}{causal}", backends, "standard")
     assert not failures(rows), "\n".join(
@@ -38,7 +38,7 @@ def test_pytorchs_own_are_right_in_every_case(tmp_path: Path, dtype: str, causal
     assert {row.backend for row in rows if row.passed} >= {"auto", "math", "naive"}
 
 
-def test_mistakes_show_on_the_gpu_too(tmp_path: Path) -> None:
+def test_mistakes_are_found_on_the_gpu(tmp_path: Path) -> None:
     """The messages are tested on the CPU, where memory is allocated the same way each time."""
     names = ("last_row_unwritten", "kv_mapping", "tail_of_keys", "stale", "wrong_gradient")
     backends = [f"{WRONG}:{name}" for name in names]

@@ -75,7 +75,7 @@ def test_real_names_have_the_right_family_and_backend() -> None:
     assert wrong == []
 
 
-def test_nsys_spelling_says_the_same() -> None:
+def test_nsys_spelling_parses_the_same() -> None:
     for row in real_names():
         kineto, nsys = parse_kernel_name(row["name"]), parse_kernel_name(as_nsys(row["name"]))
         same = ("short", "family", "backend", "dtype", "head_dim", "tile", "causal")
@@ -119,7 +119,7 @@ TILES = (
 )
 
 
-def test_tiles_are_those_that_the_names_spell_out() -> None:
+def test_tiles_match_the_names() -> None:
     checked = 0
     for row in real_names():
         found = next(filter(None, (pattern.search(row["name"]) for pattern in TILES)), None)
@@ -234,7 +234,7 @@ def test_names_of_each_kind(name: str, family: str, short: str | None) -> None:
         assert found.short == short
 
 
-def test_decodes_what_an_fa2_name_carries() -> None:
+def test_all_fields_of_an_fa2_name_are_parsed() -> None:
     found = parse_kernel_name(canonical(FA2))
     assert (found.backend, found.arch, found.dtype) == ("flash2", "sm80", "fp16")
     assert (found.causal, found.dropout, found.direction) == (True, False, "fwd")
@@ -262,16 +262,16 @@ def test_decodes_what_an_fa2_name_carries() -> None:
         ("", "other"),
     ],
 )
-def test_ops_stand_for_kernels_on_the_cpu(op: str, family: str) -> None:
+def test_ops_are_kernels_on_the_cpu(op: str, family: str) -> None:
     assert parse_kernel_name(op, "op").family == family
 
 
-def test_kind_decides_for_transfers() -> None:
+def test_kind_determines_transfers() -> None:
     assert parse_kernel_name("anything", "memcpy").family == "memcpy"
     assert parse_kernel_name("anything", "memset").family == "memset"
 
 
-def test_canonical_leaves_plain_and_broken_names_alone() -> None:
+def test_canonical_keeps_plain_and_broken_names() -> None:
     assert canonical("triton_poi_fused_0") == "triton_poi_fused_0"
     assert canonical("_Zbroken") == "_Zbroken"
     assert canonical("_Z" + "a" * 10_000) == "_Z" + "a" * 10_000
@@ -280,14 +280,14 @@ def test_canonical_leaves_plain_and_broken_names_alone() -> None:
 
 
 @given(st.text(max_size=300))
-def test_any_text_is_a_name(text: str) -> None:
+def test_any_text_can_be_parsed(text: str) -> None:
     found = parse_kernel_name(canonical(text))
     assert found.family in FAMILIES
     assert len(found.short) <= 64
 
 
 @given(st.sampled_from(real_names()), st.integers(0, 400))
-def test_a_cut_name_is_never_taken_for_something_else(row: dict[str, str], keep: int) -> None:
+def test_a_truncated_name_is_never_misidentified(row: dict[str, str], keep: int) -> None:
     family = parse_kernel_name(row["name"][:keep]).family
     relatives = {"other", expected(row)[0], "triton"}
     if "flash" in row["name"] or "Flash" in row["name"]:
@@ -319,7 +319,7 @@ def test_a_cut_name_is_never_taken_for_something_else(row: dict[str, str], keep:
         "at::native::elementwise_kernel<",
     ],
 )
-def test_hostile_names_take_no_time(stem: str, unit: str) -> None:
+def test_hostile_names_are_parsed_fast(stem: str, unit: str) -> None:
     name = stem + unit * (1_000_000 // len(unit))
     start = time.process_time()
     parse_kernel_name(name)

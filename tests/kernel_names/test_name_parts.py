@@ -37,7 +37,7 @@ def said(description: Description) -> dict[str, str | None]:
     return {part.parameter or part.token: part.meaning for part in description.parts}
 
 
-def test_every_real_name_is_said_in_words(names: list[str]) -> None:
+def test_every_real_name_is_described(names: list[str]) -> None:
     described = [describe(name) for name in names]
     assert all(each.is_known for each in described)
     parts = [part for each in described for part in each.parts]
@@ -46,7 +46,7 @@ def test_every_real_name_is_said_in_words(names: list[str]) -> None:
     assert not [each.unknown for each in described if each.library in exact and each.unknown]
 
 
-def test_a_short_name_says_nothing_else_than_the_whole_one(names: list[str]) -> None:
+def test_short_and_whole_names_have_the_same_description(names: list[str]) -> None:
     for name in names:
         whole, short = parse_kernel_name(name), describe(parse_kernel_name(name).short).kernel
         assert short.family == whole.family, whole.short
@@ -55,7 +55,7 @@ def test_a_short_name_says_nothing_else_than_the_whole_one(names: list[str]) -> 
             assert of_short in (None, of_whole) or of_whole is None, (field, whole.short)
 
 
-def test_a_template_is_said_parameter_by_parameter() -> None:
+def test_every_template_parameter_is_described() -> None:
     for spelling in (FLASH, as_nsys(FLASH)):
         found = describe(spelling)
         assert (found.library, found.kernel.family) == ("flash2", "flash_splitkv")
@@ -93,7 +93,7 @@ def test_a_short_copy_is_a_copy() -> None:
     assert describe("vectorized_elementwise<4, isneginf>").kernel.family == "elementwise"
 
 
-def test_a_short_name_does_not_say_whose_build_it_is() -> None:
+def test_a_short_name_does_not_identify_the_build() -> None:
     assert describe("flash_fwd_kernel<64,64x128,w4>").library == "flash2_any"
     assert describe("fmha_cutlassF_f16_aligned_64x64_rf_sm80").library == "efficient_any"
     found = describe("flash_fwd_kernel<64,64x128,w4,causal>").kernel
@@ -110,7 +110,7 @@ def test_mangled_names_ops_and_transfers() -> None:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_the_traits_alone_are_said(direction: str) -> None:
+def test_traits_without_a_kernel_are_described(direction: str) -> None:
     """A study contains them without their kernel."""
     found = describe(f"Flash_{direction}_kernel_traits<64, 128, 96, 4>")
     assert found.kernel.family == ("flash" if direction == "fwd" else "flash_bwd")
@@ -120,14 +120,14 @@ def test_the_traits_alone_are_said(direction: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["foo_kernel", "void mine::attention<64>(int)", "<<<", "{0}"])
-def test_what_no_rule_knows_is_answered_so(name: str) -> None:
+def test_unknown_names_are_reported(name: str) -> None:
     found = describe(name)
     assert not found.is_known
     assert (found.library, found.meaning) == ("unknown", "no rule of profharness knows this name")
 
 
 @given(st.text(alphabet="flash_fwdkernel<>(){},:12x64 w…cudnn*.", max_size=60))
-def test_nothing_raises(name: str) -> None:
+def test_describing_never_raises(name: str) -> None:
     found = describe(name)
     assert found.kernel.family in FAMILIES
     assert found.library in LIBRARIES
@@ -139,13 +139,13 @@ def test_a_number_too_long_for_python_is_a_word() -> None:
     assert found.kernel.head_dim is None
 
 
-def test_short_words_of_flags_are_told_apart() -> None:
+def test_short_words_of_flags_are_unique() -> None:
     for table in (FA2_FLAGS, FA3_FLAGS):
         words = [word for flag in table for word in (flag.shown, flag.unset) if word]
         assert len(set(words)) == len(words)
 
 
-def test_the_command_answers_in_json_and_in_words() -> None:
+def test_the_command_prints_json_and_words() -> None:
     unknown = "mystery"
     done = CliRunner().invoke(cli, ["explain-kernel", FLASH, unknown, "--format", "json"])
     answer = json.loads(done.stdout)

@@ -49,7 +49,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
         ("flash_backward_delta", "triton", "flash_backward_delta", None, None),
     ],
 )
-def test_kernels_of_the_implementations_that_come_with_profharness(
+def test_kernels_of_packaged_implementations(
     name: str, family: str, short: str, tile: str | None, dtype: str | None
 ) -> None:
     found = parse_kernel_name(name)
@@ -58,7 +58,7 @@ def test_kernels_of_the_implementations_that_come_with_profharness(
     assert parse_kernel_name(as_nsys(name)).short == short
 
 
-def test_every_kernel_in_kernels_is_known_with_the_arguments_it_has() -> None:
+def test_every_kernel_in_kernels_is_known_with_its_arguments() -> None:
     """Compare with the sources, so that renaming or changing a kernel there fails here."""
     cuda = "\n".join(path.read_text() for path in KERNELS.glob("*.cu"))
     names = re.findall(r"__global__\s+\w+\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", cuda)
@@ -77,7 +77,7 @@ def test_every_kernel_in_kernels_is_known_with_the_arguments_it_has() -> None:
         assert (parsed.family, parsed.direction) == expected, name
 
 
-def test_variants_of_the_tiled_kernel_are_told_apart() -> None:
+def test_variants_of_the_tiled_kernel_differ() -> None:
     flags = ("true", "false")
     names = [
         f"void tiled_attention<float, 64, 64, 32, 512, 8, 3, 2, {one}, {grid}, {split}, 2>(int)"
@@ -99,7 +99,7 @@ def test_variants_of_the_tiled_kernel_are_told_apart() -> None:
         "void attention_forward<float>(float const*)",
     ],
 )
-def test_somebody_elses_kernels_stay_other(name: str) -> None:
+def test_kernels_of_others_are_other(name: str) -> None:
     found = parse_kernel_name(name)
     assert (found.family, found.backend, found.tile, found.direction) == (
         *("other", "unknown"),

@@ -242,7 +242,7 @@ def test_attention_of_other_libraries(
         (GROUPED, "gemm", "cutlass"),
     ],
 )
-def test_what_stands_around_attention(name: str, family: str, backend: str) -> None:
+def test_kernels_around_attention(name: str, family: str, backend: str) -> None:
     found = parse_kernel_name(canonical(name))
     assert (found.family, found.backend) == (family, backend)
     assert found.family in FAMILIES
@@ -266,7 +266,7 @@ def test_what_stands_around_attention(name: str, family: str, backend: str) -> N
         ),
     ],
 )
-def test_products_tell_their_tiles(
+def test_products_have_their_tiles(
     name: str, backend: str, arch: str | None, dtype: str | None, tile: str, stages: int | None
 ) -> None:
     found = parse_kernel_name(name)
@@ -291,7 +291,7 @@ def test_products_tell_their_tiles(
         "european_copper",
     ],
 )
-def test_names_that_say_too_little_stay_other(name: str) -> None:
+def test_ambiguous_names_are_other(name: str) -> None:
     assert parse_kernel_name(canonical(name)).family == "other"
 
 
@@ -301,7 +301,7 @@ def test_names_that_say_too_little_stay_other(name: str) -> None:
 @pytest.mark.parametrize(
     "unit", ["9", "1a", "A", "Ab", "_", "_quant", "MT1x", "reduce_", "::a", "S_"]
 )
-def test_hostile_names_of_these_libraries_take_no_time(stem: str, unit: str) -> None:
+def test_hostile_serving_names_are_parsed_fast(stem: str, unit: str) -> None:
     start = time.process_time()
     parse_kernel_name(stem + unit * 20_000)
     assert time.process_time() - start < 0.5
@@ -316,7 +316,7 @@ def test_hostile_names_of_these_libraries_take_no_time(stem: str, unit: str) -> 
         f"fmhaSm100fKernel_QkvFp16OFp16H{'9' * 5000}PagedKvCausalVarSeqQ32Kv128",
     ],
 )
-def test_a_number_that_is_no_size_is_left_out(name: str) -> None:
+def test_a_number_too_long_for_a_size_is_omitted(name: str) -> None:
     found = parse_kernel_name(name)
     sizes = (found.head_dim, found.tile_m, found.tile_n, found.tile_k, found.stages, found.warps)
     assert all(size is None or size < 10**9 for size in sizes)

@@ -65,7 +65,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_conversions_are_those_of_torch(name: str) -> None:
+def test_conversions_agree_with_torch(name: str) -> None:
     dtype = TYPES[name]
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(1)
@@ -101,7 +101,7 @@ INF = float("inf")
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("seed", [0, 2])
-def test_ldmatrix_is_the_table_of_the_ptx_isa(transposed: bool, seed: int) -> None:
+def test_ldmatrix_agrees_with_the_table_of_the_ptx_isa(transposed: bool, seed: int) -> None:
     elements = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)  # matrix, row, column
     out = np.zeros((32, 4, 2), np.uint16)
     run(
@@ -149,9 +149,7 @@ def test_wgmma_is_a_product_with_fp32_sums(name: str, columns: int, summed: bool
         ((0, 8192), r"wgmma: byte 3\d{4} of 32768 bytes of shared memory"),
     ],
 )
-def test_an_operand_of_wgmma_that_lies_wrong_is_named(
-    shifts: tuple[int, int], message: str
-) -> None:
+def test_a_misplaced_operand_of_wgmma_is_named(shifts: tuple[int, int], message: str) -> None:
     a, b = (torch.zeros(size, 64, dtype=torch.float16) for size in (128, 128))
     with pytest.raises(EmulatorError, match=message):
         args = [a, b, torch.zeros(128, 128), *shifts]
@@ -166,7 +164,7 @@ def test_an_operand_of_wgmma_that_lies_wrong_is_named(
         ("copy<0, false>", (False,) * 2),
     ],
 )
-def test_a_copy_is_there_only_after_the_wait_for_its_group(
+def test_a_copy_is_visible_only_after_the_wait_for_its_group(
     kernel: str, shown: tuple[bool, bool]
 ) -> None:
     first, second = torch.randn(32, 4), torch.randn(32, 4)
@@ -178,7 +176,7 @@ def test_a_copy_is_there_only_after_the_wait_for_its_group(
 
 
 @pytest.mark.parametrize("kernel", ["reverse", "refill", "neighbours"])
-def test_a_missing_barrier_shows_for_some_seed(kernel: str) -> None:
+def test_a_missing_barrier_is_detected_for_some_seed(kernel: str) -> None:
     threads = 32 if kernel == "neighbours" else 128
     args = [torch.arange(128.0)] if kernel == "reverse" else []
 
@@ -229,7 +227,7 @@ def test_blocks_of_a_cooperative_launch_wait_for_each_other(counter: int) -> Non
         )  # the phase changed three times, and no block is counted
 
 
-def test_a_missing_gpu_wait_shows_for_some_seed() -> None:
+def test_a_missing_gpu_wait_is_detected_for_some_seed() -> None:
     wrong = [seed for seed in SEEDS if not torch.equal(meet(0, 4, 0)[0], meet(3, 4, seed)[0])]
     assert wrong
 
@@ -251,13 +249,13 @@ def test_two_first_blocks_of_a_barrier_leave_it_counting() -> None:
     assert meet(2, 4, 1)[1] & ~PHASE != 0
 
 
-def test_what_is_loaded_from_l2_is_all_there() -> None:
+def test_loads_from_l2_are_complete() -> None:
     out = torch.zeros(7)
     run("from_l2", 1, 1, torch.arange(7.0) + 1, out)
     assert torch.equal(out, torch.arange(7.0) + 1)
 
 
-def test_a_missing_wait_for_the_cluster_shows_for_some_seed() -> None:
+def test_a_missing_wait_for_the_cluster_is_detected_for_some_seed() -> None:
     def wrong(seed: int) -> bool:
         out = torch.zeros(8, 64)
         run("exchange<1>", 8, 64, out, shared_bytes=256, cluster=4, seed=seed)
@@ -266,7 +264,7 @@ def test_a_missing_wait_for_the_cluster_shows_for_some_seed() -> None:
     assert any(wrong(seed) for seed in SEEDS)
 
 
-def test_the_shared_memory_of_a_block_that_has_ended_is_out_of_reach() -> None:
+def test_the_shared_memory_of_an_ended_block_is_inaccessible() -> None:
     def said(seed: int) -> str:
         try:
             run("exchange<2>", 8, 64, torch.zeros(8, 64), shared_bytes=256, cluster=4, seed=seed)
@@ -331,7 +329,7 @@ ONE_ROW = torch.zeros(64, dtype=torch.uint8)
         ("access", 32, [torch.zeros(64), 0, 0, 256], r"byte 1024 of the shared memory of block 0"),
     ],
 )
-def test_a_mistake_is_named(
+def test_mistakes_are_named(
     kernel: str, block: int, args: list[object], message: str | None
 ) -> None:
     if message is None:
@@ -365,7 +363,7 @@ def test_warp_functions() -> None:
     assert out[4, 0] == sum(1 << lane for lane in range(0, 32, 3)) >> 8
 
 
-def test_numbers_and_parts_of_tensors_arrive() -> None:
+def test_numbers_and_slices_of_tensors_are_passed() -> None:
     whole = torch.zeros(3, 5)
     run("numbers", 1, 1, whole[1], 7, 1.5, np.int64(1 << 40), np.float64(0.25), np.bool_(True))
     assert whole.tolist() == [[0.0] * 5, [7, 1.5, float(1 << 40), 0.25, 1], [0.0] * 5]
@@ -390,7 +388,7 @@ def test_arguments_that_do_not_fit_are_refused(args: list[object], message: str)
         run("numbers", 1, 1, *args)
 
 
-def test_a_launch_that_no_gpu_takes_is_refused() -> None:
+def test_an_impossible_launch_is_refused() -> None:
     with pytest.raises(EmulatorError, match="at most 1024 threads"):
         run("half_barrier", 1, 1056)
     with pytest.raises(EmulatorError, match="no multiple of the cluster"):

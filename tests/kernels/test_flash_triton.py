@@ -68,13 +68,13 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", interpreted.CASES)
-def test_is_what_naive_is_in_fp64(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_results_agree_with_naive_in_fp64(results: dict[str, dict[str, Any]], name: str) -> None:
     case, errors = interpreted.CASES[name], results[name]["errors"]
     assert list(errors) == (["out", "dq", "dk", "dv"] if case.bwd else ["out"])
     assert max(errors.values()) < ALLOWED[case.dtype], errors
 
 
-def test_tells_the_tiles_of_the_last_call(results: dict[str, dict[str, Any]]) -> None:
+def test_tuning_has_the_tiles_of_the_last_call(results: dict[str, dict[str, Any]]) -> None:
     tuning = results["fp16"]["tuning"]
     assert set(tuning) == {"forward", "backward_kv", "backward_q"}
     assert set(tuning["forward"]) == {
@@ -123,7 +123,7 @@ def test_half_runs_on_tensor_cores_and_loads_run_ahead(builds: list[dict[str, An
         ("1,2,64,64,fp16,mask=bool", "mask"),
     ],
 )
-def test_says_why_not(text: str, reason: str) -> None:
+def test_unsupported_configs_have_a_reason(text: str, reason: str) -> None:
     backend = find_backend("flash_triton")
     assert reason in (backend.supports(parse_config(text)) or "")
     assert backend.supports(parse_config("1,2,64,256,fp16,causal,kv_heads=1")) is None
@@ -155,7 +155,7 @@ def test_a_cpu_without_the_interpreter_is_a_refusal(
     assert "TRITON_INTERPRET=1" in (cell.message or "")
 
 
-def test_the_choice_is_in_the_record_and_in_the_json(tmp_path: Path) -> None:
+def test_tuning_is_in_the_record_and_in_the_json(tmp_path: Path) -> None:
     """Applies to any implementation whose tuning() returns a choice after a call.
 
     A worker that compiles nothing does not load torch's compiler, which takes as long as loading
@@ -185,7 +185,7 @@ def test_the_choice_is_in_the_record_and_in_the_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["[1, 2]", "{'tile': object()}"])
-def test_an_answer_that_json_cannot_hold_is_an_error(tmp_path: Path, answer: str) -> None:
+def test_tuning_that_json_cannot_represent_is_an_error(tmp_path: Path, answer: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(OFFERS.replace("{answer}", answer))
     cell = captured(tmp_path, str(file))

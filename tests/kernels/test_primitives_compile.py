@@ -25,7 +25,7 @@ INSTRUCTIONS = (
 )
 
 
-def test_nvrtc_takes_every_primitive() -> None:
+def test_nvrtc_compiles_every_primitive() -> None:
     core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     options = core.ProgramOptions(std="c++17", arch="sm_90a", include_path=str(DEVICE_HEADER))
     try:
@@ -36,7 +36,7 @@ def test_nvrtc_takes_every_primitive() -> None:
     assert bytes(code.code)[:4] == b"\x7fELF"
 
 
-def test_nvcc_takes_every_primitive(tmp_path: Path) -> None:
+def test_nvcc_compiles_every_primitive(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not installed")

@@ -78,7 +78,7 @@ def test_it_is_right_in_the_emulator(
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-def test_it_takes_strided_inputs_in_the_emulator() -> None:
+def test_strided_inputs_are_right_in_the_emulator() -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 5, 4, 24).transpose(1, 2)
     k = torch.randn(2, 2, 24, 6).transpose(2, 3)

@@ -210,7 +210,7 @@ def test_one_block_and_one_cluster_are_right_in_the_emulator(
 @emulated
 @pytest.mark.parametrize("name", ["one16", "grid16", "many64", "split64", "wide64"])
 @pytest.mark.parametrize("scale", [0.0, 0.3, -1.0, 5.0])
-def test_the_scale_is_taken(name: str, scale: float) -> None:
+def test_the_scale_is_applied(name: str, scale: float) -> None:
     dtype, plan = PLANS[name]
     q, k, v = tensors(Case(name, (1, 1, 1, 9, 16, 64 * plan.parts)), dtype)
     q = (q / math.sqrt(q.shape[-1])).to(dtype)
@@ -240,7 +240,7 @@ def test_the_maximum_may_move_from_tile_to_tile(name: str, order: str) -> None:
 
 @emulated
 @pytest.mark.parametrize("name", PLANS)
-def test_memory_beside_the_tensors_is_not_used(name: str) -> None:
+def test_memory_outside_the_tensors_is_not_used(name: str) -> None:
     """Keys and values are the front of a cache that contains NaN behind them, in all dimensions."""
     dtype, plan = PLANS[name]
     head_dim = 64 * plan.parts - 16
@@ -257,7 +257,7 @@ def test_memory_beside_the_tensors_is_not_used(name: str) -> None:
 
 @emulated
 @pytest.mark.parametrize("name", PLANS)
-def test_the_shared_memory_is_what_the_plan_says(name: str) -> None:
+def test_the_shared_memory_is_that_of_the_plan(name: str) -> None:
     dtype, plan = PLANS[name]
     case = Case(name, (1, 2, 1, plan.rows, plan.keys, 64 * plan.parts))
     q, k, v = tensors(case, dtype)
@@ -269,7 +269,7 @@ def test_the_shared_memory_is_what_the_plan_says(name: str) -> None:
 
 
 @emulated
-def test_heads_may_lie_innermost_where_rows_are_padded() -> None:
+def test_heads_may_be_innermost_with_padded_rows() -> None:
     dtype, plan = PLANS["many64"]
     q, k, v = (torch.randn(1, 20, 33, 2).permute(0, 3, 1, 2) for _ in range(3))
     out = run(plan, q, k, v, together=TOGETHER)

@@ -44,7 +44,7 @@ def test_every_captured_launch_has_its_own_barriers(
 
 
 @pytest.mark.usefixtures("capturing")
-def test_words_that_a_capture_makes_are_for_that_launch_alone() -> None:
+def test_barrier_words_of_a_capture_belong_to_one_launch() -> None:
     """They are zeroed when that graph is replayed. Another graph that shared them would find
     arbitrary values before, and would lose its count whenever the first graph is replayed.
     """
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[], list[torch.Tensor]], type[Exception], str]
 
 @pytest.mark.parametrize("function", [tiled.attention, tiled.one_block, tiled.one_cluster])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_has_no_code_for_is_refused_with_a_reason(
+def test_unsupported_calls_are_refused_with_a_reason(
     name: str, function: Callable[..., torch.Tensor]
 ) -> None:
     make, kind, message = REFUSED[name]

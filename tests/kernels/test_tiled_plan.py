@@ -130,7 +130,7 @@ def test_a_plan_is_valid_for_every_problem(problem: Problem, multiprocessors: in
 
 @given(problems, st.sampled_from(["block", "cluster", "grid"]))
 @settings(max_examples=100)
-def test_a_plan_exchanges_as_it_is_asked_to(problem: Problem, exchange: str) -> None:
+def test_a_plan_has_the_requested_exchange(problem: Problem, exchange: str) -> None:
     assume(problem.keys <= 128)
     try:
         plan = choose_plan(problem, MULTIPROCESSORS, exchange)
@@ -156,7 +156,7 @@ def test_a_plan_for_few_keys_compiles(problem: Problem, multiprocessors: int) ->
 
 
 @pytest.mark.parametrize(("head_dim", "multiprocessors"), [(768, 16), (1024, 16), (1024, 20)])
-def test_a_gpu_of_few_multiprocessors_gets_a_plan_that_pays(
+def test_a_gpu_with_few_multiprocessors_gets_an_efficient_plan(
     head_dim: int, multiprocessors: int
 ) -> None:
     """A seventh of an H100 has 16 SMs. With 4096 tiles, splitting a tile over more blocks than
@@ -167,7 +167,7 @@ def test_a_gpu_of_few_multiprocessors_gets_a_plan_that_pays(
 
 
 @pytest.mark.parametrize("exchange", ["block", "cluster", "grid"])
-def test_an_exchange_that_cannot_be_had_is_refused(exchange: str) -> None:
+def test_an_impossible_exchange_is_refused(exchange: str) -> None:
     head_dim = 64 if exchange != "block" else 1024
     with pytest.raises(NotImplementedError, match=exchange):
         choose_plan(Problem(1, 16, 129, head_dim, 4), MULTIPROCESSORS, exchange)
@@ -185,7 +185,7 @@ def test_a_plan_describes_itself(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("problem", TUNED, ids=str)
-def test_what_is_tried_on_a_gpu_is_valid(problem: Problem) -> None:
+def test_plans_tried_on_a_gpu_are_valid(problem: Problem) -> None:
     tried = set(tune_tiled.candidates(problem, MULTIPROCESSORS))
     assert len(tried) >= 4
     assert {plan.grid for plan in tried} == {False, True}
@@ -194,7 +194,7 @@ def test_what_is_tried_on_a_gpu_is_valid(problem: Problem) -> None:
         check_fit(plan, problem, MULTIPROCESSORS)
 
 
-def test_a_shape_is_read() -> None:
+def test_a_shape_is_parsed() -> None:
     told = tune_tiled.problem_of("2,4,64,512,bf16")
     assert told == (Problem(8, 64, 64, 512, 2), torch.bfloat16, (2, 4, 64, 512))
 
@@ -215,7 +215,7 @@ __global__ void totals(int* out, int* plain) {
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-def test_the_shared_memory_of_a_plan_is_the_kernels(tmp_path: Path) -> None:
+def test_the_shared_memory_of_a_plan_equals_the_kernels(tmp_path: Path) -> None:
     cases = [
         Problem(4, n, n, d, size)
         for d in (1, 100, 64, 512, 1822, 4555, 8192)

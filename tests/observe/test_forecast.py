@@ -91,7 +91,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_a_trace_of_the_gpu_shows_what_is_predicted(name: str, traced: dict[str, Path]) -> None:
+def test_a_trace_of_the_gpu_agrees_with_the_prediction(name: str, traced: dict[str, Path]) -> None:
     answer = told(map_of(traced[name], "--gpu", "H200", "--format", "json"))
     rows, whole = answer["rows"], answer["predicted"]
     for row in rows:
@@ -114,7 +114,7 @@ def test_a_trace_of_the_gpu_shows_what_is_predicted(name: str, traced: dict[str,
     assert all(row["predicted_backend"] is None for row in bare["rows"])
 
 
-def test_what_is_recomputed_is_a_forward_alone(traced: dict[str, Path]) -> None:
+def test_recomputation_is_only_a_forward(traced: dict[str, Path]) -> None:
     answer = told(map_of(traced["llama_checkpoint"], "--gpu", "H200", "--format", "json"))
     times = {
         row["direction"]: row["predicted_ns"] or row["predicted_low_ns"] for row in answer["rows"]
@@ -132,7 +132,7 @@ def test_a_gpu_without_an_atlas_has_a_choice_and_a_bound(traced: dict[str, Path]
     assert any("no atlas of" in text for text in answer["predicted"]["conclusions"])
 
 
-def test_what_calls_no_backend_is_not_predicted(traced: dict[str, Path]) -> None:
+def test_calls_without_a_backend_are_not_predicted(traced: dict[str, Path]) -> None:
     done = map_of(traced["llama_eager"], "--gpu", "H200")
     assert done.exit_code == 1
     assert "eager attention calls no backend" in str(done.exception)
@@ -158,7 +158,7 @@ def observed(
     return folder / "profharness.db", done
 
 
-def test_the_map_comes_on_stderr_and_the_rest_is_the_programs(
+def test_the_map_is_printed_to_stderr_and_stdout_is_the_programs(
     observed: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     _, done = observed
@@ -201,7 +201,7 @@ def test_calls_on_tensors_without_data_are_predicted(
     assert any(text.startswith("no time of odd: ") for text in whole["conclusions"])
 
 
-def test_a_gpu_that_is_none_is_told_before_the_program_runs(tmp_path: Path) -> None:
+def test_an_unknown_gpu_is_reported_before_the_program_runs(tmp_path: Path) -> None:
     program = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
     words = ["observe", "--gpu", "ZX81", "--", *program]
     done = subprocess.run(
@@ -211,7 +211,7 @@ def test_a_gpu_that_is_none_is_told_before_the_program_runs(tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
-def test_benches_of_the_gpus_that_were_asked_about(
+def test_benches_of_the_requested_gpus(
     observed: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     """Calls outside of steps belong to the whole program, with the backends that it allowed."""

@@ -37,7 +37,7 @@ CALLED = [
 ]
 
 
-def test_the_steps_of_the_window_lie_between_its_calls(tmp_path: Path) -> None:
+def test_the_steps_of_the_window_are_between_its_calls(tmp_path: Path) -> None:
     log = install(tmp_path / "bin", Scenario(export=Behaviour(report_file=str(EXPORT))))
     program = write(tmp_path, CALLS)
     tool = tmp_path / "bin" / "nsys"
@@ -69,7 +69,7 @@ def test_the_steps_of_the_window_lie_between_its_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [{"TMPDIR": "/my place", "LC_ALL": "C.UTF-8"}, {}])
-def test_the_program_keeps_what_nsys_has_of_its_own(own: dict[str, str], tmp_path: Path) -> None:
+def test_the_program_keeps_its_own_nsys_options(own: dict[str, str], tmp_path: Path) -> None:
     log = install(tmp_path / "bin", Scenario(export=Behaviour(report_file=str(EXPORT))))
     names = ["TMPDIR", "LC_ALL"]
     body = f"import os\nprint({{n: os.environ[n] for n in {names} if n in os.environ}})\n{CALLS}"
@@ -88,7 +88,7 @@ def test_the_program_keeps_what_nsys_has_of_its_own(own: dict[str, str], tmp_pat
     assert not Path(told["TMPDIR"]).exists()
 
 
-def test_a_program_that_is_not_there_is_told_as_without_nsys(tmp_path: Path) -> None:
+def test_a_missing_program_is_reported_as_without_nsys(tmp_path: Path) -> None:
     install(tmp_path / "bin", Scenario())
     command = [sys.executable, "-m", "profharness", "observe", "--profiler", "nsys", "--", "./no"]
     environment = {**os.environ, "PROFHARNESS_NSYS": str(tmp_path / "bin" / "nsys")}
@@ -101,7 +101,7 @@ def test_a_program_that_is_not_there_is_told_as_without_nsys(tmp_path: Path) -> 
     )
 
 
-def test_a_missing_nsys_is_told_before_the_program_starts(tmp_path: Path) -> None:
+def test_a_missing_nsys_is_reported_before_the_program_starts(tmp_path: Path) -> None:
     program = write(tmp_path, "open('started', 'w').close()")
     missing = {"PROFHARNESS_NSYS": os.fspath(tmp_path / "nsys")}
     seen = observe(tmp_path, program, options=OPTIONS, environment=missing)

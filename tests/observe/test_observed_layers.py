@@ -95,7 +95,7 @@ def told(layers: LayerMap) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_calls_whose_trace_tells_no_dtype_have_the_config_of_their_kind(
+def test_calls_without_a_dtype_in_the_trace_have_the_config_of_their_kind(
     seen: Seen, store: Path, tmp_path: Path
 ) -> None:
     """As in an nsys trace. Applies to layers, the view, analyze and diff."""
@@ -137,7 +137,7 @@ with torch.inference_mode():  # without it the trace has autograd's op around th
 """
 
 
-def test_flex_attention_that_was_not_compiled_is_told_from_eager_attention(tmp_path: Path) -> None:
+def test_uncompiled_flex_attention_differs_from_eager_attention(tmp_path: Path) -> None:
     done = observe(tmp_path, write(tmp_path, FLEX), options=("--steps", "1", "--warmup", "1"))
     assert done.code == 0, done.stderr
     layers = the_map(tmp_path / "profharness.db")
@@ -150,7 +150,7 @@ def test_flex_attention_that_was_not_compiled_is_told_from_eager_attention(tmp_p
     assert row.advice == ("torch.compile(flex_attention): one fused kernel",)
 
 
-def test_a_traced_run_tells_what_the_trace_lacks(seen: Seen, store: Path) -> None:
+def test_a_traced_run_contains_what_the_trace_lacks(seen: Seen, store: Path) -> None:
     layers = the_map(store)
     first, *others = layers.rows
     assert first.forward_ns and first.calls == 2 and first.program_calls == 16
@@ -172,7 +172,7 @@ def test_a_traced_run_tells_what_the_trace_lacks(seen: Seen, store: Path) -> Non
     assert refused.reasons == ("the call raised an error",) and "refused" in seen.stdout
 
 
-def test_the_program_keeps_its_code_and_the_gates_are_told(seen: Seen) -> None:
+def test_the_program_keeps_its_exit_code_and_the_gates_are_reported(seen: Seen) -> None:
     assert seen.code == 7
     text = seen.stderr
     assert "the exit code 7 is the program's" in text and "profharness layers" in text
@@ -182,7 +182,7 @@ def test_the_program_keeps_its_code_and_the_gates_are_told(seen: Seen) -> None:
     assert "asked-not-ran: " not in text.replace("none ran", "")
 
 
-def test_without_a_trace_there_are_counts_and_it_is_said(seen: Seen, tmp_path: Path) -> None:
+def test_without_a_trace_there_are_counts_and_a_note(seen: Seen, tmp_path: Path) -> None:
     store = without_trace(seen, tmp_path)
     layers = the_map(store)
     assert layers.steps == () and {row.step for row in layers.rows} == {"the whole program"}
@@ -203,7 +203,7 @@ def test_without_a_trace_there_are_counts_and_it_is_said(seen: Seen, tmp_path: P
     assert isinstance(failed, GateError) and "hides nothing" in str(failed)
 
 
-def test_diff_pairs_what_was_counted_and_says_what_is_missing(seen: Seen, tmp_path: Path) -> None:
+def test_diff_pairs_counted_calls_and_reports_missing_ones(seen: Seen, tmp_path: Path) -> None:
     store = without_trace(seen, tmp_path)
     assert seen.folder is not None
     (traced,) = ingest_path(store, seen.folder)
@@ -234,7 +234,7 @@ def test_diff_pairs_what_was_counted_and_says_what_is_missing(seen: Seen, tmp_pa
     assert answer["environment"] == [] and answer["environment_told"] is False
 
 
-def test_analyze_says_what_a_run_without_a_trace_lacks(seen: Seen, tmp_path: Path) -> None:
+def test_analyze_reports_what_a_run_without_a_trace_lacks(seen: Seen, tmp_path: Path) -> None:
     store = without_trace(seen, tmp_path)
     for run in ((), ("--run", "counted")):
         failed = CliRunner().invoke(cli, ["analyze", *run, "--store", str(store)]).exception
@@ -242,7 +242,7 @@ def test_analyze_says_what_a_run_without_a_trace_lacks(seen: Seen, tmp_path: Pat
         assert "run counted has no recorded step" in str(failed) and "--warmup 0" in str(failed)
 
 
-def test_the_views_have_what_was_observed(store: Path) -> None:
+def test_the_views_contain_observed_calls(store: Path) -> None:
     with closing(sqlite3.connect(store)) as connection:
         calls = connection.execute(
             "SELECT DISTINCT module, asked, choice, mask, file, line FROM attention_calls ORDER BY 1"
@@ -257,7 +257,7 @@ def test_the_views_have_what_was_observed(store: Path) -> None:
     assert kinds == [(f"layers.{at}.attn", 1, "math", "math", 1) for at in (0, 1)]
 
 
-def test_a_scrubbed_copy_tells_the_same_calls_and_no_names(seen: Seen, tmp_path: Path) -> None:
+def test_a_scrubbed_copy_has_the_same_calls_and_no_names(seen: Seen, tmp_path: Path) -> None:
     assert seen.folder is not None
     copy = scrub(seen.folder, tmp_path / "plain").output
     assert read_observed(copy) == seen.calls
@@ -277,7 +277,7 @@ def test_a_scrubbed_copy_tells_the_same_calls_and_no_names(seen: Seen, tmp_path:
     assert result.warnings == (CUT_SHORT.format(n=1),)
 
 
-def test_damaged_journals_are_told_and_replace_nothing(seen: Seen, tmp_path: Path) -> None:
+def test_damaged_journals_are_reported_and_replace_nothing(seen: Seen, tmp_path: Path) -> None:
     assert seen.folder is not None
     folder = shutil.copytree(seen.folder, tmp_path / "run")
     (result,) = ingest_path(tmp_path / "s.db", folder)
@@ -309,7 +309,7 @@ with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
 """
 
 
-def test_compiled_code_is_held_to_what_was_asked_when_it_was_traced(tmp_path: Path) -> None:
+def test_gates_use_the_settings_when_compiled_code_was_traced(tmp_path: Path) -> None:
     options = ("--steps", "1", "--warmup", "1", "--fail-on", "asked-not-ran,noop-mask")
     done = observe(tmp_path, write(tmp_path, COMPILED.format("")), options=options)
     assert done.code == 0, done.stderr
@@ -322,7 +322,7 @@ def test_compiled_code_is_held_to_what_was_asked_when_it_was_traced(tmp_path: Pa
     assert "what its mask does is not told (torch.compile traced this call" in done.stderr
 
 
-def test_a_gate_that_was_not_recorded_fails_a_program_that_does_not(tmp_path: Path) -> None:
+def test_a_gate_without_a_recording_fails_a_successful_program(tmp_path: Path) -> None:
     program = write(tmp_path, "infer(1)")
     options = ("--profiler", "none", "--fail-on", "math-fallback,eager-attention")
     done = observe(tmp_path, program, options=options)
@@ -330,7 +330,7 @@ def test_a_gate_that_was_not_recorded_fails_a_program_that_does_not(tmp_path: Pa
     assert "eager-attention: not told" in done.stderr and "math-fallback: " not in done.stderr
 
 
-def test_gates_are_read_before_the_program_starts(tmp_path: Path) -> None:
+def test_gates_are_parsed_before_the_program_starts(tmp_path: Path) -> None:
     for option in (("--fail-on", "maths"), ("--expect", "fash@*")):
         arguments = ["observe", *option, "--", "touch", str(tmp_path / "ran")]
         failed = CliRunner().invoke(cli, arguments)

@@ -31,7 +31,7 @@ def test_a_script_keeps_its_streams_arguments_and_exit_code(tmp_path: Path) -> N
     assert {seen.record["protocol"][name] for name in ("iterations", "warmup", "samples")} == {0}
 
 
-def test_a_call_tells_its_place_tensors_and_backend(tmp_path: Path) -> None:
+def test_a_call_has_its_location_tensors_and_backend(tmp_path: Path) -> None:
     seen = observe(tmp_path, write(tmp_path, "train(2)"))
     call = seen.calls[0]
     assert (call.call.path, call.file, call.function) == (
@@ -46,7 +46,7 @@ def test_a_call_tells_its_place_tensors_and_backend(tmp_path: Path) -> None:
     assert str(call.call.config).startswith("b2-h4-s16-d8-fp32-causal")
 
 
-def test_the_contents_of_a_mask_are_told(tmp_path: Path) -> None:
+def test_the_contents_of_a_mask_are_recorded(tmp_path: Path) -> None:
     masks = {
         "torch.ones(16, 16, dtype=torch.bool)": "nothing",
         "torch.zeros(1, 1, 16, 16)": "nothing",
@@ -103,7 +103,7 @@ def test_a_module_and_pytest_are_watched(tmp_path: Path) -> None:
     assert seen.counts() == LAYERS
 
 
-def test_ranks_of_torchrun_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_are_separate(tmp_path: Path) -> None:
     body = (
         "import torch.distributed as d\nd.init_process_group('gloo')\n"
         "infer(3, nn.parallel.DistributedDataParallel(Model()))\nd.destroy_process_group()"
@@ -131,7 +131,7 @@ def test_the_recorded_steps_show_layers(tmp_path: Path) -> None:
     assert rows == [("layers.0.attn", 3, 2), ("layers.1.attn", 3, 2)]
 
 
-def test_passes_are_steps_where_nothing_is_trained(tmp_path: Path) -> None:
+def test_passes_are_steps_without_training(tmp_path: Path) -> None:
     seen = observe(tmp_path, write(tmp_path, "infer(9)"), options=("--steps", "2"))
     (trace,) = seen.record["traces"]
     windows = [
@@ -152,7 +152,7 @@ def test_a_short_program_is_recorded_from_its_first_call(tmp_path: Path) -> None
     assert observe(tmp_path, program, options=("--warmup", "0")).record["traces"]
 
 
-def test_passes_with_gradients_and_no_optimizer_are_steps_in_the_end(tmp_path: Path) -> None:
+def test_passes_with_gradients_and_no_optimizer_become_steps(tmp_path: Path) -> None:
     body = "model = Model()\nfor _ in range(30): model(torch.randn(2, 16, 32))"
     assert observe(tmp_path, write(tmp_path, body), options=()).record["traces"]
 
@@ -178,7 +178,7 @@ def test_a_profiler_of_the_program_wins(tmp_path: Path) -> None:
         ([], "import torch; raise SystemExit(4)", "never called", 4),
     ],
 )
-def test_nothing_seen_is_told_with_its_cause_and_leaves_nothing(
+def test_no_calls_are_reported_with_the_cause_and_leave_nothing(
     options: list[str], body: str, why: str, code: int, tmp_path: Path
 ) -> None:
     seen = observe(tmp_path, *options, "-c", body)
@@ -196,7 +196,7 @@ def test_a_program_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "traces" / "runs").iterdir())
 
 
-def test_signals_go_on_to_the_program(tmp_path: Path) -> None:
+def test_signals_are_forwarded_to_the_program(tmp_path: Path) -> None:
     body = (
         "import signal, time\ninfer(3)\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
@@ -217,7 +217,9 @@ def test_a_program_that_is_killed_has_the_code_of_a_shell(tmp_path: Path) -> Non
     assert "warning" not in seen.stderr
 
 
-def test_a_failure_inside_is_said_once_and_the_program_goes_on(tmp_path: Path) -> None:
+def test_a_failure_of_the_observer_is_printed_once_and_the_program_continues(
+    tmp_path: Path,
+) -> None:
     body = (
         "infer(1)\nfrom profharness.observer import recorder\n"
         "recorder.Recorder.note = None\ninfer(3)\nprint('done')"

@@ -49,7 +49,7 @@ print("done", file=sys.stderr)
 """
 
 
-def test_threads_are_counted_and_no_profiler_is_started_in_them(tmp_path: Path) -> None:
+def test_threads_are_counted_without_a_profiler_in_them(tmp_path: Path) -> None:
     seen = observe(tmp_path, write(tmp_path, THREADS), options=("--warmup", "0"))
     assert (seen.code, seen.stdout) == (0, ""), seen.stderr
     assert seen.stderr.splitlines()[0] == "done"
@@ -83,7 +83,7 @@ for step in range(10):
 """
 
 
-def test_the_main_thread_is_recorded_beside_other_threads(tmp_path: Path) -> None:
+def test_the_main_thread_is_recorded_with_other_threads_running(tmp_path: Path) -> None:
     seen = observe(tmp_path, write(tmp_path, WINDOW_AND_THREADS), options=())
     assert seen.code == 0, seen.stderr
     assert counts(seen) == {20}
@@ -113,7 +113,7 @@ for step in range(14):
 """
 
 
-def test_children_that_are_forked_in_the_window_and_after_it_end(tmp_path: Path) -> None:
+def test_children_forked_in_the_window_and_after_it_end(tmp_path: Path) -> None:
     buffered = {"PYTHONUNBUFFERED": None}
     seen = observe(tmp_path, write(tmp_path, FORKS), options=(), environment=buffered)
     assert seen.code == 0, seen.stderr
@@ -168,7 +168,7 @@ if __name__ == "__main__":
 """
 
 
-def test_whatever_ends_a_process_its_calls_are_counted(tmp_path: Path) -> None:
+def test_calls_are_counted_however_a_process_ends(tmp_path: Path) -> None:
     """A pool that is terminated, os.execv, which keeps the process id, and os._exit."""
     seen = observe(tmp_path, write(tmp_path, ENDS), options=())
     assert seen.code == 7, seen.stderr
@@ -176,7 +176,7 @@ def test_whatever_ends_a_process_its_calls_are_counted(tmp_path: Path) -> None:
     assert "warning" not in seen.stderr
 
 
-def test_the_window_imports_nothing_and_leaves_no_file_open(tmp_path: Path) -> None:
+def test_the_window_imports_nothing_and_keeps_no_file_open(tmp_path: Path) -> None:
     """An import may fail if another thread imports at the same time, and a program may close all
     its files.
     """

@@ -145,7 +145,7 @@ def unobserved(program: Path, **variables: str) -> dict[str, Any]:
     return told
 
 
-def test_everything_is_as_without_it(tmp_path: Path) -> None:
+def test_results_are_the_same_as_without_observation(tmp_path: Path) -> None:
     program = write(tmp_path, CHECKS)
     before = unobserved(program)
     seen = observe(tmp_path, program)
@@ -164,7 +164,7 @@ def test_everything_is_as_without_it(tmp_path: Path) -> None:
     assert {"layers.0.attn", "layers.1.attn"} <= set(compiled)
 
 
-def test_compiled_code_that_was_cached_without_it_is_taken(tmp_path: Path) -> None:
+def test_cached_compiled_code_is_reused(tmp_path: Path) -> None:
     program = write(tmp_path, CACHED)
     cache = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
@@ -181,7 +181,7 @@ def test_compiled_code_that_was_cached_without_it_is_taken(tmp_path: Path) -> No
     assert any(call.call.compiled for call in seen.calls)
 
 
-def test_a_block_tells_its_calls(tmp_path: Path) -> None:
+def test_a_block_returns_its_calls(tmp_path: Path) -> None:
     body = """
 import profharness
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -216,7 +216,7 @@ print("held")
     assert (done.stdout, done.stderr) == ("held\n", "")
 
 
-def test_a_block_names_the_modules_whose_calls_it_does_not_see(tmp_path: Path) -> None:
+def test_a_block_names_the_modules_whose_calls_it_misses(tmp_path: Path) -> None:
     body = (
         "from torch.nn.functional import scaled_dot_product_attention as early\nimport profharness\n"
         "q = torch.randn(1, 2, 4, 8)\nwith profharness.observe() as seen:\n    early(q, q, q)\n"
@@ -230,7 +230,7 @@ def test_a_block_names_the_modules_whose_calls_it_does_not_see(tmp_path: Path) -
     assert done.stderr.startswith("profharness: __main__ imported scaled_dot_product_attention by")
 
 
-def test_the_fixture_is_there_for_tests_that_ask(tmp_path: Path) -> None:
+def test_the_fixture_is_available_to_tests(tmp_path: Path) -> None:
     tests = (
         "def test_one(attention):\n    infer(1)\n    assert attention.backends == {'flash'}\n"
         "def test_two():\n    assert type(F.scaled_dot_product_attention).__name__\n"

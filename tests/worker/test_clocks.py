@@ -72,7 +72,7 @@ def test_a_reading_counts_while_it_is_under_way() -> None:
     assert reader.between(begin - 60, begin - 50) == []
 
 
-def test_the_nearest_is_the_nearest() -> None:
+def test_the_nearest_reading_is_returned() -> None:
     counted = iter(range(1_000_000))
     reader = ClockReader(questions(lambda: next(counted)))
     until(lambda: reader().get("sm_mhz", 0) >= 4)
@@ -83,7 +83,7 @@ def test_the_nearest_is_the_nearest() -> None:
     assert last["sm_mhz"] >= 3
 
 
-def test_without_a_source_nothing_is_said_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_source_there_is_no_reading_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> dict[str, Callable[[], Any]]:
         raise OSError("no NVML")
 
@@ -94,7 +94,7 @@ def test_without_a_source_nothing_is_said_and_nobody_waits(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_cells_too_quick_for_the_thread_have_a_reading(tmp_path: Path, iterations: int) -> None:
+def test_cells_shorter_than_a_reading_have_one(tmp_path: Path, iterations: int) -> None:
     """The first reading arrives after all turns."""
     config = parse_config("1,1,8,8").resolve("cpu")
     cells = [Cell(f"c{n}", config, name) for n, name in enumerate(("auto", "flash", "math"))]

@@ -10,7 +10,7 @@ import pytest
 from profharness.worker import cuda_warmup
 
 
-def test_without_a_driver_nothing_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """No watch, no context and no error. torch finds out itself."""
 
     def no_library(name: str) -> None:

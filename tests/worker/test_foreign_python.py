@@ -69,7 +69,7 @@ def capture(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, f"{done.stderr}{done.exception or ''}"
 
 
-def test_one_interpreter_runs_and_the_one_that_is_not_there_is_told_first(
+def test_one_interpreter_runs_and_a_missing_one_is_reported_first(
     tmp_path: Path, torch_alone: Path
 ) -> None:
     asked = ("--config", "1,2,32,16,causal,bwd", "--backend", "math,naive,cudnn")
@@ -119,7 +119,7 @@ def test_without_torch_nothing_is_measured(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_stand_in_writes_and_reads_as_msgspec_does() -> None:
+def test_the_stand_in_reads_and_writes_like_msgspec() -> None:
     stand_in = by_path(WORKER_SCRIPT.with_name("standins") / "msgspec.py")
     cell = Cell(
         *("c1", parse_config("1,2,8,8,fp16,q_strides=128x64x8x1"), "auto", "ok", "späte"),
@@ -141,7 +141,7 @@ def test_the_stand_in_writes_and_reads_as_msgspec_does() -> None:
         stand_in.json.decode(b"{")
 
 
-def test_the_oldest_torch_is_the_one_that_is_required() -> None:
+def test_the_oldest_torch_is_the_required_one() -> None:
     script = by_path(WORKER_SCRIPT)
     required = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert required is not None and script.dotted(script.OLDEST_TORCH) == required[1]

@@ -117,14 +117,14 @@ def watcher(folder: Path, name: str = "a", **changes: Any) -> Iterator[Watcher]:
         made.process.communicate()
 
 
-def test_a_gpu_of_ones_own_says_nothing(tmp_path: Path) -> None:
+def test_an_exclusive_gpu_has_no_warning(tmp_path: Path) -> None:
     with watcher(tmp_path) as mine:
         mine.says(pids=[[7], ["self", 4242]])  # 4242: this process's id outside of its container
         assert mine.ask() == "True"
         assert mine.ask() == "[]"
 
 
-def test_another_process_that_comes_is_told_once(tmp_path: Path) -> None:
+def test_another_process_is_reported_once(tmp_path: Path) -> None:
     with watcher(tmp_path) as mine:
         assert mine.ask() == "True"
         mine.says(pids=[[7], ["self", 111]])
@@ -132,7 +132,7 @@ def test_another_process_that_comes_is_told_once(tmp_path: Path) -> None:
         assert mine.ask() == "[]"
 
 
-def test_a_process_that_was_there_before_is_told(tmp_path: Path) -> None:
+def test_an_earlier_process_is_reported(tmp_path: Path) -> None:
     with watcher(tmp_path, pids=[[], [222]]) as mine:
         mine.says(pids=[[], [222, "self"]])
         assert mine.ask() == "True"
@@ -140,9 +140,7 @@ def test_a_process_that_was_there_before_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("samples", [None, [], [["self", 90, 5]]])
-def test_a_context_of_a_process_that_waits_for_this_one_is_no_stranger(
-    tmp_path: Path, samples: Any
-) -> None:
+def test_a_process_that_waits_for_this_one_is_not_reported(tmp_path: Path, samples: Any) -> None:
     """For example, a program that has used torch.cuda and then calls profharness."""
     waiting = [os.getpid(), os.getppid()]
     with watcher(tmp_path, pids=[[], waiting]) as mine:
@@ -165,7 +163,7 @@ def test_a_context_of_a_process_that_waits_for_this_one_is_no_stranger(
         (None, None, True),
     ],
 )
-def test_another_process_is_told_where_it_computes(
+def test_another_process_is_reported_if_it_computes(
     tmp_path: Path, samples: Any, gpu: int | None, told: bool
 ) -> None:
     with watcher(tmp_path, pids=[[], [111]]) as mine:
@@ -184,7 +182,7 @@ def test_another_process_is_told_where_it_computes(
         ({"reasons": 0x44}, "the slowdown for heat or power of the GPU changed from off to on"),
     ],
 )
-def test_a_cap_that_changes_is_told(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+def test_a_changing_cap_is_reported(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     with watcher(tmp_path) as mine:
         mine.ask()
         assert mine.ask() == "[]"
@@ -195,7 +193,7 @@ def test_a_cap_that_changes_is_told(tmp_path: Path, change: dict[str, Any], text
         assert mine.ask() == "[]"
 
 
-def test_two_that_measure_on_one_gpu_are_both_told_until_one_dies(tmp_path: Path) -> None:
+def test_two_measuring_processes_on_one_gpu_are_both_warned_until_one_dies(tmp_path: Path) -> None:
     with watcher(tmp_path, "a") as first:
         assert first.ask() == "True"
         assert first.ask() == "[]"
@@ -210,21 +208,21 @@ def test_two_that_measure_on_one_gpu_are_both_told_until_one_dies(tmp_path: Path
             assert third.ask() == "[]"
 
 
-def test_a_lock_that_cannot_be_made_says_nothing(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_created_has_no_warning(tmp_path: Path) -> None:
     assert GpuLock("GPU-1", tmp_path / "none").is_shared() is False
     (tmp_path / "profharness-GPU-2.lock").symlink_to(tmp_path / "elsewhere")
     assert GpuLock("GPU-2", tmp_path).is_shared() is False
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_driver_that_answers_nothing_fails_nothing(tmp_path: Path) -> None:
+def test_a_driver_without_answers_causes_no_error(tmp_path: Path) -> None:
     with watcher(tmp_path) as mine:
         mine.says(**dict.fromkeys(QUIET))
         assert mine.ask() == "True"
         assert mine.ask() == "[]"
 
 
-def test_a_disturbance_is_warned_of_once_and_kept_and_fails_no_cell(tmp_path: Path) -> None:
+def test_a_disturbance_gives_one_lasting_warning_and_fails_no_cell(tmp_path: Path) -> None:
     cells = (Cell("c0001", parse_config("1,1,8,8,fp32"), "math"),)
     run = Run("r", "2026-01-01T00:00:00+00:00", ("torch",), Protocol(), cells)
     steps: list[Step] = []

@@ -38,7 +38,7 @@ def queue_of(needed_ns: int, hold: Hold, queued: list[int]) -> Queued:
     return hold.length_ns <= needed_ns, lambda: place
 
 
-def test_holds_grow_until_all_is_queued() -> None:
+def test_holds_grow_until_all_work_is_queued() -> None:
     hold, queued = Hold(), list[int]()
     times = held(lambda: queue_of(3 * HOLD_NS, hold, queued), hold.lengthen, 20)
     assert queued[:3] == [HOLD_NS, 2 * HOLD_NS, 4 * HOLD_NS]
@@ -89,9 +89,7 @@ CALL_NS = 20_000
 
 
 @pytest.mark.parametrize("launch_ns", [0, 5_000, 40_000, 3_000_000])
-def test_graph_samples_hold_no_time_of_the_host(
-    monkeypatch: pytest.MonkeyPatch, launch_ns: int
-) -> None:
+def test_graph_samples_exclude_host_time(monkeypatch: pytest.MonkeyPatch, launch_ns: int) -> None:
     stream = Stream(launch_ns)
     monkeypatch.setattr(timing, "TimingEvent", stream.event)
     monkeypatch.setattr(timing.torch.cuda, "_sleep", stream.run)
@@ -99,7 +97,7 @@ def test_graph_samples_hold_no_time_of_the_host(
     assert open_graph(lambda: None, 1)(20) == {"graph": [CALL_NS] * 20}
 
 
-def test_each_burst_is_waited_for_when_the_next_is_queued() -> None:
+def test_each_burst_is_awaited_after_the_next_is_queued() -> None:
     events: list[str] = []
 
     def queue() -> Callable[[], int]:
