@@ -1,9 +1,8 @@
-"""The run folder's run.json: what a capture planned, what came of it, and which raw traces belong
-to it.
+"""The record of a run in its folder: run.json and its parts, options, and plans.
 
-The worker appends one `JournalEntry` a line to journal.jsonl as it goes; run.json is the sum of it,
-rewritten whole. A folder whose run.json is older than its journal (a run that was killed) loads
-just as well.
+run.json contains what was planned, the results, and which raw traces belong to the run. The worker
+appends one `JournalEntry` per line to journal.jsonl, and run.json is rewritten from time to time. A
+folder whose run.json is older than its journal (a killed run) loads just as well.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from profharness.rows import ALIASES, GPU_MEASUREMENTS, WALL, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
-CAMPAIGN_FILE = "campaign.json"  # in the folder of a run that is cut into groups
-GROUPS_FOLDER = "groups"  # there, with a run folder for each group
+CAMPAIGN_FILE = "campaign.json"  # in the folder of a run whose cells are cut into groups
+GROUPS_FOLDER = "groups"  # in the same folder, with a run folder per group
 GROUP_NAME = re.compile(r"\w[\w-]*")
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
-GPU = "gpu"  # in place of a profiler: a problem that makes times doubtful, and fails no run
-EXIT_UNWRITABLE = 72  # of a worker that cannot write to the run folder
-UNWRITABLE = "the run folder takes nothing: "  # what such a worker prints, with the reason
+GPU = "gpu"  # instead of a profiler in a Problem that makes times doubtful but fails no run
+EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folder
+UNWRITABLE = "the run folder takes nothing: "  # that worker prints this and the reason
 BENCH_FILE = "bench.json"
-PYTHON_FILE = "python"  # in a run folder that has something left to do, of another interpreter
+PYTHON_FILE = "python"  # path of another interpreter, while the run is unfinished
 PRECISION = 0.01
-NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of msgspec's decoding
+NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised by msgspec
 PRECISIONS = (1e-9, 1 - 1e-9)
 SHORTEST_SAMPLING_S = 1e-6
 T = TypeVar("T")
@@ -65,90 +64,81 @@ class Check:
 
 @dataclass(frozen=True)
 class Cell:
-    """One config on one backend in one run, and what came of it.
-
-    samples: name of what was measured (`rows.MEASUREMENTS`, and `host`) to raw nanoseconds a call.
-    choice is what PyTorch itself said it would choose (`_fused_sdp_choice`) for the inputs in the
-    backend's own context. iterations counts the profiled calls. compile_ns is what loading and the
-    first call took, for backends besides PyTorch's own. tuning is what an implementation says that it
-    chose for the last call, where it has `tuning()`. A cell of `verify` names its case and the
-    label of the config that the case was derived from. turns: measurement name to process, turn and
-    number of samples, in the order of the samples. process is the last one that timed it, from 0.
-    """
+    """One config on one backend in one run, and its result."""
 
     cell: str
     config: Config
     backend: str
     status: str = "pending"
     message: str | None = None
-    choice: str | None = None
-    iterations: int = 0
+    choice: str | None = None  # PyTorch's `_fused_sdp_choice` in the backend's own context
+    iterations: int = 0  # profiled calls
+    # Measurement (`rows.MEASUREMENTS`, or `host`) -> ns per call.
     samples: dict[str, list[int]] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
     peak_memory_bytes: int | None = None
     duration_ns: int | None = None
     clocks: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    compile_ns: int | None = None
-    case: str | None = None
-    asked: str | None = None
+    compile_ns: int | None = None  # loading and the first call, except PyTorch's own backends
+    case: str | None = None  # name of the case of a verified cell
+    asked: str | None = None  # label of the config from which the case was derived
     checks: tuple[Check, ...] = ()
-    tuning: dict[str, Any] | None = None
+    tuning: dict[str, Any] | None = None  # the implementation's `tuning()` after the last call
+    # Measurement -> process, turn and number of samples, in the order of the samples.
     turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    process: int = 0
+    process: int = 0  # the last process that timed it, from 0
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """One raw trace of a run, relative to its folder; cells it covers."""
+    """A raw trace of a run, and the cells that it covers."""
 
     profiler: str
-    path: str
+    path: str  # relative to the run folder
     cells: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a profiler of a run failed to do, and what helps; or, with GPU for the profiler, what may
-    have disturbed the times. code is one of those in docs/nsight.md; raw is the tool's own text;
-    cells are those without its rows (empty: all of them).
-    """
+    """What a profiler failed to do, or what may have disturbed the times."""
 
-    profiler: str
-    code: str
+    profiler: str  # or GPU, for a disturbance
+    code: str  # stable; docs/nsight.md lists all
     message: str
     remedy: str
-    raw: str = ""
-    cells: tuple[str, ...] = ()
+    raw: str = ""  # output of the tool
+    cells: tuple[str, ...] = ()  # those without the profiler's rows; empty for all
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the cells were run: counts of calls, the seconds a cell may take, what ncu was asked for
-    besides its default metrics, and in how many worker processes each cell is timed.
-    """
+    """How the cells are run."""
 
     iterations: int = 5
     warmup: int = 3
     samples: int = 30
-    timeout_s: float = 120.0
+    timeout_s: float = 120.0  # per cell
     seed: int = 0
     device: str = "auto"
-    metrics: tuple[str, ...] = ()
-    sections: tuple[str, ...] = ()
-    processes: int = 1
+    metrics: tuple[str, ...] = ()  # of ncu, besides the default ones
+    sections: tuple[str, ...] = ()  # of ncu
+    processes: int = 1  # worker processes that time each cell
 
 
 DEVICES = ("auto", "cuda", "cpu")
 LIMITS = {"iterations": (1, 10_000), "warmup": (0, 10_000), "samples": (0, 100_000)}
-"""How many calls a capture may be asked for."""
+"""Smallest and largest number of calls in a capture."""
 PROCESSES = (1, 100)
 SHORTEST_S, LONGEST_S = 0.1, 1e9
-SEEDS = (-(2**63), 2**64 - 1)  # what torch.Generator takes
+SEEDS = (-(2**63), 2**64 - 1)  # range of torch.Generator
 
 
 def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
-    """Raise UsageError for what no worker can be asked for; counted: the counts have LIMITS."""
+    """Raise UsageError for a protocol that no worker can execute.
+
+    Check the counts against LIMITS if `counted` is set.
+    """
     for name, (low, high) in LIMITS.items():
         limits = (low, high) if counted else (0, math.inf)
         require_number(name, getattr(protocol, name), *limits, whole=True)
@@ -159,7 +149,7 @@ def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
 
 
 def require_device(device: str) -> None:
-    """Raise UsageError for a device that is none."""
+    """Raise UsageError for an unknown device."""
     if device not in DEVICES:
         raise UsageError(f"device {device!r} is not one of {', '.join(DEVICES)}")
 
@@ -167,7 +157,7 @@ def require_device(device: str) -> None:
 def require_number(
     name: str, value: object, low: float, high: float = math.inf, *, whole: bool = False
 ) -> None:
-    """Raise UsageError for what is no number, or outside of both limits, which belong to it."""
+    """Raise UsageError if the value is no number between the limits, inclusive."""
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # type: ignore[operator]
         kind = "whole number" if whole else "number"
@@ -177,28 +167,25 @@ def require_number(
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run. environment is `environment.collect()`'s answer, flat keys to JSON values.
-
-    kind is the command that made it: one of KINDS. bench is the plan by which cells were timed.
-    """
+    """A run, as run.json contains it."""
 
     run: str
     created: str
     profilers: tuple[str, ...]
     protocol: Protocol
     cells: tuple[Cell, ...]
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)  # of `environment.collect()`
     traces: tuple[TraceFile, ...] = ()
     note: str | None = None
     profharness: str = ""
     schema: str = SCHEMA
     problems: tuple[Problem, ...] = ()
-    kind: str | None = None
+    kind: str | None = None  # the command that made it, one of KINDS
     bench: BenchPlan | None = None
 
 
 def run_kind(folder: Path, run: Run) -> str:
-    """The command that made a run; a record without one is judged by what its folder holds."""
+    """Return the command that made a run. Derive it from the folder if the record lacks it."""
     if run.kind in KINDS:
         return run.kind
     if any(cell.case is not None for cell in run.cells):
@@ -207,10 +194,8 @@ def run_kind(folder: Path, run: Run) -> str:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write run.json whole or not at all (a temporary file beside it, then a rename). Raises
-    UnwritableError.
-    """
-    # hosts that share a folder share no process ids
+    """Write run.json atomically. Raise UnwritableError."""
+    # a random name, because hosts that share a folder may use the same process ids
     temporary = folder / f".{RUN_FILE}.{os.urandom(6).hex()}"
     try:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
@@ -222,7 +207,7 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def unwritable(folder: Path, why: str | None) -> UnwritableError:
-    """The error of a run folder that cannot be written to; what stands in it can be gone on with."""
+    """Return the error for a run folder that cannot be written to."""
     return UnwritableError(
         f"{folder}: cannot be written to: {why}; mend that, then go on with what is kept: "
         f"profharness capture --resume {shlex.quote(str(folder))}"
@@ -230,8 +215,9 @@ def unwritable(folder: Path, why: str | None) -> UnwritableError:
 
 
 def read_part(path: Path, kind: type[T], what: str) -> T:
-    """Decode a JSON file of a run folder. Raises FileNotFoundError, and TraceFormatError for a file that
-    is not what it should be.
+    """Decode a JSON file of a run folder.
+
+    Raise FileNotFoundError, and TraceFormatError if the file is not `what`.
     """
     try:
         return read_json(path, kind, within=path.parent)
@@ -244,7 +230,7 @@ def read_part(path: Path, kind: type[T], what: str) -> T:
 
 
 def read_record(folder: Path) -> Run:
-    """What run.json of a run folder says. Raises TraceFormatError."""
+    """Read run.json of a run folder, without newer results. Raise TraceFormatError."""
     path = folder / RUN_FILE
     try:
         run = read_part(path, Run, f"a run record of schema {SCHEMA}")
@@ -257,17 +243,20 @@ def read_record(folder: Path) -> Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder, newer journal lines and groups of a campaign included. Raises TraceFormatError."""
+    """Read a run folder, including its journal and the groups of a campaign.
+
+    Raise TraceFormatError.
+    """
     run = _with_journal(folder, read_record(folder))
     return _with_groups(folder, run) if (folder / CAMPAIGN_FILE).is_file() else run
 
 
 def _with_groups(folder: Path, run: Run) -> Run:
-    """The run of a campaign with what its groups that are done have given."""
+    """Add the results of the finished groups to the run of a campaign."""
     groups = [
         (path.name, _with_journal(path, read_record(path)))
         for path in (folder / GROUPS_FOLDER).glob("*")
-        # a link may lead anywhere, also back up
+        # symbolic links may lead outside
         if GROUP_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
     if not groups:
@@ -291,14 +280,15 @@ def _with_groups(folder: Path, run: Run) -> Run:
 
 
 def _one_environment(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """That of the first group, with the keys of all GPUs that were used."""
+    """Return the first environment, with the keys of all GPUs that were used."""
     keys = sorted({environment["gpu_key"] for environment in each if "gpu_key" in environment})
     return (dict(each[0]) if each else {}) | ({"gpu_key": ",".join(keys)} if keys else {})
 
 
 def with_result(cell: Cell, result: Cell) -> Cell:
-    """The cell with a result of it: its first one, or what a later process adds to that. Any other
-    changes nothing.
+    """Return the cell with its first result, or with what a later process adds to it.
+
+    Ignore any other result.
     """
     if cell.status == "pending":
         return result if result.process == 0 else cell
@@ -325,8 +315,10 @@ def _appended(first: dict[str, list[T]], more: dict[str, list[T]]) -> dict[str, 
 
 
 def _merged_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The clocks of two processes as one: extremes of both, all throttle reasons, and the mean of the
-    medians by their readings.
+    """Merge the clocks of two processes.
+
+    Take the extremes and all throttle reasons of both, and weight the medians by the number of
+    readings.
     """
     merged, counts = first | more, (first.get("readings", 1), more.get("readings", 1))
     for name in first.keys() & more.keys():
@@ -343,7 +335,7 @@ def _merged_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any
 
 
 def _with_journal(folder: Path, run: Run) -> Run:
-    """The run with the results in its journal; a line cut short by a crash is passed over."""
+    """Add the results in the journal to the run. Ignore a line that a crash cut short."""
     path = folder / JOURNAL_FILE
     cells = {cell.cell: cell for cell in run.cells}
     try:
@@ -360,19 +352,23 @@ def _with_journal(folder: Path, run: Run) -> Run:
 
 
 def observed_journals(folder: Path) -> list[Path]:
-    """The journals of an observed program, one a process."""
+    """Return the journals of an observed program, one per process."""
     return sorted(folder.glob("[0-9]*.jsonl"))
 
 
 def counts_file(journal: Path) -> Path:
-    """The file beside a journal in which its process counts calls; journals of old have none."""
+    """Return the file in which a process counts calls, next to its journal.
+
+    Old journals have none.
+    """
     return journal.with_suffix(".counts")
 
 
 def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The events in a journal of an observed process, and at its end the counts of its calls; None for
-    a line that is no event, as one that a crash cut short. Raises TraceFormatError for a file that
-    cannot be read.
+    """Yield the events in a journal of an observed process, then the counts of its calls.
+
+    Yield None for a line that is no event, such as one that a crash cut short. Raise
+    TraceFormatError for a file that cannot be read.
     """
     counts = counts_file(path)
     try:
@@ -391,7 +387,7 @@ def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _counts(numbers: bytes) -> list[Any]:
-    """Template, calls, and calls by lengths of each row of the observer's `Counts`."""
+    """Return template, calls, and calls by lengths from the rows of the observer's `Counts`."""
     found: dict[int, list[list[int]]] = {}
     for template, *lengths, calls in struct.iter_unpack("=5q", numbers[: len(numbers) // 40 * 40]):
         if template:
@@ -402,9 +398,7 @@ def _counts(numbers: bytes) -> list[Any]:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line of the journal: a cell begins, a cell ended, or the worker tells its environment or a
-    problem.
-    """
+    """One line of the journal: start, stage or end of a cell, the environment, or a problem."""
 
     event: str
     cell: str | None = None
@@ -416,32 +410,27 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one worker process is to do. parent is the process whose end is the worker's too;
-    wrapped: another program watches the worker and has to see it end in order.
-    """
+    """The work of one worker process."""
 
     cells: tuple[Cell, ...]
     protocol: Protocol
     profilers: tuple[str, ...]
-    parent: int
-    wrapped: bool = False
+    parent: int  # the worker ends when this process ends
+    wrapped: bool = False  # a tool watches the worker, which must therefore exit normally
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """precision: half the width of the 95 % interval over the median at which a measurement is
-    done; max_time_s: seconds of sampling that one cell may take; iterations fixes the samples of
-    each measurement instead (None: until precise or out of time). measurements are of `GPU_MEASUREMENTS`;
-    on a CPU the wall clock stands in for all of them. The first one ranks.
-    """
+    """What a benchmark measures, and how precisely."""
 
+    # The first one ranks. On a CPU, wall-clock time replaces them all.
     measurements: tuple[str, ...] = GPU_MEASUREMENTS
-    precision: float = PRECISION
-    max_time_s: float = 10.0
-    iterations: int | None = None
+    precision: float = PRECISION  # half the width of the 95 % interval over the median
+    max_time_s: float = 10.0  # of sampling, per cell
+    iterations: int | None = None  # samples per measurement, instead of a precision
 
     def part(self, process: int, processes: int) -> BenchPlan:
-        """What one of several processes has to do; together they do the plan."""
+        """Return the share of one of several processes."""
         count = self.iterations
         if count is not None:
             count = count // processes + (process < count % processes)
@@ -451,20 +440,21 @@ class BenchPlan:
         )
 
     def on(self, device: str) -> tuple[str, ...]:
-        """The measurements that exist on a device, `cuda` or `cpu`."""
+        """Return the measurements that exist on a device, `cuda` or `cpu`."""
         return current_names(self.measurements) if device == "cuda" else (WALL,)
 
 
 def current_names(measurements: Sequence[str]) -> tuple[str, ...]:
-    """Measurements as they are called now, each once."""
+    """Return the current names of measurements, without duplicates."""
     return tuple(dict.fromkeys(ALIASES.get(name, name) for name in measurements))
 
 
 def make_plan(
     measurements: Sequence[str], precision: float, max_time_s: float, iterations: int | None = None
 ) -> BenchPlan:
-    """A plan of known measurements, each once. Raises UsageError for an unknown one, and for numbers
-    that cannot be.
+    """Return a plan of known measurements, without duplicates.
+
+    Raise UsageError for unknown measurements and invalid numbers.
     """
     for name in current_names(measurements):
         if name not in GPU_MEASUREMENTS:
@@ -478,7 +468,7 @@ def make_plan(
 
 
 def parse_precision(text: str) -> float:
-    """`1%` or `0.01` as a fraction above 0 and below 1. Raises UsageError."""
+    """Parse `1%` or `0.01` as a fraction between 0 and 1, exclusive. Raise UsageError."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text)
     value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < value < 1:
@@ -487,7 +477,7 @@ def parse_precision(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """`30`, `30s`, `500ms` or `2m` in seconds, above 0. Raises UsageError."""
+    """Parse `30`, `30s`, `500ms` or `2m` as a number of seconds above 0. Raise UsageError."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|s|min|m|)\s*", text)
     value = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if value <= 0:
@@ -496,7 +486,7 @@ def parse_seconds(text: str) -> float:
 
 
 def turn_order(seed: int, config: str, round_number: int, count: int) -> list[int]:
-    """The places 0 to count - 1 in the order of one round, the same for the same arguments."""
+    """Return the numbers 0 to count - 1 in the pseudo-random order of one round."""
     order = list(range(count))
     random.Random(f"{seed}/{config}/{round_number}").shuffle(order)
     return order
@@ -516,8 +506,9 @@ class Fleet:
 
 
 def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The classes of GPU in texts such as `H100,H200`. Raises UsageError where there is no name in one,
-    and for a class that is named twice.
+    """Return the GPU classes in texts such as `H100,H200`.
+
+    Raise UsageError for an empty name and for a class that is named twice.
     """
     names = gpu_names(given)
     require_apart(names, list(map(class_word, names)))
@@ -525,7 +516,7 @@ def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The names in such texts. Raises UsageError where one is empty."""
+    """Return the names in such texts. Raise UsageError for an empty one."""
     texts = (given,) if isinstance(given, str) else tuple(given)
     names = tuple(name.strip() for text in texts for name in text.split(","))
     if not all(map(class_word, names)):
@@ -534,7 +525,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def require_apart(names: Sequence[str], meant: Sequence[str]) -> None:
-    """Raises UsageError for two names that mean one class; meant: what each of them means."""
+    """Raise UsageError if two names stand for one class; `meant` has the class of each name."""
     for place, word in enumerate(meant):
         first = meant.index(word)
         if first < place:
@@ -550,61 +541,53 @@ def class_word(gpu: str) -> str:
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """Options besides configs and backends. out: the folder of the run folders; bench: time the
-    backends of each config in turns, as this plan says; kind: the command, unless that is bench.
-    python: the path of the interpreter whose torch is measured, None for this one.
-    """
+    """Options of a capture besides configs and backends."""
 
     profilers: tuple[str, ...] = ("torch",)
-    out: Path = RUNS_FOLDER
+    out: Path = RUNS_FOLDER  # parent of the run folder
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
-    bench: BenchPlan | None = None
-    kind: str = "capture"
-    python: str | None = None
+    bench: BenchPlan | None = None  # time the backends of each config in turns
+    kind: str = "capture"  # the command, unless `bench` is set
+    python: str | None = None  # path of another interpreter whose torch is measured
     fleet: Fleet = Fleet()
 
 
 @dataclass(frozen=True)
 class ObserveOptions:
-    """How a program is observed. profiler: `torch`, `nsys` or `none`; steps: of its window; warmup:
-    steps without a call of a new kind before that; rank: the one whose process gets a window, or `all`.
-    """
+    """Options for observing a program."""
 
-    profiler: str = "torch"
-    steps: int = 3
-    warmup: int = 3
-    rank: str = "0"
+    profiler: str = "torch"  # or `nsys` or `none`
+    steps: int = 3  # recorded
+    warmup: int = 3  # steps without a call of a new kind, before those recorded
+    rank: str = "0"  # the rank to record, or `all`
     out: Path = RUNS_FOLDER
     note: str | None = None
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What a verification is asked for besides configs and backends. grad: gradients too; of the
-    protocol its counts of calls do not matter.
-    """
+    """Options of a verification besides configs and backends."""
 
     cases: tuple[str, ...] = ("standard",)
-    grad: bool = False
+    grad: bool = False  # check gradients too
     out: Path = RUNS_FOLDER
+    # Its counts of calls are ignored.
     protocol: Protocol = field(default_factory=Protocol)
     fleet: Fleet = Fleet()
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of the command. run: answer from this stored run instead of measuring; precision
-    None: 1 %, or what the stored run was measured with.
-    """
+    """Options of a benchmark."""
 
     configs: Sequence[Config] = ()
     backends: tuple[str, ...] = ()
-    run: str | None = None
+    run: str | None = None  # a stored run to use instead of measuring
     baseline: str | None = None
     dtypes: tuple[str, ...] = ()
     measurements: tuple[str, ...] = ()
-    precision: float | None = None
+    precision: float | None = None  # default: that of the stored run, or 1 %
     max_time_s: float = BenchPlan.max_time_s
     iterations: int | None = None
     warmup: int = 10
@@ -619,12 +602,15 @@ class BenchOptions:
 
 
 def write_plan(folder: Path, plan: BenchPlan) -> None:
-    """Leave the plan in a run folder."""
+    """Write a benchmark's plan into a run folder."""
     (folder / BENCH_FILE).write_bytes(msgspec.json.encode(plan))
 
 
 def read_plan(folder: Path) -> BenchPlan | None:
-    """What `write_plan` left; None for a run that is no bench. Raises TraceFormatError."""
+    """Read a benchmark's plan from a run folder.
+
+    Return None for a run that is no benchmark. Raise TraceFormatError.
+    """
     try:
         return read_part(folder / BENCH_FILE, BenchPlan, "the plan of a bench")
     except FileNotFoundError:
