@@ -52,6 +52,7 @@ from profharness.store.schema import (
     damaged,
     forget_run,
     insert_row,
+    is_altered,
     is_damage,
     transaction,
     waiting,
@@ -129,7 +130,7 @@ def ingest_path(
             except StoreError as error:
                 raise StoreError(f"{error}{_remedy(read)}") from None
             except (sqlite3.Error, UnicodeDecodeError) as error:
-                if is_damage(error):
+                if is_damage(error) or is_altered(error):
                     raise damaged(store, error) from None
                 message = f"{store}: cannot be written: {error}; name another --store"
                 raise StoreError(f"{message}{_remedy(read)}") from None

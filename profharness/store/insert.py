@@ -20,6 +20,7 @@ from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
 from profharness.store.schema import Shard, insert_row
+from profharness.store.tables import GROUP_KEYS
 from profharness.store.traced_calls import CallLaunches
 from profharness.trace import (
     CELL_RANGE_PREFIX,
@@ -49,9 +50,6 @@ _UNCHANGED = (
 _LAUNCH_COLUMNS = (
     "trace_id", "cell_id", "iteration", "kernel_id", "launch_config_id", "op_path_id", "range_id",
     "api_id", *_UNCHANGED,
-)  # fmt: skip
-_GROUP_KEYS = (
-    "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device", "op_path_id"
 )  # fmt: skip
 _NEVER_NULL = {
     "trace_id", "by_op", "kernel_id", "launch_config_id", "device", "launches", "start_ns",
@@ -220,7 +218,7 @@ def insert_trace(
         result.launches += stored
         if stored:
             _insert_launches(connection, columns, first_id, result.launches - stored)
-            keys = [columns[name] for name in _GROUP_KEYS]
+            keys = [columns[name] for name in GROUP_KEYS]
             grouping.add(keys, columns["duration_ns"], columns["first_ns"])
             _count_calls(per_call, columns["cell_id"], columns["iteration"])
         if progress:
@@ -441,7 +439,7 @@ def _insert_groups(
         (0, grouped.coarse, op_paths[grouped.busiest()]),
         (1, grouped.fine, op_paths),
     ):
-        keys = dict(zip(_GROUP_KEYS, grouped.keys[groups.index].T, strict=True))
+        keys = dict(zip(GROUP_KEYS, grouped.keys[groups.index].T, strict=True))
         times = {
             "total_ns": groups.total,
             "median_ns": groups.median,

@@ -41,6 +41,7 @@ from profharness.store.schema import (
     damaged,
     find_damage,
     forget_run,
+    is_altered,
     is_damage,
     transaction,
 )
@@ -54,6 +55,7 @@ from profharness.store.selection import (
     matching_configs,
     shown_by,
 )
+from profharness.store.tables import GROUP_KEYS
 from profharness.store.verifications import (
     device_name,
     find_peaks,
@@ -80,7 +82,6 @@ _DEVICE_COLUMNS = ", ".join(
 )
 _CELL_FIELDS = tuple(field.name for field in fields(CellRow))
 _KERNEL_FIELDS = tuple(field.name for field in fields(KernelRow))
-_GROUP_KEYS = ("trace_id", "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device")
 
 
 def _series(rows: Sequence[tuple[str, int | None, int | None, int]]) -> Series:
@@ -120,7 +121,8 @@ class Store:
         """Close the store. Raises StoreError in place of an error that a damaged file caused."""
         try:
             if isinstance(error, OF_DAMAGE) and not isinstance(error, ProfharnessError):
-                detail = error if is_damage(error) else find_damage(self.connection)
+                known = is_damage(error) or is_altered(error)
+                detail = error if known else find_damage(self.connection)
                 if detail:
                     raise damaged(self.path, detail) from None
         finally:
@@ -534,7 +536,7 @@ def _group_metrics(
     ]
     if not spans:
         return [{} for _ in rows]
-    names = (*_GROUP_KEYS, "op_path_id") if by_op else _GROUP_KEYS
+    names = ("trace_id", *(GROUP_KEYS if by_op else GROUP_KEYS[:-1]))
     groups = [tuple(row[name] for name in names) for row in rows]
     metrics: dict[tuple[Any, ...], Metrics] = {}
     for span in spans:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import stat
 import sys
@@ -31,6 +32,8 @@ SMALL_TABLES = (
     *("kernels", "launch_configs", "op_paths", "apis", "range_names"),
 )
 OTHER = "name another --store"
+ALTERED = "not as profharness made it"
+MISSING = re.compile(r"no such (table|column)|table \w+ has (no column|\d+ columns)")
 Answer = TypeVar("Answer")
 
 
@@ -230,8 +233,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def damaged(path: Path, detail: object, what: str = "damaged inside") -> StoreError:
+def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
     """Return the error for a store that must not be used, which names the command to rebuild it."""
+    what = what or (ALTERED if is_altered(detail) else "damaged inside")
     return StoreError(
         f"{path}: {what}, left as it is ({detail}); rebuild it from the run folders: "
         "profharness ingest traces/runs --store NEW"
@@ -246,6 +250,11 @@ def is_damage(error: BaseException) -> bool:
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or (
         isinstance(error, sqlite3.Error) and "decode to UTF-8" in str(error)
     )
+
+
+def is_altered(error: object) -> bool:
+    """Return whether an error of reading or writing a store shows that its schema was changed."""
+    return isinstance(error, sqlite3.OperationalError) and bool(MISSING.match(str(error)))
 
 
 def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
@@ -392,7 +401,7 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path}: made by an unreleased profharness (schema {version}); delete it or name "
             "another --store, then take the run folders in again: profharness ingest FOLDER"
         )
-    _check_schema(connection, path)
+    _refuse_triggers(connection, path)
     _refuse_external_launches(connection, path)
     return True
 
@@ -410,21 +419,14 @@ def _refuse_external_launches(connection: sqlite3.Connection, path: Path) -> Non
         )
 
 
-def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise StoreError if a table, index or view is missing or changed, or for any trigger.
+def _refuse_triggers(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise StoreError for a store with triggers, which would run at the next ingest.
 
-    A trigger would run at the next ingest. Other tables and views may be added by users.
+    Tables and views may be added by users.
     """
-    found = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
-    have = {sql for _, _, sql in found}
-    wrong = [
-        f"has no {' '.join(sql.split()[1:3])} as it was made"
-        for sql in _statements()
-        if sql not in have
-    ]
-    wrong += [f"holds a trigger, {name!r}" for kind, name, _ in found if kind == "trigger"]
-    if wrong:
-        raise damaged(path, wrong[0], "not as profharness made it")
+    query = "SELECT name FROM sqlite_master WHERE type = 'trigger' LIMIT 1"
+    for (name,) in connection.execute(query):
+        raise damaged(path, f"contains a trigger, {name!r}", ALTERED)
 
 
 def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:

@@ -5,6 +5,11 @@ The launches of a trace have consecutive ids, so a range of ids replaces an inde
 
 from __future__ import annotations
 
+# columns that identify a group of launches in a trace; only groups by op use the last one
+GROUP_KEYS = (
+    "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device", "op_path_id"
+)  # fmt: skip
+
 # peaks has no reference to environments, because an environment is deleted with its last run.
 TABLES = """
 CREATE TABLE environments (
