@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from profharness.answers.bench.rows import all_samples
+from profharness.answers.bench.measurements import all_samples
 from profharness.config import SDPA_BACKENDS
 from profharness.rows import KERNEL
 from profharness.run import Cell, read_run, write_run

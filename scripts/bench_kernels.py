@@ -18,7 +18,7 @@ from typing import Any
 
 from profharness import costs
 from profharness.answers.agreement import replacement_notes, replacements
-from profharness.answers.bench.answer import Benched
+from profharness.answers.bench.evaluation import Benched
 from profharness.api import bench
 from profharness.backends import expand_backends
 from profharness.config import SDPA_BACKENDS, Config, expand_configs

@@ -203,8 +203,8 @@ class Row:
 def compared(folder: Path, gpu: str) -> Iterator[Row]:
     """The rows of all traces in a folder whose calls have kernels and a config."""
     from profharness.answers.atlas.catalog import find_place, known_atlases
-    from profharness.answers.forecast import OF_SDPA, forecast_map
-    from profharness.answers.layers import find_layers
+    from profharness.answers.layers.forecast import OF_SDPA, forecast_map
+    from profharness.answers.layers.layer_map import find_layers
     from profharness.errors import NotFoundError
     from profharness.store import ingest_path, open_store
 

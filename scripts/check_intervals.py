@@ -28,9 +28,9 @@ from pathlib import Path
 from _frame import pack_files, without_traces
 
 from profharness import stats
-from profharness.answers.bench.rows import all_samples
-from profharness.answers.diff.answer import diff_cells
-from profharness.answers.diff.model import Side
+from profharness.answers.bench.measurements import all_samples
+from profharness.answers.diff.compare import diff_cells
+from profharness.answers.diff.result import Side
 from profharness.config import expand_configs
 from profharness.jobs import PROFILED_CALLS, bench_into_store, device_type
 from profharness.rows import MEASUREMENTS, CellRow

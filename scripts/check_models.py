@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from profharness.answers.layers import ran
+from profharness.answers.layers.layer_map import ran
 from profharness.config import parse_config
 from profharness.errors import UsageError
 from profharness.parse.replay import replay_config

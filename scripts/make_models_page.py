@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from profharness.answers.layers import find_layers
+from profharness.answers.layers.layer_map import find_layers
 from profharness.store import ingest_path, open_store
 from profharness.views.layers import layers_document
 from profharness.views.terminal import render_table

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from profharness.answers.agreement import backend_that_ran
-from profharness.answers.bench.answer import Loss, benched
+from profharness.answers.bench.evaluation import Loss, benched
 from profharness.rows import CALL_MEASUREMENTS, CellRow
 from profharness.stats import THRESHOLD
 from profharness.store import Store

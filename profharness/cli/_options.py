@@ -228,7 +228,7 @@ def scheduler_options(function: F) -> F:
 
 
 def gate_options(function: F) -> F:
-    """--fail-on and --expect of `answers.layer_gates` as `fail_on` and `expect`, tuples of texts."""
+    """--fail-on and --expect of `answers.layers.gates` as `fail_on` and `expect`, tuples of texts."""
     function = click.option(
         "--expect",
         multiple=True,

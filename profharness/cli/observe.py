@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from profharness.answers.atlas.answer import Place
-from profharness.answers.layer_gates import Gates, check_gates, parse_gates
-from profharness.answers.layers import NO_MASK_EFFECT, find_layers
+from profharness.answers.layers.gates import Gates, check_gates, parse_gates
+from profharness.answers.layers.layer_map import NO_MASK_EFFECT, find_layers
 from profharness.cli._options import (
     atlas_option,
     driver_option,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from profharness.answers.analyze.answer import ANALYZED, analyze_here, prepare_peaks
+from profharness.answers.analyze.cells import ANALYZED, analyze_here, prepare_peaks
 from profharness.answers.analyze.figures import FIELDS, CellAnalysis, analyze_record
 from profharness.answers.analyze.programs import analyze_program, analyze_selected, program_of
 from profharness.commands._command import Option, command, declaration_of, document

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from profharness.answers.bench.rows import BenchRow
+from profharness.answers.bench.measurements import BenchRow
 from profharness.commands._command import Option, command, declaration_of, document
 from profharness.commands._output import (
     STDOUT,
@@ -57,7 +57,7 @@ from profharness.views.renderers import RENDERERS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.answers.bench.answer import Benched
+    from profharness.answers.bench.evaluation import Benched
 
 FOLDER_FILES = {
     kind: f"bench{suffix}" for suffix, kind in SUFFIX_FORMATS.items() if suffix != ".htm"

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from profharness.answers.explain.answer import (
-    explain_all,
-    require_answer,
-    to_measure,
-    with_store,
-)
-from profharness.answers.explain.maps import bisect_all, draw_maps, numeric_name
-from profharness.answers.explain.rules import (
+from profharness.answers.explain.by_rule import (
     Explanation,
     Place,
     asked_about,
@@ -28,6 +21,13 @@ from profharness.answers.explain.rules import (
     named_places,
     skipped_text,
 )
+from profharness.answers.explain.explanations import (
+    explain_all,
+    require_answer,
+    to_measure,
+    with_store,
+)
+from profharness.answers.explain.maps import bisect_all, draw_maps, numeric_name
 from profharness.commands._command import Option, command, declaration_of, document, gate
 from profharness.commands._output import capture_progress, hint
 from profharness.commands._types import (

@@ -12,17 +12,17 @@ import click
 
 from profharness.answers.atlas.answer import Place
 from profharness.answers.atlas.catalog import find_place, known_atlases
-from profharness.answers.forecast import forecast_map
-from profharness.answers.layer_benches import find_benches
-from profharness.answers.layer_classes import LayerClasses, find_classes
-from profharness.answers.layer_gates import (
+from profharness.answers.layers.benches import find_benches
+from profharness.answers.layers.by_gpu import LayerClasses, find_classes
+from profharness.answers.layers.forecast import forecast_map
+from profharness.answers.layers.gates import (
     Gates,
     check_gates,
     parse_gates,
     require_recorded,
 )
-from profharness.answers.layers import LayerMap, find_layers, replay_lines
-from profharness.answers.regret import timed_configs
+from profharness.answers.layers.layer_map import LayerMap, find_layers, replay_lines
+from profharness.answers.layers.regret import timed_configs
 from profharness.commands._command import Option, command, declaration_of, document, gate
 from profharness.commands._output import capture_progress, echo, hint, measured
 from profharness.commands._types import (

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import profharness.store as stores
-from profharness.answers.bench import answer
-from profharness.answers.layers import LayerMap
-from profharness.answers.regret import (
+from profharness.answers.bench import evaluation
+from profharness.answers.layers.layer_map import LayerMap
+from profharness.answers.layers.regret import (
     MEASUREMENTS,
     regret_backends,
     regret_configs,
@@ -407,15 +407,15 @@ def capture_missing(store: Path, selection: Selection, listener: Listener = SILE
     return replace(selection, run=captured.run.run)
 
 
-def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> answer.Benched:
+def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> evaluation.Benched:
     """Measure, or query a stored run with its own precision and ranking unless others are given.
 
     Raise UsageError, NotFoundError, or CaptureError if no worker starts.
     """
-    answer.check_convention(options.convention)
+    evaluation.check_convention(options.convention)
     precision = PRECISION if options.precision is None else options.precision
     plan = make_plan(options.measurements, precision, options.max_time_s, options.iterations)
-    baseline = answer.parse_baseline(options.baseline)
+    baseline = evaluation.parse_baseline(options.baseline)
     if options.run is None:
         options = replace(options, device=fleet.lanes_device(options.fleet, options.device))
     if options.run is not None:
@@ -423,17 +423,17 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
             raise UsageError("--verify measures; leave --run out, or use profharness verify")
         with open_store(store) as opened:
             run = _timed_run(opened, options)
-            return answer.benched(
+            return evaluation.benched(
                 opened,
                 run,
                 convention=options.convention,
                 baseline=baseline,
                 precision=options.precision,
-                configs=answer.stored_configs(opened, run, options.configs, options.dtypes),
-                backends=answer.stored_backends(opened, run, options.backends),
+                configs=evaluation.stored_configs(opened, run, options.configs, options.dtypes),
+                backends=evaluation.stored_backends(opened, run, options.backends),
                 rank_by=plan.measurements if options.measurements else None,
             )
-    configs = answer.bench_configs(
+    configs = evaluation.bench_configs(
         options.configs, options.dtypes, baseline, device_type(options.device)
     )
     require_number("warmup", options.warmup, 0, whole=True)
@@ -457,7 +457,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> an
     if options.verify:
         _verify(captured, store, options.fleet, listener)
     with open_store(store) as opened:
-        benched = answer.benched(
+        benched = evaluation.benched(
             opened,
             captured.run.run,
             convention=options.convention,
@@ -498,8 +498,8 @@ def time_layers(
 def _timed_run(store: Store, options: BenchOptions) -> str:
     """Return the selected run. If no run has the configs, return the one to list configs of."""
     with contextlib.suppress(NotFoundError):
-        return store.find_run(Selection(options.run, options.configs), *answer.TIMED)
-    return store.find_run(Selection(options.run), *answer.TIMED)
+        return store.find_run(Selection(options.run, options.configs), *evaluation.TIMED)
+    return store.find_run(Selection(options.run), *evaluation.TIMED)
 
 
 def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -> None:

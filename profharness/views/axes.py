@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from profharness.answers.bench.answer import Benched
 from profharness.answers.bench.axes import (
     AXES,
     DTYPE_TOKEN,
@@ -20,6 +19,7 @@ from profharness.answers.bench.axes import (
     families,
     family,
 )
+from profharness.answers.bench.evaluation import Benched
 from profharness.config import parse_config
 from profharness.views.document import Block, Chart, Heading, Mark, Note
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from profharness.answers.agreement import replacement_notes, replacements
-from profharness.answers.bench.answer import Benched, Loss
 from profharness.answers.bench.axes import AXES, LENGTH, Axis, Sweep
-from profharness.answers.bench.rows import UNKNOWN, BenchRow
+from profharness.answers.bench.evaluation import Benched, Loss
+from profharness.answers.bench.measurements import UNKNOWN, BenchRow
 from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak

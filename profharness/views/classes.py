@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from profharness.answers.bench.answer import Benched
+from profharness.answers.bench.evaluation import Benched
 from profharness.views.bench import bench_document
 from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from profharness.answers.diff.model import (
+from profharness.answers.diff.result import (
     LAUNCHES,
     MEMORY,
     REFUSED,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
-from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
-from profharness.answers.explain.rules import (
+from profharness.answers.explain.by_rule import (
     FIELDS,
     FUSED_BACKENDS,
     SCHEMA,
@@ -18,6 +17,7 @@ from profharness.answers.explain.rules import (
     explanation_record,
     unread,
 )
+from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
 from profharness.config import AUTO, SDPA_BACKENDS, sdpa_setting
 from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.errors import few

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from profharness.answers.analyze.alike import common_findings, common_remedies
 from profharness.answers.analyze.figures import CellAnalysis, Evidence, Finding, Remedy
+from profharness.answers.analyze.merge_findings import common_findings, common_remedies
 from profharness.answers.analyze.scenarios import LITTLE_MEMORY, choices, missing
 from profharness.views.document import Block, Column, Heading, Note, Table, status_note
 

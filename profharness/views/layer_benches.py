@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from profharness.answers.layer_benches import BenchClass, BenchedCall, LayerBenches, with_regret
-from profharness.answers.layer_classes import LayerClasses
+from profharness.answers.layers.benches import BenchClass, BenchedCall, LayerBenches, with_regret
+from profharness.answers.layers.by_gpu import LayerClasses
 from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
 from profharness.views.layer_classes import (
     LAYER,

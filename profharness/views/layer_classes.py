@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from profharness.answers.diff.model import LayersBeside
-from profharness.answers.layer_classes import LayerClass, LayerClasses
-from profharness.answers.layers import LayerMap
+from profharness.answers.diff.result import LayersBeside
+from profharness.answers.layers.by_gpu import LayerClass, LayerClasses
+from profharness.answers.layers.layer_map import LayerMap
 from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
 from profharness.views.layers import forecast_record, layers_document, line_of, short_module
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from profharness.answers.layers import (
+from profharness.answers.layers.layer_map import (
     NO_MASK,
     NO_MASK_EFFECT,
     Forecast,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from profharness.answers.ranks.model import CODES, RankComparison, RankFigures
+from profharness.answers.ranks.comparison import CODES, RankComparison, RankFigures
 from profharness.errors import few
 from profharness.views.document import (
     Block,

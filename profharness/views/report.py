@@ -12,11 +12,11 @@ from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.answers.analyze.figures import machine_of
 from profharness.answers.atlas.rows import against
-from profharness.answers.bench.answer import Benched, benched
-from profharness.answers.diff.answer import diff_cells
-from profharness.answers.diff.model import OF_A_FILE, Diff
+from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.diff.compare import diff_cells
+from profharness.answers.diff.result import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
-from profharness.answers.layer_classes import programs_of
+from profharness.answers.layers.by_gpu import programs_of
 from profharness.answers.summary import Summary, summarize_run
 from profharness.config import parse_config
 from profharness.errors import NotFoundError

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from profharness.answers.bench.answer import benched
-from profharness.answers.bench.rows import CHOSEN
+from profharness.answers.bench.evaluation import benched
+from profharness.answers.bench.measurements import CHOSEN
 from profharness.errors import MissingExtraError, NotFoundError, ProfharnessError, UsageError
 from profharness.store import Store, open_store
 from profharness.store.filesystems import file_beside

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from profharness.answers.analyze.answer import analyze, analyze_all
+from profharness.answers.analyze.cells import analyze, analyze_all
 from profharness.answers.analyze.figures import (
     DERIVED,
     MEASURED,
@@ -20,7 +20,7 @@ from profharness.answers.analyze.figures import (
     Machine,
     machine_of,
 )
-from profharness.answers.analyze.rules import score_traffic
+from profharness.answers.analyze.finding_rules import score_traffic
 from profharness.answers.analyze.sweeps import sweep
 from profharness.config import parse_config
 from profharness.devices import Device, Peaks, data_sheet

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_analyze import MACHINE, cell, evidence, kernel
 
-from profharness.answers.analyze.answer import analyze
+from profharness.answers.analyze.cells import analyze
 from profharness.answers.analyze.figures import MEASURED
 from profharness.rows import KernelRow
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from test_analyze import MACHINE, cell, kernel
 
-from profharness.answers.analyze.answer import analyze
+from profharness.answers.analyze.cells import analyze
 from profharness.answers.analyze.counter_rules import THRESHOLDS, WARP_STATE_WORDS
 from profharness.answers.analyze.counters import read_counters
 from profharness.answers.analyze.figures import MEASURED, CellAnalysis, analyze_record

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.answers.analyze.answer import analyze_stored
+from profharness.answers.analyze.cells import analyze_stored
 from profharness.answers.analyze.counters import Counters
 from profharness.answers.analyze.figures import CellAnalysis, KernelFigures
 from profharness.devices import MEASURED, Peaks, l1_bytes

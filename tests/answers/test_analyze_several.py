@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_analyze import MACHINE, cell, kernel
 
-from profharness.answers.analyze.alike import common_findings, common_remedies, merged_text
-from profharness.answers.analyze.answer import analyze, analyze_all
+from profharness.answers.analyze.cells import analyze, analyze_all
 from profharness.answers.analyze.figures import CellAnalysis, Evidence, Finding
+from profharness.answers.analyze.merge_findings import common_findings, common_remedies, merged_text
 from profharness.answers.analyze.scenarios import LITTLE_MEMORY, choices, missing
 from profharness.answers.analyze.sweeps import changed_problems, drops, sweep
 from profharness.config import parse_config

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from profharness.answers.agreement import replacement, replacement_notes, replacements
-from profharness.answers.explain.answer import explain_all, with_store
-from profharness.answers.explain.rules import named_places
+from profharness.answers.explain.by_rule import named_places
+from profharness.answers.explain.explanations import explain_all, with_store
 from profharness.backends import BACKENDS
 from profharness.config import parse_config
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow

@@ -15,7 +15,7 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
-from profharness.answers.bench.answer import benched
+from profharness.answers.bench.evaluation import benched
 from profharness.backends import find_backend, fingerprints
 from profharness.cases import VerificationRow
 from profharness.config import parse_config

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 from written_samples import STUDY, answer, cell, regretful, steady
 
-from profharness.answers.bench.answer import bench_configs, benched, stored_backends, stored_configs
+from profharness.answers.bench.evaluation import (
+    bench_configs,
+    benched,
+    stored_backends,
+    stored_configs,
+)
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, TraceFormatError
 from profharness.run import BenchPlan, Cell, read_run, write_plan, write_run

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from written_samples import answer, cell, steady
 
-from profharness.answers.bench.answer import Benched, benched
 from profharness.answers.bench.axes import AXES, LENGTH, Sweep, families
+from profharness.answers.bench.evaluation import Benched, benched
 from profharness.config import parse_config
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import bench_document

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from written_samples import L4, STUDY, answer, cell, steady
 
-from profharness.answers.bench.answer import Benched
+from profharness.answers.bench.evaluation import Benched
 from profharness.rows import COLD
 from profharness.views.bench import bench_document
 from profharness.views.classes import classes_document

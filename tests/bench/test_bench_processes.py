@@ -16,8 +16,8 @@ from waiting import PATIENCE_S
 from written_samples import STUDY, answer, cell, steady
 
 from profharness import stats
-from profharness.answers.bench.answer import Benched, benched
-from profharness.answers.bench.rows import all_samples
+from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.bench.measurements import all_samples
 from profharness.config import expand_configs, parse_config
 from profharness.jobs import Captured, bench_into_store, resume_into_store
 from profharness.run import (

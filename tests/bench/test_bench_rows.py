@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
-from profharness.answers.bench.answer import bench_configs, benched, parse_baseline
-from profharness.answers.bench.rows import (
+from profharness.answers.bench.evaluation import bench_configs, benched, parse_baseline
+from profharness.answers.bench.measurements import (
     BenchRow,
     clock_doubts,
     with_regret,
@@ -289,7 +289,7 @@ def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
 def test_codes_of_winners_run() -> None:
     import torch
 
-    from profharness.answers.bench.answer import selecting
+    from profharness.answers.bench.evaluation import selecting
 
     row = BenchRow("r", "b1-h2-s8-d8-fp32-causal", "math", "ok", None)
     q, k, v = torch.randn(3, 1, 2, 8, 8)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.answers.bench.answer import Benched, benched
-from profharness.answers.bench.rows import BenchRow
+from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.bench.measurements import BenchRow
 from profharness.config import parse_config
 from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store

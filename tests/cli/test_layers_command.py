@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from small_models import Model, record
 
-from profharness.answers.layers import numbered
+from profharness.answers.layers.layer_map import numbered
 from profharness.cli.main import cli
 from profharness.config import parse_config
 from profharness.errors import ProfharnessError

@@ -23,11 +23,11 @@ from waiting import PATIENCE_S
 from written_benches import US, bench_run
 
 from profharness import jobs
-from profharness.answers.bench.answer import benched
-from profharness.answers.explain.rules import named_places
-from profharness.answers.layer_gates import check_gates, parse_gates, require_recorded
-from profharness.answers.layers import LayerMap, find_layers, suggestions
-from profharness.answers.regret import regret_configs, regret_map
+from profharness.answers.bench.evaluation import benched
+from profharness.answers.explain.by_rule import named_places
+from profharness.answers.layers.gates import check_gates, parse_gates, require_recorded
+from profharness.answers.layers.layer_map import LayerMap, find_layers, suggestions
+from profharness.answers.layers.regret import regret_configs, regret_map
 from profharness.cli.main import cli
 from profharness.config import parse_config
 from profharness.errors import GateError, ProfharnessError, UsageError

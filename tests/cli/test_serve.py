@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 from waiting import PATIENCE_S, alive, until
 
-from profharness.answers.bench.answer import benched
+from profharness.answers.bench.evaluation import benched
 from profharness.config import parse_config
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.answers.agreement import disagreements, with_predictions
+from profharness.answers.explain.by_rule import explain_by_rule, named_places
 from profharness.answers.explain.live import explain_live
-from profharness.answers.explain.rules import explain_by_rule, named_places
 from profharness.answers.repro import ReproCell, repro_script
 from profharness.backends import find_backend
 from profharness.cli.main import cli

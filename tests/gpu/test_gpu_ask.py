@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from profharness.answers.explain.by_rule import Explanation
 from profharness.answers.explain.live import explain_live
-from profharness.answers.explain.rules import Explanation
 from profharness.config import DTYPES, Config
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle

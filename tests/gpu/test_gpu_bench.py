@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from profharness.answers.bench.answer import Benched, benched
+from profharness.answers.bench.evaluation import Benched, benched
 from profharness.config import expand_configs
 from profharness.jobs import bench_into_store, default_backends
 from profharness.run import BenchPlan, CaptureOptions, Protocol

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 from programs import Seen, observe, write
 
-from profharness.answers.layer_gates import check_gates, parse_gates
-from profharness.answers.layers import LayerMap, find_layers
+from profharness.answers.layers.gates import check_gates, parse_gates
+from profharness.answers.layers.layer_map import LayerMap, find_layers
 from profharness.cli.main import cli
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.parse.observed import CUT_SHORT, read_observed

@@ -15,8 +15,8 @@ import pytest
 from waiting import HANG, PATIENCE_S
 
 from profharness.answers.explain import live
+from profharness.answers.explain.by_rule import Explanation
 from profharness.answers.explain.live import explain_live
-from profharness.answers.explain.rules import Explanation
 from profharness.config import LAYOUTS, MASKS, Config, parse_config
 from profharness.dispatch.advice import BackendAnswer
 from profharness.dispatch.machine import from_config, machine_of, with_flags

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.answers.explain.by_rule import choices_by_rule, named_places
 from profharness.answers.explain.maps import (
     ALL_OF,
     Bisection,
@@ -21,7 +22,6 @@ from profharness.answers.explain.maps import (
     sweep,
     varying,
 )
-from profharness.answers.explain.rules import choices_by_rule, named_places
 from profharness.config import NUMERIC, Config, expand_configs, parse_config
 from profharness.errors import UsageError
 from profharness.views.document import Table

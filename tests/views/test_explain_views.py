@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from profharness.answers.explain.rules import (
+from profharness.answers.explain.by_rule import (
     FIELDS,
     Explanation,
     chosen,

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.answers.bench.axes import LENGTH, family
-from profharness.answers.diff.model import Diff, DiffRow, Verdict
+from profharness.answers.diff.result import Diff, DiffRow, Verdict
 from profharness.cli._options import FORMATS, SUFFIX_FORMATS
 from profharness.cli.main import find_command
 from profharness.config import parse_config

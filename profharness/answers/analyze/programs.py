@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from profharness.answers.analyze.answer import (
+from profharness.answers.analyze.cells import (
     ANALYZED,
     MEASURE,
     SOURCES,
@@ -18,7 +18,13 @@ from profharness.answers.analyze.answer import (
     peaks_source,
 )
 from profharness.answers.analyze.figures import CellAnalysis, Machine, machine_of
-from profharness.answers.layers import like_calls, median_config, module_names, numbered, ran
+from profharness.answers.layers.layer_map import (
+    like_calls,
+    median_config,
+    module_names,
+    numbered,
+    ran,
+)
 from profharness.answers.roles import AUTOGRAD
 from profharness.config import Config, parse_config
 from profharness.devices import Device, occupancy

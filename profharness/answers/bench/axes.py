@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from profharness import stats
-from profharness.answers.bench.rows import BenchRow
+from profharness.answers.bench.measurements import BenchRow
 from profharness.config import DTYPES, OWN_CHOICE, Config, leaves_choice, parse_config
 
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from profharness.answers.diff.model import (
+from profharness.answers.diff.result import (
     BACKEND_CHANGED,
     LAUNCHES,
     MEMORY,
@@ -17,7 +17,7 @@ from profharness.answers.diff.model import (
     Program,
     Side,
 )
-from profharness.answers.observed import Observed
+from profharness.answers.layers.observed_calls import Observed
 from profharness.config import Config, parse_config, setting_name
 from profharness.errors import NotFoundError, few
 from profharness.store import Need, Selection, Store

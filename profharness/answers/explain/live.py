@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from profharness.answers.explain.rules import (
+from profharness.answers.explain.by_rule import (
     ALLOW_SET,
     COMPILED,
     CPU_IGNORES,

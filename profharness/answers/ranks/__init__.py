@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from profharness.stats import THRESHOLD
 
 if TYPE_CHECKING:
-    from profharness.answers.ranks.model import RankComparison
+    from profharness.answers.ranks.comparison import RankComparison
     from profharness.store import Store
 
 
@@ -17,6 +17,6 @@ def compare_ranks(
 ) -> RankComparison:
     """Compare the ranks that `refs` select, as in `Store.ranks`."""
     # imports numpy, which no other reading command needs
-    from profharness.answers.ranks.answer import compare
+    from profharness.answers.ranks.outliers import compare
 
     return compare(store, refs, threshold)

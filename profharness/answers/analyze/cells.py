@@ -24,8 +24,8 @@ from profharness.answers.analyze.figures import (
     phase_figures,
     us,
 )
+from profharness.answers.analyze.finding_rules import OF_EAGER, RULES, kv_places
 from profharness.answers.analyze.remedies import bottleneck, remedies
-from profharness.answers.analyze.rules import OF_EAGER, RULES, kv_places
 from profharness.config import leaves_choice, parse_config
 from profharness.devices import DATA_SHEET
 from profharness.devices import MEASURED as MEASURED_PEAKS

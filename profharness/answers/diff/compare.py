@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness import stats
-from profharness.answers.bench.rows import clock_doubts, host_doubts
-from profharness.answers.diff.costs import launch_cost, memory_cost, refusal_cost
-from profharness.answers.diff.layers import diff_layers
-from profharness.answers.diff.model import (
+from profharness.answers.bench.measurements import clock_doubts, host_doubts
+from profharness.answers.diff.resource_costs import launch_cost, memory_cost, refusal_cost
+from profharness.answers.diff.result import (
     MIN_LAUNCHES,
     RESOLUTION_NS,
     Change,
@@ -22,6 +21,7 @@ from profharness.answers.diff.model import (
     Verdict,
     environment_changes,
 )
+from profharness.answers.layers.matching import diff_layers
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CALL_MEASUREMENTS, KERNEL, TRACE_PROFILERS, CellRow, KernelRow

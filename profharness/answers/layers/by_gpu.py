@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from profharness.answers.diff.layers import layers_beside
-from profharness.answers.diff.model import LayersBeside, environment_changes
+from profharness.answers.diff.result import LayersBeside, environment_changes
 from profharness.answers.diff.sides import program_of
-from profharness.answers.layers import LayerMap, find_layers
+from profharness.answers.layers.layer_map import LayerMap, find_layers
+from profharness.answers.layers.matching import layers_beside
 from profharness.errors import NotFoundError, UsageError
 from profharness.store import Store
 

@@ -16,7 +16,7 @@ from profharness.answers.agreement import (
     replacement,
     replacement_text,
 )
-from profharness.answers.explain.rules import Explanation, Place, chosen, explain_by_rule, settle
+from profharness.answers.explain.by_rule import Explanation, Place, chosen, explain_by_rule, settle
 from profharness.config import AUTO, Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.errors import CaptureError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from profharness.answers.agreement import FAMILY_BACKENDS
-from profharness.answers.layers import (
+from profharness.answers.layers.layer_map import (
     NO_MASK_EFFECT,
     LayerMap,
     LayerRow,

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from profharness import stats
-from profharness.answers.diff.model import (
+from profharness.answers.diff.result import (
     MIN_LAUNCHES,
     RESOLUTION_NS,
     LayerDiff,
@@ -22,7 +22,7 @@ from profharness.answers.diff.model import (
     Program,
     Verdict,
 )
-from profharness.answers.layers import (
+from profharness.answers.layers.layer_map import (
     NUMBER,
     module_name,
     module_names,

@@ -20,7 +20,7 @@ from profharness.answers.bench.axes import (
     dtype_pairs,
     sweeps,
 )
-from profharness.answers.bench.rows import (
+from profharness.answers.bench.measurements import (
     CHOSEN,
     REFERENCES,
     Baseline,

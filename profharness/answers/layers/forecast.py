@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from profharness.answers.atlas.answer import Place, disagreement, machine_text, place_estimates
 from profharness.answers.atlas.model import Estimate
-from profharness.answers.layers import (
+from profharness.answers.layers.layer_map import (
     Forecast,
     LayerForecast,
     LayerMap,

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from profharness.answers.observed import Observed
+from profharness.answers.layers.observed_calls import Observed
 from profharness.rows import CallRow, CellRow, KernelRow, StepRow
 
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran
-from profharness.answers.bench.answer import Benched
-from profharness.answers.layers import LayerMap, LayerRow, Regret, Suggestion, suggestions
+from profharness.answers.bench.evaluation import Benched
+from profharness.answers.layers.layer_map import LayerMap, LayerRow, Regret, Suggestion, suggestions
 from profharness.config import OWN_CHOICE, SDP_BACKENDS, SDPA_BACKENDS, Config, parse_config
 from profharness.errors import NotFoundError
 from profharness.rows import COLD, KERNEL

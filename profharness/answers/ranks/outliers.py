@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profharness.answers.diff.model import environment_changes
-from profharness.answers.ranks.figures import (
-    Launched,
-    attention,
-    center,
-    launched,
-    outside,
-    paces,
-    uneven,
-)
-from profharness.answers.ranks.model import (
+from profharness.answers.diff.result import environment_changes
+from profharness.answers.ranks.comparison import (
     LATE,
     MISSING,
     OTHER_ATTENTION,
@@ -35,6 +26,15 @@ from profharness.answers.ranks.model import (
     Finding,
     RankComparison,
     RankFigures,
+)
+from profharness.answers.ranks.paces import (
+    Launched,
+    attention,
+    center,
+    launched,
+    outside,
+    paces,
+    uneven,
 )
 from profharness.errors import NotFoundError, few
 from profharness.kernel_names import COLLECTIVE

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from profharness import stats
-from profharness.answers.diff.model import LAUNCHES, MEMORY, REFUSED, Cost, CostVerdict
+from profharness.answers.diff.result import LAUNCHES, MEMORY, REFUSED, Cost, CostVerdict
 from profharness.answers.roles import launches_per_call
 from profharness.rows import CellRow, KernelRow
 

@@ -12,8 +12,8 @@ from itertools import chain, pairwise
 from typing import Any
 
 from profharness.answers.agreement import FAMILY_BACKENDS, backend_of_op
-from profharness.answers.explain.rules import Place, explain_by_rule, named_places
-from profharness.answers.observed import Observed
+from profharness.answers.explain.by_rule import Place, explain_by_rule, named_places
+from profharness.answers.layers.observed_calls import Observed
 from profharness.config import AUTO, Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from profharness.answers.bench.answer import TIMED, Benched, benched, what_ran
-from profharness.answers.diff.model import LayersBeside, LayerSide
-from profharness.answers.layer_classes import LayerClass, LayerClasses, software_changes
-from profharness.answers.layers import LayerMap
-from profharness.answers.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
+from profharness.answers.bench.evaluation import TIMED, Benched, benched, what_ran
+from profharness.answers.diff.result import LayersBeside, LayerSide
+from profharness.answers.layers.by_gpu import LayerClass, LayerClasses, software_changes
+from profharness.answers.layers.layer_map import LayerMap
+from profharness.answers.layers.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.config import AUTO, SDPA_BACKENDS
 from profharness.errors import NotFoundError, UsageError
 from profharness.store import Selection, Store
