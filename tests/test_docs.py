@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "docs/atlas.md",
+    "docs/contracts.md",
     "docs/design.md",
     "docs/measuring.md",
     "docs/verification.md",
@@ -197,15 +199,15 @@ def listing(page: str, before: str) -> list[str]:
     return found.group(1).split()
 
 
-def test_the_design_page_has_the_actual_keys() -> None:
-    page = "docs/design.md"
+def test_contracts_page_lists_the_keys_of_rows() -> None:
+    page = "docs/contracts.md"
     assert listing(page, "Keys of a kernels row:") == list(FIELDS)
     assert listing(page, "Keys of a diff row:") == list(DiffRow.__slots__)
     assert listing(page, "`family` is one\nof") == list(kernel_names.FAMILIES)
 
 
-def test_the_design_page_has_the_actual_words() -> None:
-    text = TEXT["docs/design.md"]
+def test_contracts_page_lists_words_tokens_and_views() -> None:
+    text = TEXT["docs/contracts.md"]
     spans = set(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
     for verdict in VERDICTS:
         assert verdict in spans
@@ -221,6 +223,19 @@ def test_the_design_page_has_the_actual_words() -> None:
 
 def test_the_threshold_is_the_documented_one() -> None:
     assert f"{stats.THRESHOLD * 100:g} % unless `--threshold`" in TEXT["docs/measuring.md"]
+
+
+def test_pre_commit_runs_the_checks_of_make() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.search(r"^TORCH \?= (.*)$", makefile, re.MULTILINE)
+    assert found
+    target = makefile.partition("\ncheck:")[2].partition("\n\n")[0]
+    commands = [line.strip() for line in target.splitlines()[1:]]
+    in_full = [
+        line.replace("$(BIN)", ".venv/bin").replace("'$(TORCH)'", found[1]) for line in commands
+    ]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"^ +entry: (.*)$", hooks, re.MULTILINE) == in_full
 
 
 def test_the_readme_is_short() -> None:

@@ -195,7 +195,7 @@ _LAUNCHES_OF_TRACES = """FROM traces t JOIN runs r ON r.id = t.run_id
     JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
     LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id"""
 
-# kernel_groups and sample_summary are internal; docs/design.md lists the other views.
+# kernel_groups and sample_summary are internal; docs/contracts.md lists the other views.
 VIEWS = {
     "kernel_launches": f"""
         SELECT r.run, cf.label AS config, c.backend, t.profiler, rn.name AS range,
