@@ -261,7 +261,7 @@ class Products:
 
 
 def read_products(path: Path) -> Products:
-    """Read a file of products. Raises UsageError for any other file."""
+    """Read a file of products. Raise UsageError for any other file."""
     try:
         packed = lzma.LZMADecompressor(memlimit=DECODER_BYTES)
         record = json.loads(packed.decompress(read_input(path), max_length=RECORD_BYTES))

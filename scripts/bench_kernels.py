@@ -148,7 +148,7 @@ def _at_most(what: str, limit: float, value: float | None) -> Target:
 def measured(
     configs: Iterable[str], backends: Sequence[str], folder: Path, time_s: float
 ) -> Benched:
-    """One bench whose backends take turns on each config. Raises ProfharnessError."""
+    """One bench whose backends take turns on each config. Raise ProfharnessError."""
     frame = bench(
         list(configs),
         backends,
@@ -245,7 +245,7 @@ def verdict(target: Target) -> str:
 
 
 def report(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure, print as it goes, and give the figures. Raises ProfharnessError."""
+    """Measure, print as it goes, and give the figures. Raise ProfharnessError."""
     start = time.perf_counter()
     own = asked.kernels.split(",") if asked.kernels else expand_backends(["kernels"], ())
     own = [name for name in own if name not in PEERS]

@@ -104,7 +104,7 @@ class Pair:
 
 
 def find_atlas(gpu: str, torch: str) -> Atlas:
-    """Return the packaged atlas of a GPU and a release. Raises UsageError without one."""
+    """Return the packaged atlas of a GPU and a release. Raise UsageError without one."""
     entries = [Entry(path, PACKAGE, read_atlas(path)) for path in packaged_atlases()]
     atlas = find_place(entries, gpu, torch)[0].atlas
     if atlas is None:

@@ -38,7 +38,7 @@ class Mismatch(NamedTuple):
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and row of a JSON-lines file, gzip or plain. Raises UsageError on a bad line."""
+    """Line number and row of a JSON-lines file, gzip or plain. Raise UsageError on a bad line."""
     with path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
     with gzip.open(path, "rt") if packed else path.open() as lines:

@@ -141,7 +141,7 @@ def rows_of(cells: list[Row], results: list[Row], path: str) -> list[Row]:
 
 
 def lines_of(path: Path) -> Iterator[Row]:
-    """The lines of a shard; the last one may have been cut off. Raises UsageError for other files."""
+    """The lines of a shard; the last one may have been cut off. Raise UsageError for other files."""
     for number, row in enumerate(shard_lines(path)):
         if number == 0 and row.get("atlas") != SHARD_VERSION:
             raise UsageError(f"{path}: not a shard of an atlas of version {SHARD_VERSION}")
@@ -175,7 +175,7 @@ class Shard:
 
 
 def new_shard(folder: Path, environment: Row, seed: int) -> Shard:
-    """A shard of its own for each call: the one before may end in half a line. Raises UsageError where
+    """A shard of its own for each call: the one before may end in half a line. Raise UsageError where
     the folder holds another machine's.
     """
     shards = shards_of(folder)
@@ -445,7 +445,7 @@ class Campaign:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """`0/4`: which of how many equal parts of the plan. Raises ArgumentTypeError."""
+    """`0/4`: which of how many equal parts of the plan. Raise ArgumentTypeError."""
     place, slash, count = text.partition("/")
     if not (slash and place.isdigit() and count.isdigit() and int(place) < int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4")

@@ -218,7 +218,7 @@ def bench(
       profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
 
     In Python the result has one row per cell and measurement, times in ns. The whole answer is in
-    `attrs["answer"]`. Raises CaptureError if no worker starts.
+    `attrs["answer"]`. Raise CaptureError if no worker starts.
     """
     from profharness import jobs  # loads what runs workers, which --help does not need
 

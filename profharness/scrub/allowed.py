@@ -1,4 +1,4 @@
-"""What a text may contain: words that belong to software, small numbers, and a few whole forms."""
+"""The contents that are known to be harmless: words of software, small numbers, a few whole forms."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _is_known_part(part: str) -> bool:
     lengths = [len(token) for token in tokens if not token.isdigit()]
     groups = len(tokens) - len(lengths)
     short = sum(length < 3 for length in lengths)
-    # letters and digits by turns are a key or a hash
+    # alternating letters and digits are a key or a hash
     if groups > 2 or short > MAX_SHORT or (groups and lengths.count(1) > 1):
         return False
     if groups == 2 and lengths.count(1) and len(part) > 4:
@@ -118,7 +118,7 @@ def _is_known_part(part: str) -> bool:
 
 
 def _may_follow(before: str, token: str) -> bool:
-    """Return whether a number or a word is known, and may stand behind another."""
+    """Return whether a number or a word is known, and may follow another."""
     if token.isdigit():
         return len(token) <= MAX_DIGITS_IN_NAME and (len(before) < 2 or before in NUMBERED_WORDS)
     return (len(token) == 1 or token in WORDS) and not _HEX.fullmatch(before + token)
@@ -151,7 +151,7 @@ def _shape(chunk: str) -> str | None:
 
 
 def _unknown_at(text: str) -> int:
-    """Return where the first chunk begins that is not known, or the length of the text."""
+    """Return the position of the first unknown chunk, or the length of the text."""
     number = ""  # the last chunk, if it was a number
     word_before = False
     depth = 0  # of brackets: only in them, and after a comma, may a number follow a number
@@ -181,7 +181,7 @@ def _word_follows(text: str, at: int) -> bool:
 def known_length(text: str, key: str = "") -> int:
     """Return how many characters of a text, from its start, are known to be harmless.
 
-    key is the member, column or argument that contains it: some forms are known under one key only.
+    `key` is the member, column or argument that contains it. Some forms are known only under one key.
     """
     form = BY_KEY.get(key)
     if not text or (form is not None and form.fullmatch(text)) or _GRAPH.fullmatch(text):

@@ -1,4 +1,4 @@
-"""A reader that reports what a scrubbed copy of published files would lack."""
+"""Audit files: report everything that a scrubbed copy would replace or drop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MAX_JSON = 1 << 28  # bytes; a larger document that is no trace is read by lines
 
 
 class PrivateDataError(ProfharnessError):
-    """A copy contains something that is not known to be harmless; it was deleted."""
+    """A copy contained something that is not known to be harmless, and was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that `scrub` replaces or drops. text is what it writes in its place."""
+    """Something that `scrub` replaces or drops. `text` is its replacement."""
 
     path: Path
     where: str
@@ -43,7 +43,7 @@ class Finding:
 def audit(path: Path) -> list[Finding]:
     """Return what `scrub` would replace in a file, or in all files below a folder and their names.
 
-    Raises TraceFormatError for what cannot be read.
+    Raise TraceFormatError for files that cannot be read.
     """
     if not path.is_dir():
         return list(_findings(path, Scrubber()))
@@ -99,13 +99,13 @@ def _check(path: Path, scrubber: Scrubber) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     with path.open("rb") as plain:
-        packed = plain.read(len(GZIP)) == GZIP  # whatever the name says
+        packed = plain.read(len(GZIP)) == GZIP  # whatever the suffix is
     with gzip.open(path, "rb") if packed else path.open("rb") as file:
         yield cast("IO[bytes]", file)
 
 
 def _json_of(file: IO[bytes]) -> tuple[bool, Any]:
-    """Return whether a file is a Kineto trace, and what another JSON document contains."""
+    """Return whether a file is a Kineto trace, and else the content of the JSON document."""
     file.seek(0)
     head = file.read(1 << 16)
     if head.lstrip()[:1] not in (b"{", b"["):

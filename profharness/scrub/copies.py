@@ -37,8 +37,8 @@ _Journals = dict[str, list[dict[str, Any]]]
 class Scrubbed:
     """The result of `scrub`. All names are relative.
 
-    files are those of the copy, left_out those of the source that it lacks; replaced pairs each raw
-    report with the export in its place.
+    `files` are those of the copy, `left_out` those of the source that it lacks. `replaced` pairs each
+    raw report with the export that replaces it.
     """
 
     output: Path
@@ -68,9 +68,9 @@ def default_output(source: Path) -> Path:
 def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> Scrubbed:
     """Copy a run folder or a trace without what is not known to be harmless.
 
-    The source is never changed. force replaces an existing output (a folder only if it is a run
-    folder). Raises UsageError for an output that cannot be, TraceFormatError for a source that
-    cannot be read, and PrivateDataError if the copy fails its audit; the output is then unchanged.
+    The source is never changed. `force` replaces an existing output (a folder only if it is a run
+    folder). Raise UsageError for an invalid output, TraceFormatError for a source that cannot be read,
+    and PrivateDataError if the copy fails its audit. On an error the output is unchanged.
     """
     if not source.exists():
         raise TraceFormatError(source, "no such file or folder", expected="a run folder or a trace")
@@ -79,7 +79,7 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
     if source.is_file():
         check_name(source, output)
     try:
-        # beside the output, so that a rename puts the whole copy in its place
+        # on the file system of the output, so that a rename moves the whole copy
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as made:
             work = Path(made)
             copy = work / output.name
@@ -119,7 +119,7 @@ def _scrub_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
 
 
 def _journals(source: Path, run: Run) -> _Journals:
-    """Return the events of an observed program by file; lines that are none have no copy."""
+    """Return the events of an observed program by file. Lines that are not events are dropped."""
     paths = observed_journals(source) if run.kind == OBSERVE else []
     return {path.name: [row for row in observed_rows(path) if row is not None] for path in paths}
 
@@ -224,7 +224,7 @@ def _check_output(source: Path, output: Path, *, force: bool) -> None:
 
 
 def _put(copy: Path, output: Path, work: Path) -> None:
-    """Give the copy its name; an earlier one moves into the folder that is about to be deleted."""
+    """Rename the copy to its final name. Move an earlier copy into the temporary folder."""
     if output.is_dir():
         output.rename(work / "earlier")
     copy.replace(output)

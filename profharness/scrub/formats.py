@@ -28,5 +28,5 @@ def writer_of(path: Path) -> Writer:
 
 
 def as_plain_file(path: Path) -> AbstractContextManager[Path]:
-    """Return the file itself, or an export or CSV unpacked; Kineto's reader unpacks on its own."""
+    """Return the file itself, or an unpacked export or CSV. The Kineto reader unpacks by itself."""
     return nullcontext(path) if path.name.lower().endswith(".json.gz") else unpacked(path)

@@ -1,4 +1,4 @@
-"""A Kineto trace with known keys and known texts only, event by event in bounded memory.
+"""Scrub a Kineto trace event by event in bounded memory. Only known keys and texts are kept.
 
 Numbers keep their digits.
 """
@@ -49,9 +49,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 def scrub_kineto(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
-    """Write the copy as plain JSON, one event a line.
+    """Write the copy as plain JSON, one event per line.
 
-    Raises TraceFormatError if the file is no Kineto trace or is cut short.
+    Raise TraceFormatError if the file is no Kineto trace or is cut short.
     """
     with closing(Window(path)) as window:
         layout = probe(window)
@@ -134,7 +134,7 @@ def _events(window: Window, layout: Layout) -> Iterator[bytes]:
 
 
 class _Events:
-    """Scrubs events. Each distinct value is looked at once."""
+    """Scrubs events. Each distinct value is examined once."""
 
     def __init__(self, scrubber: Scrubber) -> None:
         self.scrubber = scrubber

@@ -1,7 +1,7 @@
-"""An nsys SQLite export as a fresh file: all its tables and columns, filled with allowed contents.
+"""Scrub an nsys SQLite export: write a new file with all its tables and columns, and allowed contents.
 
-In TABLES a column's mark says what it contains: nothing for a number, `$` a text, `@` a key of
-StringIds, `#` a serialized process and thread id, `%` a process id.
+TABLES marks each column: no mark for a number, `$` for a text, `@` for a key of StringIds, `#` for a
+serialized process and thread id, `%` for a process id.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def columns_of(table: str) -> dict[str, str] | None:
 
 
 def row_allowed(table: str, row: dict[str, object]) -> bool:
-    """Return whether a row may be copied, where only some rows of its table may."""
+    """Return whether a row may be copied. For tables of which only some rows may be."""
     if table == "DIAGNOSTIC_EVENT":
         return DIAGNOSTICS.fullmatch(str(row.get("text"))) is not None
     if table not in NAMED_VALUES:
@@ -138,7 +138,7 @@ def row_allowed(table: str, row: dict[str, object]) -> bool:
 
 
 def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
-    """Write the copy. Raises TraceFormatError for a file that is no export of nsys.
+    """Write the copy. Raise TraceFormatError for a file that is no export of nsys.
 
     Process and thread ids become small numbers, the same in every table. Texts that no copied row
     refers to are left out.
@@ -148,7 +148,7 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
         if not kept:
             raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
         with closing(sqlite3.connect(file.name)) as target:
-            # a copy that fails is thrown away: it needs neither journal nor fsync
+            # a copy that fails is deleted, so it needs neither journal nor fsync
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
             _Export(source, target, kept, scrubber).copy()
             target.commit()
@@ -213,7 +213,7 @@ class _Export:
 
     def _copy_rows(self, table: str, columns: dict[str, str], empty: dict[str, str]) -> None:
         converts: dict[str, Callable[[str, Any], Any]] = {
-            # SQLite keeps a text in a column of numbers too
+            # a numeric column of SQLite may also contain a text
             "": lambda _, value: value if isinstance(value, int | float) else None,
             "@": lambda _, value: value if isinstance(value, int) else None,
             "#": lambda _, value: _renumbered(value, self.numbers),
@@ -275,9 +275,9 @@ class _Export:
                 self.scrubber.record("text", "a text that no copied row refers to", where)
 
     def _declare(self) -> dict[str, dict[str, str]]:
-        """Make all tables of the source, empty: other readers look for them and for each column.
+        """Create all tables of the source, empty, since other readers expect each table and column.
 
-        Return, for each table, the columns that must not be null and what stands for nothing.
+        Return, for each table, the columns that must not be null with their empty value.
         """
         empty: dict[str, dict[str, str]] = {}
         for table in _tables(self.source):

@@ -1,4 +1,4 @@
-"""Raw reports of nsys and ncu hold the environment of their process; their exports are copied."""
+"""Replace raw reports of nsys and ncu, which contain the environment of their process, by exports."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TRIPLE = re.compile(r"\([0-9]{1,10}, [0-9]{1,10}, [0-9]{1,10}\)")
 
 
 def scrub_ncu(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
-    """Write the table only: host and process names emptied, processes numbered, texts cleaned.
+    """Write only the table, without host and process names, with numbered processes and cleaned texts.
 
-    Raises TraceFormatError for another kind of CSV, and for one that is cut off.
+    Raise TraceFormatError for another kind of CSV, and for one that is cut off.
     """
     whole = read_text(path)
     head, rows = read_table(whole, path)
@@ -55,7 +55,7 @@ def scrub_ncu(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
 
 
 def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
-    """Return a cell with known texts; of an NVTX cell each domain and name is cleaned by itself."""
+    """Return a cell with known texts. In an NVTX cell each domain and name is cleaned by itself."""
     if column in NUMBERED or _TRIPLE.fullmatch(cell):
         return cell
     if NUMBER_CELL.fullmatch(cell) and column not in TEXTS and scrubber.is_known_key(column):
@@ -67,7 +67,7 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
     cleaned = cell
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         cleaned = cleaned.replace(text, scrubber.clean(text, where=column))
-    # what is left when the names are gone is punctuation, numbers and words of ncu
+    # without the names, only punctuation, numbers and words of ncu remain
     left = cell
     for text in sorted(texts, key=len, reverse=True):
         left = left.replace(text, "")
@@ -76,14 +76,14 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
 
 NSYS_REPORT = ".nsys-rep"
 NCU_REPORT = ".ncu-rep"
-# Suffix of a report, packed or not: what its export ends in.
+# Suffix of a report, packed or not, and the suffix of its export.
 EXPORTS = {
     f"{NSYS_REPORT}{SUFFIX}": ".sqlite",
     f"{NCU_REPORT}{SUFFIX}": ".csv",
     NSYS_REPORT: ".sqlite",
     NCU_REPORT: ".csv",
 }
-# What splits the name of a trace, longest first.
+# Suffixes of traces, longest first.
 SUFFIXES = (".json.gz", ".sqlite.gz", ".csv.gz", *EXPORTS)
 
 
@@ -92,7 +92,7 @@ class StaleExportError(ProfharnessError):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Stem and suffix; the suffixes of reports and packed traces are in small letters."""
+    """Return stem and suffix. Suffixes of reports and packed traces are returned in lower case."""
     for suffix in SUFFIXES:
         if name.lower().endswith(suffix):
             return name[: -len(suffix)], suffix
@@ -100,7 +100,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_name(source: Path, output: Path) -> None:
-    """Raises UsageError when the name of a copy promises what the copy cannot be."""
+    """Raise UsageError if the suffix of the output does not fit its content."""
     (_, suffix), (stem, wrong) = split_name(source.name), split_name(output.name)
     made = EXPORTS.get(suffix)
     if made is None:
@@ -116,10 +116,10 @@ def check_name(source: Path, output: Path) -> None:
 
 
 def exported(report: Path, made: Path) -> Path:
-    """The export beside the report if it is newer and of that product, else a new one at `made`.
+    """Return the export beside the report if it is valid and newer, else a new one at `made`.
 
-    Raises StaleExportError where the one beside it will not do and none can be made, and what the
-    exporters raise.
+    Raise StaleExportError if the existing export is invalid and no new one can be made. Also raise as
+    the exporters do.
     """
     stem, suffix = split_name(report.name)
     beside = report.with_name(f"{stem}{EXPORTS[suffix]}")
@@ -144,7 +144,7 @@ def exported(report: Path, made: Path) -> Path:
 
 
 def _doubt(export: Path, report: Path) -> str | None:
-    """Why an export is not to be taken for that of the report; None when it may be."""
+    """Return why an export cannot be that of the report, or None."""
     if export.stat().st_mtime_ns < report.stat().st_mtime_ns:
         return "is older than the report"
     try:

@@ -1,5 +1,5 @@
-"""What a GPU would do with configs, by its atlas: choice, kernels, time, the best backend, and what
-PyTorch's own choice loses.
+"""Predict configs on a GPU from its atlas: PyTorch's choice, kernels, time, the best backend, and the
+time lost by PyTorch's choice.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from profharness.kernel_names import parse_kernel_name
 from profharness.rows import Refusal
 
 MEASURED = "measured"
-REPEATS = 0.03  # nine of ten measured times come back within it on another H200
+REPEATS = 0.03  # nine of ten measured times repeat within this on another H200
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The GPU and the release that an answer is about. atlas is None where nothing was measured there. asked is
-    what the table of GPUs knows it by: a name, else a capability. own are a user's atlases of the very
-    machine of atlas, whose cells come first. others says which atlases of other versions are there.
+    """A GPU and a PyTorch release.
+
+    `atlas` is None if nothing was measured there. `asked` is the name in the table of GPUs, or the
+    capability. `own` are the user's atlases of the same machine, whose cells take precedence. `others`
+    names the atlases of other versions.
     """
 
     gpu: str
@@ -43,7 +45,7 @@ class Place:
 
     @property
     def text(self) -> str:
-        """`NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, driver 580.159.04`."""
+        """Return a text such as `NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, driver 580.159.04`."""
         if self.atlas is not None:
             return machine_text(self.atlas.machine)
         cudnn = f", cuDNN {self.rules.cudnn}" if self.rules.cudnn else ""
@@ -51,13 +53,13 @@ class Place:
 
 
 def machine_text(machine: Machine) -> str:
-    """A machine in one line."""
+    """Describe a machine in one line."""
     driver = f", driver {machine.driver}" if machine.driver else ""
     return f"{machine.gpu}, torch {machine.torch}, cuDNN {machine.cudnn}{driver}"
 
 
 def place_of(atlas: Atlas) -> Place:
-    """The place where an atlas was measured. Its GPU need not be one that a table has."""
+    """Return the place where an atlas was measured. Its GPU may be missing from the table of GPUs."""
     machine = atlas.machine
     known = known_gpu(machine.gpu)
     capability = f"{known.capability[0]}.{known.capability[1]}" if known else machine.capability
@@ -70,8 +72,9 @@ def place_of(atlas: Atlas) -> Place:
 def place_estimates(
     place: Place, configs: Sequence[Config], backends: Sequence[str]
 ) -> list[Estimate]:
-    """What each config does on each backend there, in the order configs x backends; what a user measured
-    comes first.
+    """Return an estimate for each config on each backend, in the order configs x backends.
+
+    The user's own measurements take precedence.
     """
     asked = (place.atlas, configs, backends, place.asked, place.release)
     estimates = estimate(*asked, rules=place.rules)
@@ -83,7 +86,9 @@ def place_estimates(
 
 
 def disagreement(place: Place, configs: Sequence[Config]) -> str:
-    """What a user's own cells of these configs contradict in the package's; empty where nothing."""
+    """Describe where the user's own cells of these configs contradict the package's. Return "" if
+    they agree.
+    """
     if place.atlas is None or not place.own:
         return ""
     differing = []
@@ -103,14 +108,14 @@ def disagreement(place: Place, configs: Sequence[Config]) -> str:
 
 
 def place_named(gpu: str, torch: str) -> Place:
-    """A place without an atlas, by rule alone. Raises UsageError for a GPU or a release that is none."""
+    """Return a place without an atlas. Raise UsageError for an unknown GPU or release."""
     rules, name = machine_for(gpu, torch), find_gpu(gpu).name
     shown = name if same_gpu(gpu, name) else gpu
     return Place(shown, release_text(rules.torch), rules, name)
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """The row of the table of GPUs, None where it has none."""
+    """Return the row of the table of GPUs, or None."""
     try:
         return find_gpu(name)
     except UsageError:
@@ -118,25 +123,26 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Whether two names mean one GPU; variants of a board with other rates are not the same."""
+    """Return whether two names mean the same GPU. Variants of a board with other rates differ."""
     names, rates = set(), set()
     for text in (one, other):
         known, sheet = known_gpu(text), data_sheet(text)
         names.add(known.name if known else re.sub(r"[^a-z0-9]|nvidia", "", text.lower()))
-        if sheet is not None:  # a name in a spelling of the user's has none
+        if sheet is not None:  # None for a name in the user's own spelling
             rates.add((*sheet.flops_per_s.items(), sheet.bandwidth_bytes_per_s))
     return len(names) == 1 and len(rates) < 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A config on a backend. source: `measured` (the atlas has the cell), `model` (between its cells),
-    or `floor`: low_ns is then the roofline bound, and there is no time.
+    """The prediction for a config on a backend.
 
-    low_ns and high_ns are the 90 % interval, error the model's relative error there. choice is what
-    `auto` takes, by rule. reasons are those of a refusal. best is the fastest backend of those with a
-    time, regret this time over its time, less 1. certain: the two intervals do not overlap, those of
-    what was measured widened by REPEATS.
+    `source` is `measured` (the atlas has the cell), `model` (interpolated between its cells) or
+    `floor` (no time; low_ns is the roofline bound). low_ns and high_ns are the 90 % interval, `error`
+    is the model's relative error. `choice` is the backend that the dispatch rules choose for `auto`,
+    `reasons` those of a refusal. `best` is the fastest backend with a time, and `regret` is
+    kernel_ns / best_ns - 1. `certain` is whether the two intervals are disjoint, with measured times
+    widened by REPEATS.
     """
 
     config: str
@@ -165,8 +171,9 @@ FIELDS = tuple(field.name for field in fields(Predicted))
 
 
 def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
-    """A tuple for each config, with `auto` first and then each backend of PyTorch's. What was measured of
-    `auto` is told of the backend that it took too, and the other way round: they make the same call.
+    """Return a tuple for each config: `auto` first, then each backend of PyTorch.
+
+    `auto` and the backend that it chose make the same call, so a measurement of one is used for both.
     """
     resolved = [config if config.dtype else config.resolve("cuda") for config in configs]
     estimates = iter(place_estimates(place, resolved, BACKENDS))
@@ -183,7 +190,7 @@ def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted
 
 
 def _rows(config: Config, estimated: Mapping[str, Estimate], place: Place) -> tuple[Predicted, ...]:
-    """The rows of a config, with the best backend, and what each of them loses."""
+    """Return the rows of a config, with the best backend and the regret of each row."""
     timed = [each for name, each in estimated.items() if each.kernel_us and name != AUTO]
     best = min(timed, key=lambda each: each.kernel_us or 0, default=None)
     label = config.label
@@ -215,7 +222,7 @@ def _rows(config: Config, estimated: Mapping[str, Estimate], place: Place) -> tu
 
 
 def _choice(estimated: Estimate) -> str | None:
-    """What `auto` takes, `none` where PyTorch raises; None of a single backend."""
+    """Return the backend chosen for `auto`, `none` if PyTorch raises. None for a single backend."""
     if estimated.backend != AUTO:
         return None
     return estimated.choice or ("unknown" if estimated.status == "unknown" else "none")
@@ -241,7 +248,7 @@ def _is_certain(estimated: Estimate, best: Estimate) -> bool:
 
 
 def _bounds(estimated: Estimate) -> tuple[float, float]:
-    """The interval of a time; what was measured repeats within REPEATS."""
+    """Return the interval of a time. Measured times repeat within REPEATS."""
     low, high = estimated.low_us or 0.0, estimated.high_us or math.inf
     return (
         (low * (1 - REPEATS), high * (1 + REPEATS)) if estimated.source == MEASURED else (low, high)
@@ -253,7 +260,7 @@ def nanoseconds(us: float | None) -> int | None:
 
 
 def statement(answer: Sequence[Predicted]) -> str:
-    """One sentence: what `auto` takes and in what time, what is fastest, and what that would save."""
+    """Return one sentence with PyTorch's choice and its time, the fastest backend and the saving."""
     auto = answer[0]
     lead = f"auto takes {auto.choice}"
     if auto.choice == "none":
@@ -275,7 +282,7 @@ def statement(answer: Sequence[Predicted]) -> str:
 
 
 def _time(row: Predicted) -> str:
-    """`41.20 µs, measured`, or with its interval by the model."""
+    """Return a text such as `41.20 µs, measured`. A time of the model has its interval."""
     text = _us(row.kernel_ns)
     if row.source != "model" or row.low_ns is None or row.high_ns is None:
         return f"{text}, {row.source}"
@@ -287,7 +294,7 @@ def _us(ns: int | None) -> str:
 
 
 def predicted_record(row: Predicted) -> dict[str, Any]:
-    """The JSON record: times in ns, each kernel as a dict."""
+    """Return the JSON record, with times in ns and each kernel as a dict."""
     record = {name: getattr(row, name) for name in FIELDS}
     record["reasons"] = [asdict(reason) for reason in row.reasons]
     record["kernels"] = None if row.kernels is None else list(map(launch_record, row.kernels))
@@ -295,7 +302,7 @@ def predicted_record(row: Predicted) -> dict[str, Any]:
 
 
 def launch_record(launch: Launch) -> dict[str, Any]:
-    """A launch with the names of a kernels row; null for what a memset does not have."""
+    """Return a launch with the keys of a kernels row. Keys that a memset lacks are None."""
     return {
         "kernel": launch.kernel,
         "kernel_short": parse_kernel_name(launch.kernel).short,
@@ -308,7 +315,7 @@ def launch_record(launch: Launch) -> dict[str, Any]:
 
 
 def flat_record(row: Predicted) -> dict[str, Any]:
-    """A row of a data frame: kernels as short names, reasons as codes."""
+    """Return a row of a data frame, with kernels as short names and reasons as codes."""
     record = predicted_record(row)
     names = [each["kernel_short"] for each in record["kernels"] or ()]
     return record | {
@@ -318,7 +325,7 @@ def flat_record(row: Predicted) -> dict[str, Any]:
 
 
 def shown_backends(names: Sequence[str]) -> tuple[str, ...]:
-    """The backends to show, all where none is named. Raises UsageError for another than PyTorch's."""
+    """Return the backends to show, all by default. Raise UsageError for a backend outside PyTorch."""
     for name in names:
         if name not in (*BACKENDS, "all"):
             raise UsageError(

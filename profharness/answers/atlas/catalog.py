@@ -1,4 +1,4 @@
-"""Where atlases lie, and which one answers: those of the package and those that a user added."""
+"""Find the atlases of the package and of the user, and select one for a GPU and release."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FIELDS = (
 
 
 def user_folder(named: Path | None = None) -> Path:
-    """Where a user's own atlases lie: `$XDG_DATA_HOME/profharness/atlases` unless a folder is named."""
+    """Return the folder of the user's atlases, by default `$XDG_DATA_HOME/profharness/atlases`."""
     if named is not None:
         return named
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
@@ -55,7 +55,7 @@ def user_folder(named: Path | None = None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An atlas that is there, and whose it is: PACKAGE or USER."""
+    """An atlas and its origin, PACKAGE or USER."""
 
     path: Path
     origin: str
@@ -63,13 +63,15 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What a command may call it."""
+        """Return its name for commands."""
         return self.path.name.removesuffix(SUFFIX)
 
 
 def known_atlases(named: Path | None = None) -> list[Entry]:
-    """All that are there: the package's, and the user's own in a folder that may be named. Of a file there
-    that is no whole atlas a line is logged. Raises what `read_atlas` raises of the package's.
+    """Return the package's atlases, then the user's.
+
+    A file in the user's folder that is not a valid atlas is logged and skipped. For the package's
+    atlases, raise as `read_atlas` does.
     """
     folder = user_folder(named)
     entries = [Entry(path, PACKAGE, read_atlas(path)) for path in packaged_atlases()]
@@ -90,12 +92,12 @@ def _log_once(text: str) -> None:
 
 
 def same_machine(one: Machine, other: Machine) -> bool:
-    """Whether two atlases are of one GPU, torch, CUDA, cuDNN and driver."""
+    """Return whether GPU, torch, CUDA, cuDNN and driver are the same."""
     return all(getattr(one, name) == getattr(other, name) for name in VERSIONS)
 
 
 def entry_record(entry: Entry) -> dict[str, Any]:
-    """The JSON record of one atlas: its machine, and how many cells it has of what."""
+    """Return the JSON record of an atlas: its machine, and its number of cells by status and regime."""
     atlas = entry.atlas
     counts = {
         table: dict(Counter(atlas.tables[table][code] for code in atlas.columns[column].tolist()))
@@ -115,9 +117,10 @@ def find_place(
     driver: str | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> tuple[Place, str]:
-    """The place that a user names, and a sentence on why it has no atlas, empty where it has. own: this
-    machine's GPU; like: an environment whose versions are preferred. Raises UsageError for a GPU
-    or a release that is none.
+    """Return the place named by a user, and the reason if it has no atlas (else "").
+
+    `own` is this machine's GPU. `like` is an environment whose versions are preferred. Raise
+    UsageError for an unknown GPU or release.
     """
     gpu = gpu or default_gpu(entries, own)
     if gpu.lower() == "cpu":
@@ -145,8 +148,10 @@ def find_place(
 
 
 def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
-    """Of atlases of one GPU and release the machine with most of these versions, then with a model, then with
-    the most cells. The package's atlas of it comes with the user's own.
+    """Return the best machine among atlases of one GPU and release.
+
+    Prefer the one that shares the most versions with `like`, then one with a model, then the one with
+    the most cells. The place contains the package's atlas of that machine and the user's own.
     """
     wanted = Machine.from_environment(like)
 
@@ -157,14 +162,14 @@ def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
 
     best = max(found, key=fit).atlas.machine
     alike = [entry for entry in found if same_machine(entry.atlas.machine, best)]
-    # known_atlases has the package's first, and the model is of that one
+    # known_atlases returns the package's first; the model belongs to it
     first, *rest = [entry.atlas for entry in alike]
     others = [entry for entry in found if not same_machine(entry.atlas.machine, best)]
     return replace(place_of(first), own=tuple(rest), others=_others_text(best, others))
 
 
 def _others_text(best: Machine, others: Sequence[Entry]) -> str:
-    """Which atlases of other versions do not answer; empty where there is none."""
+    """List the atlases of other versions, which are not used. Return "" if there are none."""
     parts = []
     for entry in others:
         machine = entry.atlas.machine
@@ -181,8 +186,8 @@ def _others_text(best: Machine, others: Sequence[Entry]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer: where it is about, what a reader must know of its atlas (that there is none, others, what
-    disagrees), a tuple of rows for each config, and the backends to show.
+    """Predictions for configs: the place, doubts about its atlas, a tuple of rows for each config, and the
+    backends to show.
     """
 
     place: Place
@@ -191,7 +196,7 @@ class Asked:
     backends: tuple[str, ...]
 
     def of(self, answer: Iterable[Predicted]) -> list[Predicted]:
-        """The rows of the backends to show."""
+        """Return the rows of the backends to show."""
         return [row for row in answer if row.backend in self.backends]
 
 
@@ -203,8 +208,9 @@ def predicted(
     folder: str | os.PathLike[str] | None = None,
     driver: str | None = None,
 ) -> Asked:
-    """What a GPU does with configs; folder holds the user's own atlases. Raises UsageError for what
-    cannot be meant, and what `read_atlas` raises.
+    """Predict configs on a GPU. `folder` contains the user's own atlases.
+
+    Raise UsageError for an unknown GPU, release or backend, and as `read_atlas` does.
     """
     shown_names = shown_backends(backends)
     if not configs:
@@ -217,11 +223,11 @@ def predicted(
 
 
 def place_at(environment: Mapping[str, Any]) -> Place | None:
-    """The place of a run's GPU and release, where there is an atlas of it, by its versions if there is one."""
+    """Return the place of a run's GPU and release, or None without an atlas. Prefer the run's versions."""
     gpu, torch = str(environment.get("gpu")), str(environment.get("torch"))
     try:
         place, doubt = find_place(known_atlases(), gpu, torch, like=environment)
-    except UsageError:  # a GPU that no table has
+    except UsageError:  # an unknown GPU
         return None
     return None if doubt else place
 
@@ -233,8 +239,10 @@ TIMED = (
 
 
 def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
-    """What `auto` takes in time there, and the best backend, with a sentence; None where no atlas is of this
-    GPU, release and cuDNN. Then comes why, empty for a GPU that no atlas is of.
+    """Return the prediction for `auto` on a GPU, with a sentence, and "".
+
+    Without an atlas of this GPU, release and cuDNN, return None and the reason. The reason is empty for
+    a GPU without any atlas.
     """
     like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
     entries = known_atlases()
@@ -249,8 +257,9 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] 
 
 
 def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
-    """The GPU that is meant where none is named: this machine's own if an atlas has it, else the only
-    one. Raises UsageError that names those there are.
+    """Return the default GPU: this machine's if it has an atlas, else the only one with an atlas.
+
+    Raise UsageError that lists the GPUs if there are several.
     """
     gpus = list(dict.fromkeys(entry.atlas.machine.gpu for entry in entries))
     if own is not None and any(same_gpu(own, gpu) for gpu in gpus):
@@ -262,8 +271,9 @@ def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
 
 
 def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
-    """The atlases of one machine: by name, by a GPU that has one machine alone, or by path. Raises
-    NotFoundError, UsageError.
+    """Return the atlases of one machine, given by name, by path, or by a GPU with only one machine.
+
+    Raise NotFoundError without a match, and UsageError for several.
     """
     named = [entry for entry in entries if name in (entry.name, entry.path.name)]
     fitting = named or [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]
@@ -280,7 +290,7 @@ def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
 
 
 def read_any(path: Path) -> Atlas:
-    """The atlas of a packed file, of shards or of their archive. Raises what the readers raise."""
+    """Read an atlas from a packed file, from shards, or from an archive of shards. Raise as the readers do."""
     if not path.exists():
         raise UsageError(f"{shown(path)}: there is no such file; give an atlas, or shards of one")
     if path.is_file() and path.suffix != ".jsonl" and not path.name.endswith(".tar.xz"):

@@ -108,7 +108,7 @@ def _is_release(value: str) -> bool:
 
 @lru_cache(maxsize=16)
 def parse_label(label: str) -> Config:
-    """Parse a config. Cells of one config follow each other. Raises UsageError."""
+    """Parse a config. Cells of one config follow each other. Raise UsageError."""
     return parse_config(label)
 
 

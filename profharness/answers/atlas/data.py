@@ -97,19 +97,19 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The fields under the names of an environment."""
+        """Return the fields under the names of an environment."""
         values = asdict(self)
         return {"torch_cuda": values.pop("cuda"), **values}
 
     @property
     def name(self) -> str:
-        """A file name: `h200-torch2.11.0-cuda13.0-cudnn91900-driver580.159.04`."""
+        """Return a file name such as `h200-torch2.11.0-cuda13.0-cudnn91900-driver580.159.04`."""
         gpu = self.gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
         parts = [gpu, f"torch{self.torch.split('+')[0]}"]
         parts += [f"cuda{self.cuda}"] if self.cuda else []
         parts += [f"cudnn{self.cudnn}"] if self.cudnn else []
         parts += [f"driver{self.driver}"] if self.driver else []
-        # the texts of a foreign file must not lead out of a folder
+        # texts of a foreign file must not form a path outside the folder
         return re.sub(r"[^\w.-]+", "-", "-".join(parts)).lstrip("-.")
 
 
@@ -179,12 +179,12 @@ class Atlas:
 
     @cached_property
     def starts(self) -> Integers:
-        """The first launch of each distinct sequence, and the number of launches at the end."""
+        """Return the first launch of each distinct sequence, followed by the number of launches."""
         return _edges(self.columns["length"])
 
     @cached_property
     def time_starts(self) -> Integers:
-        """The first time of each cell's launches, and the number of times at the end."""
+        """Return the first time of each cell's launches, followed by the number of times."""
         # a cell without launches has the sequence -1, which is the 0 at the end
         return _edges(np.append(self.columns["length"], 0)[self.columns["sequence"]])
 
@@ -312,7 +312,7 @@ def _edges(lengths: Integers) -> Integers:
 
 
 class _Table(dict[Any, int]):
-    """Numbers its keys in the order of their first use."""
+    """A dict that numbers its keys in the order of their first use."""
 
     def __missing__(self, key: Any) -> int:
         self[key] = len(self)
@@ -322,7 +322,7 @@ class _Table(dict[Any, int]):
 def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
     """Return an atlas of cells, in their order, with the first of equal config and backend.
 
-    Raises UsageError for more cells or launches than MAX_COUNTS.
+    Raise UsageError for more cells or launches than MAX_COUNTS.
     """
     tables = {name: _Table() for name in TABLES.values()}
     kinds, sequences = _Table(), _Table()
@@ -382,7 +382,7 @@ def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") 
 
 
 def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
-    """Write an atlas atomically. Raises UsageError if the file exists and `force` is False."""
+    """Write an atlas atomically. Raise UsageError if the file exists and `force` is False."""
     header = {
         "version": VERSION,
         "machine": asdict(atlas.machine),
@@ -402,7 +402,7 @@ def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def read_atlas(path: Path) -> Atlas:
     """Read an atlas.
 
-    Raises UsageError for a file that cannot be read, is no atlas or has another version, and
+    Raise UsageError for a file that cannot be read, is no atlas or has another version, and
     ProfharnessError for one that was cut short, changed or forged.
     """
     name = shown(path)
@@ -449,7 +449,7 @@ class _Header(msgspec.Struct):
 
 
 def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return the tables of a header. Raises ValueError and the like for forged ones."""
+    """Return the tables of a header. Raise ValueError and the like for forged ones."""
     allowed = {"backends": BACKENDS, "statuses": STATUSES, "choices": (*CHOICES, "")}
     checked = {name: tuple(tables[name]) for name in TABLES.values()}
     for name, table in checked.items():

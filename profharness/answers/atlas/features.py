@@ -39,7 +39,7 @@ def ceil(value: Values, step: Values | float) -> Values:
 
 
 def sizes(configs: Sequence[Config]) -> Columns:
-    """Return the numbers of configs, which must be inside of what an atlas samples."""
+    """Return the sizes of configs, which must be in the range that an atlas samples."""
     rows = [
         (
             each.batch,

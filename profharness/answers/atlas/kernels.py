@@ -1,4 +1,4 @@
-"""Which kernels a backend launches for a config, and in which grids.
+"""Predict the kernels that a backend launches for a config, and their grids.
 
 A call is a template of slots. A slot has a role: a tree selects the kernels that fill it, another
 tree the launch configuration of each kernel, and a formula computes each size of the grid.
@@ -98,7 +98,7 @@ class Calls:
 
     @cached_property
     def blocks(self) -> Values:
-        """The number of blocks of each launch; 1 for a memset."""
+        """Return the number of blocks of each launch, 1 for a memset."""
         blocks: Values = np.maximum(np.prod(self.grid, axis=1), 1).astype(np.float64)
         return blocks
 
@@ -164,7 +164,7 @@ def pooled(key: Key) -> Key:
 
 
 def product_of(key: Key) -> int:
-    """Return which batched product of math a slot is, or NOTHING."""
+    """Return the number of the batched product of math in a slot, or NOTHING."""
     product = key[1] // MAX_SLOTS
     return SAME_PRODUCT.get(product, product) if key[0] == PRODUCT else NOTHING
 

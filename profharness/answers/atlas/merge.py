@@ -34,7 +34,7 @@ LEAST_FOR_MEDIAN = 10  # shared cells with times
 def merge(atlases: Sequence[Atlas]) -> Atlas:
     """Return one atlas of all cells. The first result that ran or was refused wins.
 
-    Raises UsageError for different machines and ProfharnessError for conflicts.
+    Raise UsageError for different machines and ProfharnessError for conflicts.
     """
     first, *others = atlases
     for other in others:
@@ -91,7 +91,7 @@ def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | No
     """Add the new cells of an atlas to the user's own atlas of that machine.
 
     Return its file and the number of new cells. Without new cells nothing is written and the file
-    is None. Raises UsageError for an invalid machine, and as `merge` does.
+    is None. Raise UsageError for an invalid machine, and as `merge` does.
     """
     source = atlas.source or "the atlas"
     if fault := machine_fault(atlas.machine.environment):
@@ -124,7 +124,7 @@ def _contains(atlas: Atlas, cell: AtlasCell) -> bool:
 def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
     """Return an atlas for each machine whose captures of PyTorch's backends a store has.
 
-    Newer runs come first, so that their cells win. Raises NotFoundError without such cells.
+    Newer runs come first, so that their cells win. Raise NotFoundError without such cells.
     """
     names = [row.run for row in store.runs()] if run == ALL_RUNS else [store.resolve(run)]
     found: dict[Machine, list[AtlasCell]] = {}

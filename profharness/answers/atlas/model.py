@@ -1,5 +1,6 @@
-"""What a GPU does with configs on backends: the measured cells of its atlas, the model between them,
-and a roofline floor otherwise. docs/atlas.md explains it.
+"""Estimate configs on backends of a GPU: by measured cells, by the model, or by the roofline bound.
+
+docs/atlas.md describes the model.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """What was learned from an atlas."""
+    """The model fitted to an atlas."""
 
     version: int
     machine: str
@@ -103,7 +104,7 @@ def write_model(model: Model, path: Path) -> None:
 
 
 def read_model(path: Path) -> Model:
-    """Read a model. Raises ProfharnessError for a damaged one or one of another version."""
+    """Read a model. Raise ProfharnessError for a damaged one or one of another version."""
     arrays = read_arrays(path, ("header", *(dtype[1:] for dtype in DTYPES)))
     pools: list[Array] = [arrays[dtype[1:]] for dtype in DTYPES]
 
@@ -128,7 +129,7 @@ def read_model(path: Path) -> Model:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one config does on one backend."""
+    """The estimate for one config on one backend."""
 
     backend: str
     source: str  # `measured` in the atlas, by the `model`, or `floor`: by rules and roofline alone
@@ -222,10 +223,10 @@ def estimate(
     measured: bool = True,
     rules: Machine | None = None,
 ) -> list[Estimate]:
-    """Return what each config does on each backend, in the order configs x backends.
+    """Return an estimate for each config on each backend, in the order configs x backends.
 
     Without `measured` the cells of the atlas are not used. `rules` is the machine whose dispatch
-    rules apply; by default that GPU with the release's wheel. Raises UsageError for an unknown GPU.
+    rules apply; by default that GPU with the release's wheel. Raise UsageError for an unknown GPU.
     """
     configs = [config if config.dtype else config.resolve("cuda") for config in configs]
     count = len(backends)
@@ -260,7 +261,7 @@ def estimate(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector, which finds no cycles in many answers."""
+    """Disable the cyclic garbage collector: answers contain no cycles, and there are many."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -357,7 +358,7 @@ def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]
     """Return `compute`, `memory`, `launch` or `latency` for each call, by the data sheet's rates."""
     work = 2 * np.where(c["BWD"] > 0, 7, 2) * c["S"] * c["D"] * np.where(c["CAUSAL"] > 0, 0.5, 1.0)
     moved = c["ITEM"] * (2 * c["Q"] + 2 * c["K"]) * np.where(c["BWD"] > 0, 2.5, 1.0)
-    unfused = whole.count > 11  # matrices of scores are read and written again and again
+    unfused = whole.count > 11  # matrices of scores are read and written several times
     moved = moved + np.where(unfused, 4 * c["S"] * whole.count * 0.8, c["M"] * c["ITEM"])
     peaks = data_sheet(find_gpu(gpu).name)
     if peaks is None or not peaks.bandwidth_bytes_per_s:

@@ -38,7 +38,7 @@ FORGED = (
 
 
 def write_arrays(arrays: Mapping[str, Array], path: Path, *, force: bool = False) -> None:
-    """Write a compressed `.npz` file atomically. Raises UsageError if it exists and `force` is False."""
+    """Write a compressed `.npz` file atomically. Raise UsageError if it exists and `force` is False."""
     with atomic_file(path, force=force) as file:
         np.savez_compressed(file, allow_pickle=False, **dict(arrays))
 
@@ -46,7 +46,7 @@ def write_arrays(arrays: Mapping[str, Array], path: Path, *, force: bool = False
 def read_arrays(path: Path, names: Collection[str]) -> dict[str, Array]:
     """Return the arrays of a file that has exactly these names.
 
-    Raises OSError for a file that cannot be read and ProfharnessError for one that was cut short,
+    Raise OSError for a file that cannot be read and ProfharnessError for one that was cut short,
     changed or forged.
     """
     data = read_input(path)

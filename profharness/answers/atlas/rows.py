@@ -1,4 +1,4 @@
-"""What an atlas and its model say of configs as the rows that a store would have of them."""
+"""Predictions of an atlas in the form of rows of a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from profharness.devices import Device, occupancy
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CellRow, KernelRow
 
-PROFILER = "atlas"  # who tells the rows of kernels that no profiler saw
+PROFILER = "atlas"  # instead of a profiler, in rows of predicted kernels
 
 
 def predicted_rows(
@@ -27,8 +27,9 @@ def predicted_rows(
     folder: Path | None = None,
     driver: str | None = None,
 ) -> tuple[list[KernelRow], list[CellRow], str]:
-    """What `kernels` shows of a GPU's atlas: rows as of a store, marked by their source, and why there is no
-    atlas if there is none. run is the place. Raises what `predicted` raises.
+    """Return predictions as rows of a store, and the reason if the GPU has no atlas.
+
+    The rows contain their source, and the place as their run. Raise as `predicted` does.
     """
     found = predicted(configs, backends, gpu, torch, folder, driver)
     prediction = [row for answer in found.answers for row in found.of(answer)]
@@ -60,7 +61,7 @@ def _cell_row(prediction: Predicted, place: Place) -> CellRow:
 
 
 def _kernel_rows(prediction: Predicted, place: Place) -> Iterator[KernelRow]:
-    """Launches of one kernel in one configuration are one row, as of a capture."""
+    """Yield one row per kernel and launch configuration, as for a capture."""
     groups: dict[tuple[Any, ...], list[tuple[int, Launch]]] = {}
     for order, launch in enumerate(prediction.kernels or ()):
         key = (launch.kernel, launch.grid, launch.block, launch.registers, launch.shared_bytes)
@@ -80,7 +81,7 @@ def _kernel_row(
     filled = None
     if launch.block is not None and None not in (launch.registers, launch.shared_bytes):
         major, minor = place.rules.capability
-        device = Device(0, place.gpu, major, minor, 0)  # occupancy asks for one SM alone
+        device = Device(0, place.gpu, major, minor, 0)  # occupancy only needs one SM
         x, y, z = launch.block
         filled = occupancy(x * y * z, launch.registers or 0, launch.shared_bytes or 0, device)
     return KernelRow(
@@ -128,9 +129,10 @@ AGAINST = (
 def against(
     cells: Sequence[CellRow], rows: Sequence[KernelRow], environment: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The cells of a run whose time the atlas of their machine tells too; empty without one. rows are
-    of one profiler. inside: the time that was measured lies in the model's interval, None of a cell
-    that the atlas has itself.
+    """Return the cells of a run with the time that the atlas of their machine predicts.
+
+    Without an atlas, return nothing. `rows` are those of one profiler. `inside` is whether the measured
+    time is in the model's interval; it is None if the atlas itself has the cell.
     """
     gpu, torch = environment.get("gpu"), environment.get("torch")
     if environment.get("device_type") != "cuda" or not gpu or not torch:

@@ -60,7 +60,7 @@ class XzReader(io.RawIOBase):
 def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a folder of shards, of an archive of them (.tar.xz), or of one file.
 
-    A last line without an end was cut off and is skipped. Raises UsageError for anything else.
+    A last line without an end was cut off and is skipped. Raise UsageError for anything else.
     """
     try:
         for source, number, line in _source_lines(path):
@@ -89,7 +89,7 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any] | None:
 def _source_lines(path: Path) -> Iterator[tuple[str, int, bytes]]:
     """Yield lines with their file and number.
 
-    Raises UsageError for an archive that is damaged, and OSError for a file that cannot be read.
+    Raise UsageError for an archive that is damaged, and OSError for a file that cannot be read.
     """
     if path.is_dir():
         for each in sorted(path.glob("shard-*.jsonl")):
@@ -141,7 +141,7 @@ def _lines(file: IO[bytes], size: int) -> Iterator[bytes]:
 def parse_cell(row: Mapping[str, Any]) -> AtlasCell:
     """Return the cell of a line. The regime and the times may be missing.
 
-    Raises ValueError if the launches and their times differ in number.
+    Raise ValueError if the launches and their times differ in number.
     """
     kernels = row.get("kernels") or ()
     times = row.get("kernel_us_each") or (None,) * len(kernels)
@@ -170,7 +170,7 @@ def _dim3(sizes: list[int] | None) -> Dim3 | None:
 def read_shards(path: Path) -> Atlas:
     """Return the atlas of shards, without cells that failed.
 
-    Raises UsageError for invalid lines, and for shards of several machines or of none.
+    Raise UsageError for invalid lines, and for shards of several machines or of none.
     """
     machines: set[Machine] = set()
 

@@ -1,4 +1,4 @@
-"""How long launches take: for each kernel a curve over the work that its time depends on most."""
+"""Estimate the time of launches by a curve per kernel, over the work that determines its time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _makespan(rows: float) -> Callable[[Columns], Values]:
     return work
 
 
-# What a kernel's time may depend on. GRID is the number of its blocks.
+# Quantities on which a kernel's time may depend. GRID is the number of its blocks.
 WORKS: dict[str, Callable[[Columns], Values]] = {
     "waves": lambda c: _quantized(c["GRID"]),
     "blocks": lambda c: c["GRID"],
@@ -98,8 +98,9 @@ PRODUCT_WORKS: dict[str, Callable[[Columns], Values]] = {
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """The time of a launch as linear interpolation between knots. Beyond the last knot the time is
-    proportional to the work.
+    """The time of a launch, interpolated linearly between knots.
+
+    Beyond the last knot the time is proportional to the work.
     """
 
     work: str  # of WORKS or PRODUCT_WORKS
