@@ -22,6 +22,7 @@ from profharness.parse.chrome_columns import is_compiled
 from profharness.processes import run_briefly
 from profharness.profilers import PROFILERS, find_tool, tool_missing
 from profharness.profilers.base import Tool, ToolError, version_key
+from profharness.rows import NCU, NSYS
 from profharness.store import open_store
 
 LDD_TIMEOUT_S = 20.0
@@ -293,9 +294,9 @@ def check_profilers(driver: str | None) -> list[Check]:
     for name in (profiler.name for profiler in PROFILERS.values() if profiler.session):
         tool, check = check_tool(name)
         checks.append(check)
-        if tool and name == "nsys":
+        if tool and name == NSYS:
             checks.append(check_importer(tool))
-        elif tool and name == "ncu":
+        elif tool and name == NCU:
             checks += check_ncu_driver(tool.version, driver)
     return checks
 
@@ -396,7 +397,7 @@ def ncu_reader() -> Check:
     except metadata.PackageNotFoundError:
         pass
     try:
-        ncu = find_tool("ncu")
+        ncu = find_tool(NCU)
     except ToolError:
         ncu = None
     module = ncu.path.resolve().parent / "extras" / "python" / "ncu_report.py" if ncu else None

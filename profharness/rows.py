@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 Triple = tuple[int, int, int]
 
-TRACE_PROFILERS = ("torch", "nsys", "ncu")
+TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
+"""Names of the profilers; `profilers.PROFILERS` describes them."""
+TRACE_PROFILERS = (TORCH, NSYS, NCU)
 """Profilers with kernel launches, in order of preference for an answer."""
-COUNTERS = ("ncu",)
+COUNTERS = (NCU,)
 """Those that read hardware counters. They run each kernel alone, with cold caches."""
 COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
 EVENT = "event"

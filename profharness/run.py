@@ -24,7 +24,7 @@ import msgspec
 from profharness.config import Config
 from profharness.errors import TraceFormatError, UnwritableError, UsageError
 from profharness.files import RUNS_FOLDER, decode_json, read_input, read_json, read_lines
-from profharness.rows import ALIASES, GPU_MEASUREMENTS, WALL, Refusal
+from profharness.rows import ALIASES, GPU_MEASUREMENTS, TORCH, WALL, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
@@ -543,7 +543,7 @@ def class_word(gpu: str) -> str:
 class CaptureOptions:
     """Options of a capture besides configs and backends."""
 
-    profilers: tuple[str, ...] = ("torch",)
+    profilers: tuple[str, ...] = (TORCH,)
     out: Path = RUNS_FOLDER  # parent of the run folder
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
@@ -557,7 +557,7 @@ class CaptureOptions:
 class ObserveOptions:
     """Options for observing a program."""
 
-    profiler: str = "torch"  # or `nsys` or `none`
+    profiler: str = TORCH  # or `nsys` or `none`
     steps: int = 3  # recorded
     warmup: int = 3  # steps without a call of a new kind, before those recorded
     rank: str = "0"  # the rank to record, or `all`

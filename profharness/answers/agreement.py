@@ -18,7 +18,10 @@ from profharness.errors import NotFoundError, UsageError, few
 from profharness.files import shell_command
 from profharness.rows import (
     NAIVE_COMPILED,
+    NCU,
+    NSYS,
     REPLACEMENTS,
+    TORCH,
     TRACE_PROFILERS,
     CellRow,
     KernelRow,
@@ -398,7 +401,7 @@ class JoinedKernel:
 
     def metric(self, name: str) -> float | None:
         """Return a counter of ncu's row."""
-        row = self.rows.get("ncu")
+        row = self.rows.get(NCU)
         return row.metrics[name][0] if row is not None and name in row.metrics else None
 
 
@@ -425,9 +428,7 @@ def join(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
 def _joined_kernel(key: _Key, rows: dict[str, KernelRow], profilers: set[str]) -> JoinedKernel:
     config, backend, kernel, grid, block, _ = key
     first = next(iter(rows.values()))
-    expected = {
-        name for name in profilers if name != "ncu" or first.kernel_kind not in UNSEEN_BY_NCU
-    }
+    expected = {name for name in profilers if name != NCU or first.kernel_kind not in UNSEEN_BY_NCU}
     points = [
         Disagreement("missing", f"{name} did not see it")
         for name in TRACE_PROFILERS
@@ -455,7 +456,7 @@ def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
     """Compare times of nsys and torch in both directions. ncu counts only if it is faster, because
     its cold caches slow a kernel down.
     """
-    torch, nsys, ncu = rows.get("torch"), rows.get("nsys"), rows.get("ncu")
+    torch, nsys, ncu = rows.get(TORCH), rows.get(NSYS), rows.get(NCU)
     points = []
     for warm, other, both_ways in ((torch, nsys, True), (torch or nsys, ncu, False)):
         if warm is None or other is None or not warm.duration_ns or not other.duration_ns:
@@ -473,8 +474,8 @@ def cold_ratios(joined: Sequence[JoinedKernel]) -> list[float]:
     return [
         ncu.duration_ns / warm.duration_ns
         for kernel in joined
-        if (ncu := kernel.rows.get("ncu"))
-        and (warm := kernel.rows.get("torch") or kernel.rows.get("nsys"))
+        if (ncu := kernel.rows.get(NCU))
+        and (warm := kernel.rows.get(TORCH) or kernel.rows.get(NSYS))
         and ncu.duration_ns
         and warm.duration_ns
     ]

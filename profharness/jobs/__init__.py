@@ -44,7 +44,7 @@ from profharness.jobs.fleet import run_on_lanes
 from profharness.parse.observed import ObservedCall, read_observed
 from profharness.processes import PrewarmedWorker
 from profharness.profilers import find_profilers, require_tools
-from profharness.rows import KERNEL
+from profharness.rows import EVENTS, KERNEL, TORCH
 from profharness.run import (
     PRECISION,
     PROCESSES,
@@ -242,7 +242,7 @@ def bench_into_store(
     plan = options.bench or BenchPlan()
     options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     traced = KERNEL in plan.measurements and device_type(options.protocol.device) == "cuda"
-    options = replace(options, bench=plan, profilers=("torch",) if traced else ("events",))
+    options = replace(options, bench=plan, profilers=(TORCH if traced else EVENTS,))
     return capture_into_store(configs, backends, store, options, progress)
 
 

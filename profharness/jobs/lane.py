@@ -25,6 +25,7 @@ from profharness import __version__
 from profharness.environment import VISIBLE, driver_version, hashed_key, visible_gpus
 from profharness.jobs.run_archive import content_hash, pack
 from profharness.processes import child_environment, kill_group, read_end, start_python
+from profharness.rows import NCU
 from profharness.runner.group import PART, results_in
 
 CHILD = (
@@ -125,7 +126,7 @@ def _in_child(
     if spec.get("uuid"):
         environment[VISIBLE] = spec["uuid"]
     # ncu's lock file in TMPDIR excludes other ncu processes, even on other GPUs
-    own = tempfile.mkdtemp(prefix="profharness-") if "ncu" in spec["run"]["profilers"] else None
+    own = tempfile.mkdtemp(prefix="profharness-") if NCU in spec["run"]["profilers"] else None
     if own:
         environment["TMPDIR"] = own
     root = Path(spec["root"])

@@ -37,6 +37,7 @@ from profharness.parse.chrome_read import (
 from profharness.parse.columns import MAX_NS, MAX_TEXT, Spool, Tables
 from profharness.parse.devices import make_device
 from profharness.parse.graphs import replayed
+from profharness.rows import TORCH
 from profharness.trace import LaunchConfig, Trace
 
 KEPT = (
@@ -464,7 +465,7 @@ def _assemble(
     _check_use(path, tables, output.file.rows)
     folded, apis = stacks.folded(), list(tables.apis)
     return Trace(
-        profiler="torch",
+        profiler=TORCH,
         devices=gpus,
         environment=environment(header),
         kernels=[kernels[i][1] for i in kernel_ids.order],

@@ -29,6 +29,7 @@ from profharness.parse.ncu_csv import (
 from profharness.parse.ncu_readers import read_report
 from profharness.parse.ncu_values import check_shape
 from profharness.profilers.ncu import check_file
+from profharness.rows import NCU
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, Trace, range_cell
 
 OWN_DOMAIN = "profharness"
@@ -119,7 +120,7 @@ def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Tra
         *(np.array(columns.get(item.name, unknown), np.int64) for item in fields(LaunchBatch))
     )
     return Trace(
-        profiler="ncu",
+        profiler=NCU,
         devices=devices,
         environment=environment,
         kernels=list(kernels),

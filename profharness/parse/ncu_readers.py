@@ -30,6 +30,7 @@ from profharness.parse.ncu_native import find_extras, has_package, read_native
 from profharness.processes import run_group
 from profharness.profilers import find_tool
 from profharness.profilers.ncu import NcuFile, check_file, child_environment, csv_argv
+from profharness.rows import NCU
 
 IMPORT_TIMEOUT_S = 600.0
 UNKNOWN_ID = "0"
@@ -149,7 +150,7 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
     """
     if has_package() and (report := read_native(path)) is not None:
         yield "ncu_report", report
-    tool = find_tool("ncu")
+    tool = find_tool(NCU)
     if tool is None:
         return
     folder = find_extras(tool.path)

@@ -60,6 +60,7 @@ from profharness.parse.nsys_info import (
 from profharness.parse.nsys_ops import OpRanges
 from profharness.profilers import require_tool
 from profharness.profilers.nsys import export_report
+from profharness.rows import NSYS
 from profharness.trace import NONE, LaunchConfig, Trace
 
 REPORT_SUFFIX = ".nsys-rep"
@@ -105,7 +106,7 @@ def parse_nsys(path: Path) -> Trace:
         raise TraceFormatError(path, "no such file", expected="a report of nsys")
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         output = Path(folder) / "report.sqlite"
-        export_report(path, output, require_tool("nsys").path)
+        export_report(path, output, require_tool(NSYS).path)
         return _parse(output, path)
 
 
@@ -127,7 +128,7 @@ def _parse(path: Path, shown: Path) -> Trace:
         output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
         op_paths, doubts = _join(source, reader.doubles(), kernels, output)
         return Trace(
-            profiler="nsys",
+            profiler=NSYS,
             devices=gpus,
             environment=versions,
             kernels=kernels.names,

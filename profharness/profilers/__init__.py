@@ -19,6 +19,7 @@ from profharness.processes import run_briefly
 from profharness.profilers.base import Failure, Tool, ToolError, ToolSession, version_key
 from profharness.profilers.ncu import NcuSession
 from profharness.profilers.nsys import NsysSession
+from profharness.rows import EVENTS, NCU, NSYS, TORCH
 from profharness.run import Protocol
 
 VERSION_TIMEOUT_S = 20.0
@@ -45,10 +46,10 @@ class Profiler:
 PROFILERS: dict[str, Profiler] = {
     profiler.name: profiler
     for profiler in (  # in order of preference
-        Profiler("torch", "PyTorch profiler (Kineto) inside the worker", "torch.json.gz"),
-        Profiler("events", "timing only, no trace"),
+        Profiler(TORCH, "PyTorch profiler (Kineto) inside the worker", "torch.json.gz"),
+        Profiler(EVENTS, "timing only, no trace"),
         Profiler(
-            "nsys",
+            NSYS,
             "Nsight Systems around the worker",
             "nsys-rep",
             NsysSession,
@@ -64,7 +65,7 @@ PROFILERS: dict[str, Profiler] = {
             remedy=" (Nsight Compute carries an nsys too)",
         ),
         Profiler(
-            "ncu",
+            NCU,
             "Nsight Compute: hardware counters",
             "ncu-rep",
             NcuSession,

@@ -39,6 +39,7 @@ from profharness.profilers.base import (
     version_key,
 )
 from profharness.profilers.ncu_metrics import QUERY_METRICS
+from profharness.rows import NCU
 
 SUFFIX = ".ncu-rep"
 DOMAIN = "profharness"
@@ -63,7 +64,7 @@ IMPORT_SASS_SINCE = (2025, 3)
 
 
 RULES = Rules(
-    "ncu",
+    NCU,
     (
         Rule(
             "no_driver",
@@ -315,7 +316,7 @@ class NcuSession(ToolSession):
         try:
             check_file(self.report)
         except TraceFormatError as error:
-            return failure or report_damaged("ncu", self.report, str(error)), None
+            return failure or report_damaged(NCU, self.report, str(error)), None
         return failure, self.report
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:  # noqa: ARG002

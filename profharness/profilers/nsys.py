@@ -35,6 +35,7 @@ from profharness.profilers.base import (
     quoted,
     report_damaged,
 )
+from profharness.rows import NSYS
 
 SUFFIX = ".nsys-rep"
 EXPORT_BASE_S = 120.0
@@ -200,7 +201,7 @@ KILLED = Rule(
 )
 
 RULES = Rules(
-    "nsys",
+    NSYS,
     # first, because a kill explains everything else in the log
     (KILLED, *(replace(rule, written=False) for rule in UNWRITTEN_RULES), *WRITTEN_RULES),
     timeout=(
@@ -404,7 +405,7 @@ class NsysSession(ToolSession):
         try:
             kernels = count_kernels(exported)
         except TraceFormatError as error:
-            return report_damaged("nsys", exported, str(error)), None
+            return report_damaged(NSYS, exported, str(error)), None
         if kernels == 0:
             # a matching rule is more specific than an empty table
             failure = failure or NO_CUDA_EVENTS.failure(self.report)

@@ -18,6 +18,7 @@ from profharness.processes import run_in_place, with_startup
 from profharness.profilers import find_profilers, require_tools
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import child_environment, export_report, profile_argv
+from profharness.rows import NSYS, TORCH
 from profharness.run import (
     OBSERVE,
     ObserveOptions,
@@ -63,7 +64,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     The folder is removed if nothing was recorded. Raise CaptureError if the program does not start,
     and ToolError if nsys is missing.
     """
-    tools = require_tools(find_profilers(["nsys"] if options.profiler == "nsys" else []))
+    tools = require_tools(find_profilers([NSYS] if options.profiler == NSYS else []))
     profilers = () if options.profiler == "none" else (options.profiler,)
     run = new_run(OBSERVE, NOT_CAPTURED, (), profilers, options.note)
     folder = write_folder(options.out, run, ())
@@ -73,7 +74,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     report = folder / "nsys-1.nsys-rep"
     try:
         if tools:
-            code = _run_under_nsys(tools["nsys"].path, report, argv, environment)
+            code = _run_under_nsys(tools[NSYS].path, report, argv, environment)
         else:
             code = run_in_place(argv, environment)
     except OSError as error:
@@ -85,7 +86,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
         reported = any(_read(folder / PROCESSES_FILE))
         shutil.rmtree(folder, ignore_errors=True)
         return Observed(folder, run, code, why, reported)
-    problems = _export(report, tools["nsys"].path) if tools else ()
+    problems = _export(report, tools[NSYS].path) if tools else ()
     problems = (*problems, *_window_problems(folder, options))
     return Observed(folder, finished(folder, replace(run, problems=problems)), code)
 
@@ -125,8 +126,8 @@ def with_own_environment(
 
 def finished(folder: Path, run: Run) -> Run:
     """Add traces and environment to the run, write it, and return it."""
-    traces = [TraceFile("torch", path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
-    traces += [TraceFile("nsys", path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]
+    traces = [TraceFile(TORCH, path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
+    traces += [TraceFile(NSYS, path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]
     profilers = tuple(dict.fromkeys(trace.profiler for trace in traces))
     environment: dict[str, Any] = next((row["environment"] for row in _rows(folder, "start")), {})
     run = replace(run, traces=tuple(traces), profilers=profilers, environment=environment)
@@ -168,8 +169,8 @@ def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]
                 "they are counted, and have no times"
             )
             yield Problem(options.profiler, "threads_not_recorded", text, RECORD_THREAD)
-    elif options.profiler == "torch":
-        yield Problem("torch", "no_step", *_why_no_step(folder, windows, options))
+    elif options.profiler == TORCH:
+        yield Problem(TORCH, "no_step", *_why_no_step(folder, windows, options))
 
 
 def _why_no_step(
@@ -203,12 +204,10 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 def _export(report: Path, tool: Path) -> tuple[Problem, ...]:
     if not report.exists():
         text = "nsys left no report: the program ended before its window was opened"
-        return (
-            Problem("nsys", "capture_range_missed", text, "give --warmup 0, or run more steps"),
-        )
+        return (Problem(NSYS, "capture_range_missed", text, "give --warmup 0, or run more steps"),)
     try:
         export_report(report, report.with_suffix(".sqlite"), tool)
     except ToolError as error:
         failure = error.failure
-        return (Problem("nsys", failure.code, failure.message, failure.remedy),)
+        return (Problem(NSYS, failure.code, failure.message, failure.remedy),)
     return ()

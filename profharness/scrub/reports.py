@@ -16,6 +16,7 @@ from profharness.parse.packed import SUFFIX, unpacked
 from profharness.profilers import require_tool
 from profharness.profilers.base import ToolError
 from profharness.profilers.nsys import export_report
+from profharness.rows import NSYS
 from profharness.scrub.allowed import NUMBER_CELL
 from profharness.scrub.replace import Scrubber
 
@@ -130,7 +131,7 @@ def exported(report: Path, made: Path) -> Path:
     try:
         with unpacked(report) as plain:
             if made.suffix == ".sqlite":
-                export_report(plain, made, require_tool("nsys").path)
+                export_report(plain, made, require_tool(NSYS).path)
             else:
                 report_to_csv(plain, made)
     except (ToolError, MissingExtraError) as error:

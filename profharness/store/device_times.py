@@ -10,6 +10,7 @@ import numpy as np
 
 from profharness.kernel_names import COLLECTIVE
 from profharness.parse.columns import distinct
+from profharness.rows import NSYS, TORCH
 from profharness.store.schema import insert_row
 from profharness.trace import LaunchBatch
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-TIMED = ("torch", "nsys")  # ncu runs each kernel alone and lays them end to end
+TIMED = (TORCH, NSYS)  # ncu runs each kernel alone and lays them end to end
 
 
 class DeviceTimes:

@@ -23,6 +23,7 @@ from profharness.files import shell_command
 from profharness.parse import open_trace
 from profharness.parse.observed import Journals, read_journals
 from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
+from profharness.rows import NCU
 from profharness.run import (
     OBSERVE,
     RUN_FILE,
@@ -481,7 +482,7 @@ def _insert_raw(
 
 def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
     """Return a warning if an ncu trace lacks requested metrics."""
-    if trace.profiler != "ncu" or not trace.num_launches:
+    if trace.profiler != NCU or not trace.num_launches:
         return []
     names = ", ".join(unmeasured(protocol.metrics, trace.metrics.names if trace.metrics else ()))
     return [f"ncu measured no {names}; {QUERY_METRICS}"] if names else []

@@ -20,6 +20,7 @@ from profharness.rows import (
     ACTIVE_WARPS,
     DRAM_READ,
     DRAM_WRITE,
+    NCU,
     TRACE_PROFILERS,
     CellRow,
     KernelRow,
@@ -262,11 +263,11 @@ def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
 
 def _values(kernel: JoinedKernel) -> dict[str, Any]:
     achieved = kernel.metric(ACTIVE_WARPS)
-    counters = read_counters(kernel.rows["ncu"].metrics if "ncu" in kernel.rows else {})
+    counters = read_counters(kernel.rows[NCU].metrics if NCU in kernel.rows else {})
     moved = [
         value for name in (DRAM_READ, DRAM_WRITE) if (value := kernel.metric(name)) is not None
     ]
-    rate = getattr(kernel.rows.get("ncu"), "dram_bytes_per_s", None)
+    rate = getattr(kernel.rows.get(NCU), "dram_bytes_per_s", None)
     own = ("backend", "kernel_short", "kernel", "grid", "block")
     common = ("shared_bytes", "shared_share", "registers_per_thread", "launches_per_call")
     return {
@@ -298,7 +299,7 @@ def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
     """Every metric of every kernel that ncu saw, counted ones first."""
     blocks: list[Block] = []
     for kernel in joined:
-        metrics = kernel.rows["ncu"].metrics if "ncu" in kernel.rows else {}
+        metrics = kernel.rows[NCU].metrics if NCU in kernel.rows else {}
         rows = [(name, *metrics[name]) for name in sorted(metrics, key=_place)]
         if rows:
             grid = format_value(COLUMNS["grid"], kernel.grid)

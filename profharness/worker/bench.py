@@ -17,7 +17,7 @@ import torch
 from profharness import stats
 from profharness.backends.inputs import Inputs
 from profharness.config import Config
-from profharness.rows import COLD, EAGER, GRAPH, KERNEL, WALL
+from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
 from profharness.worker import timing
 from profharness.worker.cell import Attempt, with_torch_profiler, without
@@ -285,7 +285,7 @@ class _Group:
         profiled = KERNEL in self.plan.on(workspace.device)
         iterations = 0
         begin = perf_counter_ns()
-        if profiled and "torch" in workspace.plan.profilers:
+        if profiled and TORCH in workspace.plan.profilers:
             self.stage(cell, "kernel")
             iterations = workspace.plan.protocol.iterations
             with contestant.context():

@@ -24,7 +24,7 @@ from torch.autograd.profiler import profile, record_function
 from profharness.backends import find_backend
 from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
 from profharness.backends.inputs import Inputs
-from profharness.rows import COLD, EAGER, GRAPH, KERNEL
+from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker import timing
@@ -293,7 +293,7 @@ def _measured(attempt: Attempt) -> Cell:
         workspace.sync()
         warm_ns = (perf_counter_ns() - begin) // max(1, plan.protocol.warmup)
         attempt.stage("profile")
-        if "torch" in plan.profilers:
+        if TORCH in plan.profilers:
             sums = with_torch_profiler(call, cell, workspace)
             cell = replace(cell, samples={KERNEL: sums} if sums else {})
         else:

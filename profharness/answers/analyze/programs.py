@@ -30,10 +30,10 @@ from profharness.config import Config, parse_config
 from profharness.devices import Device, occupancy
 from profharness.errors import NotFoundError
 from profharness.files import shell_command
-from profharness.rows import CallKernel, CallRow, CellRow, KernelRow
+from profharness.rows import TORCH, CallKernel, CallRow, CellRow, KernelRow
 from profharness.store import ALL_RUNS, Selection, open_store
 
-PROFILER = "torch"  # its traces contain calls; nsys would give the same figures
+PROFILER = TORCH  # its traces contain calls; nsys would give the same figures
 
 
 def program_of(path: Path, selection: Selection) -> str | None:

@@ -23,6 +23,7 @@ from profharness.rows import (
     KERNEL,
     MEASUREMENTS,
     SHARED_CORES,
+    TORCH,
     CellRow,
 )
 from profharness.store import Store
@@ -317,7 +318,7 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
     """
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
-    for launch in store.launches(run, profiler="torch"):
+    for launch in store.launches(run, profiler=TORCH):
         if launch.cell not in ok or launch.iteration is None or launch.kernel_kind == "op":
             continue
         if launch.duration_ns is not None:
