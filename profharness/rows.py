@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+
+from profharness.columns import column
 
 Triple = tuple[int, int, int]
 
@@ -98,59 +100,79 @@ def of_first_profiler(rows: Iterable[_R]) -> list[_R]:
 class RunRow:
     """One stored run."""
 
-    run: str
-    created: str
-    source: str
-    """`capture` (made by profharness) or `trace` (a file from elsewhere)."""
-    kind: str
-    """The command that made it (`capture bench verify explain`), or `trace`."""
-    path: str
-    device: str | None
-    torch: str | None
-    profilers: tuple[str, ...]
-    cells: int
-    failed_cells: int
-    launches: int
-    warnings: tuple[str, ...] = ()
-    """Problems of its traces."""
-    rank: int | None = None
-    world_size: int | None = None
-    host_key: str | None = None
-    """Hash. None if unknown."""
-    gpu_key: str | None = None
-    """Hash. None if unknown."""
+    run: Annotated[str, column("run", meaning="id of the run")]
+    created: Annotated[str, column("created", meaning="when it was measured or stored, in UTC")]
+    source: Annotated[
+        str, column(meaning="`capture` (made by profharness) or `trace` (another file)")
+    ]
+    kind: Annotated[
+        str, column("kind", meaning="the command that made it, such as `capture`, or `trace`")
+    ]
+    path: Annotated[str, column(meaning="run folder or trace file")]
+    device: Annotated[
+        str | None, column("device", shrink=True, meaning="GPU, or CPU of a run without")
+    ]
+    torch: Annotated[str | None, column("torch", shrink=True, meaning="release of PyTorch")]
+    profilers: Annotated[
+        tuple[str, ...], column("profilers", "names", meaning="what recorded its kernels and times")
+    ]
+    cells: Annotated[int, column("cells", "count", meaning="number of cells")]
+    failed_cells: Annotated[
+        int, column("failed", "count", meaning="cells that neither ran nor were refused")
+    ]
+    launches: Annotated[int, column("launches", "count", meaning="stored launches of kernels")]
+    warnings: Annotated[tuple[str, ...], column(meaning="problems of its traces")] = ()
+    rank: Annotated[
+        int | None, column("rank", right=True, meaning="rank in a distributed job, if known")
+    ] = None
+    world_size: Annotated[int | None, column(meaning="ranks of its job, if known")] = None
+    host_key: Annotated[str | None, column(meaning="hash of the host, if known")] = None
+    gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")] = None
 
 
 @dataclass(frozen=True, slots=True)
 class CellRow:
     """One cell of a run."""
 
-    run: str
-    cell: str
-    config: str
-    backend: str
-    status: str
-    message: str | None
-    """Why the cell failed."""
-    choice: str | None
-    """Backend that PyTorch reported before the call."""
-    sdpa_op: str | None
-    """Op that ran according to the trace, such as `aten::_scaled_dot_product_flash_attention`.
-    Identifies the backend independently of kernel names.
-    """
-    iterations: int
-    refusals: tuple[Refusal, ...]
-    warnings: tuple[str, ...]
-    samples: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Raw samples in ns by measurement."""
-    peak_memory_bytes: int | None = None
-    clocks: dict[str, Any] = field(default_factory=dict)
-    predicted: str | None = None
-    """Prediction of the dispatch rules: a backend or `none` for `auto`, `eligible` or `refused` for
-    a forced backend. None if the rules do not cover the machine.
-    """
-    tuning: dict[str, Any] | None = None
-    """Parameters that the implementation reports to have chosen."""
+    run: Annotated[str, column("run", meaning="id of the run")]
+    cell: Annotated[str, column(meaning="id of the cell in its run")]
+    config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
+    backend: Annotated[str, column("backend", meaning="the backend that was asked for")]
+    status: Annotated[str, column("status", meaning="`ok`, `refused`, or how it failed")]
+    message: Annotated[str | None, column(meaning="why the cell failed")]
+    choice: Annotated[str | None, column(meaning="backend that PyTorch reported before the call")]
+    sdpa_op: Annotated[
+        str | None,
+        column(
+            meaning="op that ran according to the trace, such as "
+            "`aten::_scaled_dot_product_flash_attention`; it identifies the backend independently "
+            "of kernel names"
+        ),
+    ]
+    iterations: Annotated[int, column(meaning="profiled calls")]
+    refusals: Annotated[
+        tuple[Refusal, ...], column(meaning="why the backend cannot compute the config")
+    ]
+    warnings: Annotated[tuple[str, ...], column(meaning="what makes its figures doubtful")]
+    samples: Annotated[
+        dict[str, tuple[int, ...]], column(meaning="raw samples in ns by measurement")
+    ] = field(default_factory=dict)
+    peak_memory_bytes: Annotated[
+        int | None, column(meaning="peak memory of a call without its inputs")
+    ] = None
+    clocks: Annotated[
+        dict[str, Any], column(meaning="clocks, temperature and load while it was timed")
+    ] = field(default_factory=dict)
+    predicted: Annotated[
+        str | None,
+        column(
+            meaning="prediction of the dispatch rules: a backend or `none` for `auto`, `eligible` or "
+            "`refused` for a forced backend; empty if the rules do not cover the machine"
+        ),
+    ] = None
+    tuning: Annotated[
+        dict[str, Any] | None, column(meaning="parameters that the implementation reports")
+    ] = None
 
     @property
     def reason(self) -> str | None:
@@ -165,61 +187,110 @@ class KernelRow:
     Unmeasured times are None. config, backend and cell are None for launches of a foreign trace.
     """
 
-    run: str
-    config: str | None
-    backend: str | None
-    cell: str | None
-    profiler: str
-    status: str | None
-    range: str | None
-    kernel: str
-    kernel_short: str
-    kernel_kind: str
-    """`kernel`, `memcpy`, `memset` or `op`."""
-    family: str
-    grid: Triple | None
-    block: Triple | None
-    registers_per_thread: int | None
-    static_shared_bytes: int | None
-    dynamic_shared_bytes: int | None
-    shared_bytes: int | None
-    launches: int
-    launches_per_call: float | None
-    """Launches divided by profiled calls."""
-    duration_ns: int | None
-    """Median of one launch."""
-    total_ns: int | None
-    """Sum over all launches of all profiled calls."""
-    min_ns: int | None
-    max_ns: int | None
-    share: float | None
+    run: Annotated[str, column("run", meaning="id of the run")]
+    config: Annotated[
+        str | None, column("config", repeat=False, meaning="label of the attention problem")
+    ]
+    backend: Annotated[
+        str | None, column("backend", repeat=False, meaning="the backend that was asked for")
+    ]
+    cell: Annotated[str | None, column(meaning="id of the cell in its run")]
+    profiler: Annotated[
+        str,
+        column("profiler", repeat=False, meaning="what recorded the launches: torch, nsys or ncu"),
+    ]
+    status: Annotated[str | None, column(meaning="status of the cell")]
+    range: Annotated[
+        str | None, column(meaning="`record_function` or NVTX range around the launches")
+    ]
+    kernel: Annotated[str, column("kernel", meaning="canonical name, with all template parameters")]
+    kernel_short: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
+    kernel_kind: Annotated[str, column(meaning="`kernel`, `memcpy`, `memset` or `op`")]
+    family: Annotated[str, column(meaning="family of the kernel, such as `flash` or `cutlass`")]
+    grid: Annotated[
+        Triple | None,
+        column("grid", "triple", meaning="the number of blocks of a launch, in three dimensions"),
+    ]
+    block: Annotated[
+        Triple | None,
+        column("block", "triple", meaning="the threads of a block, in three dimensions"),
+    ]
+    registers_per_thread: Annotated[
+        int | None, column("regs", "count", meaning="registers of a thread")
+    ]
+    static_shared_bytes: Annotated[int | None, column(meaning="static shared memory of a block")]
+    dynamic_shared_bytes: Annotated[int | None, column(meaning="dynamic shared memory of a block")]
+    shared_bytes: Annotated[
+        int | None,
+        column("smem KiB", "kib", meaning="shared memory of a block, static and dynamic"),
+    ]
+    launches: Annotated[int, column("n", "count", meaning="launches in all profiled calls")]
+    launches_per_call: Annotated[
+        float | None, column("n/call", "count", meaning="launches of a kernel in one call")
+    ]
+    duration_ns: Annotated[int | None, column("µs", "us", meaning="median time of one launch")]
+    total_ns: Annotated[
+        int | None,
+        column("total µs", "us", meaning="sum over all launches of all profiled calls"),
+    ]
+    min_ns: Annotated[int | None, column(meaning="shortest launch")]
+    max_ns: Annotated[int | None, column(meaning="longest launch")]
+    share: Annotated[
+        float | None, column("share%", "percent", meaning="the part of the call's kernel time")
+    ]
     """Share of the cell's total_ns, or of the range's in a foreign trace."""
-    first_ns: int
-    """Earliest start relative to the start of the cell's first call. Orders kernels within a call."""
-    op_path: str | None
-    """Folded op stack."""
-    sdpa_op: str | None
-    """Attention op in the stack, if any."""
-    occupancy: float | None
-    """Theoretical, 0 to 1. None if the device or the resources are unknown."""
-    occupancy_limiter: str | None
-    """`registers`, `shared_memory`, `block` or `warps`."""
-    device: int
-    metrics: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
-    """Hardware counters by ncu's name: median over the launches, and unit."""
-    shared_share: float | None = None
-    """Share of an SM's shared memory that one block uses, 0 to 1."""
-    source: str = "profiled"
-    """`profiled`, or from an atlas `measured`, `model` or `floor`."""
+    first_ns: Annotated[
+        int, column(meaning="earliest start, relative to the start of the cell's first call")
+    ]
+    """Orders kernels within a call."""
+    op_path: Annotated[
+        str | None, column(json_key="op", meaning="the ops around the launches, outermost first")
+    ]
+    sdpa_op: Annotated[str | None, column(meaning="the attention op among them, if any")]
+    occupancy: Annotated[
+        float | None,
+        column(
+            "occ%",
+            "percent",
+            meaning="theoretical occupancy: what registers, shared memory and block size leave room "
+            "for",
+        ),
+    ]
+    """0 to 1. None if the device or the resources are unknown."""
+    occupancy_limiter: Annotated[
+        str | None,
+        column(meaning="what limits it: `registers`, `shared_memory`, `block` or `warps`"),
+    ]
+    device: Annotated[int, column("gpu", "count", meaning="index of the GPU in its process")]
+    metrics: Annotated[
+        dict[str, tuple[float, str]],
+        column(meaning="hardware counters by ncu's name: median over the launches, and unit"),
+    ] = field(default_factory=dict, hash=False)
+    shared_share: Annotated[
+        float | None,
+        column("smem%", "percent", meaning="share of an SM's shared memory that one block uses"),
+    ] = None
+    source: Annotated[
+        str, column(meaning="`profiled`, or from an atlas `measured`, `model` or `floor`")
+    ] = "profiled"
 
     @property
-    def dram_bytes_per_s(self) -> float | None:
+    def dram_bytes_per_s(
+        self,
+    ) -> Annotated[
+        float | None, column(meaning="bytes to and from DRAM per second of ncu's kernel time")
+    ]:
         """Bytes to and from DRAM per second of ncu's kernel time. None without its counters."""
         moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]
         return sum(moved) / self.duration_ns * 1e9 if moved and self.duration_ns else None
 
     @property
-    def call_ns(self) -> float | None:
+    def call_ns(
+        self,
+    ) -> Annotated[
+        float | None,
+        column("µs/call", "us", meaning="time of the kernel's launches in one call"),
+    ]:
         """Time of the kernel's launches in one call. None for a foreign trace, or if unmeasured."""
         if self.total_ns is None or self.launches_per_call is None:
             return None

@@ -14,18 +14,11 @@ from profharness.answers.analyze.figures import (
     kernels_past_l1,
 )
 from profharness.answers.analyze.sweeps import changed_problems, drops, sweep
+from profharness.columns import Column
 from profharness.devices import Peaks
 from profharness.views.bench import roofline_chart
 from profharness.views.devices import device_blocks, device_record
-from profharness.views.document import (
-    Block,
-    Chart,
-    Column,
-    Document,
-    Heading,
-    Note,
-    Table,
-)
+from profharness.views.document import Block, Chart, Document, Heading, Note, Table, filled_columns
 from profharness.views.findings import advice_blocks, cell_notes, common_blocks
 from profharness.views.layers import short_module
 
@@ -36,19 +29,19 @@ _COLUMNS: dict[str, Column] = {
         Column("module", "module", shrink=True),
         Column("backend", "backend"),
         Column("bottleneck", "bottleneck"),
-        Column("duration_ns", "µs", "us", right=True),
+        Column("duration_ns", "µs", "us"),
         Column("basis", "of"),
-        Column("tflops", "TFLOP/s", "figures", right=True),
-        Column("flops_share", "rate%", "percent", right=True),
-        Column("gb_per_s", "GB/s", "figures", right=True),
-        Column("bandwidth_share", "bw%", "percent", right=True),
-        Column("dram_mb", "DRAM MB", "figures", right=True),
-        Column("intensity", "FLOP/B", "count", right=True),
-        Column("kv_head", "K+V KiB/head", "kib", right=True),
+        Column("tflops", "TFLOP/s", "figures"),
+        Column("flops_share", "rate%", "percent"),
+        Column("gb_per_s", "GB/s", "figures"),
+        Column("bandwidth_share", "bw%", "percent"),
+        Column("dram_mb", "DRAM MB", "figures"),
+        Column("intensity", "FLOP/B", "count"),
+        Column("kv_head", "K+V KiB/head", "kib"),
         Column("places", "K+V of a head fit in"),
-        Column("blocks", "blocks", "count", right=True),
-        Column("waves", "waves", "count", right=True),
-        Column("occupancy", "occ%", "percent", right=True),
+        Column("blocks", "blocks", "count"),
+        Column("waves", "waves", "count"),
+        Column("occupancy", "occ%", "percent"),
     )
 }
 _RATES = ("tflops", "flops_share", "gb_per_s", "bandwidth_share")
@@ -62,9 +55,9 @@ SWEEP_COLUMNS = tuple(_COLUMNS[name] for name in _OF_A_SWEEP)
 PHASE_COLUMNS = (
     Column("execution", "execution", repeat=False),
     Column("phase", "phase"),
-    Column("mflop", "MFLOP", "figures", right=True),
-    Column("mb", "MB", "figures", right=True),
-    Column("intensity", "FLOP/B", "count", right=True),
+    Column("mflop", "MFLOP", "figures"),
+    Column("mb", "MB", "figures"),
+    Column("intensity", "FLOP/B", "count"),
     Column("bound", "bound by"),
 )
 
@@ -72,30 +65,30 @@ PHASE_COLUMNS = (
 COUNTER_COLUMNS = (
     Column("backend", "backend", repeat=False),
     Column("kernel", "kernel", shrink=True),
-    Column("share", "share%", "percent", right=True),
-    Column("dram", "DRAM GB/s", "figures", right=True),
-    Column("dram_throughput", "DRAM%", "percent", right=True),
-    Column("l2_throughput", "L2%", "percent", right=True),
-    Column("l1_throughput", "L1%", "percent", right=True),
-    Column("l1_hit_rate", "L1 hit%", "percent", right=True),
-    Column("l2_hit_rate", "L2 hit%", "percent", right=True),
-    Column("shared_share", "smem%", "percent", right=True),
-    Column("bank_conflicts", "conflict%", "percent", right=True),
-    Column("load_sectors", "sectors/ld", "figures", right=True),
-    Column("store_sectors", "sectors/st", "figures", right=True),
-    Column("tensor_pipe", "tensor%", "percent", right=True),
-    Column("fma_pipe", "FMA%", "percent", right=True),
-    Column("sm_throughput", "SM%", "percent", right=True),
-    Column("issue_active", "issue%", "percent", right=True),
+    Column("share", "share%", "percent"),
+    Column("dram", "DRAM GB/s", "figures"),
+    Column("dram_throughput", "DRAM%", "percent"),
+    Column("l2_throughput", "L2%", "percent"),
+    Column("l1_throughput", "L1%", "percent"),
+    Column("l1_hit_rate", "L1 hit%", "percent"),
+    Column("l2_hit_rate", "L2 hit%", "percent"),
+    Column("shared_share", "smem%", "percent"),
+    Column("bank_conflicts", "conflict%", "percent"),
+    Column("load_sectors", "sectors/ld", "figures"),
+    Column("store_sectors", "sectors/st", "figures"),
+    Column("tensor_pipe", "tensor%", "percent"),
+    Column("fma_pipe", "FMA%", "percent"),
+    Column("sm_throughput", "SM%", "percent"),
+    Column("issue_active", "issue%", "percent"),
     Column("stall", "most stalled by"),
 )
 TRAFFIC_COLUMNS = (
     Column("backend", "backend", repeat=False),
     Column("level", "traffic"),
-    Column("mb", "MB", "figures", right=True),
-    Column("ratio", "x compulsory", "ratio", right=True),
-    Column("intensity", "FLOP/B", "count", right=True),
-    Column("gb_per_s", "GB/s", "figures", right=True),
+    Column("mb", "MB", "figures"),
+    Column("ratio", "x compulsory", "ratio"),
+    Column("intensity", "FLOP/B", "count"),
+    Column("gb_per_s", "GB/s", "figures"),
 )
 COUNTED_SHARE = 0.01  # of a cell's kernel time, below which a kernel has no row of counters
 
@@ -113,16 +106,15 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         ]
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
         if any(analysis.figures for analysis in own):
-            blocks.append(
-                _filled(COLUMNS, [_values(analysis) for analysis in own if analysis.figures])
-            )
+            lines = [_values(analysis) for analysis in own if analysis.figures]
+            blocks.append(Table.of(filled_columns(COLUMNS, lines), lines))
         if rows := tuple(_phase_rows(own)):
             blocks.append(Table(PHASE_COLUMNS, rows))
         if traffic := [point for analysis in own for point in traffic_points(analysis)]:
             blocks.append(Table.of(TRAFFIC_COLUMNS, traffic))
             blocks += _past_l1(own)
         if counted := _counter_rows(own):
-            blocks.append(_filled(COUNTER_COLUMNS, counted))
+            blocks.append(Table.of(filled_columns(COUNTER_COLUMNS, counted), counted))
         for analysis in own:
             module = short_module(analysis.module) if len(own) > 1 else None
             label = f"{module} {analysis.backend}" if module else analysis.backend
@@ -231,7 +223,7 @@ def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
     start, end = (getattr(analysis.config, name) for analysis in (first, group[-1]))
     return [
         Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
-        _filled(columns, rows),
+        Table.of(filled_columns(columns, rows), rows),
         *(
             Note(f"TFLOP/s fall {drop.factor:.1f} times from {title} {drop.before} to {drop.after}")
             for drop in drops(name, group)
@@ -252,12 +244,6 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> list[Note]:
         )
         for each in changed_problems(analyses)
     ]
-
-
-def _filled(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> Table:
-    """The table without the columns that nothing is known for, as of counters without ncu."""
-    kept = [column for column in columns if any(row[column.key] is not None for row in rows)]
-    return Table.of(kept, rows)
 
 
 def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Chart]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from profharness.answers.atlas.catalog import FIELDS, Entry, entry_record
-from profharness.views.document import Column, Document, Note, Table
+from profharness.columns import Column
+from profharness.views.document import Document, Note, Table
 
 SCHEMA = "profharness.atlas/1"
 COLUMNS = (
@@ -16,7 +17,7 @@ COLUMNS = (
     Column("cuda", "CUDA"),
     Column("cudnn", "cuDNN"),
     Column("driver", "driver"),
-    Column("cells", "cells", "count", right=True),
+    Column("cells", "cells", "count"),
 )
 
 

@@ -10,6 +10,7 @@ from profharness.answers.agreement import replacement_notes, replacements
 from profharness.answers.bench.axes import AXES, LENGTH, Axis, Sweep
 from profharness.answers.bench.evaluation import Benched, Loss
 from profharness.answers.bench.measurements import UNKNOWN, BenchRow
+from profharness.columns import Column
 from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.devices import Peaks, flop_peak
@@ -32,13 +33,13 @@ from profharness.views.document import (
     Block,
     Chart,
     Code,
-    Column,
     Document,
     Heading,
     Note,
     Roof,
     Table,
     field_names,
+    filled_columns,
     record,
 )
 
@@ -66,18 +67,18 @@ COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend"),
     Column("status", ""),
-    Column("ranking", "µs", "us", right=True),
-    Column("half", "±%", "percent", right=True),
-    Column("apart", "±% processes", "percent", right=True),
-    Column("mean", "mean", "us", right=True),
-    Column("std", "std", "us", right=True),
-    *(Column(name, name, "us", right=True) for name in (*GPU_MEASUREMENTS, EVENT, HOST)),
-    Column("tflops", "TFLOP/s", "figures", right=True),
-    Column("gbs", "GB/s", "figures", right=True),
+    Column("ranking", "µs", "us"),
+    Column("half", "±%", "percent"),
+    Column("apart", "±% processes", "percent"),
+    Column("mean", "mean", "us"),
+    Column("std", "std", "us"),
+    *(Column(name, name, "us") for name in (*GPU_MEASUREMENTS, EVENT, HOST)),
+    Column("tflops", "TFLOP/s", "figures"),
+    Column("gbs", "GB/s", "figures"),
     Column("efficiency", "eff%", right=True),
-    Column("queries", "Mquery/s", "count", right=True),
-    Column("sequences", "sequences/s", "figures", right=True),
-    Column("speedup", "speed-up", "ratio", right=True),
+    Column("queries", "Mquery/s", "count"),
+    Column("sequences", "sequences/s", "figures"),
+    Column("speedup", "speed-up", "ratio"),
     Column("verified", "verified"),
     Column("mark", ""),
 )
@@ -88,10 +89,10 @@ OPTIONAL = (
 LOSS_COLUMNS = (
     Column("config", "config"),
     Column("choice", "auto took"),
-    Column("chosen_ns", "auto µs", "us", right=True),
+    Column("chosen_ns", "auto µs", "us"),
     Column("best", "fastest other"),
-    Column("best_ns", "µs", "us", right=True),
-    Column("regret", "regret%", "percent", right=True),
+    Column("best_ns", "µs", "us"),
+    Column("regret", "regret%", "percent"),
     Column("remark", ""),
 )
 
@@ -235,9 +236,7 @@ def _main_table(answer: Benched) -> Table:
         # one batch makes it the inverse of the time
         values["sequences"] = row.sequences_per_s if len(batches) > 1 else ""
         lines.append(values)
-    shown = {key for line in lines for key, value in line.items() if value not in ("", None)}
-    columns = [column for column in COLUMNS if column.key in shown or column.key not in OPTIONAL]
-    return Table.of(columns, lines)
+    return Table.of(filled_columns(COLUMNS, lines, OPTIONAL), lines)
 
 
 def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 from profharness.answers.bench.evaluation import Benched
+from profharness.columns import Column
 from profharness.views.bench import bench_document
-from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+from profharness.views.document import Block, Document, Heading, Note, Table, record
 
 SHOWN = 3
 
@@ -59,10 +60,9 @@ def class_blocks(answers: Sequence[Benched]) -> list[Block]:
     """Medians by class and how many times as fast the others are as the first."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
-    columns += [Column(f"us{at}", f"{name} µs", "us", right=True) for at, name in enumerate(names)]
+    columns += [Column(f"us{at}", f"{name} µs", "us") for at, name in enumerate(names)]
     columns += [
-        Column(f"times{at}", f"speed-up of {name}", "ratio", right=True)
-        for at, name in enumerate(names[1:], 1)
+        Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
     ]
     medians = [
         {(row.config, row.backend): row.median_ns for row in answer.ranking_rows()}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from profharness.columns import Column
 from profharness.devices import DeviceFact
-from profharness.views.document import Block, Column, Heading, Table
+from profharness.views.document import Block, Heading, Table
 
 COLUMNS = (
     Column("name", "figure", repeat=False),

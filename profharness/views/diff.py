@@ -19,18 +19,18 @@ from profharness.answers.diff.result import (
     LayerDiff,
     LayerSide,
 )
+from profharness.columns import Column, pick
 from profharness.rows import KernelRow
 from profharness.views.document import (
     FORMATS,
     MISSING,
     Block,
-    Column,
     Document,
     Heading,
     Note,
     Table,
+    filled_columns,
 )
-from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
 from profharness.views.layers import short_module
 
 FIELDS = (
@@ -49,9 +49,8 @@ COLUMNS = (
     Column("role", "role", repeat=False),
     Column("side", ""),
     Column("kernel", "kernel", shrink=True),
-    *(KERNEL_COLUMNS[name] for name in OF_A_KERNEL),
-    KERNEL_COLUMNS["duration_ns"],
-    Column("ratio", "ratio", "ratio", right=True),
+    *pick(KernelRow, *OF_A_KERNEL, "duration_ns"),
+    Column("ratio", "ratio", "ratio"),
     Column("verdict", "verdict"),
 )
 LAYER_COLUMNS = (
@@ -62,7 +61,7 @@ LAYER_COLUMNS = (
     Column("ran", "ran"),
     Column("forward_ns", "forward µs/call", right=True),
     Column("backward_ns", "backward µs/call", right=True),
-    Column("ratio", "ratio", "ratio", right=True),
+    Column("ratio", "ratio", "ratio"),
     Column("verdict", "verdict"),
 )
 
@@ -143,7 +142,7 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
     counts = Counter(row.verdict for row in layers).most_common()
     detail = ", ".join(f"{count} {verdict}" for verdict, count in counts)
     lines = [_layer_line(row, full) for row in layers]
-    columns = [c for c in LAYER_COLUMNS if any(line[c.key] is not None for line in lines)]
+    columns = filled_columns(LAYER_COLUMNS, lines)
     blocks: list[Block] = [Heading("Attention by layer", detail), Table.of(columns, lines)]
     for row, line in zip(layers, lines, strict=True):
         if row.verdict != "same" or len(row.reasons) > 1:

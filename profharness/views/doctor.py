@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from profharness.views.document import Block, Column, Document, Note, Table, record
+from profharness.columns import Column
+from profharness.views.document import Block, Document, Note, Table, record
 
 if TYPE_CHECKING:
     from profharness.doctor import Check

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
 
+from profharness.columns import Column
 from profharness.errors import one_line
 
 # kind -> what it is; `charts.DRAWERS` has one function for each.
@@ -91,35 +92,9 @@ class Chart:
         return plain
 
 
-MISSING = "-"  # shown for a value that a profiler cannot know
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column; key is for machines, title for people. shrink: a narrow terminal may cut it.
-    repeat=False omits a value that equals the one above it.
-    """
-
-    key: str
-    title: str
-    format: str = "text"
-    right: bool = False
-    shrink: bool = False
-    repeat: bool = True
-
-
-# Of a launch that ran, and of one that is predicted.
-LAUNCH_COLUMNS: dict[str, Column] = {
-    column.key: column
-    for column in (
-        Column("kernel_short", "kernel", shrink=True),
-        Column("grid", "grid", "triple", right=True),
-        Column("block", "block", "triple", right=True),
-        Column("shared_bytes", "smem KiB", "kib", right=True),
-        Column("registers_per_thread", "regs", "count", right=True),
-        Column("duration_ns", "µs", "us", right=True),
-    )
-}
+MISSING = "-"
+"""Shown for a value that a profiler cannot provide."""
+NO_VALUES = (None, "", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +123,28 @@ class Table:
         """A row for each item: the attributes, or a dict's values, that the columns' keys name."""
         return cls(
             tuple(columns),
-            tuple(
-                tuple(
-                    item[column.key] if isinstance(item, dict) else getattr(item, column.key)
-                    for column in columns
-                )
-                for item in items
-            ),
+            tuple(tuple(_value(item, column.key) for column in columns) for item in items),
         )
+
+
+def filled_columns(
+    columns: Iterable[Column], items: Iterable[Any], optional: Collection[str] | None = None
+) -> list[Column]:
+    """Return the columns that have a value in some item.
+
+    `optional` contains the keys of the columns that may be dropped, by default all.
+    """
+    rows = list(items)
+    return [
+        column
+        for column in columns
+        if (optional is not None and column.key not in optional)
+        or any(_value(row, column.key) not in NO_VALUES for row in rows)
+    ]
+
+
+def _value(item: Any, key: str) -> Any:
+    return item[key] if isinstance(item, dict) else getattr(item, key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from profharness.answers.explain.by_rule import (
     unread,
 )
 from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
+from profharness.columns import Column
 from profharness.config import AUTO, SDPA_BACKENDS, sdpa_setting
 from profharness.dispatch.advice import Advice, BackendAnswer
 from profharness.errors import few
-from profharness.views.document import Block, Code, Column, Document, Heading, Note, Table
+from profharness.views.document import Block, Code, Document, Heading, Note, Table
 
 COLUMNS = (
     Column("backend", "backend", repeat=False),

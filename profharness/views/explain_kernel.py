@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from profharness.columns import Column
 from profharness.errors import UsageError
 from profharness.kernel_names import canonical
 from profharness.kernel_names.parts import FACTS, Description, describe
-from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+from profharness.views.document import Block, Document, Heading, Note, Table, record
 
 SCHEMA = "profharness.kernel_name/1"
 FIELDS = (

@@ -8,7 +8,8 @@ from dataclasses import replace
 from profharness.answers.analyze.figures import CellAnalysis, Evidence, Finding, Remedy
 from profharness.answers.analyze.merge_findings import common_findings, common_remedies
 from profharness.answers.analyze.scenarios import LITTLE_MEMORY, choices, missing
-from profharness.views.document import Block, Column, Heading, Note, Table, status_note
+from profharness.columns import Column
+from profharness.views.document import Block, Heading, Note, Table, status_note
 
 EVIDENCE_SHOWN = 4
 MIB = 1 << 20
@@ -19,7 +20,7 @@ ADVICE_COLUMNS = (
     Column("value", "median", right=True),
     Column("measurement", "of"),
     Column("runner_up", "next"),
-    Column("factor", "next / best", "ratio", right=True),
+    Column("factor", "next / best", "ratio"),
 )
 Covered = Set[tuple[str, str, object]]
 """Run, cell, and the finding or remedy that is told for several configs at once."""

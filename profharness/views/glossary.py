@@ -1,20 +1,26 @@
-"""The special words of pages, a line each. What tokens of kernel names mean stands in kernel_names."""
+"""The glossary of pages. Meanings of tokens in kernel names are in kernel_names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from profharness.rows import CALL_MEASUREMENTS
+from profharness.columns import pick
+from profharness.rows import CALL_MEASUREMENTS, KernelRow
 from profharness.views.bench import MEANS
 from profharness.views.document import Block, Chart, Heading, Note, Table
+
+
+def _terms(*names: str) -> dict[str, str]:
+    return {column.title: column.meaning for column in pick(KernelRow, *names)}
+
 
 GLOSSARY = {
     **{name: f"{MEANS[name]}; no profiler running" for name in CALL_MEASUREMENTS},
     "kernel": "a function that runs on the GPU; on a CPU an ATen op stands for it. Kernel times come from "
     "the profiler and leave the gaps between kernels out",
     "launch": "one execution of a kernel",
-    "n/call": "launches of a kernel in one call",
+    **_terms("launches_per_call"),
     "cell": "one config on one backend",
     "refused": "the backend does not take this config; that is an answer, not an error",
     "ran": "the backend whose op and kernels the trace shows",
@@ -22,12 +28,7 @@ GLOSSARY = {
     "role": "what a kernel computes within its call: attention, softmax, dQ, …",
     "regret%": "how much longer auto took than the fastest correct other backend",
     "waves": "blocks of a launch over the blocks that the GPU holds at once; a part of a wave leaves SMs idle",
-    "grid": "the number of blocks of a launch, in three dimensions",
-    "block": "the threads of a block, in three dimensions",
-    "smem KiB": "shared memory of a block, static and dynamic",
-    "regs": "registers of a thread",
-    "occ%": "theoretical occupancy: what registers, shared memory and block size leave room for",
-    "share%": "the part of the call's kernel time",
+    **_terms("grid", "block", "shared_bytes", "registers_per_thread", "occupancy", "share"),
     "peak KiB": "memory that a call holds at its peak, inputs left out",
     "median": "the median over all samples; p10 and p90 hold the middle 80 % of them",
     "to fastest": "the median over that of the fastest backend of the same config",

@@ -13,12 +13,12 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from profharness.columns import Column
 from profharness.errors import one_line, printable
 from profharness.views.document import (
     Block,
     Chart,
     Code,
-    Column,
     Document,
     Heading,
     Note,

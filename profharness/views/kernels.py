@@ -16,6 +16,7 @@ from profharness.answers.agreement import (
     replacement_text,
 )
 from profharness.answers.analyze.counters import read_counters
+from profharness.columns import Column, columns_of, pick
 from profharness.rows import (
     ACTIVE_WARPS,
     DRAM_READ,
@@ -26,27 +27,27 @@ from profharness.rows import (
     KernelRow,
 )
 from profharness.views.document import (
-    LAUNCH_COLUMNS,
     Block,
-    Column,
     Document,
     Heading,
     Note,
     Table,
-    field_names,
+    filled_columns,
     format_value,
     record,
     status_note,
 )
 
 SCHEMA = "profharness.kernels/1"
-# The fields of a KernelRow; these stand behind the share, and op_path is called `op`.
+KERNEL = columns_of(KernelRow)
+CELL = columns_of(CellRow)
+# JSON has these fields behind `share`, and the computed ones last.
 _BEHIND_SHARE = ("cell", "kernel_kind", "min_ns", "max_ns")
-_ROW_FIELDS = [name for name in field_names(KernelRow) if name not in _BEHIND_SHARE]
-_PLACE = _ROW_FIELDS.index("share") + 1
-_ROW_FIELDS[_PLACE:_PLACE] = _BEHIND_SHARE
-_COMPUTED = ("call_ns", "dram_bytes_per_s")  # properties of a KernelRow
-FIELDS = (*("op" if name == "op_path" else name for name in _ROW_FIELDS), *_COMPUTED)
+_COMPUTED = ("call_ns", "dram_bytes_per_s")
+_names = [name for name in KERNEL if name not in (*_BEHIND_SHARE, *_COMPUTED)]
+_share = _names.index("share") + 1
+ROW_FIELDS = (*_names[:_share], *_BEHIND_SHARE, *_names[_share:], *_COMPUTED)
+FIELDS = tuple(KERNEL[name].json_key or name for name in ROW_FIELDS)
 CELL_FIELDS = (
     *("run", "cell", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
     *("tuning", "refusals", "warnings"),
@@ -57,37 +58,29 @@ COMPARED = (
     *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
     *("shared_bytes", "launches", "launches_per_call"),
 )
-# Every column that a table of kernels can have, in order: a key of FIELDS stands in the table of a
-# profiler, one that `_values` fills in the table of several.
-COLUMNS: dict[str, Column] = {
-    column.key: column
-    for column in (
-        Column("backend", "backend", repeat=False),
-        Column("profiler", "profiler", repeat=False),
-        Column("device", "gpu", "count", right=True),
-        *(LAUNCH_COLUMNS[name] for name in ("kernel_short", "grid", "block", "shared_bytes")),
-        Column("shared_share", "smem%", "percent", right=True),
-        LAUNCH_COLUMNS["registers_per_thread"],
-        Column("launches", "n", "count", right=True),
-        Column("launches_per_call", "n/call", "count", right=True),
-        LAUNCH_COLUMNS["duration_ns"],
-        Column("call_ns", "µs/call", "us", right=True),
-        Column("total_ns", "total µs", "us", right=True),
-        Column("share", "share%", "percent", right=True),
-        Column("occupancy", "occ%", "percent", right=True),
-        *(Column(name, f"{name} µs", "us", right=True) for name in TRACE_PROFILERS),
-        Column("achieved", "achieved%", "percent", right=True),
-        Column("dram", "DRAM KiB", "kib", right=True),
-        Column("dram_rate", "DRAM GB/s", "figures", right=True),
-        Column("tensor", "tensor%", "percent", right=True),
-        Column("l2_hits", "L2 hit%", "percent", right=True),
-        Column("disagree", "disagree", "names"),
-        Column("kernel", "kernel"),
-    )
-}
+# The columns of one profiler's table, in order.
+ROW_COLUMNS = pick(
+    KernelRow,
+    *("backend", "profiler", "device", "kernel_short", "grid", "block", "shared_bytes"),
+    *("shared_share", "registers_per_thread", "launches", "launches_per_call", "duration_ns"),
+    *("call_ns", "total_ns", "share", "occupancy", "kernel"),
+)
+# The columns of a table that compares profilers, in order. `_values` fills them.
+JOINED_COLUMNS = (
+    *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
+    *pick(KernelRow, "registers_per_thread", "launches_per_call"),
+    *(Column(name, f"{name} µs", "us") for name in TRACE_PROFILERS),
+    Column("achieved", "achieved%", "percent"),
+    Column("dram", "DRAM KiB", "kib"),
+    Column("dram_rate", "DRAM GB/s", "figures"),
+    Column("tensor", "tensor%", "percent"),
+    Column("l2_hits", "L2 hit%", "percent"),
+    Column("disagree", "disagree", "names"),
+    KERNEL["kernel"],
+)
 _COUNTERS = (
     Column("metric", "metric"),
-    Column("value", "value", "count", right=True),
+    Column("value", "value", "count"),
     Column("unit", "unit"),
 )
 # What ncu knows of the launch and the machine; it lists these beside what it counted.
@@ -100,11 +93,11 @@ _Scope = tuple[str, str | None, str | None]
 def kernel_record(row: KernelRow) -> dict[str, Any]:
     """The JSON record of one kernel: durations in ns, sizes in bytes, grid and block as [x, y, z]."""
     plain = record(row)
-    plain |= {"op": row.op_path} | {name: getattr(row, name) for name in _COMPUTED}
+    plain |= {name: getattr(row, name) for name in _COMPUTED}
     plain["metrics"] = {
         name: {"value": value, "unit": unit} for name, (value, unit) in row.metrics.items()
     }
-    return {name: plain[name] for name in FIELDS}
+    return {key: plain[name] for key, name in zip(FIELDS, ROW_FIELDS, strict=True)}
 
 
 def cell_record(cell: CellRow) -> dict[str, Any]:
@@ -171,8 +164,7 @@ def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ..
     hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
     if all(row.shared_share is None for row in rows):  # nobody knows the device
         hidden.add("shared_share")
-    own = (column for key, column in COLUMNS.items() if key in FIELDS)
-    return tuple(column for column in own if column.key not in hidden)
+    return tuple(column for column in ROW_COLUMNS if column.key not in hidden)
 
 
 def _scope(row: KernelRow) -> _Scope:
@@ -255,10 +247,10 @@ def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
 
 def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
     """One line a kernel; a column that no kernel here has a value for is left out."""
+    hidden = "kernel_short" if full else "kernel"
+    columns = [column for column in JOINED_COLUMNS if column.key != hidden]
     lines = [_values(kernel) for kernel in joined]
-    filled = {key for line in lines for key, value in line.items() if value not in (None, "")}
-    filled.discard("kernel_short" if full else "kernel")
-    return Table.of([column for key, column in COLUMNS.items() if key in filled], lines)
+    return Table.of(filled_columns(columns, lines), lines)
 
 
 def _values(kernel: JoinedKernel) -> dict[str, Any]:
@@ -302,7 +294,7 @@ def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
         metrics = kernel.rows[NCU].metrics if NCU in kernel.rows else {}
         rows = [(name, *metrics[name]) for name in sorted(metrics, key=_place)]
         if rows:
-            grid = format_value(COLUMNS["grid"], kernel.grid)
+            grid = format_value(KERNEL["grid"], kernel.grid)
             detail = ", ".join(filter(None, (kernel.backend, f"grid {grid}")))
             blocks += [Heading(kernel.kernel, detail, level=3), Table(_COUNTERS, tuple(rows))]
     return blocks

@@ -8,7 +8,8 @@ from typing import Any
 
 from profharness.answers.layers.benches import BenchClass, BenchedCall, LayerBenches, with_regret
 from profharness.answers.layers.by_gpu import LayerClasses
-from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+from profharness.columns import Column
+from profharness.views.document import Block, Document, Heading, Note, Table, record
 from profharness.views.layer_classes import (
     LAYER,
     figure_columns,
@@ -98,7 +99,7 @@ def _bench_text(item: BenchClass) -> str:
 def _best_columns(names: Sequence[str]) -> Iterator[Column]:
     for at, name in enumerate(names):
         yield Column(f"best{at}", f"{name} best")
-        yield Column(f"best_us{at}", f"{name} best µs", "us", right=True)
+        yield Column(f"best_us{at}", f"{name} best µs", "us")
 
 
 def _line(calls: Sequence[BenchedCall], classes: Sequence[BenchClass]) -> dict[str, Any]:

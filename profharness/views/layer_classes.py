@@ -10,11 +10,12 @@ from typing import Any
 from profharness.answers.diff.result import LayersBeside
 from profharness.answers.layers.by_gpu import LayerClass, LayerClasses
 from profharness.answers.layers.layer_map import LayerMap
-from profharness.views.document import Block, Column, Document, Heading, Note, Table, record
+from profharness.columns import Column
+from profharness.views.document import Block, Document, Heading, Note, Table, record
 from profharness.views.layers import forecast_record, layers_document, line_of, short_module
 
 LAYER = (Column("module", "module", shrink=True), Column("config", "config"))
-CALLS = Column("calls", "calls/step", "count", right=True)
+CALLS = Column("calls", "calls/step", "count")
 
 
 def layer_classes_document(answer: LayerClasses, *, full: bool = False) -> Document:
@@ -77,10 +78,9 @@ def figure_columns(names: Sequence[str], does: Sequence[str]) -> list[Column]:
     columns = []
     for at, (name, verb) in enumerate(zip(names, does, strict=True)):
         columns.append(Column(f"ran{at}", f"{name} {verb}"))
-        columns.append(Column(f"us{at}", f"{name} µs", "us", right=True))
+        columns.append(Column(f"us{at}", f"{name} µs", "us"))
     columns += [
-        Column(f"times{at}", f"speed-up of {name}", "ratio", right=True)
-        for at, name in enumerate(names[1:], 1)
+        Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
     ]
     return columns
 

@@ -15,14 +15,15 @@ from profharness.answers.layers.layer_map import (
     LayerMap,
     LayerRow,
 )
+from profharness.columns import Column
 from profharness.views.document import (
     Block,
-    Column,
     Document,
     Heading,
     Note,
     Table,
     field_names,
+    filled_columns,
     record,
 )
 
@@ -31,46 +32,46 @@ FORECAST_FIELDS = field_names(LayerForecast)
 FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
 COLUMNS = (
     Column("module", "module", shrink=True),
-    Column("calls", "calls/step", "count", right=True),
-    Column("program_calls", "calls in all", "count", right=True),
+    Column("calls", "calls/step", "count"),
+    Column("program_calls", "calls in all", "count"),
     Column("config", "config"),
     Column("phase", "phase"),
     Column("mode", "mode"),
     Column("mask", "mask"),
     Column("asked", "asked"),
     Column("ran", "ran"),
-    Column("forward_ns", "forward µs", "us", right=True),
-    Column("backward_ns", "backward µs", "us", right=True),
-    Column("share", "% of busy", "percent", right=True),
-    Column("step_share", "% of step", "percent", right=True),
+    Column("forward_ns", "forward µs", "us"),
+    Column("backward_ns", "backward µs", "us"),
+    Column("share", "% of busy", "percent"),
+    Column("step_share", "% of step", "percent"),
     Column("site", "at", shrink=True),
 )
 OF_SOME = ("module", "backward_ns", "program_calls", "mask", "asked", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
 KERNELS = (Column("module", "module", shrink=True), Column("kernels", "kernels", "names"))
 GAPS = (
-    Column("duration_ns", "idle µs", "us", right=True),
+    Column("duration_ns", "idle µs", "us"),
     Column("kernel_short", "ended by", shrink=True),
     Column("op", "launched by", shrink=True),
     Column("late", "asked for, µs into the gap", right=True),
 )
 REGRET = (
     Column("best", "best"),
-    Column("saves_ns", "saves µs/step", "us", right=True),
+    Column("saves_ns", "saves µs/step", "us"),
 )
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 FORECAST = (
     Column("module", "module", shrink=True),
     Column("config", "config"),
     Column("predicted_backend", "takes"),
-    Column("predicted_ns", "µs/call", "us", right=True),
-    Column("predicted_low_ns", "from", "us", right=True),
-    Column("predicted_high_ns", "to", "us", right=True),
+    Column("predicted_ns", "µs/call", "us"),
+    Column("predicted_low_ns", "from", "us"),
+    Column("predicted_high_ns", "to", "us"),
     Column("predicted_source", "source"),
-    Column("predicted_total_ns", "µs", "us", right=True),
-    Column("predicted_share", "share", "percent", right=True),
+    Column("predicted_total_ns", "µs", "us"),
+    Column("predicted_share", "share", "percent"),
     Column("predicted_best", "best"),
-    Column("predicted_saves_ns", "saves µs", "us", right=True),
+    Column("predicted_saves_ns", "saves µs", "us"),
 )
 MODULES_SHOWN = 2  # of the modules around a call; --full shows all
 
@@ -78,14 +79,10 @@ MODULES_SHOWN = 2  # of the modules around a call; --full shows all
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     """The answer of `profharness layers`. full: whole module names, kernels and gaps."""
     lines = [line_of(row, full) for row in layers.rows]
-    columns = [
-        column
-        for column in (*COLUMNS, *(REGRET if layers.regret else ()))
-        if column.key not in (*OF_SOME, *(() if layers.steps else OF_STEPS))
-        or any(line[column.key] is not None for line in lines)
-    ]
+    optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
+    columns = (*COLUMNS, *(REGRET if layers.regret else ()))
     blocks: list[Block] = [Heading(f"Attention of run {layers.run}", _summary(layers))]
-    blocks.append(Table.of(columns, lines))
+    blocks.append(Table.of(filled_columns(columns, lines, optional), lines))
     for row in layers.rows:
         blocks += _notes(row, full)
     if layers.regret:

@@ -16,18 +16,19 @@ from profharness.answers.atlas.answer import (
 )
 from profharness.answers.atlas.data import VERSIONS
 from profharness.answers.explain.maps import Map, draw_maps, value_text
+from profharness.columns import Column, pick
 from profharness.config import AUTO, parse_config
 from profharness.dispatch.advice import call_code
+from profharness.rows import KernelRow
 from profharness.views.document import (
-    LAUNCH_COLUMNS,
     Block,
     Chart,
     Code,
-    Column,
     Document,
     Heading,
     Note,
     Table,
+    filled_columns,
     status_note,
 )
 from profharness.views.explain import map_blocks, map_record, map_table
@@ -39,24 +40,26 @@ BACKEND_COLUMNS = (
     Column("backend", "backend"),
     Column("choice", "takes"),
     Column("source", "source"),
-    Column("kernel_ns", "µs", "us", right=True),
-    Column("low_ns", "from", "us", right=True),
-    Column("high_ns", "to", "us", right=True),
-    Column("graph_ns", "graph µs", "us", right=True),
-    Column("regret", "loses%", "percent", right=True),
+    Column("kernel_ns", "µs", "us"),
+    Column("low_ns", "from", "us"),
+    Column("high_ns", "to", "us"),
+    Column("graph_ns", "graph µs", "us"),
+    Column("regret", "loses%", "percent"),
     Column("bottleneck", "bottleneck", shrink=True),
 )
+INTERVAL = ("low_ns", "high_ns")
 KERNEL_COLUMNS = (
     Column("backend", "backend", repeat=False),
-    *LAUNCH_COLUMNS.values(),
+    *pick(KernelRow, "kernel_short", "grid", "block", "shared_bytes", "registers_per_thread"),
+    *pick(KernelRow, "duration_ns"),
 )
 LOSS_COLUMNS = (
     Column("config", "config"),
     Column("choice", "auto takes"),
-    Column("kernel_ns", "µs", "us", right=True),
+    Column("kernel_ns", "µs", "us"),
     Column("best", "best"),
-    Column("best_ns", "its µs", "us", right=True),
-    Column("regret", "loses%", "percent", right=True),
+    Column("best_ns", "its µs", "us"),
+    Column("regret", "loses%", "percent"),
     Column("source", "source"),
 )
 MUCH = 0.1  # a regret from which a config is told of
@@ -115,7 +118,11 @@ def config_blocks(
     shown = [row for row in answer if row.backend in backends]
     blocks: list[Block] = [Heading(answer[0].config, place.text), Note(statement(answer))]
     if ran := [row for row in shown if row.status == "ok"]:
-        blocks.append(Table.of([each for each in BACKEND_COLUMNS if _tells(each, ran)], ran))
+        # a measured time has no interval of a prediction
+        measured = all(row.source == "measured" for row in ran)
+        hidden = INTERVAL if measured else ()
+        columns = [each for each in BACKEND_COLUMNS if each.key not in hidden]
+        blocks.append(Table.of(filled_columns(columns, ran), ran))
     kernels = [
         launch_record(launch) | {"backend": row.backend}
         for row in shown
@@ -144,13 +151,6 @@ def _unreasoned(row: Predicted) -> str:
     return (
         "PyTorch refused it when the atlas was measured" if row.source == "measured" else "by rule"
     )
-
-
-def _tells(column: Column, rows: Sequence[Predicted]) -> bool:
-    """Whether a column has anything in it; an interval of what was measured has not."""
-    if column.key in ("low_ns", "high_ns"):
-        return any(row.source != "measured" for row in rows)
-    return any(getattr(row, column.key) is not None for row in rows)
 
 
 def _asked(backends: Sequence[str]) -> str:
@@ -285,15 +285,15 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
 AGAINST_COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend"),
-    Column("ran_ns", "ran µs", "us", right=True),
-    Column("kernel_ns", "atlas µs", "us", right=True),
-    Column("low_ns", "from", "us", right=True),
-    Column("high_ns", "to", "us", right=True),
-    Column("ratio", "ran to atlas", "ratio", right=True),
+    Column("ran_ns", "ran µs", "us"),
+    Column("kernel_ns", "atlas µs", "us"),
+    Column("low_ns", "from", "us"),
+    Column("high_ns", "to", "us"),
+    Column("ratio", "ran to atlas", "ratio"),
     Column("source", "source"),
     Column("kernels", "same kernels"),
     Column("best", "best there"),
-    Column("regret", "loses%", "percent", right=True),
+    Column("regret", "loses%", "percent"),
 )
 
 

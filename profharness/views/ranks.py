@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from profharness.answers.ranks.comparison import CODES, RankComparison, RankFigures
+from profharness.columns import Column
 from profharness.errors import few
 from profharness.views.document import (
     Block,
-    Column,
     Document,
     Heading,
     Note,
     Table,
     field_names,
+    filled_columns,
     record,
 )
 
@@ -25,12 +26,12 @@ COLUMNS = (
     Column("label", "rank"),
     Column("run", "run"),
     Column("device", "device", shrink=True),
-    Column("ratio", "compute / others", "thousandths", right=True),
-    Column("compute_ns", "compute ms", "ms", right=True),
-    Column("span_ns", "span ms", "ms", right=True),
-    Column("idle_share", "% idle", "percent", right=True),
-    Column("collective_share", "% collectives", "percent", right=True),
-    Column("exposed_share", "% exposed", "percent", right=True),
+    Column("ratio", "compute / others", "thousandths"),
+    Column("compute_ns", "compute ms", "ms"),
+    Column("span_ns", "span ms", "ms"),
+    Column("idle_share", "% idle", "percent"),
+    Column("collective_share", "% collectives", "percent"),
+    Column("exposed_share", "% exposed", "percent"),
     Column("attention", "attention", "names", shrink=True),
     Column("findings", "findings", "names"),
 )
@@ -47,9 +48,8 @@ def ranks_document(answer: RankComparison, *, full: bool = False) -> Document:
     left_out = len(lines) - len(shown)
     columns = [
         column
-        for column in COLUMNS
-        if any(line[column.key] not in (None, ()) for line in lines)
-        and (column.key != "device" or len({line["device"] for line in lines}) > 1)
+        for column in filled_columns(COLUMNS, lines)
+        if column.key != "device" or len({line["device"] for line in lines}) > 1
     ]
     blocks: list[Block] = [Heading("Ranks", _summary(answer)), *_notes(answer)]
     blocks.append(Table.of(columns, shown))

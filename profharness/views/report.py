@@ -18,6 +18,7 @@ from profharness.answers.diff.result import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
 from profharness.answers.layers.by_gpu import programs_of
 from profharness.answers.summary import Summary, summarize_run
+from profharness.columns import Column
 from profharness.config import parse_config
 from profharness.errors import NotFoundError
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
@@ -32,7 +33,7 @@ from profharness.views.bench import (
 from profharness.views.classes import are_classes, class_blocks, class_record
 from profharness.views.devices import device_blocks
 from profharness.views.diff import diff_document
-from profharness.views.document import Block, Chart, Code, Column, Document, Heading, Note, Table
+from profharness.views.document import Block, Chart, Code, Document, Heading, Note, Table
 from profharness.views.glossary import glossary_blocks
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
 from profharness.views.layer_classes import layer_class_blocks, layer_class_record
@@ -50,19 +51,19 @@ CELL_COLUMNS = (
     Column("status", "status"),
     Column("ran", "ran"),
     Column("predicted", "rules say"),
-    Column("peak_memory_bytes", "peak KiB", "kib", right=True),
+    Column("peak_memory_bytes", "peak KiB", "kib"),
     Column("reason", "reason", shrink=True),
 )
 LATENCY_COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend"),
     Column("measurement", "measured by"),
-    Column("samples", "n", "count", right=True),
-    Column("median_ns", "median µs", "us", right=True),
-    Column("p10_ns", "p10 µs", "us", right=True),
-    Column("p90_ns", "p90 µs", "us", right=True),
-    Column("min_ns", "min µs", "us", right=True),
-    Column("against", "to fastest", "ratio", right=True),
+    Column("samples", "n", "count"),
+    Column("median_ns", "median µs", "us"),
+    Column("p10_ns", "p10 µs", "us"),
+    Column("p90_ns", "p90 µs", "us"),
+    Column("min_ns", "min µs", "us"),
+    Column("against", "to fastest", "ratio"),
 )
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),

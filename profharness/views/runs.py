@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from profharness.columns import pick
 from profharness.rows import RunRow
-from profharness.views.document import Block, Column, Document, Note, Table, record
+from profharness.views.document import Block, Document, Note, Table, record
 
 RUN_FIELDS = (
     *("run", "created", "source", "device", "torch", "profilers"),
     *("cells", "failed_cells", "launches", "path", "kind", "warnings"),
     *("rank", "world_size", "host_key", "gpu_key"),
 )
-RUN_COLUMNS = (
-    Column("run", "run"),
-    Column("rank", "rank", right=True),
-    Column("kind", "kind"),
-    Column("created", "created"),
-    Column("device", "device", shrink=True),
-    Column("torch", "torch", shrink=True),
-    Column("profilers", "profilers", "names"),
-    Column("cells", "cells", "count", right=True),
-    Column("failed_cells", "failed", "count", right=True),
-    Column("launches", "launches", "count", right=True),
+RUN_COLUMNS = pick(
+    RunRow,
+    *("run", "rank", "kind", "created", "device", "torch", "profilers", "cells"),
+    *("failed_cells", "launches"),
 )
 
 

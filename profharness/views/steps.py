@@ -19,6 +19,7 @@ from profharness.answers.roles import (
     launches_per_call,
     score_dtype,
 )
+from profharness.columns import Column, pick
 from profharness.config import Config, parse_config
 from profharness.costs import copy_bytes, matrix_bytes, tensor_bytes
 from profharness.kernel_names import parse_kernel_name
@@ -26,14 +27,13 @@ from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, WALL, CellRow, Ker
 from profharness.views.document import (
     Block,
     Chart,
-    Column,
     Document,
     Heading,
     Note,
     Table,
+    filled_columns,
     status_note,
 )
-from profharness.views.kernels import COLUMNS as KERNEL_COLUMNS
 
 SCHEMA = "profharness.steps/1"
 CALL_TIMES = (EAGER, HOST, COLD, EVENT, WALL)
@@ -84,31 +84,31 @@ ORDER = {step: place for place, step in enumerate([*dict(STEPS), *BEYOND_KERNELS
 STEP_COLUMNS = (
     Column("backend", "backend", repeat=False),
     Column("step", "step"),
-    Column("launches_per_call", "n/call", "count", right=True),
-    Column("mean_ns", "µs each", "us", right=True),
-    Column("call_ns", "µs/call", "us", right=True),
-    Column("share", "share%", "percent", right=True),
+    Column("launches_per_call", "n/call", "count"),
+    Column("mean_ns", "µs each", "us"),
+    Column("call_ns", "µs/call", "us"),
+    Column("share", "share%", "percent"),
     Column("tile", "tile"),
-    *(KERNEL_COLUMNS[name] for name in LAUNCH),
+    *pick(KernelRow, *LAUNCH),
     Column("kernels", "kernels", "names", shrink=True),
 )
 MATH_COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend", repeat=False),
     Column("step", "step"),
-    Column("launches", "n/call", "count", right=True),
-    Column("ns", "µs/call", "us", right=True),
-    Column("share", "share%", "percent", right=True),
+    Column("launches", "n/call", "count"),
+    Column("ns", "µs/call", "us"),
+    Column("share", "share%", "percent"),
 )
 BACKEND_COLUMNS = (
     Column("backend", "backend"),
-    Column("kernels_ns", "kernel µs", "us", right=True),
-    Column("graph_ns", "graph µs", "us", right=True),
-    *(Column(f"{name}_ns", f"{name} µs", "us", right=True) for name in CALL_TIMES),
-    Column("speedup", "speed-up", "ratio", right=True),
-    Column("peak_mib", "peak MiB", "count", right=True),
-    Column("peak_over_output", "peak / output", "count", right=True),
-    Column("score_matrices", "score matrices", "count", right=True),
+    Column("kernels_ns", "kernel µs", "us"),
+    Column("graph_ns", "graph µs", "us"),
+    *(Column(f"{name}_ns", f"{name} µs", "us") for name in CALL_TIMES),
+    Column("speedup", "speed-up", "ratio"),
+    Column("peak_mib", "peak MiB", "count"),
+    Column("peak_over_output", "peak / output", "count"),
+    Column("score_matrices", "score matrices", "count"),
     Column("growth", "grows with"),
 )
 
@@ -190,12 +190,7 @@ def steps_document(
         shown = [step for cell in own for step in steps[cell.cell]]
         blocks.append(Heading(label))
         if shown:
-            told = [
-                column
-                for column in columns
-                if column.key not in LAUNCH or any(getattr(step, column.key) for step in shown)
-            ]
-            blocks.append(Table.of(told, shown))
+            blocks.append(Table.of(filled_columns(columns, shown, LAUNCH), shown))
         of_cell = _backends(config, own, steps, rows_of)
         blocks += _backend_blocks(config, own, of_cell, rows_of)
         for cell in own:
@@ -296,8 +291,7 @@ def _backend_blocks(
     if any(EAGER in cell.samples for cell in cells):
         text += f", {WAITING} is the eager time less the graph's, {REFILL} the cold time less the graph's"
     lines = [row | {"peak_mib": _mib(row["peak_memory_bytes"])} for row in of_cell.values()]
-    absent = {name for name in BY_CALL if all(line[name] is None for line in lines)}
-    columns = [column for column in BACKEND_COLUMNS if column.key not in absent]
+    columns = filled_columns(BACKEND_COLUMNS, lines, BY_CALL)
     return [Table.of(columns, lines), Note(text)]
 
 

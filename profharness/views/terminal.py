@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from profharness.columns import Column
 from profharness.errors import one_line, printable
 from profharness.views.document import (
     Block,
     Chart,
     Code,
-    Column,
     Document,
     Heading,
     Note,

@@ -8,25 +8,17 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from profharness.cases import VerificationRow, failures
-from profharness.views.document import (
-    Block,
-    Column,
-    Document,
-    Heading,
-    Note,
-    Table,
-    field_names,
-    record,
-)
+from profharness.columns import Column
+from profharness.views.document import Block, Document, Heading, Note, Table, field_names, record
 
 SCHEMA = "profharness.verify/1"
 FIELDS = field_names(VerificationRow)
 SUMMARY = (
     Column("backend", "backend"),
     Column("verdict", "verdict"),
-    Column("passed", "passed", "count", right=True),
-    Column("failed", "failed", "count", right=True),
-    Column("skipped", "skipped", "count", right=True),
+    Column("passed", "passed", "count"),
+    Column("failed", "failed", "count"),
+    Column("skipped", "skipped", "count"),
     Column("worst", "error/allowance", right=True),
     Column("case", "largest in", shrink=True),
 )

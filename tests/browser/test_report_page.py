@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from chart_samples import NASTY, SAMPLES
 
-from profharness.views.document import Code, Column, Document, Heading, Note, Table
+from profharness.columns import Column
+from profharness.views.document import Code, Document, Heading, Note, Table
 from profharness.views.html import render_html
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]

@@ -1,11 +1,15 @@
-"""Figures as people read them: small ones are not nothing, and unknown columns are not shown."""
+"""Number formats, columns without values, and columns declared at the fields of rows."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
-from profharness.views.analyze import COLUMNS, _filled
-from profharness.views.document import Column, format_value
+from profharness.columns import Column, columns_of, pick
+from profharness.rows import CellRow, KernelRow, RunRow
+from profharness.views.analyze import COLUMNS
+from profharness.views.document import filled_columns, format_value
 
 
 @pytest.mark.parametrize(
@@ -20,10 +24,30 @@ from profharness.views.document import Column, format_value
         (100.0, "100"),
     ],
 )
-def test_four_figures_of_any_size(value: float, text: str) -> None:
+def test_figures_have_four_digits(value: float, text: str) -> None:
     assert format_value(Column("rate", "TFLOP/s", "figures"), value) == text
 
 
-def test_a_column_that_nobody_knows_is_left_out() -> None:
-    row = dict.fromkeys((column.key for column in COLUMNS), None) | {"backend": "math", "waves": 2}
-    assert [column.key for column in _filled(COLUMNS, [row]).columns] == ["backend", "waves"]
+def test_columns_without_a_value_are_left_out() -> None:
+    row = dict.fromkeys((column.key for column in COLUMNS), None) | {"backend": "math", "waves": 0}
+    other = row | {"bottleneck": "", "places": ()}
+    assert [column.key for column in filled_columns(COLUMNS, [row, other])] == ["backend", "waves"]
+    assert filled_columns(COLUMNS, [row], optional=("backend",)) == list(COLUMNS)
+    assert "tflops" not in [each.key for each in filled_columns(COLUMNS, [row], ("tflops",))]
+
+
+def test_a_field_declares_its_column() -> None:
+    columns = columns_of(KernelRow)
+    assert columns["duration_ns"] == Column(
+        "duration_ns", "µs", "us", right=True, meaning="median time of one launch"
+    )
+    keys = list(columns)
+    assert keys.index("run") < keys.index("source") < keys.index("call_ns"), "properties come last"
+    assert pick(KernelRow, "grid", "backend") == (columns["grid"], columns["backend"])
+
+
+@pytest.mark.parametrize("row_type", [RunRow, CellRow, KernelRow])
+def test_every_field_has_a_meaning(row_type: type) -> None:
+    columns = columns_of(row_type)
+    assert [each.name for each in fields(row_type) if each.name not in columns] == []
+    assert [key for key, column in columns.items() if not column.meaning] == []

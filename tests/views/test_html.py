@@ -13,8 +13,9 @@ from chart_samples import NASTY, SAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profharness.columns import Column
 from profharness.errors import one_line
-from profharness.views.document import Code, Column, Document, Heading, Note, Table
+from profharness.views.document import Code, Document, Heading, Note, Table
 from profharness.views.html import render_html
 from profharness.views.renderers import RENDERERS, render_markdown
 
@@ -56,7 +57,7 @@ class Page(HTMLParser):
 
 
 def document(text: str, rows: int = 2) -> Document:
-    columns = (Column("name", text), Column("count", "n", "count", right=True))
+    columns = (Column("name", text), Column("count", "n", "count"))
     body = tuple((text if n == 0 else f"row {n}", n) for n in range(rows))
     blocks = (
         Heading(text, text),

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from view_rows import kernel, sample
 
+from profharness.columns import Column
 from profharness.kernel_names import parse_kernel_name
-from profharness.views.document import Column, Document, Heading, Note, Table
+from profharness.views.document import Document, Heading, Note, Table
 from profharness.views.kernels import FIELDS, kernels_document
 from profharness.views.renderers import RENDERERS, escape_markdown, harmless
 from profharness.views.terminal import MIN_SHRUNK, distinct_cuts
@@ -122,7 +123,7 @@ def test_one_long_label_leaves_the_other_notes_their_room() -> None:
 
 
 def _document(text: str) -> Document:
-    columns = (Column("name", "name", shrink=True), Column("count", "n", "count", right=True))
+    columns = (Column("name", "name", shrink=True), Column("count", "n", "count"))
     blocks = (Heading(text), Table(columns, ((text, 1), ("x", 2))), Note(text, "on"))
     return Document("t/1", "title", blocks, ("name",), ({"name": text},))
 

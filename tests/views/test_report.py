@@ -19,13 +19,14 @@ from profharness.answers.bench.axes import LENGTH, family
 from profharness.answers.diff.result import Diff, DiffRow, Verdict
 from profharness.cli._options import FORMATS, SUFFIX_FORMATS
 from profharness.cli.main import find_command
+from profharness.columns import Column
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import Refusal
 from profharness.run import Cell, Check, Problem, Protocol, Run, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import latency_charts, rate_blocks
-from profharness.views.document import Chart, Code, Column, Document, Heading, Note, Table
+from profharness.views.document import Chart, Code, Document, Heading, Note, Table
 from profharness.views.glossary import GLOSSARY, glossary_blocks
 from profharness.views.renderers import RENDERERS
 from profharness.views.report import (

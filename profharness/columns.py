@@ -1,0 +1,78 @@
+"""Columns: how the fields of a result row are titled, formatted and explained.
+
+A row's dataclass declares each field once, as `Annotated[int | None, column("µs", "us", meaning="…")]`.
+Tables, CSV, JSON, pages, the glossary and docs/reference.md are derived from these declarations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, get_type_hints
+
+NUMERIC = {"count", "figures", "us", "ms", "kib", "percent", "triple", "ratio", "thousandths"}
+"""Formats whose columns are aligned to the right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table, or one field of a record."""
+
+    key: str
+    """Name of the attribute or dict key that contains the value."""
+    title: str
+    """Heading for people. Empty for a field that only JSON and CSV contain."""
+    format: str = "text"
+    """A key of `profharness.views.document.FORMATS`."""
+    right: bool = False
+    """Align to the right. Numeric formats always are."""
+    shrink: bool = False
+    """A narrow terminal may cut the values."""
+    repeat: bool = True
+    """False omits a value that equals the one above it."""
+    meaning: str = ""
+    """One phrase for the glossary and the reference page."""
+    json_key: str = ""
+    """The key in JSON and CSV, if it differs from `key`."""
+
+    def __post_init__(self) -> None:
+        if self.format in NUMERIC:
+            object.__setattr__(self, "right", True)
+
+
+def column(
+    title: str = "",
+    format: str = "text",
+    *,
+    meaning: str = "",
+    right: bool = False,
+    shrink: bool = False,
+    repeat: bool = True,
+    json_key: str = "",
+) -> Column:
+    """Describe a field of a row in its annotation. The field's name becomes the key."""
+    return Column("", title, format, right, shrink, repeat, meaning, json_key)
+
+
+@functools.cache
+def columns_of(row_type: Any) -> Mapping[str, Column]:
+    """Return the declared columns of a row type by key: its fields in order, then its properties."""
+    hints = get_type_hints(row_type, include_extras=True)
+    names = [each.name for each in fields(row_type)] if is_dataclass(row_type) else row_type._fields
+    found = {name: hints[name] for name in names}
+    for name, member in vars(row_type).items():
+        if isinstance(member, property) and member.fget is not None:
+            found[name] = get_type_hints(member.fget, include_extras=True).get("return")
+    declared = {}
+    for name, hint in found.items():
+        for each in getattr(hint, "__metadata__", ()):
+            if isinstance(each, Column):
+                declared[name] = replace(each, key=name)
+    return declared
+
+
+def pick(row_type: Any, *names: str) -> tuple[Column, ...]:
+    """Return declared columns of a row type, in the order of the names."""
+    declared = columns_of(row_type)
+    return tuple(declared[name] for name in names)
