@@ -1,4 +1,4 @@
-"""What lanes are made of where there is neither a GPU nor another Python with all libraries."""
+"""Stand-ins for GPUs and for another Python, for tests of lanes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from profharness.worker import standins
 
-GPU = "PROFHARNESS_TEST_GPU"  # names a file: while it is there, the process has a GPU of that name
+GPU = "PROFHARNESS_TEST_GPU"  # path of a file; while it exists, the process has a GPU of that name
 NVML = f"""
 import os
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ for cell in plan["cells"]:
     write(event="end", cell=cell["cell"], result=cell | {{"status": status}})
 os._exit(0)
 """
-# Of msgspec more than its stand-in for workers has; lanes use neither xxhash nor isal.
+# Extends the stand-in for msgspec that workers use; lanes use neither xxhash nor isal.
 COMPILED = {
     "msgspec.py": """
 from stand_in_msgspec import *
@@ -62,14 +62,14 @@ def Meta(**limits): return limits
 
 
 def fake_nvml(place: Path) -> str:
-    """A folder for PYTHONPATH with a pynvml that goes by the variable GPU."""
+    """Write a pynvml that obeys the variable GPU. Return its folder, for PYTHONPATH."""
     (place / "nvml").mkdir()
     (place / "nvml" / "pynvml.py").write_text(NVML)
     return str(place / "nvml")
 
 
 def falling_worker(place: Path) -> Path:
-    """A worker whose first cell fails while the GPU of its lane falls off. It does so once."""
+    """Write a worker whose first cell fails, once, while the GPU of its lane disappears."""
     trap, path = place / "trap", place / "falling"
     trap.touch()
     path.write_text(FALLING.format(python=sys.executable, trap=str(trap), gpu=GPU))
@@ -78,8 +78,9 @@ def falling_worker(place: Path) -> Path:
 
 
 def other_python(place: Path) -> tuple[Path | None, str]:
-    """A virtual environment of another Python with profharness, Dask and the metadata of torch; its
-    interpreter, or None and what is missing. What is not compiled comes from this Python's packages.
+    """Make a virtual environment of another Python with profharness, Dask and torch's metadata.
+
+    Return its interpreter, or None and what is missing. Pure Python packages come from this Python.
     """
     why = "no other Python from 3.11 on is on PATH or among those of pyenv"
     for base in _interpreters():
@@ -101,12 +102,12 @@ def other_python(place: Path) -> tuple[Path | None, str]:
 
 
 def own_bytecode(place: Path) -> dict[str, str]:
-    """Variables by which a Python keeps its bytecode here, and none in the packages of another."""
+    """Return variables that make a Python cache its bytecode here only."""
     return {"PYTHONPYCACHEPREFIX": str(place / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _interpreters() -> list[Path]:
-    """Other Pythons than this one that profharness runs on, one a minor version."""
+    """Return other Pythons that profharness supports, one per minor version."""
     home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     names = [f"python3.{minor}" for minor in range(11, 20) if minor != sys.version_info.minor]
     by_name: dict[str, Path] = {}
@@ -121,7 +122,7 @@ def _interpreters() -> list[Path]:
 
 
 def _lend(packages: Path) -> None:
-    """Link what Dask needs, stand-ins for what is compiled, and profharness itself."""
+    """Link Dask's dependencies, stand-ins for compiled packages, and profharness itself."""
     lent: set[str] = set()
     wanted = ["distributed"]
     while wanted:

@@ -1,4 +1,4 @@
-"""Campaigns on lanes of CPU cores: groups, what kills leave, interrupts, groups and lanes that fail."""
+"""Campaigns on lanes of CPU cores: groups, kills, interrupts, and failing groups and lanes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def planned(text: str, out: Path, kind: str = "events", **protocol: Any) -> Run:
     return plan_capture(expand_configs(text), ("auto", "math"), options)[0]
 
 
-def test_all_backends_of_a_config_are_in_one_group_and_each_cell_in_one(tmp_path: Path) -> None:
+def test_group_has_all_backends_of_a_config(tmp_path: Path) -> None:
     run = planned("1,8,{512:65536:*2},64", tmp_path)
     bench = replace(run, bench=BenchPlan(), protocol=replace(run.protocol, device="cuda"))
     for each, lanes in ((run, 1), (run, 2), (bench, 2), (bench, 8)):
@@ -73,7 +73,7 @@ def test_all_backends_of_a_config_are_in_one_group_and_each_cell_in_one(tmp_path
         assert seconds[0] == max(seconds)
 
 
-def test_many_configs_make_twenty_groups_a_lane_that_get_smaller(tmp_path: Path) -> None:
+def test_many_configs_make_about_twenty_shrinking_groups_per_lane(tmp_path: Path) -> None:
     run = planned("1,8,{64:64000:+64},64", tmp_path)
     seconds = [group.seconds for group in cut_groups(run, ("auto", "math"), 2)]
     assert seconds[0] >= campaign.GROUP_S
@@ -84,12 +84,12 @@ def test_many_configs_make_twenty_groups_a_lane_that_get_smaller(tmp_path: Path)
     assert min(alone[:-1]) >= campaign.GROUP_S
 
 
-def test_a_little_work_is_one_group(tmp_path: Path) -> None:
+def test_little_work_makes_one_group(tmp_path: Path) -> None:
     run = planned("1,1,{8:64:+8},8", tmp_path)
     assert len(cut_groups(run, ("auto", "math"), 8)) == 1
 
 
-def test_a_group_is_the_hash_of_what_is_run_and_how(tmp_path: Path) -> None:
+def test_group_name_is_a_hash_of_cells_protocol_and_class(tmp_path: Path) -> None:
     run = planned("1,1,16,8", tmp_path)
     ((group,), (other,), (again,), (of_class,)) = (
         cut_groups(run, ("auto", "math"), 1),
@@ -108,7 +108,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(place: Path, lanes: int = 2, profiler: str = "events") -> CaptureOptions:
-    """A capture on lanes whose workers are stand-ins."""
+    """Return capture options for lanes whose workers are stand-ins."""
     settings = Protocol(device="cpu", samples=3, iterations=1)
     fleet = Fleet(f"local:{lanes}")
     return CaptureOptions(
@@ -117,7 +117,7 @@ def options(place: Path, lanes: int = 2, profiler: str = "events") -> CaptureOpt
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_a_campaign_is_one_run_with_every_cell_once(tmp_path: Path) -> None:
+def test_campaign_is_one_run_with_every_cell_once(tmp_path: Path) -> None:
     steps: list[Step] = []
     store = tmp_path / "s.db"
     configs = expand_configs("1,1,{8:64:+8},8")
@@ -135,7 +135,7 @@ def test_a_campaign_is_one_run_with_every_cell_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_traces_of_groups_that_are_done_are_parsed_while_lanes_work(
+def test_traces_of_finished_groups_are_parsed_while_lanes_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_ingest, "ENOUGH_CPUS", 1)
@@ -146,7 +146,7 @@ def test_traces_of_groups_that_are_done_are_parsed_while_lanes_work(
     captured = capture_into_store(configs, ("auto", "math"), tmp_path / "s.db", made)
     (result,) = captured.ingested
     assert result.launches == len(captured.run.cells) == 8
-    # a group is lost, and done again: those before it are parsed too
+    # one group is lost and repeated; the others are parsed too
     shutil.rmtree(next((captured.folder / "groups").iterdir()))
     again = resume_into_store(captured.folder, tmp_path / "again.db", lanes=Fleet("local:2"))
     assert again.ingested == [result]
@@ -156,7 +156,7 @@ def test_traces_of_groups_that_are_done_are_parsed_while_lanes_work(
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_a_poison_group_fails_alone_with_its_last_words(tmp_path: Path) -> None:
+def test_only_the_poison_group_fails_and_keeps_its_output(tmp_path: Path) -> None:
     configs = expand_configs("1,1,{8,16,24,666},8")
     store = tmp_path / "s.db"
     captured = capture_into_store(configs, ("auto",), store, options(tmp_path))
@@ -168,13 +168,13 @@ def test_a_poison_group_fails_alone_with_its_last_words(tmp_path: Path) -> None:
     assert Counter(cell.status for cell in captured.run.cells)["ok"] >= 2
 
 
-def test_a_dozen_kills_lose_no_cell_and_double_none(tmp_path: Path) -> None:
+def test_a_dozen_kills_neither_lose_nor_duplicate_a_cell(tmp_path: Path) -> None:
     trial = Trial(tmp_path, Random(7))
     assert trial.faults(12) == []
     assert len(trial.killed) >= 3
 
 
-def test_an_interrupt_lets_groups_end_and_the_campaign_goes_on(tmp_path: Path) -> None:
+def test_interrupt_lets_groups_end_and_campaign_resumes(tmp_path: Path) -> None:
     trial = Trial(tmp_path, Random(0))
     client = trial.first()
     until(lambda: "ok" in trial.log(), client)
@@ -193,7 +193,7 @@ def test_an_interrupt_lets_groups_end_and_the_campaign_goes_on(tmp_path: Path) -
 
 
 class Lanes:
-    """A transport in this process: `fate` tells what becomes of a group on a lane."""
+    """A transport in this process; `fates` decides what happens to a group on a lane."""
 
     def __init__(self, *names: str) -> None:
         self.here = [{"lane": name} for name in names]
@@ -238,7 +238,7 @@ class Lanes:
 def window(
     place: Path, lanes: Lanes, count: int = 6, **named: Any
 ) -> tuple[CampaignScheduler, list[str]]:
-    """A campaign of so many groups of one config each, and what the window says."""
+    """Make a campaign with groups of one config each. Return its scheduler and its notices."""
     run = planned(f"1,1,{{8:{8 * count}:+8}},8", place)
     pairs = [run.cells[at : at + 2] for at in range(0, len(run.cells), 2)]
     groups = tuple(
@@ -253,7 +253,7 @@ def window(
     ), said
 
 
-def test_a_lane_that_goes_away_gives_its_group_back(tmp_path: Path) -> None:
+def test_group_of_a_vanished_lane_runs_elsewhere(tmp_path: Path) -> None:
     lanes = Lanes("a", "b")
     lanes.fates["a"] = "vanish"
     made, _ = window(tmp_path, lanes)
@@ -263,7 +263,7 @@ def test_a_lane_that_goes_away_gives_its_group_back(tmp_path: Path) -> None:
     assert [group for name, group in lanes.given if name == "a"] == ["g0"]
 
 
-def test_a_gpu_that_falls_off_ends_its_lane_and_no_group(tmp_path: Path) -> None:
+def test_lost_gpu_ends_its_lane_but_no_group(tmp_path: Path) -> None:
     lanes = Lanes("a", "b")
     lanes.fates["a"] = {"error": "its GPU does not answer any more", "lost": "yes"}
     made, said = window(tmp_path, lanes)
@@ -274,7 +274,7 @@ def test_a_gpu_that_falls_off_ends_its_lane_and_no_group(tmp_path: Path) -> None
     assert any("a gets no more groups: its GPU does not answer" in text for text in said)
 
 
-def test_a_lane_where_everything_fails_is_left_out(tmp_path: Path) -> None:
+def test_lane_where_every_group_fails_gets_no_more(tmp_path: Path) -> None:
     lanes = Lanes("a", "b")
     lanes.fates["a"] = {"error": "no disk"}
     made, said = window(tmp_path, lanes, 12)
@@ -285,7 +285,7 @@ def test_a_lane_where_everything_fails_is_left_out(tmp_path: Path) -> None:
     assert any("a gets no more groups: 3 groups failed there in a row" in text for text in said)
 
 
-def test_no_lane_left_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+def test_error_without_lanes_says_how_to_resume(tmp_path: Path) -> None:
     lanes = Lanes("a")
     lanes.fates["a"] = {"error": "no disk"}
     made, _ = window(tmp_path, lanes)
@@ -298,7 +298,7 @@ def test_no_lane_left_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None
     assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"ok"}
 
 
-def test_a_full_disk_at_the_client_ends_it_and_counts_no_try(tmp_path: Path) -> None:
+def test_full_disk_ends_the_client_but_counts_as_no_failure(tmp_path: Path) -> None:
     lanes = Lanes("a")
     lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
     made, said = window(tmp_path, lanes)
@@ -311,7 +311,7 @@ def test_a_full_disk_at_the_client_ends_it_and_counts_no_try(tmp_path: Path) -> 
     assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"ok"}
 
 
-def test_a_campaign_is_read_with_the_groups_that_are_done(tmp_path: Path) -> None:
+def test_unfinished_campaign_is_read_with_its_finished_groups(tmp_path: Path) -> None:
     lanes = Lanes("a")
     lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
     made, _ = window(tmp_path, lanes)
@@ -319,13 +319,13 @@ def test_a_campaign_is_read_with_the_groups_that_are_done(tmp_path: Path) -> Non
     planned_run = (folder / "run.json").read_bytes()
     with pytest.raises(UnwritableError):
         made.carry_out()
-    # as a client leaves it that was killed before it could merge
+    # as if the client had been killed before merging
     (folder / "run.json").write_bytes(planned_run)
     statuses = Counter(cell.status for cell in read_run(folder).cells)
     assert statuses == {"ok": 2, "pending": 10}
 
 
-def test_a_client_that_was_killed_before_it_merged_is_gone_on_with(tmp_path: Path) -> None:
+def test_client_killed_before_merging_is_resumed(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"))
     folder = made.campaigns[0].folder
     planned_run = (folder / "run.json").read_bytes()
@@ -338,7 +338,7 @@ def test_a_client_that_was_killed_before_it_merged_is_gone_on_with(tmp_path: Pat
         resume_into_store(folder, tmp_path / "s.db")
 
 
-def test_a_worker_that_is_killed_at_its_start_costs_no_lane(tmp_path: Path) -> None:
+def test_worker_killed_at_its_start_costs_no_lane(tmp_path: Path) -> None:
     trap, worker = tmp_path / "trap", stand_in(tmp_path)
     trap.touch()
     first, rest = worker.read_text().split("\n", 1)
@@ -350,7 +350,7 @@ def test_a_worker_that_is_killed_at_its_start_costs_no_lane(tmp_path: Path) -> N
     assert [cell.status for cell in captured.run.cells] == ["ok"]
 
 
-def test_what_was_measured_on_shared_cores_says_so_cell_by_cell(tmp_path: Path) -> None:
+def test_cells_measured_on_shared_cores_have_a_warning(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"), 2)
     (loaded,) = made.campaigns
     for number, shares in enumerate((True, False)):
@@ -376,13 +376,13 @@ def test_what_was_measured_on_shared_cores_says_so_cell_by_cell(tmp_path: Path) 
         (("H100", "H200,"), "no name"),
     ],
 )
-def test_classes_without_a_name_or_named_twice_are_refused(given: Any, why: str) -> None:
+def test_unnamed_and_duplicate_gpu_classes_are_refused(given: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         gpu_classes(given)
     assert gpu_classes(("H100,H200", "B200")) == ("H100", "H200", "B200")
 
 
-def test_a_lane_with_a_problem_takes_no_part(tmp_path: Path) -> None:
+def test_lane_with_a_problem_gets_no_group(tmp_path: Path) -> None:
     lanes = Lanes("a", "b")
     lanes.here[0]["problems"] = ["torch is not installed"]
     made, said = window(tmp_path, lanes, why_not=lambda _: None)
@@ -391,7 +391,7 @@ def test_a_lane_with_a_problem_takes_no_part(tmp_path: Path) -> None:
     assert any("torch is not installed" in text for text in said)
 
 
-def test_groups_that_are_done_are_not_done_again(tmp_path: Path) -> None:
+def test_finished_groups_are_not_repeated(tmp_path: Path) -> None:
     lanes = Lanes("a")
     made, _ = window(tmp_path, lanes)
     made.carry_out()
@@ -403,7 +403,7 @@ def test_groups_that_are_done_are_not_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["run", "campaign", "output", "archive"])
-def test_hosts_with_the_same_process_ids_write_one_folder_at_a_time(
+def test_hosts_with_equal_process_ids_can_share_a_folder(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = window(tmp_path, Lanes("a"), 1)
@@ -425,7 +425,7 @@ def test_hosts_with_the_same_process_ids_write_one_folder_at_a_time(
     for name, moved in (("replace", Path.replace), ("rename", Path.rename)):
 
         def late(path: Path, target: Path, moved: Any = moved) -> Path:
-            # the other host is through when this one is about to be
+            # the other host finishes just before this one
             while others:
                 others.pop()()
             return moved(path, target)
@@ -438,7 +438,7 @@ def test_hosts_with_the_same_process_ids_write_one_folder_at_a_time(
     assert [path for path in folder.rglob(".*") if path.name != ".lock"] == []
 
 
-def test_a_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:
+def test_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:
     lanes = Lanes("a")
     lanes.fates["a"] = "busy"
     made, said = window(tmp_path, lanes)
@@ -459,7 +459,7 @@ def test_a_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:
     assert not group_folder(made.campaigns[0].folder, "g0").exists()
 
 
-def test_a_campaign_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_campaign_file_is_refused(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"))
     path = made.campaigns[0].folder / "campaign.json"
     for text, words in (("{", "not a campaign"), (json.dumps({"backends": []}), "not a campaign")):
@@ -471,5 +471,5 @@ def test_a_campaign_file_that_is_none_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(3.2, "3 s"), (89, "89 s"), (600, "10 min"), (9000, "2.5 h")]
 )
-def test_time_left_is_told_in_two_digits(seconds: float, text: str) -> None:
+def test_duration_has_two_digits(seconds: float, text: str) -> None:
     assert duration(seconds) == text

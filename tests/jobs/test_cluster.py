@@ -1,6 +1,5 @@
-"""Lanes behind a real Dask scheduler with TLS: what they tell, and what becomes of groups when workers
-and the scheduler hang or are killed, and when a GPU falls off. The tests build on each other: each
-works with what the one before left.
+"""Lanes behind a real Dask scheduler with TLS: descriptions, and groups when workers or the
+scheduler fail.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from profharness.runner.supervise import Step
 from profharness.store import open_store
 
 CONFIGS = [parse_config("1,1,8,8,fp32")]
-SCRATCH = "lane*/dask-scratch-space/profharness"  # of workers that do not see the campaign
+SCRATCH = "lane*/dask-scratch-space/profharness"  # for workers that do not see the campaign
 LOCKS = f"{SCRATCH}/*/*{campaigns.PART}/.lock"
 
 
 @dataclass
 class Hosts:
-    """A scheduler and two workers, each in a process of its own."""
+    """A scheduler and two workers, each in its own process."""
 
     url: str
     folder: Path
     scheduler: subprocess.Popen[bytes]
     workers: list[subprocess.Popen[bytes]]
-    nvml: str  # the folder of a pynvml that goes by files
+    nvml: str  # the folder of a pynvml that finds GPUs by files
 
     def gpu(self, lane: str) -> Path:
         """The file that is the GPU of a lane; there is none at first."""
@@ -65,7 +64,7 @@ class Hosts:
         """Start one more worker."""
         place = str(self.folder / name)
         more = "--nthreads", "1", "--no-nanny", "--name", name, "--local-directory", place
-        # the packages of this Python are none of another one's
+        # another Python cannot use the packages of this one
         path = self.nvml
         if python == sys.executable:
             path += os.pathsep + child_environment()["PYTHONPATH"]
@@ -74,7 +73,7 @@ class Hosts:
 
 
 def holder(lock: Path) -> int | None:
-    """The process that works on a group, by the lock file of its part."""
+    """Return the process that runs a group, from the lock file of its part."""
     words = lock.read_text().split()
     return int(words[-1]) if words else None
 
@@ -130,7 +129,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def options(hosts: Hosts, folder: Path, python: Path | None = None) -> CaptureOptions:
-    """A capture on the lanes; python: what stands in for their workers' interpreter."""
+    """Return capture options for the lanes; `python` replaces their workers' interpreter."""
     protocol = Protocol(iterations=1, warmup=0, samples=1, device="cpu")
     return CaptureOptions(
         ("events",),
@@ -142,25 +141,25 @@ def options(hosts: Hosts, folder: Path, python: Path | None = None) -> CaptureOp
 
 
 def until_lanes(hosts: Hosts, *names: str) -> None:
-    """Wait until exactly these lanes are there."""
+    """Wait until exactly these lanes exist."""
     with contextlib.closing(Cluster(hosts.url)) as cluster:
         until(lambda: {lane["lane"] for lane in cluster.lanes()} == {*names}, hosts.scheduler)
 
 
 @pytest.fixture
 def config_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each config is a group."""
+    """Make each config a group."""
     monkeypatch.setattr(campaigns, "GROUP_S", 0.01)
     monkeypatch.setattr(campaigns, "SMALLEST_S", 0.01)
 
 
 @pytest.fixture
 def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No lane sees the folder of the campaign: what is done comes back packed."""
+    """Hide the campaign's folder from the lanes, so that finished groups come back packed."""
     monkeypatch.setattr(Cluster, "_seen", lambda *_: str(tmp_path / "nowhere"))
 
 
-def test_lanes_tell_what_they_are(hosts: Hosts) -> None:
+def test_lanes_describe_themselves(hosts: Hosts) -> None:
     cluster = Cluster(hosts.url)
     until(lambda: len(cluster.lanes()) == 2, hosts.scheduler)
     lanes = sorted(cluster.lanes(), key=lambda lane: str(lane["lane"]))
@@ -171,7 +170,7 @@ def test_lanes_tell_what_they_are(hosts: Hosts) -> None:
     cluster.close()
 
 
-def test_who_has_no_certificate_is_refused(hosts: Hosts) -> None:
+def test_client_without_certificate_is_refused(hosts: Hosts) -> None:
     open_url = hosts.url.replace("tls:", "tcp:")
     with pytest.raises(CaptureError, match="no Dask scheduler answers"):
         Cluster(open_url)
@@ -183,9 +182,7 @@ def test_who_has_no_certificate_is_refused(hosts: Hosts) -> None:
 
 
 @pytest.mark.usefixtures("config_groups", "sent")
-def test_a_worker_of_another_python_does_a_group_like_the_others(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_worker_of_another_python_runs_groups(hosts: Hosts, tmp_path: Path) -> None:
     python, missing = other_python(tmp_path)
     if python is None:
         pytest.skip(missing)
@@ -209,7 +206,7 @@ def test_a_worker_of_another_python_does_a_group_like_the_others(
     here, _, there = versions.detail.partition("; ")
     assert re.fullmatch(r"3\.\d+\.\d+: here, lane[01], lane[01]", here)
     assert re.fullmatch(r"3\.\d+\.\d+: other", there)
-    # a lane gets one group at first, and there are three of each
+    # each lane gets one group first, and there are three of each
     assert sum(text.startswith("other: ") for text in said) == 1
     assert [cell.status for cell in captured.run.cells] == ["ok"] * 3
     assert [cell.samples for cell in captured.run.cells] == [{"cold": [1000]}] * 3
@@ -217,11 +214,11 @@ def test_a_worker_of_another_python_does_a_group_like_the_others(
 
 
 @pytest.mark.usefixtures("config_groups")
-def test_who_hangs_keeps_no_other_lane_waiting(
+def test_hanging_worker_blocks_no_other_lane(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark, hanging = tmp_path / "hangs", hosts.workers[1]
-    # one that does not even say what it is; the scheduler answers, however late
+    # a worker that does not even describe itself; the scheduler answers, however late
     monkeypatch.setattr(clusters, "time", Clock(mark))
     monkeypatch.setattr(clusters, "_timely", lambda call: call())
     hanging.send_signal(signal.SIGSTOP)
@@ -232,7 +229,7 @@ def test_who_hangs_keeps_no_other_lane_waiting(
         mark.unlink()
         until(lambda: len(cluster.lanes()) == 2, hosts.scheduler)
 
-    # one that has done its group, and does not hand it over
+    # a worker that has finished its group but does not return it
     real = Cluster._outcome
 
     def outcome(self: Cluster, address: str, future: Future, home: Path) -> Plain | None:
@@ -257,7 +254,7 @@ def test_who_hangs_keeps_no_other_lane_waiting(
     assert [text[:6] for text in said if " of 3 groups" in text] == ["lane0:", "lane0:", "lane1:"]
 
 
-def test_a_gpu_that_falls_off_costs_its_lane_and_no_cell(hosts: Hosts, tmp_path: Path) -> None:
+def test_lost_gpu_costs_its_lane_but_no_cell(hosts: Hosts, tmp_path: Path) -> None:
     for lane in ("lane0", "lane1"):
         hosts.gpu(lane).touch()
     said: list[str] = []
@@ -275,7 +272,7 @@ def test_a_gpu_that_falls_off_costs_its_lane_and_no_cell(hosts: Hosts, tmp_path:
     assert left not in out
 
 
-def test_a_scheduler_that_hangs_is_told(
+def test_hanging_scheduler_is_reported(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "hangs"
@@ -295,9 +292,7 @@ def test_a_scheduler_that_hangs_is_told(
 
 
 @pytest.mark.usefixtures("sent")
-def test_a_worker_that_is_killed_costs_no_cell_and_leaves_no_orphan(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_killed_worker_costs_no_cell_and_leaves_no_orphan(hosts: Hosts, tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill_one() -> None:
@@ -316,14 +311,14 @@ def test_a_worker_that_is_killed_costs_no_cell_and_leaves_no_orphan(
     until(lambda: not alive(killed[0]))
     with open_store(store) as opened:
         assert len(opened.cells(captured.run.run)) == 1
-    # what came back whole stays on no host
+    # groups that came back complete are removed from the hosts
     left = hosts.folder.glob(f"{SCRATCH}/{captured.run.run}/*/run.json")
     assert [path for path in left if path.parent.suffix != campaigns.PART] == []
 
 
 @pytest.mark.usefixtures("sent")
-def test_a_group_that_fails_keeps_what_it_sent(hosts: Hosts, tmp_path: Path) -> None:
-    # the stand-in kills what runs the group at the second config
+def test_failed_group_keeps_its_results(hosts: Hosts, tmp_path: Path) -> None:
+    # the stand-in kills the lane's child at the second config
     given = options(hosts, tmp_path, stand_in(tmp_path))
     configs = expand_configs("1,1,{8,666},8,fp32")
     captured = capture_into_store(configs, ["math"], tmp_path / "store.db", given)
@@ -331,12 +326,10 @@ def test_a_group_that_fails_keeps_what_it_sent(hosts: Hosts, tmp_path: Path) -> 
     assert "failed 3 times" in str(captured.run.cells[1].message)
 
 
-def test_a_campaign_whose_scheduler_is_killed_goes_on_elsewhere(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_campaign_resumes_after_its_scheduler_was_killed(hosts: Hosts, tmp_path: Path) -> None:
     def kill_it() -> None:
         until(lambda: any((tmp_path / "runs").glob(f"*/groups/*{campaigns.PART}/run.json")))
-        # the workers too: one that is left without a scheduler ends its group all the same
+        # kill the workers too: a worker without a scheduler finishes its group
         for process in (hosts.scheduler, *hosts.workers):
             process.kill()
 
@@ -351,7 +344,7 @@ def test_a_campaign_whose_scheduler_is_killed_goes_on_elsewhere(
     assert [cell.status for cell in captured.run.cells] == ["ok"]
 
 
-def test_lanes_that_differ_are_reported() -> None:
+def test_different_lanes_are_reported() -> None:
     same = {"profharness": "0.1.0", "torch": "2.11", "driver": "580", "problems": [], "gpu": "H200"}
     lanes = [
         {**same, "lane": "a", "python": "3.11", "gpu_key": "k"},
@@ -378,18 +371,18 @@ def test_lanes_that_differ_are_reported() -> None:
         ("tcp://10.0.0.7:8786", "--insecure"),
     ],
 )
-def test_an_address_that_is_none_or_open_to_others_is_refused(url: str, why: str) -> None:
+def test_invalid_or_unencrypted_address_is_refused(url: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         check_address(url, insecure=False)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
-def test_a_scheduler_of_this_host_may_be_without_tls(host: str) -> None:
+def test_local_scheduler_may_lack_tls(host: str) -> None:
     check_address(f"tcp://{host}:8786", insecure=False)
     check_address("tcp://head:8786", insecure=True)
 
 
-def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'profharness\[cluster\]'"):
         open_transport(Fleet("tls://head:8786"), "auto")

@@ -1,4 +1,4 @@
-"""Which GPUs and cores lanes of this host get, and that one process at a time has a GPU."""
+"""GPUs and cores of lanes on this host, and the lock of a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from profharness.runner import gpu_lock
 
 
 class FakeNvml(ModuleType):
-    """Three GPUs, the last one parted into two MIG instances."""
+    """Three GPUs, the last one split into two MIG instances."""
 
     class NVMLError(Exception):
         pass
@@ -85,7 +85,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GPU-", []),
     ],
 )
-def test_gpus_are_those_that_cuda_shows(
+def test_visible_gpus_are_those_of_cuda(
     variable: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable is not None:
@@ -96,7 +96,7 @@ def test_gpus_are_those_that_cuda_shows(
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_a_lane_a_gpu_by_its_uuid() -> None:
+def test_each_gpu_is_a_lane_with_its_uuid() -> None:
     lanes = local_lanes(None, "auto")
     assert [lane["uuid"] for lane in lanes] == ["GPU-0abc", "GPU-1abc", "MIG-0def", "MIG-1def"]
     assert [lane["lane"] for lane in lanes] == ["gpu 0", "gpu 1", "gpu 2", "gpu 3"]
@@ -110,7 +110,7 @@ def test_a_lane_a_gpu_by_its_uuid() -> None:
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_a_lost_gpu_is_left_out_and_the_others_keep_their_numbers(
+def test_lost_gpu_does_not_renumber_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def handle(_: FakeNvml, index: int) -> str:
@@ -126,12 +126,12 @@ def test_a_lost_gpu_is_left_out_and_the_others_keep_their_numbers(
     assert visible_gpus() == ()
 
 
-def test_a_cpu_list_is_read_as_the_kernel_writes_it() -> None:
+def test_parse_cores_reads_the_format_of_the_kernel() -> None:
     assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert parse_cores("\n") == set()
 
 
-def test_lanes_near_the_same_cores_share_them_out() -> None:
+def test_lanes_split_the_cores_that_they_have_in_common() -> None:
     low, high = list(range(8)), list(range(8, 16))
     assert shared_out([low, low, high], 2) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert shared_out([[0, 1, 2], [0, 1, 2]], 2) == [[], []]
@@ -139,13 +139,15 @@ def test_lanes_near_the_same_cores_share_them_out() -> None:
     assert shared_out([], 1) == []
 
 
-def test_cores_are_near_the_gpu_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_gets_whole_cores_close_to_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for bus, cores in (("0000:0b:00.0", "0-1,4-5"), ("0000:1b:00.0", "2-3,6-7")):
         folder = tmp_path / "bus/pci/devices" / bus
         folder.mkdir(parents=True)
         (folder / "local_cpulist").write_text(cores)
-    for cpu in range(8):  # cpu and cpu + 4 are threads of one core
+    for cpu in range(8):  # cpu and cpu + 4 are threads of the same core
         folder = tmp_path / f"devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}")
@@ -157,7 +159,7 @@ def test_cores_are_near_the_gpu_and_whole(tmp_path: Path, monkeypatch: pytest.Mo
 GPU = VisibleGpu("GPU-1", "NVIDIA H100", 1, "0000:0b:00.0")
 
 
-def test_a_second_process_waits_for_the_gpu_and_says_so(
+def test_second_process_waits_for_the_gpu_with_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
@@ -181,7 +183,7 @@ def test_a_second_process_waits_for_the_gpu_and_says_so(
     assert "GPU-1" not in said[0]
 
 
-def test_a_child_that_outlives_its_parent_keeps_the_gpu(
+def test_child_that_outlives_its_parent_keeps_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
@@ -195,9 +197,7 @@ def test_a_child_that_outlives_its_parent_keeps_the_gpu(
     os.close(other)
 
 
-def test_a_cpu_and_a_host_without_a_gpu_hold_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_lock_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
     with gpu_lock.gpu_held("cpu", str, tmp_path) as inherited:
         assert inherited == ()
@@ -207,7 +207,7 @@ def test_a_cpu_and_a_host_without_a_gpu_hold_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_gpu_of_the_same_kind_is_no_other_environment() -> None:
+def test_equal_gpus_are_the_same_environment() -> None:
     one = {"gpu": "H200", "gpu_key": "a", "env": {"CUDA_VISIBLE_DEVICES": "0"}}
     two = {"gpu": "H200", "gpu_key": "b", "env": {"CUDA_VISIBLE_DEVICES": "1"}}
     assert environment_changes(one, two) == []

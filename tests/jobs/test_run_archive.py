@@ -1,4 +1,6 @@
-"""Run folders as bytes: what comes back is what was packed, and nothing leaves its folder."""
+"""Run folders as bytes: unpacking restores what was packed, and nothing outside the folder is
+written.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def archive(name: str, kind: bytes = tarfile.REGTYPE, count: int = 1) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_folder_comes_back_as_it_was_and_once(tmp_path: Path) -> None:
+def test_unpacking_restores_a_folder_once(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "there" / "g1")
     data, expected = pack(folder), content_hash(folder)
     back = tmp_path / "here" / "g1"
@@ -58,15 +60,13 @@ def test_a_folder_comes_back_as_it_was_and_once(tmp_path: Path) -> None:
         pack(Path(__file__).parent / "nowhere"),
     ],
 )
-def test_what_would_leave_the_folder_or_is_another_one_is_refused(
-    tmp_path: Path, data: bytes
-) -> None:
+def test_unsafe_or_different_archives_are_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(CaptureError):
         unpack(data, tmp_path / "campaign" / "g1", "0" * 32)
     assert [path.name for path in tmp_path.rglob("*")] == ["campaign"]
 
 
-def test_the_hash_tells_names_and_bytes(tmp_path: Path) -> None:
+def test_hash_depends_on_names_and_bytes(tmp_path: Path) -> None:
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two")
     assert content_hash(one) == content_hash(two)
     (two / "run.json").write_text('{"run": "s"}')

@@ -1,6 +1,4 @@
-"""Captures under the real nsys, on any machine that has one: without a GPU it sees no CUDA work, and
-says so.
-"""
+"""Captures under the real nsys, if installed. Without a GPU it sees no CUDA work."""
 
 from __future__ import annotations
 
@@ -43,13 +41,13 @@ run_program(Path(sys.argv[1]), "profharness.worker.cell")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """One capture under torch and nsys on the CPU."""
+    """Capture once under torch and nsys on the CPU."""
     options = CaptureOptions(("torch", "nsys"), tmp_path_factory.mktemp("runs"), QUICK)
     folder = capture(CONFIGS, ["math"], options)
     return folder, read_run(folder)
 
 
-def test_a_cpu_run_has_a_report_and_says_that_it_saw_no_cuda(run: tuple[Path, Run]) -> None:
+def test_run_on_the_cpu_has_a_report_and_the_problem_no_cuda_events(run: tuple[Path, Run]) -> None:
     folder, record = run
     assert [cell.status for cell in record.cells] == ["ok", "ok"]
     assert [problem.code for problem in record.problems] == ["no_cuda_events"]
@@ -57,7 +55,9 @@ def test_a_cpu_run_has_a_report_and_says_that_it_saw_no_cuda(run: tuple[Path, Ru
 
 
 @pytest.mark.parametrize("name", ["nsys-1.sqlite", "nsys-1.nsys-rep"])
-def test_report_and_export_are_read(run: tuple[Path, Run], tmp_path: Path, name: str) -> None:
+def test_report_and_export_can_be_ingested(
+    run: tuple[Path, Run], tmp_path: Path, name: str
+) -> None:
     alone = tmp_path / name
     alone.write_bytes((run[0] / name).read_bytes())
     trace = open_trace(alone)
@@ -67,7 +67,7 @@ def test_report_and_export_are_read(run: tuple[Path, Run], tmp_path: Path, name:
     trace.close()
 
 
-def test_garbage_is_no_report(tmp_path: Path) -> None:
+def test_garbage_is_refused_as_a_report(tmp_path: Path) -> None:
     (tmp_path / "a.nsys-rep").write_bytes(b"no report at all" * 100)
     with pytest.raises(ToolError) as caught:
         export_report(tmp_path / "a.nsys-rep", tmp_path / "a.sqlite", require_tool("nsys").path)
@@ -76,7 +76,7 @@ def test_garbage_is_no_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hanging")
-def test_a_hanging_cell_leaves_no_process(tmp_path: Path) -> None:
+def test_hanging_cell_leaves_no_process(tmp_path: Path) -> None:
     profiler = PROFILERS["nsys"]
     tools = require_tools([profiler])
     ends: dict[str, str] = {}
