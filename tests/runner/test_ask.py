@@ -1,4 +1,4 @@
-"""PyTorch asked in real processes: reasons, choices, what a dying process costs."""
+"""Queries of PyTorch in real processes: reasons, choices, and dying processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = {
     "65536,4096,16384,64,dropout=0.1": ["dropout"],
 }  # fmt: skip
 
-# The same program, except that one config ends it in the way that argv[3] says.
+# The same program, except that one config ends it in the way given by argv[3].
 DEADLY = f"""
 import os, sys, time
 from pathlib import Path
@@ -60,7 +60,7 @@ sys.argv.append(ask.NO_ADVICE)
 run_program(Path(sys.argv[1]), "profharness.worker.ask")
 """
 
-# The same program in a process that has switched flash off.
+# The same program in a process with flash disabled.
 SWITCHED_OFF = """
 import sys, torch
 from pathlib import Path
@@ -70,7 +70,7 @@ torch.backends.cuda.enable_flash_sdp(False)
 run_program(Path(sys.argv[1]), "profharness.worker.ask")
 """
 
-# What the ops are that asking runs; a line for each op that is not an allocation or a view.
+# Prints each op that a query runs, except allocations and views.
 OPS = """
 import sys, torch
 from profharness.config import expand_configs
@@ -94,7 +94,7 @@ print(*(ops - HARMLESS))
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Explanation]:
-    """All cases, asked in one process."""
+    """Query all cases in one process."""
     heard: list[tuple[int, int, str]] = []
     configs = [parse_config(text) for text in CASES]
     found = explain_live(configs, device="cpu", progress=lambda *told: heard.append(told))
@@ -109,7 +109,7 @@ def side(explanation: Explanation, backend: str) -> BackendAnswer:
 
 
 @pytest.mark.parametrize("text", list(CASES))
-def test_all_reasons_are_told_and_the_first_is_pytorchs_own(
+def test_all_reasons_are_returned_with_pytorchs_own_first(
     answers: dict[str, Explanation], text: str
 ) -> None:
     flash = side(answers[text], "flash")
@@ -118,7 +118,7 @@ def test_all_reasons_are_told_and_the_first_is_pytorchs_own(
     assert flash.eligible is (not CASES[text])
 
 
-def test_a_reason_has_pytorchs_words_or_is_said_to_be_inferred(
+def test_reason_has_pytorchs_text_or_is_marked_as_inferred(
     answers: dict[str, Explanation],
 ) -> None:
     (text,) = [text for text in CASES if text.count("=") == 5]
@@ -131,7 +131,7 @@ def test_a_reason_has_pytorchs_words_or_is_said_to_be_inferred(
 
 
 @pytest.mark.parametrize("mask", ["", ",mask=float"])
-def test_the_stride_text_by_rule_is_pytorchs_own(
+def test_stride_text_of_the_rules_is_pytorchs_own(
     answers: dict[str, Explanation], mask: str
 ) -> None:
     text = f"1,4,16,32{mask},layout=strided_last"
@@ -147,7 +147,7 @@ def test_choice_order_and_surroundings(answers: dict[str, Explanation]) -> None:
         answer = answers[text]
         expected = "math" if CASES[text] else "flash"
         if "mask=float_grad" in text and "causal" in text:
-            expected = "none"  # math, whose call raises
+            expected = "none"  # math, which raises
         assert (answer.choice, answer.predicted, answer.agree) == (expected, expected, True)
         assert (answer.source, answer.error) == ("live", None)
         assert answer.priority_order == ("flash", "math")
@@ -158,7 +158,7 @@ def test_choice_order_and_surroundings(answers: dict[str, Explanation]) -> None:
         assert not any("cuDNN" in caveat for caveat in answer.caveats)
 
 
-def test_backends_that_the_device_lacks_are_refused_and_nothing_is_pretended(
+def test_backends_that_the_device_lacks_are_refused(
     answers: dict[str, Explanation],
 ) -> None:
     answer = answers["1,4,16,32,dropout=0.1"]
@@ -171,14 +171,14 @@ def test_backends_that_the_device_lacks_are_refused_and_nothing_is_pretended(
     assert side(answer, "math") == BackendAnswer("math", True)
 
 
-def test_advice_is_verified_by_asking_again(answers: dict[str, Explanation]) -> None:
+def test_advice_is_verified_by_another_query(answers: dict[str, Explanation]) -> None:
     (way,) = side(answers["1,4,16,32,head_dim_v=16"], "flash").advice
     assert (way.config, way.verified, way.choice) == ("b1-h4-s16-d32-fp32", True, "flash")
     assert "F.pad" in way.code
     assert side(answers["1,4,16,32"], "flash").advice == ()
 
 
-def test_inputs_that_do_not_fit_are_an_error_and_the_rules_still_answer(
+def test_inputs_too_large_are_an_error_but_rules_still_answer(
     answers: dict[str, Explanation],
 ) -> None:
     answer = answers["65536,4096,16384,64,dropout=0.1"]
@@ -188,7 +188,7 @@ def test_inputs_that_do_not_fit_are_an_error_and_the_rules_still_answer(
     assert {reason.source for reason in side(answer, "flash").reasons} == {"rule"}
 
 
-def test_math_with_causal_and_a_mask_is_refused_and_the_way_out_is_told() -> None:
+def test_math_with_causal_and_mask_is_refused_with_advice() -> None:
     configs = [parse_config(f"2,4,16,32,causal,mask={mask}") for mask in ("bool", "float_grad")]
     runs, raises = explain_live(configs, device="cpu")
     assert (runs.choice, runs.predicted, runs.agree) == ("flash", "flash", True)
@@ -198,7 +198,7 @@ def test_math_with_causal_and_a_mask_is_refused_and_the_way_out_is_told() -> Non
         (reason,) = math.reasons
         assert (math.eligible, reason.code) == (False, "causal_mask")
         assert "attn_mask should not be set when is_causal=True" in reason.message
-    assert side(runs, "math").advice == ()  # nobody wants math where flash runs
+    assert side(runs, "math").advice == ()  # math is not advised if flash runs
     (way,) = side(raises, "math").advice
     assert (way.verified, way.steps) == (True, ("triangle in the mask",))
 
@@ -225,7 +225,7 @@ def random_config(rng: random.Random) -> Config:
     )
 
 
-def test_reasons_found_live_are_those_found_by_rule() -> None:
+def test_live_reasons_equal_those_of_the_rules() -> None:
     rng = random.Random(20)
     configs = [random_config(rng) for _ in range(200)]
     answers = explain_live(configs, device="cpu", advice=False)
@@ -235,7 +235,7 @@ def test_reasons_found_live_are_those_found_by_rule() -> None:
         rules = rule_oracle(machine_of(environment), "cpu", with_flags(environment))
         expected = [blocker.reason for blocker in blockers(config, "flash", rules)]
         flash = side(answer, "flash")
-        # the end of this text differs from release to release
+        # the end of this text depends on the release
         got = [(each.code, each.message.split("Got Query.stride")[0]) for each in flash.reasons]
         wanted = [(each.code, each.message.split("Got Query.stride")[0]) for each in expected]
         assert got == wanted, config
@@ -246,7 +246,7 @@ def test_reasons_found_live_are_those_found_by_rule() -> None:
 
 @pytest.mark.parametrize(("how", "words"), [("abort", "SIGABRT"), ("hang", "no answer")])
 @pytest.mark.usefixtures("hanging")
-def test_a_config_that_ends_its_process_costs_only_itself(
+def test_config_that_kills_its_process_costs_no_other_config(
     how: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def argv(folder: Path, *, advice: bool) -> list[str]:  # noqa: ARG001 - the same call
@@ -263,7 +263,7 @@ def test_a_config_that_ends_its_process_costs_only_itself(
     assert [reason.code for reason in side(lost, "flash").reasons] == ["dropout"]
 
 
-def test_a_backend_that_is_switched_off_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def argv(folder: Path, *, advice: bool) -> list[str]:  # noqa: ARG001 - the same call
         return [sys.executable, "-c", SWITCHED_OFF, str(folder)]
 
@@ -280,7 +280,7 @@ def doubts(environment: dict[str, Any], *backends: BackendAnswer) -> str:
     return " ".join(live._caveats(environment, backends))
 
 
-def test_what_casts_doubt_is_told_where_it_applies() -> None:
+def test_doubts_are_reported_if_they_apply() -> None:
     cuda = {"device_type": "cuda", "sdp_cudnn": True}
     assert "legacy sdp_kernel" in doubts(cuda)
     assert "set_priority=True" in doubts(cuda)
@@ -293,17 +293,17 @@ def test_what_casts_doubt_is_told_where_it_applies() -> None:
     assert "differently" not in doubts(cuda, BackendAnswer("flash", True, can_use=True))
 
 
-def test_no_configs_are_no_answers() -> None:
+def test_no_configs_give_no_answers() -> None:
     assert explain_live([]) == []
 
 
-def test_asking_launches_nothing() -> None:
+def test_queries_launch_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", OPS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == []
 
 
-def test_the_program_ends_with_its_parent(tmp_path: Path) -> None:
+def test_program_ends_with_its_parent(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     plan = Plan((), Protocol(), (), gone.pid)
@@ -327,7 +327,7 @@ print(json.dumps(texts))
 """
 
 
-def test_what_cpp_writes_to_stderr_is_heard_and_the_rest_is_passed_on() -> None:
+def test_messages_of_cpp_on_stderr_are_captured_and_the_rest_passed_on() -> None:
     done = subprocess.run([sys.executable, "-c", TAP], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = ["cuDNN SDPA is not deterministic.", "head_dim should be a multiple of 8"]
@@ -349,7 +349,7 @@ MACHINES: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("environment", "expected"), MACHINES)
-def test_the_machine_that_an_environment_tells_of(
+def test_machine_is_derived_from_an_environment(
     environment: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     found = machine_of(environment)
@@ -358,13 +358,13 @@ def test_the_machine_that_an_environment_tells_of(
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
-def test_nothing_is_left_running(answers: dict[str, Explanation]) -> None:
+def test_no_process_is_left(answers: dict[str, Explanation]) -> None:
     assert answers
     assert children() == []
 
 
 def children() -> list[bytes]:
-    """Command lines of this process's children that ask PyTorch, zombies apart."""
+    """Return the command lines of this process's children that query PyTorch, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

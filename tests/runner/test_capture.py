@@ -1,4 +1,4 @@
-"""Captures with real worker processes: what is kept, what is refused, and what a dying worker costs."""
+"""Captures with real worker processes: results, refusals, and dying workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quick(out: Path, protocol: Protocol = QUICK) -> CaptureOptions:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """One CPU capture that several tests look at."""
+    """Run one CPU capture for several tests."""
     out = tmp_path_factory.mktemp("runs")
     configs = expand_configs("1,2,32,16,bwd,causal") + expand_configs(
         "1,4,8,16,bf16,kv_heads=2,mask=bool,layout=bshd,scale=0.5"
@@ -62,7 +62,7 @@ def test_cells_have_samples_choice_and_traces(run: tuple[Path, Run]) -> None:
     assert {trace.path for trace in record.traces} == {path.name for path in folder.glob("*.gz")}
 
 
-def test_math_refuses_a_mask_beside_causal_and_every_witness_says_so(tmp_path: Path) -> None:
+def test_math_refuses_causal_with_a_mask_in_every_source(tmp_path: Path) -> None:
     store = tmp_path / "s.db"
     configs = expand_configs("1,2,16,16,causal,mask=bool")
     capture_into_store(configs, ["auto", "flash", "math"], store, quick(tmp_path / "runs"))
@@ -82,7 +82,7 @@ def test_refusals_have_a_code_and_the_text(run: tuple[Path, Run]) -> None:
     assert "No viable backend" in refused[0].message
 
 
-def test_environment_tells_the_software_and_nothing_private(run: tuple[Path, Run]) -> None:
+def test_environment_has_software_versions_but_nothing_private(run: tuple[Path, Run]) -> None:
     environment = run[1].environment
     assert environment["device_type"] == "cpu"
     assert environment["torch"].split(".")[0] == "2"
@@ -91,7 +91,7 @@ def test_environment_tells_the_software_and_nothing_private(run: tuple[Path, Run
         assert private not in text or len(private) < 5
 
 
-def test_a_finished_folder_is_tidy_and_stays_as_it_is(run: tuple[Path, Run]) -> None:
+def test_finished_folder_is_tidy_and_does_not_change(run: tuple[Path, Run]) -> None:
     folder, record = run
     assert not (folder / JOURNAL_FILE).exists()
     assert not (folder / LOCK_FILE).exists()
@@ -113,13 +113,13 @@ def test_unknown_names_are_usage_errors(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unwritable_folder_says_what_to_do(tmp_path: Path) -> None:
+def test_error_of_an_unwritable_folder_has_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CaptureError, match="--out"):
         capture(expand_configs("1,1,1,1"), ["math"], quick(tmp_path / "file"))
 
 
-def test_too_large_a_cell_is_oom_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_too_large_cell_is_oom_and_the_next_one_runs(tmp_path: Path) -> None:
     configs = expand_configs("64,1024,1000000,1024") + expand_configs("1,1,16,16")
     record = read_run(capture(configs, ["math"], quick(tmp_path)))
     assert [cell.status for cell in record.cells] == ["oom", "ok"]
@@ -154,7 +154,7 @@ def sabotage(folder: Path) -> list[str]:
 
 @pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_cell_that_kills_its_process_costs_only_itself(tmp_path: Path) -> None:
+def test_cell_that_kills_its_process_costs_no_other_cell(tmp_path: Path) -> None:
     cells = [
         Cell(f"c{rows}", config, "math")
         for rows, config in enumerate(expand_configs("1,1,1:8:+1,8,fp32"), start=1)
@@ -198,7 +198,7 @@ def _command_line(path: Path) -> bytes:
         return b""
 
 
-def test_a_worker_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -> None:
+def test_error_of_a_worker_that_cannot_start_quotes_its_output(tmp_path: Path) -> None:
     cells = [Cell("c1", expand_configs("1,1,1,8")[0], "math")]
     with pytest.raises(CaptureError, match=r"no torch here.*doctor"):
         run_cells(
@@ -219,8 +219,8 @@ sys.exit("gone again")
 """
 
 
-def test_a_worker_that_never_comes_to_a_cell_is_not_started_for_ever(tmp_path: Path) -> None:
-    """Each one tells its environment, as one does whose program cannot be imported."""
+def test_workers_that_reach_no_cell_are_not_restarted_forever(tmp_path: Path) -> None:
+    """Each worker reports its environment, like one whose program cannot be imported."""
     cells, entries = [Cell("c0001", *expand_configs("1,1,16,8"), "math")], []
     with pytest.raises(CaptureError, match=r"did not start \(exit code 1\): gone again"):
         run_cells(
@@ -235,7 +235,7 @@ def test_a_worker_that_never_comes_to_a_cell_is_not_started_for_ever(tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals a process group")
-def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
+def test_interrupted_capture_can_be_resumed(tmp_path: Path) -> None:
     argv = [
         *(sys.executable, "-m", "profharness", "capture", "--config", "1,4,{512:1280:+96},64"),
         *("--backend", "math", "--device", "cpu", "--out", str(tmp_path), "--samples", "5"),
@@ -265,7 +265,7 @@ def test_ctrl_c_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
         find_run_folder("latest", tmp_path)
 
 
-def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from profharness.files import exclusive\n"
         "with exclusive(Path(sys.argv[1])) as holder:\n"
@@ -287,7 +287,7 @@ def _cell(run: Run, name: str) -> Cell:
     return next(cell for cell in run.cells if cell.cell == name)
 
 
-def test_a_killed_parent_takes_its_worker_along(tmp_path: Path) -> None:
+def test_worker_ends_with_its_killed_parent(tmp_path: Path) -> None:
     code = (
         "from profharness.runner import *; from profharness.config import *; from pathlib import Path;"
         "from profharness.run import CaptureOptions;"
@@ -301,7 +301,7 @@ def test_a_killed_parent_takes_its_worker_along(tmp_path: Path) -> None:
     until(lambda: all(mark not in _command_line(path) for path in Path("/proc").glob("[0-9]*")))
 
 
-def test_a_folder_that_is_no_run_is_told_apart(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFormatError, match=r"no run\.json"):
         read_run(tmp_path)
     (tmp_path / RUN_FILE).write_text('{"run": 1}')
@@ -309,13 +309,13 @@ def test_a_folder_that_is_no_run_is_told_apart(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_what_cannot_be_meant_makes_no_store(tmp_path: Path) -> None:
+def test_invalid_options_create_no_store(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nope"):
         capture_into_store(expand_configs("1,1,1,1"), ["nope"], tmp_path / "s.db", quick(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_call_that_fails_after_the_choice_keeps_it(tmp_path: Path) -> None:
+def test_failing_call_keeps_the_choice(tmp_path: Path) -> None:
     ends: list[Cell] = []
     run_cells(
         tmp_path,

@@ -1,6 +1,4 @@
-"""Captures onto a disk that is full or read-only, on real file systems: one line of error, no result
-that is not so, no temporary file, and `--resume` does the rest.
-"""
+"""Captures onto full and read-only disks, on real file systems."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def mount(folder: Path, options: str) -> bool:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder where a file system of its own can be mounted."""
+    """Return an empty folder where a file system can be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if not mount(folder, "size=64k"):
@@ -52,7 +50,7 @@ WORK = ("--config", "1,2,64,16", "--backend", "math,flash", "--iterations", "20"
 
 
 @pytest.mark.parametrize("size", ["8k", "40k", "200k"])
-def test_a_full_disk_costs_no_cell(disk: Path, size: str) -> None:
+def test_full_disk_costs_no_cell(disk: Path, size: str) -> None:
     assert mount(disk, f"size={size}")
     done = capture(disk, *WORK)
     assert done.returncode == 1
@@ -73,7 +71,7 @@ def test_a_full_disk_costs_no_cell(disk: Path, size: str) -> None:
         assert [len(trace.cells) for trace in run.traces] == [1, 1]
 
 
-def test_a_disk_that_may_only_be_read_is_told_before_anything_runs(disk: Path) -> None:
+def test_read_only_disk_is_reported_before_anything_runs(disk: Path) -> None:
     assert mount(disk, "ro")
     done = capture(disk, *WORK)
     assert done.returncode == 1
@@ -83,7 +81,7 @@ def test_a_disk_that_may_only_be_read_is_told_before_anything_runs(disk: Path) -
 
 
 @pytest.mark.parametrize("name", ["kineto_h200.json.gz", "nsys_h200.sqlite.gz"])
-def test_a_full_tmpdir_costs_one_line_and_stores_nothing(disk: Path, name: str) -> None:
+def test_full_tmpdir_prints_one_line_and_stores_nothing(disk: Path, name: str) -> None:
     assert mount(disk, "size=8k")
     trace = Path(__file__).resolve().parents[1] / "data" / name
     store = disk.parent / "s.db"
@@ -103,8 +101,8 @@ def test_a_full_tmpdir_costs_one_line_and_stores_nothing(disk: Path, name: str) 
     assert list(disk.rglob("*")) == []
 
 
-def test_a_run_folder_that_goes_away_is_told(tmp_path: Path) -> None:
-    """A backend that deletes the run folder is the quickest way to lose one in the middle."""
+def test_deleted_run_folder_is_reported(tmp_path: Path) -> None:
+    """A backend that deletes the run folder is the easiest way to lose it during a run."""
     source = tmp_path / "gone.py"
     source.write_text(
         "import shutil\n"

@@ -1,6 +1,4 @@
-"""Interrupts of a capture under a tool that does not heed them: what is said, how long it takes, and
-that no process and no temporary folder is left.
-"""
+"""Interrupts of a capture under a tool that ignores them: messages, duration, and what is left."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from profharness.store import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-# The command line, with more time for the tool than any test waits: a second interrupt cuts it short.
+# The command line, giving the tool more time than any test waits; a second interrupt ends it.
 UNHURRIED = """
 from profharness.cli.main import main
 from profharness.profilers import base
@@ -38,14 +36,14 @@ base.Grace.__init__.__defaults__ = (86400.0,) * 3
 base.HURRIED = base.Grace()
 main()
 """
-# Patient as long as nobody interrupts it.
+# The command line, giving the tool unlimited time unless it is interrupted.
 PATIENT = """
 from profharness.cli.main import main
 from profharness.profilers import base
 base.Grace.__init__.__defaults__ = (86400.0,) * 3
 main()
 """
-# SIGTERM at the n-th import after the run folder is there, in whatever thread it is.
+# Sends SIGTERM at the n-th import after the run folder exists, in any thread.
 AIMED = """
 import os, signal, sys
 left, seen = int(sys.argv.pop(1)), False
@@ -65,7 +63,7 @@ STUBBORN = Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none"
 
 
 def running(marks: tuple[Path, ...]) -> list[str]:
-    """Command lines of living processes that name one of the paths."""
+    """Return the command lines of living processes that name one of the paths."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -80,7 +78,7 @@ def running(marks: tuple[Path, ...]) -> list[str]:
 def start(
     folder: Path, scenario: Scenario, program: Sequence[str] = ("-m", "profharness")
 ) -> subprocess.Popen[str]:
-    """A capture whose only cell has ended under nsys, which goes on. What it ran is a stand-in."""
+    """Start a capture whose only cell has ended under a stand-in for nsys, which goes on."""
     for name in ("bin", "tmp"):
         (folder / name).mkdir()
     install(folder / "bin", scenario)
@@ -111,7 +109,7 @@ def journals(folder: Path) -> list[Path]:
 
 
 def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
-    """Exit code and stderr; nothing is left."""
+    """Return the exit code and stderr, and check that no process is left."""
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert running((folder / "bin", folder / "runs")) == []
     assert list((folder / "tmp").glob("profharness-*")) == []
@@ -119,7 +117,7 @@ def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_interrupt_ends_the_tool_at_once(tmp_path: Path, number: signal.Signals) -> None:
+def test_second_interrupt_ends_the_tool_at_once(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, STUBBORN, ("-c", UNHURRIED))
     process.send_signal(number)
     assert process.stderr is not None
@@ -135,7 +133,7 @@ def test_a_second_interrupt_ends_the_tool_at_once(tmp_path: Path, number: signal
 
 
 @pytest.mark.parametrize("pause_s", [0.02, 0.1])
-def test_many_interrupts_skip_nothing(tmp_path: Path, pause_s: float) -> None:
+def test_many_interrupts_skip_no_cleanup(tmp_path: Path, pause_s: float) -> None:
     process = start(tmp_path, STUBBORN)
     for _ in range(12):
         process.send_signal(signal.SIGINT)
@@ -143,10 +141,10 @@ def test_many_interrupts_skip_nothing(tmp_path: Path, pause_s: float) -> None:
         if process.poll() is not None:
             break
     code, _ = ended(process, tmp_path)
-    assert code in (130, -signal.SIGINT)  # the last may come while Python itself shuts down
+    assert code in (130, -signal.SIGINT)  # the last one may arrive while Python shuts down
 
 
-def test_one_interrupt_is_told_and_waits_no_longer_than_a_user_does(tmp_path: Path) -> None:
+def test_one_interrupt_prints_a_notice_and_waits_briefly(tmp_path: Path) -> None:
     assert sum(astuple(base.HURRIED)) < 20
     process = start(tmp_path, STUBBORN, ("-c", PATIENT))
     process.send_signal(signal.SIGTERM)
@@ -155,7 +153,7 @@ def test_one_interrupt_is_told_and_waits_no_longer_than_a_user_does(tmp_path: Pa
     assert "ending nsys" in errors
 
 
-def test_an_interrupted_tool_that_obeys_is_no_timeout(tmp_path: Path) -> None:
+def test_tool_that_obeys_an_interrupt_is_not_a_timeout(tmp_path: Path) -> None:
     process = start(tmp_path, Scenario(nsys=Behaviour(hang=True)))
     process.send_signal(signal.SIGINT)
     code, _ = ended(process, tmp_path)
@@ -165,7 +163,7 @@ def test_an_interrupted_tool_that_obeys_is_no_timeout(tmp_path: Path) -> None:
     assert "took too long" not in record.read_text()
 
 
-def test_an_interrupted_verification_says_what_is_kept_and_is_not_resumed(tmp_path: Path) -> None:
+def test_interrupted_verification_says_what_is_kept_and_cannot_resume(tmp_path: Path) -> None:
     runs, store = tmp_path / "runs", tmp_path / "s.db"
     argv = [
         *(sys.executable, "-m", "profharness", "verify", "--config", "1,4,64,16,fp32"),
@@ -196,7 +194,7 @@ def test_an_interrupted_verification_says_what_is_kept_and_is_not_resumed(tmp_pa
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 120])
-def test_a_signal_at_any_moment_of_the_start_ends_a_capture(tmp_path: Path, moment: int) -> None:
+def test_signal_at_any_moment_of_the_start_ends_a_capture(tmp_path: Path, moment: int) -> None:
     argv = [
         *(sys.executable, "-c", AIMED, str(moment), "capture", "--config", "1,1,8,8"),
         *("--backend", "math", "--device", "cpu", "--out", str(tmp_path / "runs")),
@@ -208,7 +206,7 @@ def test_a_signal_at_any_moment_of_the_start_ends_a_capture(tmp_path: Path, mome
     assert running((tmp_path / "runs",)) == []
 
 
-def test_deferred_signals_come_where_they_are_let_through_and_at_the_end() -> None:
+def test_deferred_signals_are_raised_on_demand_and_at_the_end() -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt), deferred():
         signal.raise_signal(signal.SIGINT)
@@ -228,7 +226,7 @@ def test_deferred_signals_come_where_they_are_let_through_and_at_the_end() -> No
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_is_prepared_in_a_thread_is_not_broken_off(tmp_path: Path) -> None:
+def test_preparation_in_a_thread_is_not_interrupted(tmp_path: Path) -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt), open_background_ingest(tmp_path / "s.db"):
         signal.raise_signal(signal.SIGINT)
@@ -238,7 +236,7 @@ def test_what_is_prepared_in_a_thread_is_not_broken_off(tmp_path: Path) -> None:
     assert steps == ["goes on"]
 
 
-def test_held_signals_come_after_the_block() -> None:
+def test_held_signals_are_raised_after_the_block() -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt):
         with held():
@@ -263,7 +261,7 @@ def test_held_does_nothing_in_another_thread() -> None:
 
 
 def storm(times: int, body: Callable[[], object]) -> None:
-    """Interrupt the body over and over, microseconds after it began, that many times."""
+    """Interrupt the body that many times, each time microseconds after its start."""
     interrupted = 0
     chance = random.Random(1)
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -281,8 +279,8 @@ def storm(times: int, body: Callable[[], object]) -> None:
         signal.signal(signal.SIGALRM, alarm)
 
 
-def test_interrupts_at_any_moment_leave_a_process_that_can_be_waited_for() -> None:
-    """With Popen.poll() alone its lock is soon left taken, and wait() never returns."""
+def test_process_can_be_waited_for_after_interrupts_at_any_moment() -> None:
+    """With Popen.poll() alone, its lock is soon left locked, and wait() never returns."""
     process = subprocess.Popen(["sleep", "86400"])
     try:
         storm(2000, lambda: has_ended(process))
@@ -325,8 +323,8 @@ except KeyboardInterrupt as error:
     ("number", "raised"),
     [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "TerminatedError 15")],
 )
-def test_an_interrupt_in_a_callback_is_not_lost(number: signal.Signals, raised: str) -> None:
-    """Python drops exceptions there, with a traceback: an import lock that goes has such a one."""
+def test_interrupt_in_a_callback_is_not_lost(number: signal.Signals, raised: str) -> None:
+    """Python prints and drops exceptions there. The callback of an import lock is an example."""
     argv = [sys.executable, "-c", LOST, str(int(number))]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.stdout.strip(), done.stderr) == (raised, "")

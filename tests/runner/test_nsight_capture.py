@@ -1,5 +1,5 @@
-"""Captures under fake nsys and ncu, which run the real worker, or a quick one where only the tool's
-doings count: argv, traces, problems, and that nothing is left running.
+"""Captures under fake nsys and ncu, which run the real worker, or a quick one if only the tool
+matters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_IMPORTER = Behaviour(
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for fake tools, first on PATH."""
+    """Return a folder for fake tools that is first on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -56,7 +56,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def export(tmp_path: Path) -> str:
-    """What the fake nsys exports: two calls of c0001 and one launch in each."""
+    """Write the export of the fake nsys: two calls of c0001 with one launch each."""
     maker = Maker()
     maker.gpu()
     for call in (1000, 9000):
@@ -71,7 +71,7 @@ def run_under(out: Path, *profilers: str, python: Path | None = None) -> tuple[P
     return folder, read_run(folder)
 
 
-def test_a_capture_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
+def test_capture_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
     log = install(tools, Scenario(export=Behaviour(report_file=export)))
     folder, run = run_under(tmp_path / "runs", "nsys")
     assert [(cell.status, cell.samples) for cell in run.cells] == [("ok", {}), ("ok", {})]
@@ -93,7 +93,7 @@ def test_a_capture_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
     ]
 
 
-def test_three_profilers_share_the_cells_that_run(tmp_path: Path, tools: Path, export: str) -> None:
+def test_three_profilers_cover_the_cells_that_run(tmp_path: Path, tools: Path, export: str) -> None:
     log = install(tools, Scenario(export=Behaviour(report_file=export)))
     options = CaptureOptions(("torch", "nsys", "ncu"), tmp_path / "runs", QUICK)
     folder = capture(CONFIGS, ["math", "cudnn"], options)
@@ -111,7 +111,7 @@ def test_three_profilers_share_the_cells_that_run(tmp_path: Path, tools: Path, e
     assert argv[argv.index("-o") + 1] == str(folder / "ncu-1.ncu-rep")
 
 
-def test_a_tool_that_fails_is_a_problem_and_resume_mends_it(
+def test_failing_tool_is_a_problem_that_resume_fixes(
     tmp_path: Path, tools: Path, export: str
 ) -> None:
     install(tools, Scenario(nsys=NO_IMPORTER))
@@ -130,14 +130,14 @@ def test_a_tool_that_fails_is_a_problem_and_resume_mends_it(
     assert resumed.cells == run.cells
 
 
-def test_an_export_without_kernels_is_a_problem(tmp_path: Path, tools: Path) -> None:
+def test_export_without_kernels_is_a_problem(tmp_path: Path, tools: Path) -> None:
     empty = str(Maker().write(tmp_path / "empty.sqlite"))
     install(tools, Scenario(export=Behaviour(report_file=empty)))
     _, run = run_under(tmp_path / "runs", "nsys", python=stand_in(tmp_path))
     assert [problem.code for problem in run.problems] == ["no_cuda_events"]
 
 
-def test_ncu_without_permission_is_told_with_its_remedy(tmp_path: Path, tools: Path) -> None:
+def test_ncu_without_permission_is_reported_with_a_remedy(tmp_path: Path, tools: Path) -> None:
     text = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n"
     ncu = Behaviour(stdout=text + "==WARNING== No kernels were profiled.\n", report="none")
     install(tools, Scenario(ncu=replace(ncu, returncode=1)))
@@ -148,7 +148,7 @@ def test_ncu_without_permission_is_told_with_its_remedy(tmp_path: Path, tools: P
 
 
 @pytest.mark.usefixtures("tools")
-def test_a_missing_tool_is_told_before_anything_is_made(tmp_path: Path) -> None:
+def test_missing_tool_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"nsys.*tool_missing"):
         run_under(tmp_path / "runs", "torch", "nsys")
     assert not (tmp_path / "runs").exists()
@@ -162,7 +162,7 @@ def capture_argv(folder: Path, profilers: str) -> list[str]:
     ]
 
 
-def test_the_command_line_keeps_the_rest_and_exits_1(tmp_path: Path, tools: Path) -> None:
+def test_command_keeps_other_results_and_exits_1(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=NO_IMPORTER))
     done = subprocess.run(
         capture_argv(tmp_path, "torch,nsys"), capture_output=True, text=True, check=False
@@ -175,7 +175,7 @@ def test_the_command_line_keeps_the_rest_and_exits_1(tmp_path: Path, tools: Path
 
 
 def damaged(tmp_path: Path, profiler: str, damage: str) -> Scenario:
-    """Tools, one of which leaves a report that is garbage or cut off."""
+    """Return tools, one of which leaves a report that is garbage or truncated."""
     name = "nsys_h200.sqlite.gz" if profiler == "nsys" else "ncu_h200.ncu-rep.gz"
     path = unpacked(name, tmp_path)
     data = path.read_bytes()
@@ -186,7 +186,7 @@ def damaged(tmp_path: Path, profiler: str, damage: str) -> Scenario:
 
 
 @pytest.mark.parametrize("profiler", ["nsys", "ncu"])
-def test_a_damaged_report_is_a_problem_and_the_rest_is_stored(
+def test_damaged_report_is_a_problem_and_the_rest_is_stored(
     tmp_path: Path, tools: Path, export: str, profiler: str
 ) -> None:
     install(tools, damaged(tmp_path, profiler, "garbage"))
@@ -211,8 +211,8 @@ def test_a_damaged_report_is_a_problem_and_the_rest_is_stored(
     assert [item.profiler for item in resumed.traces] == ["torch", profiler]
 
 
-def test_a_run_with_a_damaged_report_of_old_is_taken_in(tmp_path: Path, tools: Path) -> None:
-    """Such a folder names the damaged report as a trace."""
+def test_old_run_with_a_damaged_report_is_ingested(tmp_path: Path, tools: Path) -> None:
+    """Folders of older versions list the damaged report as a trace."""
     install(tools, Scenario())
     folder, run = run_under(tmp_path / "runs", "torch", python=stand_in(tmp_path))
     (folder / "ncu-1.ncu-rep").write_bytes(b"garbage")
@@ -226,7 +226,7 @@ def test_a_run_with_a_damaged_report_of_old_is_taken_in(tmp_path: Path, tools: P
     assert [text for text in result.warnings if "ncu-1.ncu-rep" in text]
 
 
-def test_a_killed_tool_is_the_reason_why_its_cells_did_not_run(tmp_path: Path, tools: Path) -> None:
+def test_killed_tool_explains_why_its_cells_did_not_run(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(kill_self=True)))
     done = subprocess.run(
         capture_argv(tmp_path, "nsys"), capture_output=True, text=True, check=False
@@ -245,7 +245,7 @@ def test_a_killed_tool_is_the_reason_why_its_cells_did_not_run(tmp_path: Path, t
     assert (cell.status, cell.message) == ("ok", None)
 
 
-def test_each_end_of_a_cell_has_a_remedy_of_its_own(tmp_path: Path) -> None:
+def test_each_failed_status_has_its_own_remedy(tmp_path: Path) -> None:
     cells = [Cell(f"c000{n}", CONFIGS[0], "math", "ok") for n in range(4)]
     run = Run("r", "", ("torch", "nsys"), QUICK, tuple(cells))
     record = RunRecord(tmp_path, run)
@@ -272,7 +272,7 @@ runpy.run_module("profharness.worker", run_name="__main__")
 """
 
 
-def test_last_words_are_those_of_the_start_that_died(tmp_path: Path, tools: Path) -> None:
+def test_quoted_output_is_that_of_the_process_that_died(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario())
     folder = tmp_path / "run"
     folder.mkdir()
@@ -332,7 +332,7 @@ def workers(folder: Path) -> list[int]:
 
 
 def run_in_session(folder: Path, grace: Grace) -> tuple[dict[str, str], list[Outcome]]:
-    """Both configs, the first of which hangs, under the fake nsys."""
+    """Run two configs, the first of which hangs, under the fake nsys."""
     folder.mkdir()
     profiler = PROFILERS["nsys"]
     found = require_tools([profiler])
@@ -362,7 +362,7 @@ def run_in_session(folder: Path, grace: Grace) -> tuple[dict[str, str], list[Out
 
 @pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_cell_that_hangs_leaves_a_report_and_no_process(
+def test_hanging_cell_leaves_a_report_and_no_process(
     tmp_path: Path, tools: Path, export: str
 ) -> None:
     install(tools, Scenario(export=Behaviour(report_file=export)))
@@ -375,7 +375,7 @@ def test_a_cell_that_hangs_leaves_a_report_and_no_process(
 
 @pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_tool_that_ignores_every_signal_leaves_no_process(tmp_path: Path, tools: Path) -> None:
+def test_tool_that_ignores_all_signals_leaves_no_process(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none")))
     ends, outcomes = run_in_session(tmp_path / "run", Grace(0.5, 0.5, 0.5))
     assert ends == {"c0001": "timeout", "c0002": "ok"}
@@ -384,7 +384,7 @@ def test_a_tool_that_ignores_every_signal_leaves_no_process(tmp_path: Path, tool
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_tool_does_not_orphan_its_worker(tmp_path: Path, tools: Path) -> None:
+def test_killed_tool_leaves_no_worker(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(kill_self=True)))
     with pytest.raises(CaptureError, match="SIGKILL"):
         run_in_session(tmp_path / "run", Grace())

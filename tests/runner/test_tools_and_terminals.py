@@ -1,4 +1,4 @@
-"""What tools print, what they leave running, and Ctrl-Z, with real processes."""
+"""Output of tools, processes that they leave, and Ctrl-Z, with real processes."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def environment(mark: dict[str, str]) -> dict[str, str]:
     return {**os.environ, **mark}
 
 
-def test_a_long_log_keeps_head_and_tail_and_tells_what_is_left_out(tmp_path: Path) -> None:
+def test_long_log_keeps_head_and_tail_and_the_size_of_the_gap(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"first\n" + b"x" * LOG_BYTES)
         assert shorten(log) > 0
-        writer.write(b"y" * LOG_BYTES + b"\nlast\n")  # as a process that has it open goes on
+        writer.write(b"y" * LOG_BYTES + b"\nlast\n")  # as if by a process that still has it open
         assert shorten(log) > 0
     data = log.read_bytes()
     assert data.startswith(b"first\n")
@@ -70,7 +70,7 @@ def test_a_long_log_keeps_head_and_tail_and_tells_what_is_left_out(tmp_path: Pat
     assert read_end(tmp_path / "none") == ""
 
 
-def test_a_tool_that_prints_without_end_fills_no_disk(tmp_path: Path) -> None:
+def test_endless_output_does_not_fill_the_disk(tmp_path: Path) -> None:
     code = (
         "import os\nfor _ in range(400): os.write(1, b'z' * 1_000_000)\nprint('done', flush=True)"
     )
@@ -80,7 +80,7 @@ def test_a_tool_that_prints_without_end_fills_no_disk(tmp_path: Path) -> None:
     assert read_end(log).endswith("done\n")
 
 
-def test_the_middle_of_a_log_that_grows_takes_no_room(tmp_path: Path) -> None:
+def test_middle_of_a_growing_log_takes_no_space(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"first\n" + b"x" * 3 * LOG_BYTES + b"\nlast\n")
@@ -94,7 +94,7 @@ def test_the_middle_of_a_log_that_grows_takes_no_room(tmp_path: Path) -> None:
     assert read_end(log, limit=11) == "\nlast\nmore\n"[-11:]
 
 
-def test_a_version_without_end_is_cut_short_and_leaves_no_child(tmp_path: Path) -> None:
+def test_endless_version_output_is_cut_and_leaves_no_child(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = (
         "import os, subprocess, sys\n"
@@ -112,25 +112,25 @@ def test_a_version_without_end_is_cut_short_and_leaves_no_child(tmp_path: Path) 
     until(lambda: not alive(child))
 
 
-def test_a_wrapper_that_hangs_leaves_no_child(tmp_path: Path) -> None:
+def test_hanging_wrapper_leaves_no_child(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     wrapper = tmp_path / "nsys"
     wrapper.write_text(f"#!/bin/sh\nsleep 86400 &\necho $! > {pid}\nwait\n")
     wrapper.chmod(0o755)
     assert run_briefly([str(wrapper), "--version"], 1.0) is None
     child = written_pid(pid)
-    if child is not None:  # the limit may come before the wrapper did anything
+    if child is not None:  # the time limit may end the wrapper before it does anything
         until(lambda: not alive(child))
 
 
-def test_what_ends_by_itself_is_read_whole_though_its_child_holds_the_pipe(tmp_path: Path) -> None:
+def test_output_is_complete_although_a_child_keeps_the_pipe_open(tmp_path: Path) -> None:
     done = run_briefly(["sh", "-c", "sleep 86400 & echo hello; echo ohoh >&2; exit 3"], PATIENCE_S)
     assert done is not None
     assert (done.stdout, done.stderr, done.returncode) == ("hello\n", "ohoh\n", 3)
     assert run_briefly([str(tmp_path / "none")], 1.0) is None
 
 
-def test_a_daemon_in_a_session_of_its_own_is_ended(tmp_path: Path) -> None:
+def test_daemon_in_its_own_session_is_ended(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     with orphans_adopted() as mark:
         tool = start_group(python(DAEMON, path), tmp_path / "log", environment(mark))
@@ -141,7 +141,7 @@ def test_a_daemon_in_a_session_of_its_own_is_ended(tmp_path: Path) -> None:
     assert not alive(daemon)
 
 
-def test_a_daemon_that_cannot_be_known_is_told(tmp_path: Path) -> None:
+def test_unidentifiable_daemon_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     told: list[str] = []
     try:
@@ -179,7 +179,7 @@ print(child.paused_s)
 
 
 def test_ctrl_z_stops_the_worker_too(tmp_path: Path) -> None:
-    """A group of its own in this session: stopping it is the shell's business, not the kernel's."""
+    """The process has its own group in this session: the shell must stop it, not the kernel."""
     parent = subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -214,7 +214,7 @@ time.sleep(86400)
 """
 
 
-def test_a_stopped_worker_sees_that_its_parent_is_killed(tmp_path: Path) -> None:
+def test_stopped_worker_ends_with_its_killed_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", WOKEN, str(tmp_path)])
     until(lambda: written_pid(tmp_path / "pid"), parent)
     child = written_pid(tmp_path / "pid")
@@ -226,7 +226,7 @@ def test_a_stopped_worker_sees_that_its_parent_is_killed(tmp_path: Path) -> None
     until(lambda: not alive(child))
 
 
-def test_a_stop_is_left_to_those_who_handle_it(tmp_path: Path) -> None:
+def test_stop_signal_with_a_handler_is_not_intercepted(tmp_path: Path) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTSTP, lambda number, _: seen.append(number))
     try:
