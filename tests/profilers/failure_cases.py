@@ -1,5 +1,5 @@
-"""What nsys was seen to write and to exit with when it fails, and the code that each
-failure has: (behaviour of the tool, target, exit code, code of the failure or None).
+"""Observed failures of nsys: (behaviour of the tool, target, exit code, code of the failure or
+None).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ncu was seen to write and to exit with when it fails; as in `failure_cases`."""
+"""Observed failures of ncu, as in `failure_cases`."""
 
 from __future__ import annotations
 

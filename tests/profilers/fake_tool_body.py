@@ -1,5 +1,5 @@
-"""The program behind the fake `nsys` and `ncu`; `fake_tools.install` copies it. Standard library
-only.
+"""The program of the fake `nsys` and `ncu`, using only the standard library. `fake_tools.install`
+copies it.
 """
 
 import json
@@ -23,12 +23,12 @@ FLAGS = {
     "--csv",
     "--import-source",
 }
-EMPTY_NCU = b"NVR\0" + bytes(4)  # the magic, and a file header of no bytes
+EMPTY_NCU = b"NVR\0" + bytes(4)  # the magic number, and an empty file header
 STOP: list[int] = []
 
 
 def options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Options up to the first word that is none, and the rest."""
+    """Return the options up to the first word that is none, and the rest."""
     found: dict[str, str] = {}
     words = list(words)
     while words and words[0].startswith("-"):
@@ -62,7 +62,7 @@ def write_report(behaviour: dict[str, Any], report: Path) -> None:
 
 
 def run_target(behaviour: dict[str, Any], command: list[str]) -> int:
-    """Exit code of the target, 128 + n for signal n; a signal to the tool goes to it."""
+    """Return the exit code of the target, or 128 + n for signal n. Forward signals to the target."""
     target = subprocess.Popen(command, start_new_session=True)
     session = HERE / f"session-profile-{os.getpid()}"
     session.write_text(str(target.pid))

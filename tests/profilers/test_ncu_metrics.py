@@ -1,4 +1,4 @@
-"""The presets of `--metrics`: what they stand for, and what is said of metrics that were not taken."""
+"""The presets of `--metrics`, and warnings about metrics that were not measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from profharness.profilers.ncu_metrics import (
 )
 
 
-def test_presets_and_names_mix_and_each_metric_is_taken_once() -> None:
+def test_presets_and_names_can_be_combined_without_duplicates() -> None:
     names = metric_names(["cache", "sm__inst_executed.sum", "memory", L1_HIT_RATE])
     assert names[0] == L1_BYTES and names[4] == "sm__inst_executed.sum"
     assert len(set(names)) == len(names)
@@ -32,12 +32,12 @@ def test_presets_and_names_mix_and_each_metric_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize("word", ["tensors", "l1", "Cache"])
-def test_a_word_that_is_neither_is_refused_with_the_presets(word: str) -> None:
+def test_unknown_word_is_refused_with_the_presets(word: str) -> None:
     with pytest.raises(UsageError, match=f"--metrics {word}: .*tensor, memory, cache, stalls"):
         metric_names(["tensor", word])
 
 
-def test_every_metric_of_a_preset_is_a_whole_name_with_its_suffix() -> None:
+def test_metrics_of_presets_are_complete_names_with_suffix() -> None:
     for names in PRESETS.values():
         assert len(set(names)) == len(names)
         for name in names:
@@ -45,7 +45,7 @@ def test_every_metric_of_a_preset_is_a_whole_name_with_its_suffix() -> None:
     assert set(map(warp_state, WARP_STATES)) < set(PRESETS["stalls"])
 
 
-def test_what_only_some_gpus_have_is_not_missed_on_others() -> None:
+def test_metrics_of_some_gpus_are_not_missed_on_others() -> None:
     asked = metric_names(["tensor", "stalls"])
     here = [name for name in asked if name not in SOME_GPUS]
     assert unmeasured(asked, here) == []

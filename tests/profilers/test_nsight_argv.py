@@ -1,4 +1,4 @@
-"""The whole command lines and environments, as nsys and ncu get them."""
+"""Command lines and environments of nsys and ncu."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ncu_profile(options: dict[str, list[str]], middle: list[str]) -> None:
     ("version", "knows"),
     [("2024.2.0.0", False), ("2025.3.1.0", True), ("2025.10.0", True), (None, True)],
 )
-def test_ncu_of_old_gets_no_option_that_it_does_not_know(version: str | None, knows: bool) -> None:
+def test_old_ncu_gets_no_unknown_option(version: str | None, knows: bool) -> None:
     report, log = Path("runs/c0001.ncu-rep"), Path("runs/ncu.log")
     argv = ncu.profile_argv(Path("/n/ncu"), report, COMMAND, log=log, version=version)
     expected = ncu_argv("--metrics", DEFAULTS)
@@ -124,9 +124,9 @@ def test_ncu_csv() -> None:
     ]
 
 
-def test_default_metrics_are_named_once_and_need_no_second_pass_by_breakdown() -> None:
+def test_default_metrics_are_unique_and_need_one_pass() -> None:
     assert len(set(ncu.DEFAULT_METRICS)) == len(ncu.DEFAULT_METRICS)
-    # Throughputs are breakdowns of dozens of counters and cost passes of their own.
+    # Throughputs are breakdowns of dozens of counters and need more passes.
     assert not [name for name in ncu.DEFAULT_METRICS if "throughput" in name]
 
 
@@ -138,7 +138,7 @@ def test_reports_need_their_suffix(name: str) -> None:
         ncu.profile_argv(Path("ncu"), Path(name), COMMAND, log=Path("log"))
 
 
-def test_reports_appear_under_names_that_look_like_macros(tmp_path: Path) -> None:
+def test_report_names_may_look_like_macros(tmp_path: Path) -> None:
     """%p would be a process id, %q{HOME} the home folder."""
     log = install(tmp_path / "bin", Scenario())
     folder = tmp_path / "100%q{HOME}%p"

@@ -1,4 +1,4 @@
-"""Exports through a real child process: whole or not at all, and nothing left running."""
+"""Exports through a real child process: complete or not at all, with no process left."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_an_export_appears_under_its_name(tmp_path: Path, prepared: Path, out: Path) -> None:
+def test_export_appears_under_its_name(tmp_path: Path, prepared: Path, out: Path) -> None:
     nsys = tool(tmp_path, Behaviour(report_file=str(prepared)))
     (out / "a.sqlite").write_bytes(b"an old one")
     export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", nsys)
@@ -89,7 +89,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("left", ["new", "empty", "none"])
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, out: Path) -> None:
+def test_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, out: Path) -> None:
     returncode, text, code = FAILURES[case]
     behaviour = Behaviour(stderr=text + "\n", returncode=returncode, report=left)
     with pytest.raises(ToolError) as caught:
@@ -99,7 +99,7 @@ def test_a_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, ou
     assert names(out) == []
 
 
-def test_a_failed_export_leaves_the_old_file(tmp_path: Path, out: Path) -> None:
+def test_failed_export_leaves_the_old_file(tmp_path: Path, out: Path) -> None:
     (out / "a.sqlite").write_bytes(b"an old one")
     with pytest.raises(ToolError, match=r"\[export_failed\]"):
         export_report(
@@ -110,7 +110,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("ignore_signals", [False, True])
-def test_an_export_that_hangs_is_ended(
+def test_hanging_export_is_ended(
     ignore_signals: bool, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nsys = hanging(tmp_path, ignore_signals)
@@ -121,7 +121,7 @@ def test_an_export_that_hangs_is_ended(
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
-def test_an_interrupted_export_leaves_no_process_and_no_file(tmp_path: Path, out: Path) -> None:
+def test_interrupted_export_leaves_no_process_and_no_file(tmp_path: Path, out: Path) -> None:
     nsys = hanging(tmp_path, ignore_signals=False)
     code = (
         "from pathlib import Path; from profharness.profilers.nsys import export_report;"
@@ -138,20 +138,20 @@ def test_an_interrupted_export_leaves_no_process_and_no_file(tmp_path: Path, out
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
-def test_a_missing_folder_is_said(tmp_path: Path) -> None:
+def test_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"\[output_unwritable\]"):
         export_report(
             tmp_path / "a.nsys-rep", tmp_path / "no" / "a.sqlite", tool(tmp_path, Behaviour())
         )
 
 
-def test_a_tool_that_is_not_there_is_said(tmp_path: Path, out: Path) -> None:
+def test_missing_tool_is_reported(tmp_path: Path, out: Path) -> None:
     with pytest.raises(ToolError, match=r"\[tool_missing\]"):
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", tmp_path / "no" / "nsys")
     assert names(out) == []
 
 
-def test_an_interrupt_while_an_export_starts_leaves_no_process(
+def test_interrupt_during_the_start_of_an_export_leaves_no_process(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children = []
@@ -171,7 +171,7 @@ def test_an_interrupt_while_an_export_starts_leaves_no_process(
 
 
 def hanging(folder: Path, ignore_signals: bool) -> Path:
-    """An nsys that notes its pid (which exec keeps) and hangs in its export."""
+    """Write an nsys that stores its pid (which exec keeps) and hangs in its export."""
     real = tool(folder, Behaviour(hang=True, ignore_signals=ignore_signals))
     wrapper = folder / "wrapper"
     wrapper.write_text(f'#!/bin/sh\necho $$ > {folder}/pid\nexec {real} "$@"\n')

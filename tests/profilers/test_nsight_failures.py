@@ -1,4 +1,4 @@
-"""Every failure of the tools that is known, through real child processes, to its code."""
+"""Known failures of the tools, through real child processes, and their codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REGISTRIES = {"nsys": nsys.RULES, "ncu": ncu.RULES, "nsys export": nsys.EXPORT_R
 
 
 def run(argv: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code, and what tool and target wrote."""
+    """Return the exit code, and the output of tool and target."""
     done = subprocess.run(
         argv, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
@@ -73,8 +73,8 @@ def test_ncu(case: str, tmp_path: Path) -> None:
     assert (failure.code if failure else None) == expected, failure
 
 
-def test_every_rule_stands_for_a_case_above() -> None:
-    """A rule that no recorded text reaches could rot unseen."""
+def test_every_rule_has_a_case() -> None:
+    """A rule without a recorded text could become wrong unnoticed."""
     cases = [
         (table, behaviour.stdout + behaviour.stderr)
         for table, cases in (("nsys", NSYS), ("ncu", NCU))
@@ -90,12 +90,12 @@ def test_every_rule_stands_for_a_case_above() -> None:
         if not any(
             table == tool and re.search(rule.pattern, text, re.MULTILINE) for table, text in cases
         )
-        and rule.code != "killed"  # by how the tool ended, not by a text
+        and rule.code != "killed"  # depends on how the tool ended, not on a text
     ]
     assert not unreached
 
 
-def test_an_old_report_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+def test_old_report_is_not_mistaken_for_a_new_one(tmp_path: Path) -> None:
     report = tmp_path / "c0001.nsys-rep"
     report.write_bytes(b"of an earlier run")
     os.utime(report, (time.time() - 60, time.time() - 60))
@@ -105,9 +105,10 @@ def test_an_old_report_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_nsys_with_a_report(number: signal.Signals, tmp_path: Path) -> None:
-    """What a runner does at its time limit; the report is there, the failure is `timeout` anyway
-    when the runner says so, and none when it does not."""
+def test_nsys_writes_its_report_after_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    """A runner sends signals at its time limit. The report exists; the failure is `timeout` only if
+    the runner passes no exit code.
+    """
     install(tmp_path / "bin", Scenario())
     report, sign = tmp_path / "c0001.nsys-rep", tmp_path / "started"
     target = [sys.executable, "-ISc", f"open({str(sign)!r}, 'w'); import time; time.sleep(86400)"]
@@ -123,7 +124,7 @@ def test_a_signal_ends_nsys_with_a_report(number: signal.Signals, tmp_path: Path
     assert late.code == "timeout"
 
 
-def test_shutdown_ends_what_a_killed_nsys_left(tmp_path: Path) -> None:
+def test_shutdown_ends_the_target_of_a_killed_nsys(tmp_path: Path) -> None:
     log = install(tmp_path / "bin", Scenario(nsys=Behaviour(kill_self=True)))
     tool, sign = tmp_path / "bin" / "nsys", tmp_path / "pid"
     target = [
@@ -143,7 +144,7 @@ def test_shutdown_ends_what_a_killed_nsys_left(tmp_path: Path) -> None:
     assert log.exists()
 
 
-def test_the_target_gets_stdin_and_environment(tmp_path: Path) -> None:
+def test_target_gets_stdin_and_environment(tmp_path: Path) -> None:
     install(tmp_path / "bin", Scenario())
     code = "import os, sys; print(sys.stdin.read() + os.environ['GREETING'])"
     for argv in (
@@ -173,7 +174,7 @@ def test_the_target_gets_stdin_and_environment(tmp_path: Path) -> None:
         ("", "timeout"),
     ],
 )
-def test_nsys_took_too_long(text: str, code: str, tmp_path: Path) -> None:
+def test_nsys_timeout(text: str, code: str, tmp_path: Path) -> None:
     failure = diagnose(nsys.RULES, None, text, tmp_path / "x.nsys-rep", 0.0)
     assert failure is not None
     assert failure.code == code
@@ -183,13 +184,13 @@ def test_nsys_took_too_long(text: str, code: str, tmp_path: Path) -> None:
     ("text", "code"),
     [("==PROF== Waiting for /tmp/nsight-compute-lock", "lock_file"), ("", "timeout")],
 )
-def test_ncu_took_too_long(text: str, code: str, tmp_path: Path) -> None:
+def test_ncu_timeout(text: str, code: str, tmp_path: Path) -> None:
     failure = diagnose(ncu.RULES, None, text, tmp_path / "x.ncu-rep", 0.0)
     assert failure is not None
     assert failure.code == code
 
 
-def test_the_error_carries_failure_and_text() -> None:
+def test_error_has_failure_and_text() -> None:
     failure = Failure("no_driver", "there is no driver", "install one")
     error = ToolError(failure, "raw words")
     assert str(error) == "there is no driver; install one [no_driver]"
@@ -202,7 +203,7 @@ EVERY_RULE = [
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.code)
-def test_rules_fill_their_blanks_and_say_what_to_do(rule: Rule) -> None:
+def test_rules_fill_their_placeholders_and_have_a_remedy(rule: Rule) -> None:
     groups = re.compile(rule.pattern).groupindex
     failure = rule.failure(Path("c0001.rep"), dict.fromkeys(groups, "WORD"))
     assert re.fullmatch(r"[a-z]+(_[a-z]+)*", failure.code)
@@ -216,7 +217,7 @@ def test_rules_fill_their_blanks_and_say_what_to_do(rule: Rule) -> None:
     st.lists(st.sampled_from([b.stdout + b.stderr for b, *_ in (*NSYS.values(), *NCU.values())])),
     st.text(),
 )
-def test_any_text_has_an_answer_and_no_report_is_never_success(
+def test_missing_report_is_a_failure_for_any_text(
     returncode: int | None, texts: list[str], noise: str
 ) -> None:
     report = Path("there/is/no/such.report")
@@ -231,10 +232,10 @@ def test_any_text_has_an_answer_and_no_report_is_never_success(
         assert failure.message
 
 
-def test_stamps_of_coarse_clocks_are_fresh(tmp_path: Path) -> None:
+def test_report_with_a_coarse_timestamp_is_fresh(tmp_path: Path) -> None:
     report = tmp_path / "report"
     report.write_bytes(b"x")
-    os.utime(report, ns=(0, 1_000_000_000_000_000_000))  # a file system of whole seconds
+    os.utime(report, ns=(0, 1_000_000_000_000_000_000))  # as if stored in whole seconds
     assert report_state(report, 1_000_000_000.9) == "fresh"
     assert report_state(report, 1_000_000_003.0) == "stale"
     os.utime(report, ns=(0, 1_000_000_000_950_000_000))
@@ -242,7 +243,7 @@ def test_stamps_of_coarse_clocks_are_fresh(tmp_path: Path) -> None:
     assert report_state(report, 1_000_000_001.9) == "stale"
 
 
-def test_the_documents_list_every_code() -> None:
+def test_docs_list_every_code() -> None:
     codes = [rule.code for rule in EVERY_RULE]
     page = Path(__file__).parents[2].joinpath("docs", "nsight.md").read_text(encoding="utf-8")
     assert len(codes) > 30

@@ -1,4 +1,4 @@
-"""Which executable is taken, with real files."""
+"""Selection of executables, with real files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES = {name: PROFILERS[name].places for name in ("nsys", "ncu")}
 
 @pytest.fixture(autouse=True)
 def _nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever this machine has must not matter."""
+    """Hide the tools installed on this machine."""
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv("PATH", str(empty))
@@ -46,7 +46,7 @@ def executable(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["nsys", "ncu"])
-def test_on_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_on_path_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "bin", Scenario(nsys_version="2024.2.3.38-1v0", ncu_version="2024.1.1.0"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     version = {"nsys": "2024.2.3.38", "ncu": "2024.1.1.0"}[name]
@@ -55,7 +55,7 @@ def test_on_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert require_tool(name) == expected
 
 
-def test_the_variable_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_precedes_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "bin", Scenario())
     install(tmp_path / "other", Scenario(nsys_version="2026.1.1.1-1v0"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -66,10 +66,10 @@ def test_the_variable_goes_before_path(tmp_path: Path, monkeypatch: pytest.Monke
     assert ncu.path == tmp_path / "bin" / "ncu"
 
 
-def test_a_variable_that_names_no_executable_is_an_error(
+def test_variable_without_an_executable_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The nsys on PATH in its place would go unnoticed."""
+    """Using the nsys on PATH instead would go unnoticed."""
     install(tmp_path / "bin", Scenario())
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "plain").write_text("no program")
@@ -81,13 +81,15 @@ def test_a_variable_that_names_no_executable_is_an_error(
     assert find_tool("nsys") is not None
 
 
-def test_nothing_there() -> None:
+def test_missing_tool_is_an_error() -> None:
     assert find_tool("nsys") is None
     with pytest.raises(ToolError, match=r"install NVIDIA Nsight Compute.*\[tool_missing\]"):
         require_tool("ncu")
 
 
-def test_the_newest_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_version_is_selected_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     look_in(monkeypatch, PLACES)
     paths = [
         executable(tmp_path / f"opt/nvidia/nsight-compute/{version}/ncu")
@@ -99,9 +101,7 @@ def test_the_newest_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert installed("ncu", tmp_path) == [*paths, cuda]
 
 
-def test_the_nsys_inside_nsight_compute_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nsys_of_nsight_compute_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look_in(monkeypatch, PLACES)
     inner = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
     last = executable(tmp_path / inner)
@@ -110,14 +110,14 @@ def test_the_nsys_inside_nsight_compute_comes_last(
     assert installed("nsys", tmp_path) == [first, last]
 
 
-def test_a_tool_outside_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_outside_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "place", Scenario())
     pattern = str(tmp_path / "pl*" / "nsys").lstrip("/")
     look_in(monkeypatch, {"nsys": (pattern,)})
     assert find_tool("nsys") == Tool("nsys", tmp_path / "place" / "nsys", "2025.3.1.90", False)
 
 
-def test_a_wrapper_that_execs_and_a_tool_that_does_not_answer(
+def test_version_of_a_wrapper_and_of_a_broken_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path / "bin", Scenario())
@@ -130,7 +130,7 @@ def test_a_wrapper_that_execs_and_a_tool_that_does_not_answer(
 
 
 @given(st.lists(st.integers(0, 3000), min_size=2, max_size=4))
-def test_versions_are_read_and_compared_as_numbers(numbers: list[int]) -> None:
+def test_versions_are_parsed_and_compared_as_numbers(numbers: list[int]) -> None:
     text = ".".join(map(str, numbers))
     for line in (
         f"NVIDIA Nsight Systems version {text}-234433681190v0",
