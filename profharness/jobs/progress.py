@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from profharness.errors import one_line
-from profharness.runner.supervise import Progress, Step
+
+if TYPE_CHECKING:
+    from profharness.runner.supervise import Progress, Step
 
 WIDEST = 100  # characters in a line
 

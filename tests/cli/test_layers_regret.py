@@ -22,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from waiting import PATIENCE_S
 from written_benches import US, bench_run
 
-from profharness import jobs
 from profharness.answers.bench.evaluation import benched
 from profharness.answers.explain.by_rule import named_places
 from profharness.answers.layers.gates import check_gates, parse_gates, require_recorded
@@ -31,6 +30,7 @@ from profharness.answers.layers.regret import regret_configs, regret_map
 from profharness.cli.main import cli
 from profharness.config import parse_config
 from profharness.errors import GateError, ProfharnessError, UsageError
+from profharness.jobs import recording
 from profharness.rows import StepRow
 from profharness.run import BenchOptions
 from profharness.store import Selection, ingest_path, open_store
@@ -328,10 +328,10 @@ def test_gates_of_the_command(folder: Path) -> None:
 def test_a_trace_of_a_gpu_that_is_not_here_is_not_timed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "gpu_name", lambda: "NVIDIA L4")
+    monkeypatch.setattr(recording, "gpu_name", lambda: "NVIDIA L4")
     layers = the_map(folder / "math.db", gpu="NVIDIA H200")
     with pytest.raises(ProfharnessError, match="of NVIDIA H200, and this machine has NVIDIA L4"):
-        jobs.time_layers(layers, BenchOptions(), folder / "math.db")
+        recording.time_layers(layers, BenchOptions(), folder / "math.db")
 
 
 def test_the_script_that_holds_predictions_against_savings(tmp_path: Path) -> None:

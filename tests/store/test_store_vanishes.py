@@ -12,10 +12,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
-from profharness import jobs
 from profharness.cli import ingest as command
 from profharness.cli.main import cli
 from profharness.errors import ProfharnessError, StoreError
+from profharness.jobs import recording
+from profharness.run import read_run
+from profharness.runner.capture import RunFolder
 from profharness.store import ingest, ingest_path, open_store
 
 SOURCES = 5
@@ -172,7 +174,7 @@ def test_job_names_run_folder_that_is_not_stored(
     ingest_path(store, sources)
     change_at_commit(store, change, monkeypatch)
     with pytest.raises(ProfharnessError) as caught:
-        jobs._take_in(folder, store)
+        recording._ingest_run_folder(RunFolder(folder, read_run(folder)), store)
     assert caught.value.exit_code == 1
     assert f"profharness ingest {folder} --store {store}" in str(caught.value)
     assert "s.db: 0 of 1 stored" in str(caught.value)
