@@ -9,20 +9,12 @@ from dataclasses import dataclass, replace
 from profharness.kernel_names import ATTENTION_FAMILIES, canonical, parse_kernel_name
 from profharness.kernel_names.attention import fa2_flags, fa3_flags
 from profharness.kernel_names.meanings import (
-    BRACKETS,
-    CAMEL,
-    COMMON,
     FA2_COMBINE,
     FAMILIES,
     FLAG_TABLES,
     FLAGS,
     LAYOUTS,
     LIBRARIES,
-    SHORT_LIBRARIES,
-    WHOLE,
-    WORDS,
-    Brackets,
-    Word,
 )
 from profharness.kernel_names.text import (
     Head,
@@ -32,6 +24,16 @@ from profharness.kernel_names.text import (
     short_type,
     split_head,
     template_arguments,
+)
+from profharness.kernel_names.words import (
+    BRACKETS,
+    CAMEL,
+    COMMON,
+    SHORT_LIBRARIES,
+    WHOLE,
+    WORDS,
+    Brackets,
+    Word,
 )
 
 
