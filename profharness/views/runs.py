@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from profharness.columns import pick
+from profharness.columns import columns_of, pick
 from profharness.rows import RunRow
 from profharness.views.document import Block, Document, Note, Table, record
 
+RUN = columns_of(RunRow)
 RUN_FIELDS = (
     *("run", "created", "source", "device", "torch", "profilers"),
     *("cells", "failed_cells", "launches", "path", "kind", "warnings"),
