@@ -7,27 +7,32 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_API = "profharness.api"
-# function of the Python interface -> the module that declares it
+# function of the Python interface -> the module of `profharness.commands` that declares it
 _FUNCTIONS = {
-    **dict.fromkeys(("capture", "cells", "ingest", "launches", "observe"), _API),
-    **dict.fromkeys(("query", "resume", "scrub_run"), _API),
-    "analyze": "profharness.commands.analyze",
-    "bench": "profharness.commands.bench",
-    "diff": "profharness.commands.diff",
-    "explain": "profharness.commands.explain",
-    "explain_kernel": "profharness.commands.explain_kernel",
-    "export": "profharness.commands.export",
-    "kernels": "profharness.commands.kernels",
-    "layers": "profharness.commands.layers",
-    "list_backends": "profharness.commands.backends",
-    "predict": "profharness.commands.predict",
-    "ranks": "profharness.commands.ranks",
-    "report": "profharness.commands.report",
-    "repro": "profharness.commands.repro",
-    "run_doctor": "profharness.commands.doctor",
-    "runs": "profharness.commands.runs",
-    "verify": "profharness.commands.verify",
+    "analyze": "analyze",
+    "bench": "bench",
+    "capture": "capture",
+    "cells": "_python",
+    "diff": "diff",
+    "explain": "explain",
+    "explain_kernel": "explain_kernel",
+    "export": "export",
+    "ingest": "ingest",
+    "kernels": "kernels",
+    "launches": "_python",
+    "layers": "layers",
+    "list_backends": "backends",
+    "observe": "_python",
+    "predict": "predict",
+    "query": "_python",
+    "ranks": "ranks",
+    "report": "report",
+    "repro": "repro",
+    "resume": "_python",
+    "run_doctor": "doctor",
+    "runs": "runs",
+    "scrub_run": "scrub",
+    "verify": "verify",
 }
 __all__ = [*_FUNCTIONS, "__version__"]
 
@@ -38,7 +43,7 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FUNCTIONS[name]), name)
+    return getattr(import_module(f"profharness.commands.{_FUNCTIONS[name]}"), name)
 
 
 def __dir__() -> list[str]:

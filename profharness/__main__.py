@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Import and run the command line. An interrupt during the import has no traceback."""
     try:
-        from profharness.cli.main import main as run
+        from profharness.cli import main as run
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

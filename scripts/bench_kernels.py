@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from profharness import costs
+from profharness import bench, costs
 from profharness.answers.agreement import replacement_notes, replacements
 from profharness.answers.bench.evaluation import Benched
-from profharness.api import bench
 from profharness.backends import expand_backends
 from profharness.config import SDPA_BACKENDS, Config, expand_configs
 from profharness.devices import Peaks, data_sheet

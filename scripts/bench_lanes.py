@@ -57,7 +57,7 @@ CLIENT = """
 from profharness.jobs import campaign
 campaign.GROUP_S = campaign.SMALLEST_S = 0.1
 campaign.GROUPS_A_LANE = 10_000
-from profharness.cli.main import main
+from profharness.cli import main
 main()
 """
 

@@ -506,7 +506,7 @@ def opened(kind: Kind, folder: Path, root: Path, engine: str) -> tuple[Reader, l
             include=["profharness"]
         )
     with instrumented:
-        from profharness.cli.main import COMMANDS, main  # of --root
+        from profharness.cli import COMMANDS, main  # of --root
 
         for module, _ in COMMANDS.values():
             with contextlib.suppress(Exception):

@@ -50,7 +50,7 @@ def write():
         file.writelines(f"{path}\\t{name}\\n" for path, name in order)
 
 atexit.register(write)
-from profharness.cli.main import main
+from profharness.cli import main
 sys.argv = ["profharness", *arguments]
 threading.setprofile(note)
 sys.setprofile(note)

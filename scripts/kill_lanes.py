@@ -47,7 +47,7 @@ import sys
 from profharness.jobs import campaign, background_ingest
 campaign.GROUP_S = campaign.SMALLEST_S = 1.0
 background_ingest.ENOUGH_CPUS = 1  # traces are parsed while lanes work
-from profharness.cli.main import main
+from profharness.cli import main
 main()
 """
 WORKER = """#!{python} -IS

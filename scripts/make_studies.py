@@ -31,7 +31,7 @@ import jinja2
 import msgspec
 from _frame import output, pack_files, without_traces
 
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.config import SDPA_BACKENDS, parse_config
 from profharness.run import read_run
 from profharness.runner.probe import Measured, measure_peaks

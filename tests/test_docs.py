@@ -20,7 +20,7 @@ from profharness.answers.agreement import check_expected_names
 from profharness.answers.diff.result import COSTS, VERDICTS, DiffRow
 from profharness.answers.ranks.comparison import CODES
 from profharness.backends import ALL, KERNELS, find_backend
-from profharness.cli.main import COMMANDS, cli
+from profharness.cli import COMMANDS, cli
 from profharness.store import ingest_path, open_store
 from profharness.store.schema import VIEWS
 from profharness.views.kernels import FIELDS

@@ -24,7 +24,7 @@ import json, sys
 {work}
 print("\\n" + json.dumps([name for name in {heavy!r} if name in sys.modules]))
 """
-COMMAND = "from profharness.cli.main import cli\ncli.main({arguments!r}, standalone_mode=False)"
+COMMAND = "from profharness.cli import cli\ncli.main({arguments!r}, standalone_mode=False)"
 
 
 def table(heading: str) -> list[list[str]]:
@@ -209,7 +209,7 @@ def loaded(work: str, folder: Path, watched: tuple[str, ...] = HEAVY) -> list[st
     "work",
     [
         "import profharness\nassert 'capture' in dir(profharness)",
-        "import profharness.api",
+        "import profharness.commands._python",
         *(
             COMMAND.format(arguments=arguments)
             for arguments in (["--help"], ["capture", "--help"], ["kernels", "--help"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from profharness import files
-from profharness.cli._options import read_configs
+from profharness.commands._types import config_list, read_config_file
 from profharness.config import parse_config_lines
 from profharness.errors import UsageError
 from profharness.files import decode_json, open_input, read_input, read_lines
@@ -31,7 +31,7 @@ OTHERS = {
     "jobs/local.py": "/sys",
     "jobs/run_archive.py": "an archive in memory",
     "store/filesystems.py": "/proc",
-    "cli/main.py": "/dev/null",
+    "cli.py": "/dev/null",
     "commands/_output.py": "/dev/null",
     "answers/atlas/npz.py": "an archive that open_input opened",
     "parse/ncu_native.py": "/proc",
@@ -145,4 +145,4 @@ def test_a_file_of_configs_is_bounded_with_its_repetitions(tmp_path: Path) -> No
     path = tmp_path / "configs"
     path.write_text("#" * 10_000_001)
     with pytest.raises(UsageError, match="larger than 10,000,000 bytes"):
-        read_configs((), path)
+        config_list(read_config_file(path))

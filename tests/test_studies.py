@@ -19,7 +19,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from profharness.cli.main import COMMANDS, find_command
+from profharness.cli import COMMANDS, find_command
 from profharness.devices import Peaks
 from profharness.run import read_run
 from profharness.views import charts

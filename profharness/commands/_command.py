@@ -137,6 +137,7 @@ class Declaration:
     tool: str = ""
     tool_required: tuple[str, ...] = ()
     epilog: str = ""
+    context_settings: Mapping[str, Any] | None = None
     document: Callable[..., Any] | None = None
     gate: Callable[..., None] | None = None
 
@@ -209,6 +210,7 @@ class Declaration:
             params=options,
             help=text,
             epilog=self.epilog or None,
+            context_settings=dict(self.context_settings or {}),
             callback=self._callback,
         )
 
@@ -234,6 +236,7 @@ def command(
     tool_required: tuple[str, ...] = (),
     fill: Mapping[str, str] | None = None,
     epilog: str = "",
+    context_settings: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[P, A]], Callable[P, R]]:
     """Declare a function as a command.
 
@@ -246,7 +249,9 @@ def command(
     def decorate(function: Callable[P, A]) -> Callable[P, R]:
         for key, text in (fill or {}).items():
             function.__doc__ = (function.__doc__ or "").replace(f"{{{key}}}", text)
-        declaration = Declaration(name, function, frame, tool, tool_required, epilog)
+        declaration = Declaration(
+            name, function, frame, tool, tool_required, epilog, context_settings
+        )
 
         @functools.wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
@@ -288,6 +293,20 @@ def gate(
         return function
 
     return register
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """Commands below one name, such as `atlas list`."""
+
+    name: str
+    help: str
+    commands: tuple[Declaration, ...]
+
+    def click_command(self) -> click.Command:
+        """Build the Click group."""
+        commands = [each.click_command() for each in self.commands]
+        return click.Group(self.name, help=inspect.cleandoc(self.help), commands=commands)
 
 
 def as_is(answer: A) -> A:

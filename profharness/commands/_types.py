@@ -21,6 +21,7 @@ from profharness.run import DEVICES, PROCESSES, SEEDS, Fleet, gpu_classes
 PathLike = str | os.PathLike[str]
 Names = str | Sequence[str]
 ConfigLike = str | Config | Iterable[str | Config] | None
+CONFIGS_BYTES = 10_000_000  # of a file of configs
 MAX_TOOL_CONFIGS = 1000  # per call of an MCP tool
 
 
@@ -75,7 +76,7 @@ def read_config_file(path: Path) -> list[Config]:
     """Return the configs of a file, one per line. Raise UsageError that names the invalid line."""
     try:
         # Windows editors put a byte order mark before the first config
-        text = read_input(path).decode("utf-8-sig")
+        text = read_input(path, limit=CONFIGS_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"--configs {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

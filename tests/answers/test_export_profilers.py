@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.answers.export import choose_profilers
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.config import parse_config
 from profharness.errors import NotFoundError
 from profharness.run import Cell, Protocol, Run, TraceFile, write_run

@@ -12,7 +12,7 @@ from make_ranks import Fleet, make_ranks, read
 import profharness
 from profharness.answers.ranks import compare_ranks
 from profharness.answers.ranks.comparison import RankComparison
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.store import ingest_path, open_store
 from profharness.views.ranks import FIELDS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.errors import CaptureError, UsageError
 from profharness.store import ingest_path, open_store
 

@@ -18,9 +18,11 @@ from profharness.answers.atlas.data import (
     write_atlas,
 )
 from profharness.answers.atlas.shards import shard_lines
-from profharness.cli.atlas import command
+from profharness.cli import find_command
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.store import ingest_path
+
+command = find_command("atlas")
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "traces" / "h200-torch2.11"

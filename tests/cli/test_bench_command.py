@@ -176,7 +176,7 @@ def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> N
 def test_a_chart_that_cannot_be_drawn_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     for name in ("b.html", "b.md"):
         code = (
-            "import sys\nsys.modules['altair'] = None\nfrom profharness.cli.main import main\n"
+            "import sys\nsys.modules['altair'] = None\nfrom profharness.cli import main\n"
             f"sys.argv = ['profharness', 'bench', '--config', '1,1,8,8', '-o', {name!r}]\nmain()"
         )
         argv = [sys.executable, "-c", code]

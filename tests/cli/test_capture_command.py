@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.jobs import EVERYDAY, everyday_configs
 from profharness.run import read_run, write_run
 

@@ -21,7 +21,7 @@ def completed(folder: Path, *words: str) -> list[str]:
         [
             sys.executable,
             "-c",
-            "from profharness.cli.main import cli; cli(prog_name='profharness')",
+            "from profharness.cli import cli; cli(prog_name='profharness')",
         ],
         env={
             **os.environ,

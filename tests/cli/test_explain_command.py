@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.errors import CaptureError, UsageError
 from profharness.run import read_run
 from profharness.store import ingest_path
@@ -326,7 +326,7 @@ def test_without_a_config_or_a_gpu_it_says_what_is_missing() -> None:
 def test_an_answer_by_rule_imports_no_torch(tmp_path: Path) -> None:
     arguments = ["explain", "--config", "2,8,512,100,bf16", *ON_H200]
     code = (
-        "import sys\nfrom profharness.cli.main import cli\n"
+        "import sys\nfrom profharness.cli import cli\n"
         f"cli.main({arguments!r}, standalone_mode=False)\n"
         "print([n for n in ('torch', 'pandas', 'sqlite_utils') if n in sys.modules])"
     )

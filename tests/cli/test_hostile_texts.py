@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from waiting import PATIENCE_S
 
-from profharness.cli.main import COMMANDS, cli
+from profharness.cli import COMMANDS, cli
 from profharness.errors import one_line, printable, shown
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ OTHERS: tuple[tuple[str, ...], ...] = (
 )
 DRIVER = """
 import json, sys
-from profharness.cli.main import main
+from profharness.cli import main
 for words in json.load(sys.stdin):
     sys.argv = ["profharness", *words]
     try:
@@ -212,7 +212,7 @@ def on_terminal(folder: Path, *words: str) -> str:
 def test_what_libraries_write_is_printable() -> None:
     code = """
 import logging, sys, warnings
-from profharness.cli.main import _open_streams
+from profharness.cli import _open_streams
 _open_streams()
 text = sys.stdin.read()
 warnings.warn(text)

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from waiting import PATIENCE_S
 
-from profharness.cli.main import cli, find_command
+from profharness.cli import cli, find_command
 from profharness.errors import StoreError, TraceFormatError
 from profharness.store import ingest_path
 

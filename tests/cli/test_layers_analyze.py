@@ -15,7 +15,7 @@ from small_models import Model, record
 from torch.nn import functional as F
 
 import profharness
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.config import parse_config
 from profharness.costs import compulsory_bytes, flops
 from profharness.errors import NotFoundError

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from written_benches import US, bench_run
 
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
 from profharness.store import ingest_path
 

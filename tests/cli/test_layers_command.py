@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from small_models import Model, record
 
 from profharness.answers.layers.layer_map import numbered
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.config import parse_config
 from profharness.errors import ProfharnessError
 from profharness.store import Selection, open_store

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from small_models import Model, record
 
 import profharness
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.store import ingest_path
 

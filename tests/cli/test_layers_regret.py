@@ -27,7 +27,7 @@ from profharness.answers.explain.by_rule import named_places
 from profharness.answers.layers.gates import check_gates, parse_gates, require_recorded
 from profharness.answers.layers.layer_map import LayerMap, find_layers, suggestions
 from profharness.answers.layers.regret import regret_configs, regret_map
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.config import parse_config
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.jobs import recording

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from waiting import PATIENCE_S
 
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.errors import UsageError
 from profharness.store import ingest_path
 

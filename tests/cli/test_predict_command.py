@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 import profharness
 from profharness.answers.atlas.data import Atlas, AtlasCell, build_atlas, write_atlas
 from profharness.answers.atlas.rows import PROFILER, against, predicted_rows
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.errors import GateError, UsageError
 from profharness.views.kernels import FIELDS
 from profharness.views.predict import against_blocks
@@ -279,7 +279,7 @@ def test_the_python_interface_gives_one_row_per_config_and_backend(
 def test_an_answer_loads_no_torch_pandas_or_store(tmp_path: Path) -> None:
     arguments = ["predict", "--config", "2,8,512,64,bf16", "--gpu", "H200", "--format", "json"]
     code = (
-        "import sys\nfrom profharness.cli.main import cli\n"
+        "import sys\nfrom profharness.cli import cli\n"
         f"cli.main({arguments!r}, standalone_mode=False)\n"
         "print([n for n in ('torch', 'pandas', 'scipy', 'sqlite_utils', 'altair') if n in sys.modules])"
     )

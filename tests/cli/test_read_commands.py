@@ -14,8 +14,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli.main import COMMANDS as MODULES
-from profharness.cli.main import find_command
+from profharness.cli import COMMANDS as MODULES
+from profharness.cli import find_command
 from profharness.commands._output import capture_progress, on_terminal
 from profharness.config import expand_configs
 from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
@@ -168,7 +168,7 @@ def test_a_reader_that_goes_away_is_no_error(store: Path) -> None:
     ingest_path(store, H200_TRACE)
     read_end, write_end = os.pipe()
     os.close(read_end)
-    args = [sys.executable, "-m", "profharness.cli.main", "export", "latest", "--store", str(store)]
+    args = [sys.executable, "-m", "profharness.cli", "export", "latest", "--store", str(store)]
     done = subprocess.run(args, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert done.stderr == ""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.errors import ProfharnessError
 from profharness.store import open_store
 

@@ -380,9 +380,7 @@ def test_a_taken_port_is_an_error(store: Path) -> None:
 
 
 def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys\nsys.modules['datasette'] = None\nfrom profharness.cli.main import main\nmain()"
-    )
+    code = "import sys\nsys.modules['datasette'] = None\nfrom profharness.cli import main\nmain()"
     command = [sys.executable, "-c", code, "serve", "--store", str(store)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1 and "pip install 'profharness[web]'" in done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.config import Config, parse_config
 from profharness.errors import CaptureError, GateError, NotFoundError, StoreError
 from profharness.run import Cell, Protocol, Run, write_run

@@ -13,7 +13,7 @@ from profharness.answers.explain.by_rule import explain_by_rule, named_places
 from profharness.answers.explain.live import explain_live
 from profharness.answers.repro import ReproCell, repro_script
 from profharness.backends import find_backend
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.config import (
     Setting,
     leaves_choice,

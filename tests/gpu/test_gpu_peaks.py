@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.devices import data_sheet
 from profharness.environment import gpu_name
 from profharness.runner.probe import measure_peaks

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nsys_spelling import as_nsys
 
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.kernel_names import FAMILIES, parse_kernel_name
 from profharness.kernel_names.meanings import FA2_FLAGS, FA3_FLAGS, LIBRARIES
 from profharness.kernel_names.parts import Description, describe

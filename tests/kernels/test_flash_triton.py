@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.backends import find_backend
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.config import parse_config
 from profharness.run import read_run
 

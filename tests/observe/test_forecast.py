@@ -17,7 +17,7 @@ from waiting import PATIENCE_S
 from written_benches import US, bench_run
 
 from profharness.answers.atlas.data import packaged_atlases, read_atlas
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.config import parse_config
 from profharness.store import ingest_path
 

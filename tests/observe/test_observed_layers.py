@@ -16,7 +16,7 @@ from programs import Seen, observe, write
 
 from profharness.answers.layers.gates import check_gates, parse_gates
 from profharness.answers.layers.layer_map import LayerMap, find_layers
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.parse.observed import CUT_SHORT, read_observed
 from profharness.scrub import audit, scrub

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from programs import Seen, observe, write
 
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.run import observed_rows
 
 ATTENTION = ("layers.0.attn", "layers.1.attn")

@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 from waiting import PATIENCE_S, alive, start_limits_with, until, written_pid
 
-from profharness.cli.ingest import command as ingest
+from profharness.cli import find_command
 from profharness.errors import MissingExtraError, TraceFormatError
 from profharness.parse import load_parser, open_trace, sniff
 from profharness.parse import ncu_native as native
@@ -29,6 +29,8 @@ from profharness.parse.ncu_native import MODULE, has_package
 from profharness.parse.ncu_readers import report_to_csv
 from profharness.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace
+
+ingest = find_command("ingest")
 
 DATA = Path(__file__).parents[1] / "data"
 # Positions in the report: the start of a block, fields without a value, an id of a name.

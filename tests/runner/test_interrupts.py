@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # The command line, giving the tool more time than any test waits; a second interrupt ends it.
 UNHURRIED = """
-from profharness.cli.main import main
+from profharness.cli import main
 from profharness.profilers import base
 base.Grace.__init__.__defaults__ = (86400.0,) * 3
 base.HURRIED = base.Grace()
@@ -38,7 +38,7 @@ main()
 """
 # The command line, giving the tool unlimited time unless it is interrupted.
 PATIENT = """
-from profharness.cli.main import main
+from profharness.cli import main
 from profharness.profilers import base
 base.Grace.__init__.__defaults__ = (86400.0,) * 3
 main()
@@ -56,7 +56,7 @@ def hook(event, arguments):
         if left == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 sys.addaudithook(hook)
-from profharness.cli.main import main
+from profharness.cli import main
 main()
 """
 STUBBORN = Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none"))
@@ -304,7 +304,7 @@ def test_wait_for_gives_up() -> None:
 
 LOST = """
 import os, signal, sys, weakref
-from profharness.cli.main import _end_in_order
+from profharness.cli import _end_in_order
 
 class Module: ...
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from profharness.cli.scrub import command
+from profharness.cli import find_command
 from profharness.errors import GateError, TraceFormatError, UsageError
 from profharness.scrub import audit, scrub
+
+command = find_command("scrub")
 
 SECRET = "wombat in /srv/x/y"
 

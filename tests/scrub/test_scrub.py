@@ -23,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 
 import profharness
-from profharness.cli.scrub import command
+from profharness.cli import find_command
 from profharness.errors import GateError, NotFoundError, TraceFormatError, UsageError
 from profharness.parse import open_trace
 from profharness.parse.ncu_native import has_package
@@ -31,6 +31,8 @@ from profharness.run import Problem, TraceFile, read_run, write_run
 from profharness.scrub import PrivateDataError, audit, scrub
 from profharness.scrub.copies import default_output
 from profharness.store import ingest_path, open_store
+
+command = find_command("scrub")
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "traces" / "h200-torch2.11"
@@ -204,7 +206,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     with (tmp_path / "big.json").open("wb") as file:
         file.write(b'{"schemaVersion":1,"traceEvents":[\n' + event * 400_000)
         file.write(event.rstrip(b",\n") + b"]}")
-    code = "from profharness.cli.main import main; main()"
+    code = "from profharness.cli import main; main()"
     child = subprocess.Popen(
         [sys.executable, "-c", code, "scrub", str(tmp_path / "big.json")],
         stderr=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from make_ranks import Fleet, make_ranks, read
 from waiting import PATIENCE_S
 
 import profharness
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.errors import StoreError, TraceFormatError
 from profharness.run import Protocol, Run, TraceFile, write_run
 from profharness.scrub import audit, scrub
@@ -51,7 +51,7 @@ sys.addaudithook(watch)
 # Runs several commands in one process and prints the exit code and exception of each.
 RUN = """
 import shlex, sys
-from profharness.cli.main import main
+from profharness.cli import main
 
 for line in sys.stdin.read().splitlines():
     sys.argv = ["profharness", *shlex.split(line)]

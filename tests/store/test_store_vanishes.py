@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import profharness
-from profharness.cli import ingest as command
-from profharness.cli.main import cli
+from profharness.cli import cli
+from profharness.commands import ingest as command
 from profharness.errors import ProfharnessError, StoreError
 from profharness.jobs import recording
 from profharness.run import read_run

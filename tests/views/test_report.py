@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 
 from profharness.answers.bench.axes import LENGTH, family
 from profharness.answers.diff.result import Diff, DiffRow, Verdict
-from profharness.cli._options import FORMATS, SUFFIX_FORMATS
-from profharness.cli.main import find_command
+from profharness.cli import find_command
 from profharness.columns import Column
+from profharness.commands._output import FORMATS, SUFFIX_FORMATS
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import Refusal
@@ -325,7 +325,7 @@ def test_a_picture_in_the_way_stops_it_before_anything_is_written(
 
 def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
     code = (  # a fresh process
-        "import sys\nfrom profharness.cli.main import find_command\ncommand = find_command('report')\n"
+        "import sys\nfrom profharness.cli import find_command\ncommand = find_command('report')\n"
         f"command.main(['--store', {str(swept)!r}, '--no-charts', '-o', 'o.html'], standalone_mode=False)\n"
         "assert not {'altair', 'vl_convert', 'pandas', 'torch'} & set(sys.modules)"
     )
@@ -335,7 +335,7 @@ def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
 
 def test_a_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) -> None:
     code = (
-        "import sys\nsys.modules['altair'] = None\nfrom profharness.cli.main import main\n"
+        "import sys\nsys.modules['altair'] = None\nfrom profharness.cli import main\n"
         f"sys.argv = ['profharness', 'report', '--store', {str(swept)!r}, '-o', 'o.html']\nmain()"
     )
     done = subprocess.run(

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.answers.repro import ReproCell, repro_script
-from profharness.cli.main import cli
+from profharness.cli import cli
 from profharness.config import parse_config
 from profharness.processes import WORKER_SCRIPT
 from profharness.rows import Refusal

@@ -1,35 +1,40 @@
-"""`profharness observe`: the attention of a running program."""
+"""`profharness observe`: run a program and record the attention in it."""
 
 from __future__ import annotations
 
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import click
 
 from profharness.answers.atlas.answer import Place
 from profharness.answers.layers.gates import Gates, check_gates, parse_gates
 from profharness.answers.layers.layer_map import NO_MASK_EFFECT, find_layers
-from profharness.cli._options import (
-    atlas_option,
-    driver_option,
-    gate_options,
-    hint,
-    out_option,
-    store_option,
+from profharness.commands._command import (
+    Option,
+    as_is,
+    command,
+    declaration_of,
+    document,
+    gate,
 )
-from profharness.commands._output import DEFAULT_WIDTH
+from profharness.commands._output import DEFAULT_WIDTH, hint
+from profharness.commands._types import AtlasFolder, Driver, OutFolder, Store, store_path
+from profharness.commands.capture import RunNote
 from profharness.commands.layers import (
+    Expected,
+    FailOn,
     find_places,
     forecast,
     require_forecast_alone,
     require_gpu,
 )
 from profharness.errors import GateError, ProfharnessError, UsageError
-from profharness.files import shell_command
+from profharness.files import RUNS_FOLDER, shell_command
 from profharness.jobs import ObserveResult, observe_into_store
 from profharness.parse.observed import ObservedCall
 from profharness.run import ObserveOptions
@@ -38,68 +43,87 @@ from profharness.views.layer_classes import forecasts_document
 from profharness.views.renderers import RENDERERS
 
 FAILED = 1
-PROFILERS = ("torch", "none", "nsys")
 
 
-def _rank(_: click.Context, __: click.Parameter, text: str) -> str:
+def check_rank(text: str) -> None:
+    """Raise UsageError for what is neither a number nor `all`."""
     if text != "all" and not text.isdecimal():
-        raise click.BadParameter(f"{text!r} is neither a number nor all")
-    return text
+        raise UsageError(f"--rank {text!r} is neither a number nor all")
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--profiler",
-    type=click.Choice(PROFILERS),
-    default=ObserveOptions.profiler,
-    show_default=True,
-    help="What records a few steps: PyTorch's, Nsight Systems, or none: calls are only counted.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1, 1000),
-    default=ObserveOptions.steps,
-    show_default=True,
-    help="Steps that the profiler records.",
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(0, 1_000_000),
-    default=ObserveOptions.warmup,
-    show_default=True,
-    help="Steps without a new kind of call before that; 0: from the first call on.",
-)
-@click.option(
-    "--rank",
-    callback=_rank,
-    default=ObserveOptions.rank,
-    show_default=True,
-    metavar="N|all",
-    help="Under torchrun, whose process the profiler records. Calls are counted in all.",
-)
-@click.option(
-    "--gpu",
-    metavar="NAME",
-    help="Then predict what other GPUs would do with each layer, by their atlases: H200.",
-)
-@driver_option
-@atlas_option
-@out_option
-@store_option
-@click.option("--note", help="A remark that is kept with the run.")
-@gate_options
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(
-    program: tuple[str, ...],
-    gpu: str | None,
-    driver: str | None,
-    atlas: Path | None,
-    out: Path,
-    store: Path,
-    fail_on: tuple[str, ...],
-    expect: tuple[str, ...],
-    **options: Any,
-) -> int:
+Program = Annotated[str, Option(type=click.UNPROCESSED, click={"required": True})]
+Profiler = Annotated[
+    Literal["torch", "none", "nsys"],
+    Option(
+        ("--profiler",),
+        help="What records a few steps: PyTorch's, Nsight Systems, or none: calls are only counted.",
+    ),
+]
+Steps = Annotated[
+    int,
+    Option(("--steps",), type=click.IntRange(1, 1000), help="Steps that the profiler records."),
+]
+Warmup = Annotated[
+    int,
+    Option(
+        ("--warmup",),
+        type=click.IntRange(0, 1_000_000),
+        help="Steps without a new kind of call before that; 0: from the first call on.",
+        click={"show_default": True},
+    ),
+]
+Rank = Annotated[
+    str,
+    Option(
+        ("--rank",),
+        metavar="N|all",
+        check=check_rank,
+        help="Under torchrun, whose process the profiler records. Calls are counted in all.",
+    ),
+]
+GpuNames = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help="Then predict what other GPUs would do with each layer, by their atlases: H200.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ObservedProgram:
+    """The result of a program that ran, and the machines to predict its layers for."""
+
+    result: ObserveResult
+    places: list[tuple[Place, str]]
+    store: Path
+
+    @property
+    def code(self) -> int:
+        """The exit code: the program's, or 1 if none of its processes could be watched."""
+        observed = self.result.observed
+        if observed.why is None or observed.reported:
+            return observed.code
+        return observed.code or FAILED
+
+
+@command("observe", frame=as_is, context_settings={"allow_interspersed_args": False})
+def observe_program(
+    *program: Program,
+    profiler: Profiler = "torch",
+    steps: Steps = ObserveOptions.steps,
+    warmup: Warmup = ObserveOptions.warmup,
+    rank: Rank = ObserveOptions.rank,
+    gpu: GpuNames = None,
+    driver: Driver = None,
+    atlas: AtlasFolder = None,
+    out: OutFolder = RUNS_FOLDER,
+    note: RunNote = None,
+    fail_on: FailOn = (),
+    expect: Expected = (),
+    store: Store = None,
+) -> ObservedProgram:
     """Run a program unchanged, and record the attention in it.
 
     Each call of scaled_dot_product_attention and flex_attention is counted by kind: the module's
@@ -129,7 +153,6 @@ def command(
       profharness observe --gpu H200 --profiler none -- python model.py
       profharness layers
     """
-    gates = parse_gates(fail_on, expect)
     require_gpu(gpu, driver, atlas)
     places = []
     if gpu is not None:
@@ -139,17 +162,32 @@ def command(
         raise UsageError(
             f"{program[0]} is no program; write: profharness observe -- python train.py"
         )
-    asked = ObserveOptions(out=out, **options)
-    watched = observe_into_store(program, store, asked)
-    code = _report(watched, store)
-    if places and watched.observed.why is None:
-        _show_forecast(watched, places, store, {"--driver": driver, "--atlas": atlas})
+    options = ObserveOptions(
+        profiler=profiler, steps=steps, warmup=warmup, rank=rank, out=Path(out), note=note
+    )
+    path = store_path(store)
+    return ObservedProgram(observe_into_store(program, path, options), places, path)
+
+
+@document(observe_program)
+def show(observed: ObservedProgram, *, driver: Driver = None, atlas: AtlasFolder = None) -> None:
+    """Print a summary to stderr, for stdout is the program's."""
+    _print_summary(observed.result, observed.store)
+    if observed.places and observed.result.observed.why is None:
+        options = {"--driver": driver, "--atlas": atlas}
+        _print_forecast(observed.result, observed.places, observed.store, options)
+
+
+@gate(observe_program)
+def check(observed: ObservedProgram, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
+    """Raise GateError if a gate is not met, and exit with the program's exit code."""
+    gates = parse_gates(fail_on, expect)
     if gates:
-        _check(watched, gates, store)
-    return code
+        _check(observed.result, gates, observed.store)
+    click.get_current_context().exit(observed.code)
 
 
-def _show_forecast(
+def _print_forecast(
     watched: ObserveResult,
     places: Sequence[tuple[Place, str]],
     store: Path,
@@ -186,13 +224,12 @@ def _check(watched: ObserveResult, gates: Gates, store: Path) -> None:
         hint(f"error: {error}\nthe exit code {observed.code} is the program's")
 
 
-def _report(watched: ObserveResult, store: Path) -> int:
-    """What was seen, to stderr, for stdout is the program's; the exit code."""
+def _print_summary(watched: ObserveResult, store: Path) -> None:
     observed = watched.observed
     if observed.why is not None:
         begin = "" if observed.reported else "error: "
         hint(f"{begin}no attention was recorded: {observed.why}")
-        return observed.code if observed.reported else observed.code or FAILED
+        return
     for line in _summary(watched.calls):
         hint(line)
     for problem in observed.run.problems:
@@ -200,7 +237,6 @@ def _report(watched: ObserveResult, store: Path) -> int:
     for warning in [text for result in watched.ingested for text in result.warnings]:
         hint(f"warning: {warning}")
     hint(f"see it with: {shell_command('layers', observed.run.run, store=store)}")
-    return observed.code
 
 
 def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
@@ -226,3 +262,6 @@ def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
         where = ", ".join(dict.fromkeys(item.call.path or str(item.function) for item in idle[:3]))
         lines.append(f"a mask that masks nothing was given in {len(idle)} kinds of calls: {where}")
     return lines
+
+
+DECLARATION = declaration_of(observe_program)

@@ -24,7 +24,10 @@ from profharness.files import shell_command
 
 # name -> (module with a `command`, help line); the module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "capture": ("profharness.cli.capture", "Run attention configs on backends under a profiler."),
+    "capture": (
+        "profharness.commands.capture",
+        "Run attention configs on backends under a profiler.",
+    ),
     "kernels": ("profharness.commands.kernels", "Show which kernels each backend launched."),
     "layers": ("profharness.commands.layers", "Show the attention of a program, layer by layer."),
     "explain": ("profharness.commands.explain", "Say why PyTorch takes the backend that it takes."),
@@ -32,7 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "profharness.commands.predict",
         "Predict what a GPU does with configs, without it.",
     ),
-    "atlas": ("profharness.cli.atlas", "List, add, merge and export what `predict` answers from."),
+    "atlas": (
+        "profharness.commands.atlas",
+        "List, add, merge and export what `predict` answers from.",
+    ),
     "explain-kernel": ("profharness.commands.explain_kernel", "Say a kernel's name in words."),
     "diff": ("profharness.commands.diff", "Compare two backends of a run, or two runs."),
     "ranks": (
@@ -48,11 +54,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
     "mcp": ("profharness.commands.mcp", "Serve the answers as tools to other programs."),
-    "observe": ("profharness.cli.observe", "Run a program and record the attention in it."),
-    "ingest": ("profharness.cli.ingest", "Take traces and run folders into the store."),
+    "observe": ("profharness.commands.observe", "Run a program and record the attention in it."),
+    "ingest": ("profharness.commands.ingest", "Take traces and run folders into the store."),
     "export": ("profharness.commands.export", "Write a run as a Chrome trace."),
     "repro": ("profharness.commands.repro", "Write one cell as a script that needs torch alone."),
-    "scrub": ("profharness.cli.scrub", "Make a copy of a run that is fit to publish."),
+    "scrub": ("profharness.commands.scrub", "Make a copy of a run that is fit to publish."),
     "runs": ("profharness.commands.runs", "List what is stored."),
     "backends": (
         "profharness.commands.backends",
@@ -84,11 +90,7 @@ class TerminatedError(KeyboardInterrupt):
 
 def find_command(name: str) -> click.Command:
     """Import a command's module and return its Click command."""
-    module = import_module(COMMANDS[name][0])
-    if hasattr(module, "DECLARATION"):
-        declared: click.Command = module.DECLARATION.click_command()
-        return declared
-    command: click.Command = module.command
+    command: click.Command = import_module(COMMANDS[name][0]).DECLARATION.click_command()
     return command
 
 

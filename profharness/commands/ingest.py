@@ -7,15 +7,22 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 import profharness.store as stores
-from profharness.cli._options import hint, live, quiet_stdout, store_option
+from profharness.commands._command import Option, command, declaration_of
+from profharness.commands._output import hint, is_command_line, live, quiet_stdout
+from profharness.commands._types import PathLike, Store, store_path
 from profharness.errors import ProfharnessError, printable, shown
 from profharness.files import shell_command
-from profharness.jobs.parallel_ingest import IngestOutcome, ingest_sources, readers_of
+from profharness.jobs.parallel_ingest import (
+    IngestOutcome,
+    ingest_sources,
+    ingested,
+    readers_of,
+)
 from profharness.jobs.progress import duration
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
@@ -23,31 +30,43 @@ from profharness.store.schema import require_folder
 from profharness.store.sources import find_sources
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profharness.store import IngestResult
     from profharness.store.ingest import Progress
 
 LIVE_S, REPORT_S = 0.2, 30.0  # between two lines of progress
 
+Sources = Annotated[
+    PathLike,
+    Option(
+        metavar="FILE_OR_FOLDER...",
+        # readable=False: an unreadable file is reported with the other failures
+        type=click.Path(readable=False, path_type=Path),
+        click={"required": True},
+    ),
+]
+Strict = Annotated[
+    bool, Option(("--strict",), help="Exit 1 where anything about a source gives a warning.")
+]
+Scheduler = Annotated[
+    str | None,
+    Option(
+        ("--scheduler",),
+        metavar="WHERE",
+        help="Read sources side by side: local is one process a CPU, local:4 is four.",
+    ),
+]
 
-@click.command()
-@click.argument(
-    "sources",
-    metavar="FILE_OR_FOLDER...",
-    nargs=-1,
-    required=True,
-    # readable=False: what cannot be read is told with the other sources' failures
-    type=click.Path(readable=False, path_type=Path),
-)
-@click.option(
-    "--strict", is_flag=True, help="Exit 1 where anything about a source gives a warning."
-)
-@click.option(
-    "--scheduler",
-    metavar="WHERE",
-    help="Read sources side by side: local is one process a CPU, local:4 is four.",
-)
-@store_option
-def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, store: Path) -> None:
+
+def _to_frame(results: list[IngestResult]) -> pd.DataFrame:
+    return stores.to_frame(results, stores.IngestResult)
+
+
+@command("ingest", frame=_to_frame)
+def ingest(
+    *sources: Sources, strict: Strict = False, scheduler: Scheduler = None, store: Store = None
+) -> list[IngestResult]:
     """Take traces and run folders into the store.
 
     Run folders, and traces whoever made them: of the PyTorch profiler (Kineto JSON, .json or
@@ -68,7 +87,23 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
       profharness ingest trace.json.gz traces/runs
       profharness ingest traces/step100 --scheduler local && profharness ranks
       profharness ingest profile.nsys-rep counters.ncu-rep
+
+    In Python the result has one row per run, with the status new, unchanged or replaced. Raises
+    TraceFormatError for the first source that cannot be read.
     """
+    path, paths = store_path(store), list(map(Path, sources))
+    if is_command_line():
+        return _ingest_each(path, paths, scheduler, strict=strict)
+    results = ingested(path, paths, scheduler)
+    if strict and any(result.warnings for result in results):
+        raise ProfharnessError("strict: a source gave warnings")
+    return results
+
+
+def _ingest_each(
+    store: Path, sources: Sequence[Path], scheduler: str | None, *, strict: bool
+) -> list[IngestResult]:
+    """Ingest each source and print its result. Raise ProfharnessError at the end if one failed."""
     cpus = readers_of(scheduler) if scheduler else []
     # once, instead of once a source
     require_folder(store)
@@ -101,6 +136,7 @@ def command(sources: tuple[Path, ...], strict: bool, scheduler: str | None, stor
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
     if strict and warned:
         raise ProfharnessError(f"--strict: {warned} of {done} sources gave warnings, told above")
+    return taken
 
 
 def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, None, None]:
@@ -225,3 +261,6 @@ def _progress(source: Path) -> Iterator[Progress | None]:
 
     yield show
     live()
+
+
+DECLARATION = declaration_of(ingest)

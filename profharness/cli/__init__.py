@@ -1,1 +1,0 @@
-"""The command line: one small file a command; the only place that prints or exits."""

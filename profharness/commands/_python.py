@@ -1,0 +1,99 @@
+"""The functions of the Python interface that are not commands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import profharness.store as stores
+from profharness.answers.agreement import with_predictions
+from profharness.commands._types import ConfigLike, Names, PathLike, config_list, store_path
+from profharness.commands.capture import capture
+from profharness.commands.kernels import EVERY_PROFILER, require_profilers
+from profharness.config import split_names
+from profharness.files import RUNS_FOLDER
+from profharness.rows import CellRow, LaunchRow, of_first_profiler
+from profharness.store import open_store
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+OBSERVER = "profharness.observer.in_process"  # by name: nothing of the package imports it
+
+
+def resume(
+    run: PathLike,
+    *,
+    store: PathLike | None = None,
+    out: PathLike = RUNS_FOLDER,
+    progress: bool | None = None,
+) -> pd.DataFrame:
+    """Run the cells of an interrupted run that have no result. Return one row per cell, as `capture`.
+
+    run is a run folder, or an id, a unique prefix or `latest` below out. Raises NotFoundError.
+    """
+    return capture(resume=run, store=store, out=out, progress=progress)
+
+
+def observe() -> contextlib.AbstractContextManager[Any]:
+    """Record the attention calls of a `with` block in this process. Loads torch.
+
+    The context manager yields an object whose `calls` has a dict per kind of call, and whose
+    `backends` is the set of those that ran. A name that was imported from torch.nn.functional before
+    the first such block keeps the builtin function, whose calls are not recorded.
+    """
+    block: contextlib.AbstractContextManager[Any] = import_module(OBSERVER).observe()
+    return block
+
+
+def cells(
+    run: str | None = None,
+    *,
+    configs: ConfigLike = None,
+    backends: Names = (),
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """Return one row per cell of a run: status, reasons, latency samples.
+
+    run is an id, a unique prefix, latest, latest~1 or all; None is the latest.
+    """
+    with open_store(store_path(store)) as opened:
+        rows = opened.cells(
+            run, configs=config_list(configs) or None, backends=split_names(backends) or None
+        )
+        return stores.to_frame(with_predictions(opened, rows), CellRow)
+
+
+def launches(
+    run: str | None = None,
+    *,
+    cell: str | None = None,
+    profiler: str | None = None,
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """Return every launch of a run, in order of its start.
+
+    profiler is torch, nsys, ncu or all; None is the first of them that the run has. Raises UsageError
+    for an unknown profiler.
+    """
+    watched = None if profiler in (None, EVERY_PROFILER) else str(profiler)
+    require_profilers(watched or ())
+    with open_store(store_path(store)) as opened:
+        rows = list(opened.launches(run, profiler=watched, cell=cell))
+    return stores.to_frame(of_first_profiler(rows) if profiler is None else rows, LaunchRow)
+
+
+def query(
+    sql: str,
+    params: Sequence[Any] | Mapping[str, Any] = (),
+    *,
+    store: PathLike | None = None,
+) -> pd.DataFrame:
+    """Return the result of a SELECT on the store, such as on the views kernel_launches and kernel_summary.
+
+    Raises UsageError for other SQL.
+    """
+    with open_store(store_path(store)) as opened:
+        return stores.query(opened, sql, params)

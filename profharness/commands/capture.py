@@ -1,0 +1,311 @@
+"""`profharness capture`: run attention configs on backends under a profiler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+
+from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._output import echo, hint, is_command_line, run_listener
+from profharness.commands._types import (
+    Backends,
+    Configs,
+    Device,
+    GpuClasses,
+    Insecure,
+    Names,
+    OutFolder,
+    PathLike,
+    Processes,
+    Scheduler,
+    Seed,
+    ShowProgress,
+    Store,
+    config_list,
+    fleet,
+    store_path,
+    timeout_option,
+)
+from profharness.config import Config, grammar_lines, split_names
+from profharness.errors import CaptureError, UsageError
+from profharness.files import RUNS_FOLDER, shell_command
+from profharness.processes import prewarmed_worker
+from profharness.rows import COUNTERS
+from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profharness.jobs import Captured
+
+# a refusal is a result
+FAILED = ("crashed", "timeout", "oom", "error", "pending")
+
+Profilers = Annotated[
+    Names,
+    Option(
+        ("--profiler",),
+        multiple=True,
+        metavar="NAME",
+        help="torch (default), events (timing only), nsys, ncu. Repeatable, or separated by commas.",
+    ),
+]
+Pythons = Annotated[
+    Names,
+    Option(
+        ("--python",),
+        multiple=True,
+        metavar="PYTHON",
+        help="Measure the torch of this interpreter, which needs no profharness. Repeatable: one run each.",
+    ),
+]
+Iterations = Annotated[
+    int,
+    Option(
+        ("--iterations",),
+        type=click.IntRange(*LIMITS["iterations"]),
+        help="Profiled calls per cell.",
+    ),
+]
+Warmup = Annotated[
+    int,
+    Option(
+        ("--warmup",),
+        type=click.IntRange(*LIMITS["warmup"]),
+        help="Calls before the profiled ones.",
+    ),
+]
+Samples = Annotated[
+    int,
+    Option(
+        ("--samples",),
+        type=click.IntRange(*LIMITS["samples"]),
+        help="Unprofiled timing samples; 0: none.",
+        click={"show_default": True},
+    ),
+]
+Timeout = Annotated[float, timeout_option("Seconds that one cell may take.")]
+Metrics = Annotated[
+    Names,
+    Option(
+        ("--metrics",),
+        multiple=True,
+        metavar="NAME",
+        help="What ncu takes besides its default metrics: tensor, memory, cache, stalls, or metrics by "
+        "ncu's own names. Repeatable, or separated by commas.",
+    ),
+]
+Sections = Annotated[
+    Names,
+    Option(
+        ("--section",),
+        multiple=True,
+        metavar="NAME",
+        help="Sections that ncu takes, as in `ncu --list-sections`; each costs more passes. Repeatable.",
+    ),
+]
+RunNote = Annotated[str | None, Option(("--note",), help="A remark that is kept with the run.")]
+UnfinishedRun = Annotated[
+    PathLike | None,
+    Option(
+        ("--resume",),
+        metavar="RUN",
+        type=click.STRING,
+        help="A run folder, a run id, or latest: the newest unfinished one. Does only its cells that "
+        "have no result.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class CapturedRuns:
+    """The runs of a capture, each as it ends."""
+
+    store: Path
+    runs: Iterator[Captured]
+
+
+def _to_frame(captured: CapturedRuns) -> pd.DataFrame:
+    import pandas as pd
+
+    from profharness.commands._python import cells
+
+    each = [cells(done.run.run, store=captured.store) for done in captured.runs]
+    return pd.concat(each, ignore_index=True) if len(each) > 1 else each[0]
+
+
+@command("capture", frame=_to_frame, fill={"grammar": "\n      ".join(grammar_lines())})
+def capture(
+    configs: Configs = None,
+    backends: Backends = (),
+    *,
+    profilers: Profilers = (),
+    python: Pythons = (),
+    out: OutFolder = RUNS_FOLDER,
+    store: Store = None,
+    iterations: Iterations = Protocol.iterations,
+    warmup: Warmup = Protocol.warmup,
+    samples: Samples = Protocol.samples,
+    processes: Processes = Protocol.processes,
+    scheduler: Scheduler = None,
+    gpu: GpuClasses = (),
+    insecure: Insecure = False,
+    timeout_s: Timeout = Protocol.timeout_s,
+    metrics: Metrics = (),
+    sections: Sections = (),
+    seed: Seed = Protocol.seed,
+    device: Device = Protocol.device,
+    note: RunNote = None,
+    resume: UnfinishedRun = None,
+    progress: ShowProgress = None,
+) -> CapturedRuns:
+    """Run attention configs on backends under a profiler.
+
+    Without a config it runs an everyday set, smaller on a CPU, which it prints first.
+
+    Every config runs on every backend in a worker process. The raw traces stay in a run folder,
+    and the run goes into the store. A backend that refuses a config is a result, and so is a cell
+    that fails or kills its worker.
+
+    torch and events share one pass over the cells and give the timing samples; nsys and ncu wrap
+    the worker and take a pass of their own each, over the cells that ran. ncu replays one call a
+    cell, kernel by kernel and with cold caches; a cell may take ten times --timeout under it, and
+    twice --timeout under nsys.
+
+    \b
+    Configs: batch,heads,seq_len,head_dim then, in any order,
+      {grammar}
+    A number may be a set {1,2,4} or a range 128:4096:*2.
+
+    \b
+    Examples:
+      profharness capture --config 2,8,512,64 --backend auto,flash,math
+      profharness capture --config 2,8,512,64 --profiler torch,nsys,ncu
+      profharness capture --config 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
+      profharness capture --python old/bin/python --python new/bin/python
+
+    In Python the result has one row per cell, also for cells that failed or were refused. configs are texts
+    ("2,8,512,64,bf16"), Config objects or a list of them. Raises UsageError, and CaptureError if no worker
+    starts.
+    """
+    path, pythons, where = store_path(store), split_names(python), fleet(scheduler, gpu, insecure)
+
+    def runs() -> Iterator[Captured]:
+        # before the imports: the worker loads torch meanwhile
+        wanted = not (resume or pythons or profilers) and where == Fleet()
+        with prewarmed_worker(wanted=wanted) as prewarmed:
+            from profharness import jobs  # loads what runs workers
+            from profharness.profilers.ncu_metrics import metric_names
+
+            listener = run_listener(progress)
+            if resume is not None:
+                if configs or backends or pythons:
+                    raise UsageError(
+                        "--resume goes on with the run's own cells; leave --config, --configs, "
+                        "--backend and --python out"
+                    )
+                folder = jobs.find_run_folder(str(resume), Path(out))
+                with listener.progress() as show_progress:
+                    yield jobs.resume_into_store(folder, path, show_progress, where)
+                return
+            watched = split_names(profilers) or CaptureOptions.profilers
+            counters = split_names(metrics), split_names(sections)
+            unused = any(counters) and not {*COUNTERS} & {*watched}
+            if unused and is_command_line():
+                names = ", ".join(COUNTERS)
+                raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
+            protocol = Protocol(
+                iterations,
+                warmup,
+                samples,
+                timeout_s,
+                seed,
+                device,
+                metric_names(counters[0]),
+                counters[1],
+                processes,
+            )
+            options = CaptureOptions(watched, Path(out), protocol, note, fleet=where)
+            chosen = config_list(configs)
+            if configs is None or configs == ():
+                chosen = _print_everyday(jobs.everyday_configs(device, where))
+            if pythons:
+                yield from jobs.capture_with_each(
+                    pythons, chosen, split_names(backends), path, options, listener
+                )
+                return
+            with listener.progress() as show_progress:
+                captured = jobs.capture_into_store(
+                    chosen, split_names(backends), path, options, show_progress, prewarmed
+                )
+            yield captured
+            yield from captured.others
+
+    return CapturedRuns(path, runs())
+
+
+@document(capture)
+def show(captured: CapturedRuns) -> None:
+    """Print each run as it ends, and how to compare several.
+
+    Raise CaptureError if a profiler or an interpreter did not do its work.
+    """
+    runs: list[str] = []
+    failures: list[str] = []
+    store = captured.store
+    try:
+        for each in captured.runs:
+            runs.append(each.run.run)
+            failures += _print_run(each, store)
+    except CaptureError as error:  # of the interpreters that were left out
+        failures.append(str(error))
+    for run in runs[1:]:
+        hint(f"compare them with: {shell_command('diff', runs[0], run, store=store)}")
+    if failures:
+        raise CaptureError("\n".join(failures))
+
+
+def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
+    """Return the everyday configs, printed before anything runs."""
+    hint("no config is named, so the everyday set runs; name others, as in --config 2,8,512,64")
+    for use, config in everyday.items():
+        hint(f"  {use:15}  {config}")
+    return list(everyday.values())
+
+
+def _print_run(captured: Captured, store: Path) -> list[str]:
+    """Print the run's id and the results of its cells to stdout, and what failed to stderr.
+
+    Return the failures of its profilers.
+    """
+    from profharness.store import open_store  # the early worker starts before this is loaded
+
+    run = captured.run
+    again = shell_command("capture", "--resume", str(captured.folder), store=store)
+    counts = Counter(cell.status for cell in run.cells)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    echo(f"{run.run}: {len(run.cells)} cells: {summary}; in {captured.folder}")
+    for cell in run.cells:
+        if cell.status in FAILED:
+            why = cell.message or f"not run; go on with: {again}"
+            hint(f"{cell.status}: {cell.config} {cell.backend}: {why}")
+    for result in captured.ingested:
+        for warning in result.warnings:
+            hint(f"warning: {warning}")
+    with open_store(store) as opened:
+        hint(f"see it with: {opened.shown_by(run.run)}")
+    failed = [problem for problem in run.problems if problem.profiler != GPU]  # those were told
+    lines = [
+        f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
+        for problem in failed
+    ]
+    kept = f"what the others saw is kept in {captured.folder}"
+    return ["not every profiler did its work; " + kept, *lines] if lines else []
+
+
+DECLARATION = declaration_of(capture)

@@ -1,0 +1,118 @@
+"""`profharness scrub`: make a copy of a run or a trace that is fit to publish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+
+from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._output import hint, quiet_stdout
+from profharness.commands._types import PathLike, Store, complete_runs, store_path
+from profharness.errors import GateError, UsageError, printable
+
+if TYPE_CHECKING:
+    from profharness.scrub import Finding, Scrubbed
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `scrub` would replace in a run or a trace."""
+
+    source: Path
+    findings: tuple[Finding, ...]
+
+
+Source = Annotated[
+    PathLike, Option(metavar="RUN_OR_FILE", complete=complete_runs, type=click.STRING)
+]
+CopyPath = Annotated[
+    PathLike | None,
+    Option(
+        ("-o", "--output"),
+        type=click.Path(path_type=Path),
+        metavar="OUT",
+        help="Where the copy goes.  [default: <name>-scrubbed beside the source]",
+    ),
+]
+Replace = Annotated[bool, Option(("--force",), help="Replace an earlier copy.")]
+OnlyCheck = Annotated[
+    bool,
+    Option(("--check",), help="Only report what would be replaced; exit 3 if there is any."),
+]
+
+
+def _to_path(done: Scrubbed | Audit) -> Path:
+    return done.source if isinstance(done, Audit) else done.output
+
+
+@command("scrub", frame=_to_path)
+def scrub_run(
+    source: Source,
+    path: CopyPath = None,
+    *,
+    force: Replace = False,
+    check: OnlyCheck = False,
+    store: Store = None,
+) -> Scrubbed | Audit:
+    """Make a copy of a run or a trace that is fit to publish.
+
+    The run is a stored one (an id, a unique prefix, latest, latest~1) or a run folder; the trace
+    is a file.
+
+    The copy keeps what is known to be harmless: kernels, operators, modules, shapes, times, versions
+    and known messages. All other text is replaced by `removed_1`, `removed_2` and so on, the same
+    number for the same text. A raw report of nsys or ncu is replaced by its export: the one beside it
+    if it is newer, else a new one. Other files are left out. The source is never changed, and a copy
+    that fails its audit is deleted.
+
+    \b
+    Example:
+      profharness scrub latest
+      profharness scrub traces/runs/20261121-152530-4142
+      profharness scrub --check traces/runs
+
+    In Python the result is the path of the copy.
+    """
+    # loads what runs workers, which --help does not need
+    from profharness.jobs import find_source
+    from profharness.scrub import audit, scrub
+
+    original = find_source(str(source), store_path(store))
+    if not check:
+        return scrub(original, None if path is None else Path(path), force=force)
+    if path is not None or force:
+        raise UsageError("--check only reads; it goes without -o and --force")
+    return Audit(original, tuple(audit(original)))
+
+
+@document(scrub_run)
+def show(done: Scrubbed | Audit) -> None:
+    """Print the findings, or what the copy contains."""
+    if isinstance(done, Audit):
+        with quiet_stdout() as stream:
+            for finding in done.findings:
+                stream.write(f"{printable(str(finding))}\n".encode())
+        if not done.findings:
+            hint(f"{done.source}: nothing to replace")
+        return
+    for name, instead in done.replaced:
+        hint(f"replaced {name} by {instead}")
+    for name in done.left_out:
+        hint(f"left out {name}")
+    hint(f"wrote {done.output}: {len(done.files)} file(s); the audit found nothing to replace")
+
+
+@gate(scrub_run)
+def require_clean(done: Scrubbed | Audit) -> None:
+    """Raise GateError if --check found something."""
+    if isinstance(done, Audit) and done.findings:
+        raise GateError(
+            f"{done.source}: {len(done.findings)} thing(s) not known to be harmless; "
+            "`profharness scrub` makes a copy without"
+        )
+
+
+DECLARATION = declaration_of(scrub_run)
