@@ -28,7 +28,7 @@ _FUNCTIONS = {
     "ranks": "ranks",
     "report": "report",
     "repro": "repro",
-    "resume": "_python",
+    "resume": "capture",
     "run_doctor": "doctor",
     "runs": "runs",
     "scrub_run": "scrub",

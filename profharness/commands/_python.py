@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import profharness.store as stores
 from profharness.answers.agreement import with_predictions
 from profharness.commands._types import ConfigLike, Names, PathLike, config_list, store_path
-from profharness.commands.capture import capture
 from profharness.commands.kernels import EVERY_PROFILER, require_profilers
 from profharness.config import split_names
-from profharness.files import RUNS_FOLDER
 from profharness.rows import CellRow, LaunchRow, of_first_profiler
 from profharness.store import open_store
 
@@ -21,20 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 OBSERVER = "profharness.observer.in_process"  # by name: nothing of the package imports it
-
-
-def resume(
-    run: PathLike,
-    *,
-    store: PathLike | None = None,
-    out: PathLike = RUNS_FOLDER,
-    progress: bool | None = None,
-) -> pd.DataFrame:
-    """Run the cells of an interrupted run that have no result. Return one row per cell, as `capture`.
-
-    run is a run folder, or an id, a unique prefix or `latest` below out. Raises NotFoundError.
-    """
-    return capture(resume=run, store=store, out=out, progress=progress)
 
 
 def observe() -> contextlib.AbstractContextManager[Any]:

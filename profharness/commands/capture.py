@@ -308,4 +308,18 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
     return ["not every profiler did its work; " + kept, *lines] if lines else []
 
 
+def resume(
+    run: PathLike,
+    *,
+    store: PathLike | None = None,
+    out: PathLike = RUNS_FOLDER,
+    progress: bool | None = None,
+) -> pd.DataFrame:
+    """Run the cells of an interrupted run that have no result. Return one row per cell, as `capture`.
+
+    run is a run folder, or an id, a unique prefix or `latest` below out. Raises NotFoundError.
+    """
+    return capture(resume=run, store=store, out=out, progress=progress)
+
+
 DECLARATION = declaration_of(capture)
