@@ -18,7 +18,7 @@ from typing import Any
 
 from profharness import bench, costs
 from profharness.answers.agreement import replacement_notes, replacements
-from profharness.answers.bench.evaluation import Benched
+from profharness.answers.bench.evaluation import BenchResult
 from profharness.backends import expand_backends
 from profharness.config import SDPA_BACKENDS, Config, expand_configs
 from profharness.devices import Peaks, data_sheet
@@ -146,7 +146,7 @@ def _at_most(what: str, limit: float, value: float | None) -> Target:
 
 def measured(
     configs: Iterable[str], backends: Sequence[str], folder: Path, time_s: float
-) -> Benched:
+) -> BenchResult:
     """One bench whose backends take turns on each config. Raise ProfharnessError."""
     frame = bench(
         list(configs),
@@ -156,11 +156,11 @@ def measured(
         store=folder / "store.db",
         out=folder / "runs",
     )
-    answer: Benched = frame.attrs["answer"]
+    answer: BenchResult = frame.attrs["answer"]
     return answer
 
 
-def shapes_of(answer: Benched, peaks: Peaks | None) -> list[Shape]:
+def shapes_of(answer: BenchResult, peaks: Peaks | None) -> list[Shape]:
     """The shapes of an answer, by the measurement that ranks it."""
     times: dict[str, dict[str, float]] = {}
     for row in answer.rows:
@@ -174,7 +174,7 @@ def shapes_of(answer: Benched, peaks: Peaks | None) -> list[Shape]:
     ]
 
 
-def absent(answer: Benched) -> list[str]:
+def absent(answer: BenchResult) -> list[str]:
     """One line for each backend and reason that left a config without a time."""
     timed = {(row.config, row.backend) for row in answer.rows if row.median_ns}
     found: dict[tuple[str, str], list[str]] = {}
@@ -190,7 +190,7 @@ def absent(answer: Benched) -> list[str]:
     ]
 
 
-def told(answer: Benched) -> list[str]:
+def told(answer: BenchResult) -> list[str]:
     """What holds for all the figures, one sentence a line."""
     env, lines = answer.environment, []
     lines.append(

@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from profharness.answers.layers.layer_map import ran
+from profharness.answers.layers.layer_map import actual_backend
 from profharness.config import parse_config
 from profharness.errors import UsageError
 from profharness.parse.replay import replay_config
@@ -429,7 +429,12 @@ def compare(calls: list[dict[str, Any]], found: list[Any]) -> dict[str, Any]:
     """
     wanted = [(label(call), call["choice"], call["path"], call["module"]) for call in calls]
     got = [
-        (call.config, ran(call), call.path, (call.modules or ("",))[-1].rpartition("_")[0])
+        (
+            call.config,
+            actual_backend(call),
+            call.path,
+            (call.modules or ("",))[-1].rpartition("_")[0],
+        )
         for call in found
         if call.kind in ("sdpa", "fast_path")
     ]
@@ -460,7 +465,7 @@ def replayed(found: list[Any], store: Path, runs: Path, device: str) -> str:
     wanted: dict[str, str | None] = {}
     for call in found:
         if call.config and call.reason is None and call.kind in ("sdpa", "inner", "fast_path"):
-            wanted.setdefault(call.config, ran(call))
+            wanted.setdefault(call.config, actual_backend(call))
     if not wanted:
         return "-"
     listing = store.with_suffix(".configs")

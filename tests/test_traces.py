@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.answers.agreement import join
+from profharness.answers.agreement import join_kernels
 from profharness.config import parse_config
 from profharness.run import read_run
 from profharness.scrub import audit
@@ -122,7 +122,7 @@ def test_launches_of_the_decode_call(store: Store) -> None:
 
 
 def test_three_profilers_agree_on_every_kernel(store: Store) -> None:
-    joined = join(store.kernels(THREE_RUN))
+    joined = join_kernels(store.kernels(THREE_RUN))
     assert len(joined) > 100
     assert not [(each.kernel, one) for each in joined for one in each.disagreements]
     for each in joined:

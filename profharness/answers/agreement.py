@@ -405,7 +405,7 @@ class JoinedKernel:
         return row.metrics[name][0] if row is not None and name in row.metrics else None
 
 
-def join(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
+def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
     """Join the kernels of all cells on canonical name, grid and block, in the order of their first
     row. For each profiler, the newest run with a config on a backend counts; `rows` start with the
     newest. Several rows of one key pair in the order of their first launch.

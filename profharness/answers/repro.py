@@ -210,7 +210,7 @@ def _literal(text: str) -> str:
 
 
 @dataclass
-class Text:
+class TensorText:
     """A tensor as the expression that creates it."""
 
     text: str
@@ -219,9 +219,9 @@ class Text:
     def __repr__(self) -> str:
         return self.text
 
-    def _then(self, operation: str, *arguments: object) -> Text:
+    def _then(self, operation: str, *arguments: object) -> TensorText:
         named = ", ".join(map(repr, arguments))
-        return Text(f"{self.text}.{operation}({named})", self.lines)
+        return TensorText(f"{self.text}.{operation}({named})", self.lines)
 
     as_strided = partialmethod(_then, "as_strided")
     expand = partialmethod(_then, "expand")
@@ -229,8 +229,8 @@ class Text:
     transpose = partialmethod(_then, "transpose")
     view = partialmethod(_then, "view")
 
-    def __getitem__(self, index: object) -> Text:
-        return Text(f"{self.text}[{_index(index)}]", self.lines)
+    def __getitem__(self, index: object) -> TensorText:
+        return TensorText(f"{self.text}[{_index(index)}]", self.lines)
 
     def __setitem__(self, index: object, value: object) -> None:
         self.lines += [f"mask = {self.text}", f"mask[{_index(index)}] = {value!r}"]
@@ -249,20 +249,20 @@ def _index(index: object) -> str:
 def _inputs(config: Config) -> Iterable[str]:
     """Yield statements in the order in which the worker draws its random numbers."""
 
-    def filled(name: str) -> Callable[..., Text]:
-        return lambda *shape: Text(f"{name}({', '.join(map(str, shape))})")
+    def filled(name: str) -> Callable[..., TensorText]:
+        return lambda *shape: TensorText(f"{name}({', '.join(map(str, shape))})")
 
     inputs = build_inputs(config, filled("normal"), filled("kept"))
     for name in (item.name for item in fields(inputs)):
         made = getattr(inputs, name)
-        if isinstance(made, Text):
+        if isinstance(made, TensorText):
             yield from made.lines
         if repr(made) != name and (name == "mask" or made is not None):
             yield f"{name} = {made!r}"
 
 
 def _arguments(config: Config, *, own: bool) -> str:
-    return _keywords(call_arguments(config, Text("mask"), own=own))
+    return _keywords(call_arguments(config, TensorText("mask"), own=own))
 
 
 def _keywords(arguments: Mapping[str, object]) -> str:
@@ -270,7 +270,7 @@ def _keywords(arguments: Mapping[str, object]) -> str:
 
 
 def _choice(config: Config) -> str:
-    return f"    print_choice({_keywords(choice_arguments(config, Text('mask')))})\n"
+    return f"    print_choice({_keywords(choice_arguments(config, TensorText('mask')))})\n"
 
 
 def _call(config: Config) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from profharness.answers.agreement import backend_that_ran
-from profharness.answers.bench.evaluation import Loss, benched
+from profharness.answers.bench.evaluation import Loss, evaluate_bench
 from profharness.rows import CALL_MEASUREMENTS, CellRow
 from profharness.stats import THRESHOLD
 from profharness.store import Store
@@ -28,7 +28,7 @@ def summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> Summary:
     sentences = [_what_ran(store, run, cells), *_refused(cells), *_failed(cells)]
     code = ""
     if any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS):
-        losses = benched(store, run).losses
+        losses = evaluate_bench(store, run).losses
         real = [loss for loss in losses if loss.real]
         code = real[0].code if real else ""
         sentences += _auto(cells, losses)

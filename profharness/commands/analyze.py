@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from profharness.answers.analyze.cells import ANALYZED, analyze_here, prepare_peaks
 from profharness.answers.analyze.figures import FIELDS, CellAnalysis, analyze_record
-from profharness.answers.analyze.programs import analyze_program, analyze_selected, program_of
+from profharness.answers.analyze.programs import analyze_program, analyze_selected, selected_program
 from profharness.commands._command import Option, command, declaration_of, document
 from profharness.commands._output import hint, is_command_line
 from profharness.commands._types import (
@@ -82,7 +82,7 @@ def analyze(
     selection = select(run, config_list(configs), split_names(backends or ()))
     if not is_command_line():
         return analyze_selected(path, selection, peaks, warnings.warn)
-    program = program_of(path, selection)
+    program = selected_program(path, selection)
     if program is not None:
         prepare_peaks(path, [program], peaks, hint)
         return analyze_program(path, program, selection, peaks, hint)

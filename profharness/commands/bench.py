@@ -57,7 +57,7 @@ from profharness.views.renderers import RENDERERS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.answers.bench.evaluation import Benched
+    from profharness.answers.bench.evaluation import BenchResult
 
 FOLDER_FILES = {
     kind: f"bench{suffix}" for suffix, kind in SUFFIX_FORMATS.items() if suffix != ".htm"
@@ -164,7 +164,7 @@ Target = Annotated[
 ]
 
 
-def _to_frame(answers: list[Benched]) -> pd.DataFrame:
+def _to_frame(answers: list[BenchResult]) -> pd.DataFrame:
     rows = [asdict(row) for row in answers[0].rows]
     made = frame(rows, [field.name for field in fields(BenchRow)])
     made.attrs["answer"] = answers[0]
@@ -198,7 +198,7 @@ def bench(
     format: Format = None,
     output: Target = None,
     progress: ShowProgress = None,
-) -> list[Benched]:
+) -> list[BenchResult]:
     """Time backends on configs, side by side.
 
     All backends of a config are prepared first. They are then sampled in turns, in random order each
@@ -252,7 +252,7 @@ def bench(
 
 @document(bench)
 def show(
-    answers: list[Benched],
+    answers: list[BenchResult],
     *,
     explain: Explained = False,
     raw: Raw = False,

@@ -11,14 +11,14 @@ import click
 
 from profharness.answers.explain.by_rule import (
     Explanation,
-    Place,
-    asked_about,
+    Platform,
     choices_by_rule,
     chosen,
     environment_text,
     flat_record,
     matrix,
-    named_places,
+    named_platforms,
+    requested_setting,
     skipped_text,
 )
 from profharness.answers.explain.explanations import (
@@ -159,7 +159,7 @@ class Question:
     """`auto`, a set, or an order of backends."""
     backends: tuple[str, ...]
     """Limit the advice to these."""
-    places: list[Place]
+    places: list[Platform]
     """Empty if the local PyTorch is queried."""
     store: Path
     torch: str | None = None
@@ -243,7 +243,7 @@ def explain(
     unknown. `<backend>_reasons` are codes, first the one at which PyTorch stops. `attrs["answers"]` has
     the explanations, `attrs["unknown_releases"]` the releases of a range that the rules do not cover.
     """
-    asked, backends = asked_about(split_names(backend))
+    asked, backends = requested_setting(split_names(backend))
     chosen_configs = config_list(configs)
     if not chosen_configs:
         raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
@@ -253,7 +253,7 @@ def explain(
             "--device applies only when the local PyTorch is queried. With --torch or --gpu, use "
             "--gpu cpu instead."
         )
-    places = named_places(torch, gpu, cudnn, cuda, cudnn_compiled)
+    places = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
     path = store_path(store)
     return Question(chosen_configs, asked, backends, places, path, torch, device, timeout_s)
 
@@ -314,7 +314,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     return map_document(maps, answers, where=environment_text(answers[0]), full=full)
 
 
-def _predict(config: Config, place: Place) -> dict[str, Any] | None:
+def _predict(config: Config, place: Platform) -> dict[str, Any] | None:
     """Return time and best backend from the place's atlas. Without one, print the GPUs that have one."""
     from profharness.answers.atlas.catalog import timed  # loads numpy
 

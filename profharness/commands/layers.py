@@ -13,7 +13,7 @@ import click
 from profharness.answers.atlas.answer import Place
 from profharness.answers.atlas.catalog import find_place, known_atlases
 from profharness.answers.layers.benches import find_benches
-from profharness.answers.layers.by_gpu import LayerClasses, find_classes
+from profharness.answers.layers.by_gpu import LayersByGpu, find_layers_by_gpu
 from profharness.answers.layers.forecast import forecast_map
 from profharness.answers.layers.gates import (
     Gates,
@@ -186,7 +186,7 @@ class LayersFound:
 
     store: Path
     maps: tuple[LayerMap, ...]
-    classes: LayerClasses | None = None
+    classes: LayersByGpu | None = None
     """Set for several programs."""
     torch: str | None = None
     predicted: bool = False
@@ -313,7 +313,7 @@ def _find_several(store: Path, runs: Sequence[str], torch: str | None) -> Layers
         names = [opened.find_run(Selection(run), "attention calls") for run in runs]
         if len(unique := list(dict.fromkeys(names))) < min(len(names), 2):
             raise UsageError(f"{' and '.join(runs)} are one run, {names[0]}; name it once")
-        classes = find_classes(opened, unique, torch=torch)
+        classes = find_layers_by_gpu(opened, unique, torch=torch)
     return LayersFound(store, tuple(each.layers for each in classes.classes), classes, torch)
 
 
@@ -323,7 +323,7 @@ def _show_several(
     with open_store(found.store) as opened:
         classes = found.classes
         if classes is None:
-            classes = find_classes(opened, [found.maps[0].run], torch=found.torch)
+            classes = find_layers_by_gpu(opened, [found.maps[0].run], torch=found.torch)
         beside = find_benches(opened, classes, benches) if benches else None
     for each in classes.classes:
         require_recorded(each.layers, gates)

@@ -407,7 +407,9 @@ def capture_missing(store: Path, selection: Selection, listener: Listener = SILE
     return replace(selection, run=captured.run.run)
 
 
-def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> evaluation.Benched:
+def bench(
+    options: BenchOptions, store: Path, listener: Listener = SILENT
+) -> evaluation.BenchResult:
     """Measure, or query a stored run with its own precision and ranking unless others are given.
 
     Raise UsageError, NotFoundError, or CaptureError if no worker starts.
@@ -423,7 +425,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> ev
             raise UsageError("--verify measures; leave --run out, or use profharness verify")
         with open_store(store) as opened:
             run = _timed_run(opened, options)
-            return evaluation.benched(
+            return evaluation.evaluate_bench(
                 opened,
                 run,
                 convention=options.convention,
@@ -457,7 +459,7 @@ def bench(options: BenchOptions, store: Path, listener: Listener = SILENT) -> ev
     if options.verify:
         _verify(captured, store, options.fleet, listener)
     with open_store(store) as opened:
-        benched = evaluation.benched(
+        benched = evaluation.evaluate_bench(
             opened,
             captured.run.run,
             convention=options.convention,

@@ -19,7 +19,7 @@ from profharness.answers.bench.axes import (
     families,
     family,
 )
-from profharness.answers.bench.evaluation import Benched
+from profharness.answers.bench.evaluation import BenchResult
 from profharness.config import parse_config
 from profharness.views.document import Block, Chart, Heading, Mark, Note
 
@@ -28,7 +28,7 @@ SHOWN_MARKS = 5
 SHOWN_PAIRS = 24  # rows of the chart of dtypes
 
 
-def axis_blocks(answer: Benched) -> Iterator[Block]:
+def axis_blocks(answer: BenchResult) -> Iterator[Block]:
     """What happens along each axis, in a sentence or two a sweep, and dtype against dtype."""
     if not answer.sweeps and not answer.dtypes:
         return
@@ -47,7 +47,7 @@ def axis_blocks(answer: Benched) -> Iterator[Block]:
     yield from (Note(pair.statement, "dtype") for pair in answer.dtypes)
 
 
-def axis_charts(answer: Benched) -> Iterator[Chart]:
+def axis_charts(answer: BenchResult) -> Iterator[Chart]:
     """Peak memory over the length, and dtypes side by side; latency and rates are `sweep_charts`."""
     memory = [
         {

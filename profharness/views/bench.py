@@ -8,7 +8,7 @@ from typing import Any
 
 from profharness.answers.agreement import replacement_notes, replacements
 from profharness.answers.bench.axes import AXES, LENGTH, Axis, Sweep
-from profharness.answers.bench.evaluation import Benched, Loss
+from profharness.answers.bench.evaluation import BenchResult, Loss
 from profharness.answers.bench.measurements import UNKNOWN, BenchRow
 from profharness.columns import Column
 from profharness.config import Config, parse_config
@@ -98,7 +98,7 @@ LOSS_COLUMNS = (
 
 
 def bench_document(
-    answer: Benched, *, explain: bool = False, raw: bool = False, charts: bool = True
+    answer: BenchResult, *, explain: bool = False, raw: bool = False, charts: bool = True
 ) -> Document:
     """The answer of `profharness bench`. explain: every refusal reason; raw: samples in the
     records.
@@ -145,7 +145,7 @@ def bench_document(
     )
 
 
-def _charts(answer: Benched) -> Iterator[Block]:
+def _charts(answer: BenchResult) -> Iterator[Block]:
     """Latency, rates and memory over each axis, and the roofline; a wrong backend is in none."""
     medians = [
         (row.config, row.backend, row.median_ns)
@@ -164,7 +164,7 @@ def _charts(answer: Benched) -> Iterator[Block]:
     yield from axis_charts(answer)
 
 
-def _records(answer: Benched, raw: bool) -> Iterator[dict[str, Any]]:
+def _records(answer: BenchResult, raw: bool) -> Iterator[dict[str, Any]]:
     for row in answer.rows:
         plain = record(row)
         if raw:
@@ -175,7 +175,7 @@ def _records(answer: Benched, raw: bool) -> Iterator[dict[str, Any]]:
         yield plain
 
 
-def _header(answer: Benched) -> str:
+def _header(answer: BenchResult) -> str:
     means = MEANS.get(answer.ranking, answer.ranking)
     ceiling = "no peaks of this device are known, so there is no efficiency"
     if peaks := answer.peaks:
@@ -186,7 +186,7 @@ def _header(answer: Benched) -> str:
     )
 
 
-def _opening_facts(answer: Benched, device: str) -> list[str]:
+def _opening_facts(answer: BenchResult, device: str) -> list[str]:
     """On what, when, from how many samples, and what speed-ups are told against."""
     facts = [device, f"torch {answer.environment.get('torch')}", answer.created[:10]]
     facts.append(_sample_counts(answer))
@@ -195,14 +195,14 @@ def _opening_facts(answer: Benched, device: str) -> list[str]:
     return [fact for fact in facts if fact]
 
 
-def _sample_counts(answer: Benched) -> str:
+def _sample_counts(answer: BenchResult) -> str:
     counts = [row.samples for row in answer.figures()]
     least, most = min(counts, default=0), max(counts, default=0)
     text = f"{least if least == most else f'{least} to {most}'} samples a figure"
     return text if counts else ""
 
 
-def _measured(answer: Benched) -> str:
+def _measured(answer: BenchResult) -> str:
     """What it takes to measure the same again: when, how, and on what."""
     parts = [answer.created, _sample_counts(answer)]
     if several := max((row.processes or 0 for row in answer.figures()), default=0):
@@ -218,7 +218,7 @@ def _measured(answer: Benched) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _main_table(answer: Benched) -> Table:
+def _main_table(answer: BenchResult) -> Table:
     others = {
         (row.config, row.backend, row.measurement): row.median_ns
         for row in answer.rows
@@ -239,7 +239,7 @@ def _main_table(answer: Benched) -> Table:
     return Table.of(filled_columns(COLUMNS, lines, OPTIONAL), lines)
 
 
-def _line(answer: Benched, row: BenchRow, doubt: int | None) -> dict[str, Any]:
+def _line(answer: BenchResult, row: BenchRow, doubt: int | None) -> dict[str, Any]:
     """The values of one line, by column; a row without samples shows its status instead."""
     values: dict[str, Any] = {"config": row.config, "backend": row.backend}
     median_ns = row.median_ns
@@ -277,7 +277,7 @@ def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
 
 
-def _doubtful(answer: Benched) -> dict[tuple[str, str], list[str]]:
+def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
     """Doubts by (config, backend), each once; another measurement's bear its name."""
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
@@ -288,7 +288,7 @@ def _doubtful(answer: Benched) -> dict[tuple[str, str], list[str]]:
     return {key: list(doubts[key].values()) for key in order if key in doubts}
 
 
-def _doubts(answer: Benched) -> Iterator[Note]:
+def _doubts(answer: BenchResult) -> Iterator[Note]:
     figures = answer.figures()
     wide = sum(map(answer.is_wide, figures))
     if wide:
@@ -298,7 +298,7 @@ def _doubts(answer: Benched) -> Iterator[Note]:
         yield Note("; ".join(texts), f"[{number}] {config} {backend}", "warning")
 
 
-def _marks(answer: Benched) -> Iterator[Note]:
+def _marks(answer: BenchResult) -> Iterator[Note]:
     against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
     if against:
         yield Note("; ".join(against), "peaks")
@@ -307,7 +307,7 @@ def _marks(answer: Benched) -> Iterator[Note]:
         yield Note(f"against {'; '.join(baselines)}", "speed-up")
 
 
-def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
+def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
     """Why cells have no figure, once a reason; with explain every reason, those by rule included."""
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
@@ -328,7 +328,7 @@ def _failed(answer: Benched, explain: bool) -> Iterator[Note]:
         yield Note(text, f"{backend} {status}, {where}", level)
 
 
-def _warnings(answer: Benched) -> Iterator[Note]:
+def _warnings(answer: BenchResult) -> Iterator[Note]:
     """What workers warned of, once a backend; a doubt tells of shared cores."""
     configs: dict[tuple[str, str], list[str]] = {}
     for cell in answer.cells:
@@ -347,7 +347,7 @@ def _opening(message: str) -> str:
     return " ".join([first, *said]) if first.endswith(":") else first
 
 
-def _regret(answer: Benched) -> Iterator[Block]:
+def _regret(answer: BenchResult) -> Iterator[Block]:
     if not answer.losses:
         return
     yield Heading("Regret", "what auto costs against the fastest correct other backend")
@@ -365,7 +365,7 @@ def _regret(answer: Benched) -> Iterator[Block]:
 def _remark(loss: Loss) -> str:
     if loss.real:
         return ""
-    if loss.alike:
+    if loss.same_backend:
         return "the same one"
     if loss.verdict == "unknown":
         return f"not told apart: {loss.why_open}"

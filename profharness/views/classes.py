@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from profharness.answers.bench.evaluation import Benched
+from profharness.answers.bench.evaluation import BenchResult
 from profharness.columns import Column
 from profharness.views.bench import bench_document
 from profharness.views.document import Block, Document, Heading, Note, Table, record
@@ -14,7 +14,7 @@ SHOWN = 3
 
 
 def classes_document(
-    answers: Sequence[Benched], *, explain: bool = False, raw: bool = False
+    answers: Sequence[BenchResult], *, explain: bool = False, raw: bool = False
 ) -> Document:
     """The answer of each class, and a table with a column a class. Of one class its answer alone. The
     rows are those of all runs; further keys are the first one's, and `classes`.
@@ -34,14 +34,14 @@ def classes_document(
     )
 
 
-def are_classes(answers: Sequence[Benched]) -> bool:
+def are_classes(answers: Sequence[BenchResult]) -> bool:
     """Whether answers are of several devices, and some cell is in two of them."""
     cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
     alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
     return alike and len({_device(answer) for answer in answers}) > 1
 
 
-def class_record(answer: Benched) -> dict[str, object]:
+def class_record(answer: BenchResult) -> dict[str, object]:
     """A class for programs."""
     return {
         "run": answer.run,
@@ -51,12 +51,12 @@ def class_record(answer: Benched) -> dict[str, object]:
     }
 
 
-def _device(answer: Benched) -> str:
+def _device(answer: BenchResult) -> str:
     environment = answer.environment
     return str(environment.get("gpu") or environment.get("cpu") or answer.run)
 
 
-def class_blocks(answers: Sequence[Benched]) -> list[Block]:
+def class_blocks(answers: Sequence[BenchResult]) -> list[Block]:
     """Medians by class and how many times as fast the others are as the first."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
@@ -81,7 +81,7 @@ def class_blocks(answers: Sequence[Benched]) -> list[Block]:
     ]
 
 
-def _other_winners(answers: Sequence[Benched]) -> list[str]:
+def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
     """Where another backend is the fastest than on the first class."""
     best = [{winner.config: winner for winner in answer.winners} for answer in answers]
     texts = []

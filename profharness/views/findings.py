@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from profharness.answers.analyze.figures import CellAnalysis, Evidence, Finding, Remedy
 from profharness.answers.analyze.merge_findings import common_findings, common_remedies
-from profharness.answers.analyze.scenarios import LITTLE_MEMORY, choices, missing
+from profharness.answers.analyze.scenarios import LITTLE_MEMORY, choices, missing_scenarios
 from profharness.columns import Column
 from profharness.views.document import Block, Heading, Note, Table, status_note
 
@@ -132,6 +132,6 @@ def advice_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
     ]
     notes = [
         Note(f"no such config here; `profharness capture --config {example}` makes one", scenario)
-        for scenario, example in missing(analyses).items()
+        for scenario, example in missing_scenarios(analyses).items()
     ]
     return [Heading("Best backend for"), Table(ADVICE_COLUMNS, tuple(rows)), *notes]

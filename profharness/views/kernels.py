@@ -11,7 +11,7 @@ from profharness.answers.agreement import (
     JoinedKernel,
     cold_ratios,
     disagreements,
-    join,
+    join_kernels,
     replacement,
     replacement_text,
 )
@@ -206,7 +206,7 @@ def witness_document(
     """Three profilers side by side, rows newest run first; full shows whole kernel names, and lists
     every counter that ncu took.
     """
-    joined = join(rows)
+    joined = join_kernels(rows)
     blocks: list[Block] = []
     # cells first: a config that launched nothing keeps its place
     configs = dict.fromkeys(

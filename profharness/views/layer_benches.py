@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from profharness.answers.layers.benches import BenchClass, BenchedCall, LayerBenches, with_regret
-from profharness.answers.layers.by_gpu import LayerClasses
+from profharness.answers.layers.benches import BenchedCall, GpuBench, LayerBenches, with_bench_maps
+from profharness.answers.layers.by_gpu import LayersByGpu
 from profharness.columns import Column
 from profharness.views.document import Block, Document, Heading, Note, Table, record
 from profharness.views.layer_classes import (
@@ -20,12 +20,12 @@ from profharness.views.layer_classes import (
 
 
 def benches_document(
-    programs: LayerClasses, benches: LayerBenches, *, full: bool = False
+    programs: LayersByGpu, benches: LayerBenches, *, full: bool = False
 ) -> Document:
     """The map of each program with what its bench says, the programs beside each other where there are
     several, then the benches. Keys are those of `layer_classes_document`, `benches` and `benched`.
     """
-    document = layer_classes_document(with_regret(programs, benches), full=full)
+    document = layer_classes_document(with_bench_maps(programs, benches), full=full)
     return replace(
         document,
         blocks=(*document.blocks, *bench_blocks(benches, full=full)),
@@ -48,7 +48,7 @@ def bench_record(answer: LayerBenches) -> dict[str, Any]:
     }
 
 
-def _class_record(item: BenchClass) -> dict[str, Any]:
+def _class_record(item: GpuBench) -> dict[str, Any]:
     regret = item.layers.regret if item.layers else None
     return {
         "run": item.run,
@@ -89,7 +89,7 @@ def bench_blocks(answer: LayerBenches, *, full: bool = False) -> Iterator[Block]
             yield Note(text, layer_name(row, full=full) or "a call", "warning")
 
 
-def _bench_text(item: BenchClass) -> str:
+def _bench_text(item: GpuBench) -> str:
     """`NVIDIA H200: kernel times of run ID`."""
     if item.run is None:
         return f"{item.name}: no bench"
@@ -102,7 +102,7 @@ def _best_columns(names: Sequence[str]) -> Iterator[Column]:
         yield Column(f"best_us{at}", f"{name} best µs", "us")
 
 
-def _line(calls: Sequence[BenchedCall], classes: Sequence[BenchClass]) -> dict[str, Any]:
+def _line(calls: Sequence[BenchedCall], classes: Sequence[GpuBench]) -> dict[str, Any]:
     """The values of all columns of a layer; no speed-up where something else was measured."""
     best = [(f"best{at}", call.best) for at, call in enumerate(calls)]
     best_us = [(f"best_us{at}", call.best_ns) for at, call in enumerate(calls)]

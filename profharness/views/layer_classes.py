@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from profharness.answers.diff.result import LayersBeside
-from profharness.answers.layers.by_gpu import LayerClass, LayerClasses
+from profharness.answers.diff.result import MatchedLayers
+from profharness.answers.layers.by_gpu import GpuLayers, LayersByGpu
 from profharness.answers.layers.layer_map import LayerMap
 from profharness.columns import Column
 from profharness.views.document import Block, Document, Heading, Note, Table, record
@@ -18,7 +18,7 @@ LAYER = (Column("module", "module", shrink=True), Column("config", "config"))
 CALLS = Column("calls", "calls/step", "count")
 
 
-def layer_classes_document(answer: LayerClasses, *, full: bool = False) -> Document:
+def layer_classes_document(answer: LayersByGpu, *, full: bool = False) -> Document:
     """The map of each run, and a table with a column a class. The rows are those of all runs; further
     keys are the first one's, and `classes` and `layers`. Of one run its map alone.
     """
@@ -39,7 +39,7 @@ def layer_classes_document(answer: LayerClasses, *, full: bool = False) -> Docum
     )
 
 
-def layer_class_record(answer: LayerClasses) -> dict[str, Any]:
+def layer_class_record(answer: LayersByGpu) -> dict[str, Any]:
     """The classes and their like layers for programs."""
     return {
         "classes": [_class_record(each) for each in answer.classes],
@@ -60,7 +60,7 @@ def forecasts_document(layers: LayerMap, *, full: bool = False) -> Document:
     )
 
 
-def _class_record(item: LayerClass) -> dict[str, object]:
+def _class_record(item: GpuLayers) -> dict[str, object]:
     """A class for programs. Times are those of a step."""
     return {
         "run": item.layers.run,
@@ -95,7 +95,7 @@ def figures(backends: Sequence[str | None], times: Sequence[float | None]) -> di
     return values
 
 
-def layer_class_blocks(answer: LayerClasses, full: bool = False) -> Iterator[Block]:
+def layer_class_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
     """The table with a column a class, what a step takes, and what a class has differently."""
     names = [each.name for each in answer.classes]
     yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
@@ -117,14 +117,14 @@ def layer_class_blocks(answer: LayerClasses, full: bool = False) -> Iterator[Blo
             yield Note(text, str(line["module"] or line["config"] or "a call"))
 
 
-def layer_name(row: LayersBeside, *, full: bool) -> str | None:
+def layer_name(row: MatchedLayers, *, full: bool) -> str | None:
     """The module of the first program that has the layers, with their direction unless it is forward."""
     side = next(filter(None, row.sides))
     name = side.module if full else short_module(side.module)
     return f"{name or ''} ({row.direction})" if row.direction != "forward" else name
 
 
-def _spent(row: LayersBeside) -> float:
+def _spent(row: MatchedLayers) -> float:
     """The time of a step on the first class that tells one, or of a call where no step is recorded."""
     spent = (
         ns * (side.calls or 1)
@@ -134,7 +134,7 @@ def _spent(row: LayersBeside) -> float:
     return next(spent, 0)
 
 
-def _step_texts(answer: LayerClasses) -> Iterator[str]:
+def _step_texts(answer: LayersByGpu) -> Iterator[str]:
     """What a step takes on each class, and where another backend runs than on the first."""
     first, *others = answer.classes
     for at, other in enumerate(others, 1):
@@ -161,7 +161,7 @@ def _step_texts(answer: LayerClasses) -> Iterator[str]:
             yield f"{other.name} differs in more than the GPU: {', '.join(other.changes)}"
 
 
-def _reasons(row: LayersBeside, names: Sequence[str]) -> Iterator[str]:
+def _reasons(row: MatchedLayers, names: Sequence[str]) -> Iterator[str]:
     """What a row has differently on a class, or that a class has no such layers."""
     for name, side, reasons in zip(names, row.sides, row.reasons, strict=True):
         if side is None:

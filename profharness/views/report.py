@@ -10,13 +10,13 @@ from typing import Any
 
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran, disagreements, with_predictions
-from profharness.answers.analyze.figures import machine_of
+from profharness.answers.analyze.figures import run_machine
 from profharness.answers.atlas.rows import against
-from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
 from profharness.answers.diff.compare import diff_cells
 from profharness.answers.diff.result import OF_A_FILE, Diff
 from profharness.answers.diff.sides import find_sides
-from profharness.answers.layers.by_gpu import programs_of
+from profharness.answers.layers.by_gpu import find_programs
 from profharness.answers.summary import Summary, summarize_run
 from profharness.columns import Column
 from profharness.config import parse_config
@@ -84,7 +84,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
         blocks += [*change_blocks(diff), *diff_blocks(diff)]
         extra["diff"] = diff.to_json()
-    programs = programs_of(store, runs)
+    programs = find_programs(store, runs)
     maps = {each.layers.run: layers_document(each.layers) for each in programs.classes}
     if len(maps) > 1:
         blocks += layer_class_blocks(programs)
@@ -110,7 +110,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     return Document(SCHEMA, title, tuple(blocks), FIELDS, tuple(records), extra)
 
 
-def _classes(store: Store, runs: Sequence[str]) -> list[Benched]:
+def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
     """The times of the same cells on several kinds of GPU; none where the runs are of one."""
     environments = map(store.environment, runs)
     if len({each.get("gpu") or each.get("cpu") for each in environments}) < 2:
@@ -118,7 +118,7 @@ def _classes(store: Store, runs: Sequence[str]) -> list[Benched]:
     timed = []
     for run in runs:
         with contextlib.suppress(NotFoundError):  # a program, or a verification
-            timed.append(benched(store, run))
+            timed.append(evaluate_bench(store, run))
     return timed if are_classes(timed) else []
 
 
@@ -143,7 +143,7 @@ def _run_blocks(
     if bench is None:
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     if bench:
-        document = bench_document(benched(store, run), charts=False)
+        document = bench_document(evaluate_bench(store, run), charts=False)
         blocks += [Heading("Bench"), *_deeper(document.blocks)]
         extra.setdefault("bench", []).extend(document.records)
     if checks := store.verifications(run):
@@ -161,7 +161,7 @@ def _run_blocks(
     if told := against(cells, [row for row in kernels if row.profiler == best], environment):
         blocks += against_blocks(told)
         extra.setdefault("atlas", []).extend({"run": run} | row for row in told)
-    machine = machine_of(environment, store.devices(run), store.peaks(run), cells)
+    machine = run_machine(environment, store.devices(run), store.peaks(run), cells)
     blocks += device_blocks(machine.name, machine.facts())
     blocks += environment_blocks(environment)
     return blocks

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from profharness.answers.bench.evaluation import benched
+from profharness.answers.bench.evaluation import evaluate_bench
 from profharness.answers.bench.measurements import CHOSEN
 from profharness.errors import MissingExtraError, NotFoundError, ProfharnessError, UsageError
 from profharness.store import Store, open_store
@@ -176,7 +176,7 @@ class BenchLosses:
         if run not in self.computed or self.computed[run][0] != state:
             losses = []
             if any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
-                answer = benched(store, run)
+                answer = evaluate_bench(store, run)
                 same = {"run": run, "measurement": answer.ranking}
                 losses = [same | asdict(loss) for loss in answer.losses]
             self.computed[run] = state, losses

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from profharness.answers.analyze.cells import analyze, analyze_all
+from profharness.answers.analyze.cells import analyze_all, analyze_cell
 from profharness.answers.analyze.figures import (
     DERIVED,
     MEASURED,
     SEVERITIES,
     CellAnalysis,
     Facts,
-    Machine,
-    machine_of,
+    RunMachine,
+    run_machine,
 )
 from profharness.answers.analyze.finding_rules import score_traffic
 from profharness.answers.analyze.sweeps import sweep
@@ -35,7 +35,7 @@ SQUARE = "b2-h8-s512-d64-fp16"
 DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
 ODD = "b2-h8-s512-d100-fp16"
 BACKWARD = "b2-h8-s1024-d64-fp16-causal-bwd"
-MACHINE = Machine(H200, data_sheet("NVIDIA H200"), 62914560)
+MACHINE = RunMachine(H200, data_sheet("NVIDIA H200"), 62914560)
 MANY_SMS = replace(MACHINE, device=replace(H200, num_sms=10007))  # never a persistent grid
 
 
@@ -45,7 +45,7 @@ def h200(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Cell
     path = tmp_path_factory.mktemp("analysis") / "s.db"
     ingest_path(path, TRACES / "h200-torch-nsys-ncu")
     with open_store(path) as store:
-        machine = machine_of(store.environment(), store.devices(), store.peaks())
+        machine = run_machine(store.environment(), store.devices(), store.peaks())
         found = analyze_all(store.cells(), store.kernels(), machine, store.wrong())
     return {(each.config.label, each.backend): each for each in found}
 
@@ -193,7 +193,7 @@ def kernel(
 
 @given(st.integers(1, 5000), st.sampled_from((32, 64, 128, 255)))
 def test_waves_tail_and_idle_sms_follow_from_the_grid(blocks: int, registers: int) -> None:
-    found = analyze(cell(), [kernel((blocks, 1, 1), registers=registers)], MACHINE)
+    found = analyze_cell(cell(), [kernel((blocks, 1, 1), registers=registers)], MACHINE)
     (main,) = found.kernels
     assert main.waves is not None
     assert main.blocks_per_sm is not None
@@ -211,7 +211,7 @@ def test_one_query_a_block_is_the_bottleneck_of_the_study() -> None:
     """Grid batch x heads x queries, 256 threads, 384 B of shared memory: K and V read per query."""
     config = "b1-h4-s64-d8192-fp32"
     rows = [kernel((256, 1, 1), 183_000, 384, (256, 1, 1), 40)]
-    found = analyze(cell(config), rows, MACHINE)
+    found = analyze_cell(cell(config), rows, MACHINE)
     reread = evidence(found, "kv_reread")
     assert reread["blocks per K/V head"] == 64
     assert reread["K and V traffic"] == 64 * 2 * 4 * 64 * 8192 * 4
@@ -228,12 +228,12 @@ def test_one_query_a_block_is_the_bottleneck_of_the_study() -> None:
 def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
     """16.8 MB at 4.8 TB/s take 3.5 µs, which a call of 16.1 µs over kernels of 9.1 µs may need."""
     decode = cell(DECODE, event=(16_100, 16_100))
-    found = analyze(decode, [kernel((256, 1, 1), 9_100)], MACHINE)
+    found = analyze_cell(decode, [kernel((256, 1, 1), 9_100)], MACHINE)
     gap = evidence(found, "launch_gap")
     assert gap["refilling the L2"] == pytest.approx(16793600 / 4.8e12 * 1e6, abs=1e-3)
     assert found.bottleneck != "launch"
     fast = replace(MACHINE, peaks=replace(MACHINE.peaks or Peaks("", "", None), source="measured"))
-    slow = analyze(cell(DECODE, event=(40_000,)), [kernel((256, 1, 1), 9_100)], fast)
+    slow = analyze_cell(cell(DECODE, event=(40_000,)), [kernel((256, 1, 1), 9_100)], fast)
     assert slow.bottleneck == "launch"
     launch = slow.finding("launch_gap")
     assert launch is not None
@@ -259,7 +259,7 @@ def test_k_and_v_traffic_is_what_the_blocks_read(
         seen = {key for key in range(seq_kv) if not causal or key <= max(queries)}
         rows += len(seen)
     config = parse_config(text).label
-    found = analyze(cell(config), [kernel((len(tiles), heads, 1))], MANY_SMS)
+    found = analyze_cell(cell(config), [kernel((len(tiles), heads, 1))], MANY_SMS)
     if len(tiles) < 2:
         assert found.finding("kv_reread") is None
         return
@@ -272,7 +272,7 @@ def test_k_and_v_traffic_is_what_the_blocks_read(
 def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, ...]) -> None:
     """Whatever a cold call takes, which the host is not in."""
     samples = {"eager": (24_000,), "host": (23_500,), "cold": (30_000,), "graph": graph}
-    found = analyze(cell(DECODE, **samples), [kernel((256, 1, 1), 9_100)], MACHINE)
+    found = analyze_cell(cell(DECODE, **samples), [kernel((256, 1, 1), 9_100)], MACHINE)
     gap = evidence(found, "launch_gap")
     busy = 9_600 if graph else 9_100
     assert gap["graph time" if graph else "kernel time"] == busy / 1e3
@@ -281,7 +281,7 @@ def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, 
     assert launch is not None and launch.factor == pytest.approx(24_000 / busy)
     assert found.bottleneck == "launch"
     hidden = cell(DECODE, **(samples | {"eager": (9_700,)}))
-    assert analyze(hidden, [kernel((256, 1, 1), 9_100)], MACHINE).finding("launch_gap") is None
+    assert analyze_cell(hidden, [kernel((256, 1, 1), 9_100)], MACHINE).finding("launch_gap") is None
 
 
 def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
@@ -290,10 +290,10 @@ def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
     fill = replace(fill, kernel="Memset", kernel_short="Memset", kernel_kind="memset")
     fill = replace(fill, grid=None, block=None, registers_per_thread=None, shared_bytes=None)
     cold = replace(main, profiler="ncu", duration_ns=8_000)
-    no_peaks = Machine(H200)
-    found = analyze(cell(event=(12_000,)), [main, fill, cold], no_peaks)
+    no_peaks = RunMachine(H200)
+    found = analyze_cell(cell(event=(12_000,)), [main, fill, cold], no_peaks)
     assert found.finding("launch_gap") is None
-    late = analyze(cell(event=(20_000,)), [main, fill, cold], no_peaks)
+    late = analyze_cell(cell(event=(20_000,)), [main, fill, cold], no_peaks)
     gap = evidence(late, "launch_gap")
     assert (gap["cold kernel time"], gap["copies and fills"]) == (8, 2)
     launch = late.finding("launch_gap")
@@ -333,7 +333,7 @@ def test_the_l2_is_named_only_where_dram_saw_less(
 
 def test_a_figure_above_its_ceiling_is_explained() -> None:
     small = Peaks("a GPU", "measured", 1e11, {"fp16": 1e15}, 50 << 20, 132)
-    fits = analyze(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=small))
+    fits = analyze_cell(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=small))
     assert fits.figures is not None
     assert fits.figures.bandwidth_share == pytest.approx(4194304 / 10e-6 / 1e11)
     above = fits.finding("bandwidth_above_peak")
@@ -341,11 +341,11 @@ def test_a_figure_above_its_ceiling_is_explained() -> None:
     assert "fit in the L2" in above.sentence
     assert fits.bottleneck != "memory"
     tiny = replace(MACHINE, peaks=small, l2_bytes=1 << 20)
-    other = analyze(cell(), [kernel((512, 1, 1))], tiny).finding("bandwidth_above_peak")
+    other = analyze_cell(cell(), [kernel((512, 1, 1))], tiny).finding("bandwidth_above_peak")
     assert other is not None
     assert "peak is too low" in other.sentence
     slow = replace(MACHINE, peaks=replace(small, flops_per_s={"fp16": 1e12}))
-    assert analyze(cell(), [kernel((512, 1, 1))], slow).finding("rate_above_peak") is not None
+    assert analyze_cell(cell(), [kernel((512, 1, 1))], slow).finding("rate_above_peak") is not None
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_a_figure_above_its_ceiling_is_explained() -> None:
 )
 def test_what_runs_near_a_peak_is_bound_by_it(bandwidth: float, rate: float, word: str) -> None:
     peaks = Peaks("a GPU", "measured", bandwidth, {"fp16": rate}, 1 << 20, 132)
-    found = analyze(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=peaks))
+    found = analyze_cell(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=peaks))
     assert found.bottleneck == word
     named = found.finding("bottleneck")
     assert named is not None
@@ -361,13 +361,13 @@ def test_what_runs_near_a_peak_is_bound_by_it(bandwidth: float, rate: float, wor
 
 
 def test_without_peaks_device_or_kernels_nothing_is_made_up() -> None:
-    bare = analyze(cell(wall=(5_000, 6_000, 7_000)), [], Machine())
+    bare = analyze_cell(cell(wall=(5_000, 6_000, 7_000)), [], RunMachine())
     assert bare.figures is not None
     assert (bare.figures.basis, bare.figures.duration_ns) == ("wall", 6_000)
     assert bare.figures.flops_share is None
     assert bare.figures.kernels_ns is None
     assert bare.bottleneck is None
-    nothing = analyze(cell(), [], Machine())
+    nothing = analyze_cell(cell(), [], RunMachine())
     assert nothing.figures is not None
     assert nothing.figures.flops_per_s is None
     assert nothing.findings == ()
@@ -413,7 +413,7 @@ def test_samples_that_overlap_are_no_advice() -> None:
 def test_sweeps_are_cells_that_differ_in_one_number() -> None:
     labels = ["b1-h4-s64-d2048-fp32", "b1-h4-s64-d512-fp32", "b1-h4-s128-d512-fp32"]
     labels.append("b1-h8-s64-d512-bf16")
-    found = sweep([analyze(cell(label), [kernel((256, 1, 1))], MACHINE) for label in labels])
+    found = sweep([analyze_cell(cell(label), [kernel((256, 1, 1))], MACHINE) for label in labels])
     got = {name: [each.config.label for each in group] for name, group in found}
     assert got == {
         "head_dim": ["b1-h4-s64-d512-fp32", "b1-h4-s64-d2048-fp32"],
@@ -444,7 +444,7 @@ def written_out(dtype: str, *, casts: bool = False) -> list[KernelRow]:
 
 
 def test_naive_in_16_bit_has_neither_casts_nor_products_in_fp32() -> None:
-    each = analyze(cell("b2-h8-s512-d64-bf16", "naive"), written_out("bf16"), MACHINE)
+    each = analyze_cell(cell("b2-h8-s512-d64-bf16", "naive"), written_out("bf16"), MACHINE)
     assert [phase.name for phase in each.phases] == ["QK^T", "softmax", "PV"]
     assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 2
     assert each.finding("fp32_products") is None
@@ -452,7 +452,9 @@ def test_naive_in_16_bit_has_neither_casts_nor_products_in_fp32() -> None:
 
 
 def test_products_in_fp32_of_a_backend_that_casts_are_its_own_to_mend() -> None:
-    each = analyze(cell("b2-h8-s512-d64-bf16", "mine"), written_out("fp32", casts=True), MACHINE)
+    each = analyze_cell(
+        cell("b2-h8-s512-d64-bf16", "mine"), written_out("fp32", casts=True), MACHINE
+    )
     assert each.phases[0].name == "casts"
     assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 4
     assert each.finding("fp32_products") is not None

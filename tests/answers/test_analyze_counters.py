@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from test_analyze import MACHINE, cell, kernel
 
-from profharness.answers.analyze.cells import analyze
+from profharness.answers.analyze.cells import analyze_cell
 from profharness.answers.analyze.counter_rules import THRESHOLDS, WARP_STATE_WORDS
 from profharness.answers.analyze.counters import read_counters
 from profharness.answers.analyze.figures import MEASURED, CellAnalysis, analyze_record
@@ -43,7 +43,7 @@ def counted(config: str = "b2-h8-s512-d64-fp16", **metrics: float) -> CellAnalys
     row = kernel((128, 1, 1))
     named = {name: (value, "") for name, value in metrics.items()}
     rows = [row, replace(row, profiler="ncu", metrics=named)]
-    return analyze(cell(config), rows, MACHINE)
+    return analyze_cell(cell(config), rows, MACHINE)
 
 
 def test_a_finding_needs_its_counter() -> None:
@@ -124,7 +124,7 @@ def test_only_the_author_of_a_kernel_can_mend_its_bank_conflicts(
     metrics = {BANK_CONFLICTS: (60.0, ""), SHARED_WAVEFRONTS: (100.0, "")}
     row = kernel((128, 1, 1))
     rows = [row, replace(row, profiler="ncu", metrics=metrics)]
-    analysis = analyze(cell("b2-h8-s512-d64-fp16", backend), rows, MACHINE)
+    analysis = analyze_cell(cell("b2-h8-s512-d64-fp16", backend), rows, MACHINE)
     assert analysis.finding("bank_conflicts") is not None
     assert any("swizzle" in remedy.text for remedy in analysis.remedies) == helped
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_analyze import MACHINE, cell, kernel
 
-from profharness.answers.analyze.cells import analyze, analyze_all
+from profharness.answers.analyze.cells import analyze_all, analyze_cell
 from profharness.answers.analyze.figures import CellAnalysis, Evidence, Finding
 from profharness.answers.analyze.merge_findings import common_findings, common_remedies, merged_text
-from profharness.answers.analyze.scenarios import LITTLE_MEMORY, choices, missing
+from profharness.answers.analyze.scenarios import LITTLE_MEMORY, choices, missing_scenarios
 from profharness.answers.analyze.sweeps import changed_problems, drops, sweep
 from profharness.config import parse_config
 from profharness.views.analyze import analyze_document
@@ -56,7 +56,7 @@ def test_a_merged_figure_spans_all_of_them(numbers: list[str]) -> None:
 
 def few_blocks(config: str, backend: str, blocks: int) -> CellAnalysis:
     row = replace(cell(config, backend), cell=f"{config}-{backend}")
-    return analyze(row, [kernel((blocks, 1, 1))], MACHINE)
+    return analyze_cell(row, [kernel((blocks, 1, 1))], MACHINE)
 
 
 def test_like_findings_are_told_once_with_where_they_hold() -> None:
@@ -90,7 +90,7 @@ def test_a_finding_of_one_config_stays_at_its_cell() -> None:
 def test_idle_warps_beside_missing_blocks_have_one_remedy() -> None:
     row = kernel((16, 1, 1))
     metrics = {"sm__warps_active.avg.pct_of_peak_sustained_active": (2.0, "%")}
-    analysis = analyze(cell(), [row, replace(row, profiler="ncu", metrics=metrics)], MACHINE)
+    analysis = analyze_cell(cell(), [row, replace(row, profiler="ncu", metrics=metrics)], MACHINE)
     assert analysis.finding("idle_warps") and analysis.finding("few_blocks")
     assert not [each for each in analysis.remedies if each.findings == ("idle_warps",)]
     assert [each for each in analysis.remedies if each.findings == ("few_blocks",)]
@@ -108,9 +108,11 @@ def test_the_best_backend_for_each_scenario_with_its_figures() -> None:
     training = made["training", TRAINING]
     assert (training.best, training.value, training.runner_up) == (("cudnn",), 55_000, "flash")
     assert made[LITTLE_MEMORY, SQUARE].best == ("flash",)
-    assert missing(analyses) == {"decode": "1,32,1,128,bf16,kv_heads=8,seq_kv=4096"}
-    for scenario, example in (("decode", missing(analyses)["decode"]),):
-        assert scenario not in missing([replace(analyses[0], config=parse_config(example))])
+    assert missing_scenarios(analyses) == {"decode": "1,32,1,128,bf16,kv_heads=8,seq_kv=4096"}
+    for scenario, example in (("decode", missing_scenarios(analyses)["decode"]),):
+        assert scenario not in missing_scenarios(
+            [replace(analyses[0], config=parse_config(example))]
+        )
 
 
 def test_wrong_results_are_never_the_best() -> None:
@@ -122,7 +124,7 @@ def test_wrong_results_are_never_the_best() -> None:
 
 def sized(label: str, time_ns: int) -> CellAnalysis:
     row = replace(cell(label), cell=label)
-    return analyze(row, [kernel((264, 1, 1), time_ns)], MACHINE)
+    return analyze_cell(row, [kernel((264, 1, 1), time_ns)], MACHINE)
 
 
 def test_drops_of_a_sweep_are_told_where_they_are() -> None:

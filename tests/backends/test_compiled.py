@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from profharness.answers.agreement import replacement, replacement_notes, replacements
-from profharness.answers.explain.by_rule import named_places
+from profharness.answers.explain.by_rule import named_platforms
 from profharness.answers.explain.explanations import explain_all, with_store
 from profharness.backends import BACKENDS
 from profharness.config import parse_config
@@ -180,7 +180,7 @@ def test_explain_prints_a_note_on_the_newest_run_with_a_count(tmp_path: Path) ->
         (tmp_path / name).mkdir()
         write_run(tmp_path / name, Run(name, when, ("events",), Protocol(), cells, told))
         ingest_path(tmp_path / "s.db", tmp_path / name)
-    places = named_places("2.11", "H200", None, None, None)
+    places = named_platforms("2.11", "H200", None, None, None)
     answers = explain_all([plain, parse_config("2,8,256,64,bf16")], places)
     same, other = (answer.caveats for answer in with_store(answers, tmp_path / "s.db"))
     said = "torch.compile replaced it by scaled_dot_product_attention, in run r2"

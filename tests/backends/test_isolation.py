@@ -15,7 +15,7 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
-from profharness.answers.bench.evaluation import benched
+from profharness.answers.bench.evaluation import evaluate_bench
 from profharness.backends import find_backend, fingerprints
 from profharness.cases import VerificationRow
 from profharness.config import parse_config
@@ -220,7 +220,7 @@ def test_a_bench_compares_auto_with_its_choice(tmp_path: Path) -> None:
     options = CaptureOptions(out=runs, protocol=QUICK, bench=BenchPlan(iterations=5))
     bench_into_store([CONFIG], names, store, options)
     with open_store(store) as opened:
-        found = benched(opened)
+        found = evaluate_bench(opened)
     assert [cell.choice for cell in found.cells] == [None, "math", "flash"]
     assert [loss.choice for loss in found.losses] == ["flash"]
     text = RENDERERS["table"](bench_document(found), width=200)

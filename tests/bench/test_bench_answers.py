@@ -13,7 +13,7 @@ from written_samples import STUDY, answer, cell, regretful, steady
 
 from profharness.answers.bench.evaluation import (
     bench_configs,
-    benched,
+    evaluate_bench,
     stored_backends,
     stored_configs,
 )
@@ -144,14 +144,14 @@ def test_a_stored_run_answers_for_the_configs_and_backends_asked(tmp_path: Path)
         ("b1-h1-s64-d64-fp16", "flash"),
     ]  # fmt: skip
     with open_store(tmp_path / "store.db") as store:
-        both = benched(store, configs=[asked], baseline=parse_config("1,1,512,64"))
+        both = evaluate_bench(store, configs=[asked], baseline=parse_config("1,1,512,64"))
         assert {row.config for row in both.rows} == {"b1-h1-s64-d64-fp16", "b1-h1-s512-d64-fp16"}
         with pytest.raises(NotFoundError, match="no cell of config b5-h5-s5-d5; it has b1-h1-s512"):
-            benched(store, configs=[asked, parse_config("5,5,5,5")])
+            evaluate_bench(store, configs=[asked, parse_config("5,5,5,5")])
         with pytest.raises(NotFoundError, match="no cell of backend nosuch; it has auto, flash"):
-            benched(store, backends=["auto", "nosuch"])
+            evaluate_bench(store, backends=["auto", "nosuch"])
         with pytest.raises(NotFoundError, match="no cell of these configs on these backends"):
-            benched(store, configs=[asked], backends=["math"])
+            evaluate_bench(store, configs=[asked], backends=["math"])
 
 
 def test_words_for_many_backends_and_dtypes_mean_what_the_run_has(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_run_is_judged_by_the_precision_it_was_measured_with(
     ingest_path(tmp_path / "store.db", folder)
     folder.rename(tmp_path / "elsewhere")
     with open_store(tmp_path / "store.db") as store:
-        again = benched(store, precision=precision)
+        again = evaluate_bench(store, precision=precision)
     assert (again.precision, again.ranking) == (precision or 0.4, "graph")
     assert bool(again.rows[0].doubts) is (precision is not None)
 
@@ -191,7 +191,7 @@ def test_a_record_without_a_plan_has_that_of_its_folder(tmp_path: Path) -> None:
     write_plan(folder, BenchPlan(("graph",), 0.4))
     ingest_path(tmp_path / "other.db", folder)
     with open_store(tmp_path / "other.db") as store:
-        assert benched(store).ranking == "graph"
+        assert evaluate_bench(store).ranking == "graph"
     (folder / "bench.json").write_text("{")
     with pytest.raises(TraceFormatError, match="not the plan of a bench"):
         ingest_path(tmp_path / "third.db", folder)
@@ -267,7 +267,7 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
         in found.conclusions
     )
     with open_store(tmp_path / "store.db") as store:
-        assert "no speed-up" not in " ".join(benched(store).conclusions)
+        assert "no speed-up" not in " ".join(evaluate_bench(store).conclusions)
 
 
 def test_one_backend_measured_twice_is_not_called_as_fast(tmp_path: Path) -> None:

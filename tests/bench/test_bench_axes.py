@@ -11,7 +11,7 @@ import pytest
 from written_samples import answer, cell, steady
 
 from profharness.answers.bench.axes import AXES, LENGTH, Sweep, families
-from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
 from profharness.config import parse_config
 from profharness.store import ingest_path, open_store
 from profharness.views.bench import bench_document
@@ -29,7 +29,7 @@ TIMES = {
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Benched:
+def swept(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
     cells = []
     for length, (flash, efficient, math, took) in TIMES.items():
         text = f"2,4,{length},64,fp16"
@@ -51,7 +51,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Benched:
     return answer(tmp_path_factory.mktemp("swept"), cells)
 
 
-def of(found: Benched, axis: str) -> Sweep:
+def of(found: BenchResult, axis: str) -> Sweep:
     (sweep,) = [sweep for sweep in found.sweeps if sweep.axis == axis]
     return sweep
 
@@ -79,7 +79,7 @@ def test_configs_are_alike_but_for_one_axis() -> None:
     }
 
 
-def test_what_overtakes_and_what_drops_along_the_length(swept: Benched) -> None:
+def test_what_overtakes_and_what_drops_along_the_length(swept: BenchResult) -> None:
     length = of(swept, "seq_len")
     assert (length.name, length.values) == ("b2-h4-d64-fp16", tuple(TIMES))
     (crossing,) = [event for event in length.events if event.kind == "crossover"]
@@ -132,12 +132,12 @@ def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
     assert [mark.text for mark in chart.marks] == ["flash ends"]
 
 
-def answer_again(folder: Path) -> Benched:
+def answer_again(folder: Path) -> BenchResult:
     with open_store(folder / "store.db") as store:
-        return benched(store)
+        return evaluate_bench(store)
 
 
-def test_memory_grows_by_an_order_with_its_doubt(swept: Benched, tmp_path: Path) -> None:
+def test_memory_grows_by_an_order_with_its_doubt(swept: BenchResult, tmp_path: Path) -> None:
     growth = {each.backend: each for each in of(swept, "seq_len").growth}
     assert growth.keys() == {"flash", "math"}
     assert growth["flash"].order == pytest.approx(1)
@@ -151,7 +151,7 @@ def test_memory_grows_by_an_order_with_its_doubt(swept: Benched, tmp_path: Path)
     assert sweep.growth[0].text == "math S^2.00 by two points alone, 1 to 4 MiB"
 
 
-def test_a_dtype_is_held_against_another(swept: Benched) -> None:
+def test_a_dtype_is_held_against_another(swept: BenchResult) -> None:
     (pair,) = swept.dtypes
     assert (pair.dtype, pair.other) == ("bf16", "fp16")
     assert pair.counts == {"same": 1, "slower": 1, "unknown": 1}
@@ -161,7 +161,7 @@ def test_a_dtype_is_held_against_another(swept: Benched) -> None:
     )
 
 
-def test_statements_and_charts_of_each_axis_are_shown(swept: Benched) -> None:
+def test_statements_and_charts_of_each_axis_are_shown(swept: BenchResult) -> None:
     document = bench_document(swept)
     text = " ".join(RENDERERS["table"](document).split())
     assert "Along each axis" in text
@@ -188,7 +188,7 @@ def test_a_real_run_without_a_sweep_says_nothing(tmp_path: Path) -> None:
         tmp_path / "s.db", Path(__file__).resolve().parents[2] / "traces" / "h200-torch2.11"
     )
     with open_store(tmp_path / "s.db") as store:
-        found = benched(store)
+        found = evaluate_bench(store)
     assert LENGTH.key not in {sweep.axis for sweep in found.sweeps}
     for sweep in found.sweeps:
         assert sweep.statement

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from written_samples import L4, STUDY, answer, cell, steady
 
-from profharness.answers.bench.evaluation import Benched
+from profharness.answers.bench.evaluation import BenchResult
 from profharness.rows import COLD
 from profharness.views.bench import bench_document
 from profharness.views.classes import classes_document
@@ -15,7 +15,7 @@ from profharness.views.renderers import render_json
 from profharness.views.terminal import render_table
 
 
-def on(folder: Path, gpu: str, **times: int) -> Benched:
+def on(folder: Path, gpu: str, **times: int) -> BenchResult:
     folder.mkdir()
     cells = [cell(STUDY, backend, {COLD: steady(ns)}) for backend, ns in times.items()]
     return replace(answer(folder, cells, {**L4, "gpu": gpu}), run=f"run-{gpu}")

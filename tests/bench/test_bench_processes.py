@@ -16,7 +16,7 @@ from waiting import PATIENCE_S
 from written_samples import STUDY, answer, cell, steady
 
 from profharness import stats
-from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
 from profharness.answers.bench.measurements import all_samples
 from profharness.config import expand_configs, parse_config
 from profharness.jobs import Captured, bench_into_store, resume_into_store
@@ -106,7 +106,7 @@ def test_progress_counts_every_process(captured: Captured, steps: list[Step]) ->
 def test_the_store_and_the_answer_know_the_processes(captured: Captured) -> None:
     store = captured.folder.parents[1] / "store.db"
     with open_store(store) as opened:
-        found: Benched = benched(opened)
+        found: BenchResult = evaluate_bench(opened)
         samples = opened.cells()[0].samples["wall"]
     assert isinstance(samples, stats.Series)
     assert list(map(list, samples.turns)) == list(map(list, captured.run.cells[0].turns["wall"]))

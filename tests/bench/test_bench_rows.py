@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
-from profharness.answers.bench.evaluation import bench_configs, benched, parse_baseline
+from profharness.answers.bench.evaluation import bench_configs, evaluate_bench, parse_baseline
 from profharness.answers.bench.measurements import (
     BenchRow,
     clock_doubts,
@@ -255,7 +255,7 @@ def test_a_baseline_backend_stays_beside_the_ones_asked_for(tmp_path: Path) -> N
         open_store(tmp_path / "store.db") as store,
         pytest.raises(NotFoundError, match="no cell of backend cudnn"),
     ):
-        benched(store, baseline="cudnn")
+        evaluate_bench(store, baseline="cudnn")
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_an_unknown_convention_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "store.db") as store,
         pytest.raises(UsageError, match="exact, flash-attention"),
     ):
-        benched(store, convention="marketing")
+        evaluate_bench(store, convention="marketing")
 
 
 def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
@@ -390,7 +390,9 @@ def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
     traces = Path(__file__).resolve().parents[2] / "traces" / "h200-torch2.11"
     ingest_path(tmp_path / "store.db", traces)
     with open_store(tmp_path / "store.db") as store:
-        rows = {(row.config, row.backend, row.measurement): row for row in benched(store).rows}
+        rows = {
+            (row.config, row.backend, row.measurement): row for row in evaluate_bench(store).rows
+        }
         totals = store.connection.execute(
             "SELECT config, backend, sum(total_ns), max(iterations) FROM ("
             "  SELECT s.config, s.backend, s.total_ns, c.iterations FROM kernel_summary s"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
 from profharness.answers.bench.measurements import BenchRow
 from profharness.config import parse_config
 from profharness.run import Cell, Protocol, Run, write_run
@@ -33,7 +33,7 @@ def cell(config: str, backend: str, samples: Mapping[str, list[int]], **more: An
 
 def answer(
     folder: Path, cells: Sequence[Cell], environment: Mapping[str, Any] = L4, **options: Any
-) -> Benched:
+) -> BenchResult:
     """The answer of a store that holds one run of these cells."""
     named = tuple(
         replace(each, cell=f"c{number:04d}") for number, each in enumerate(cells, start=1)
@@ -47,10 +47,10 @@ def answer(
     write_run(place, run)
     ingest_path(folder / "store.db", place)
     with open_store(folder / "store.db") as store:
-        return benched(store, **options)
+        return evaluate_bench(store, **options)
 
 
-def row_of(found: Benched, backend: str, config: str | None = None) -> BenchRow:
+def row_of(found: BenchResult, backend: str, config: str | None = None) -> BenchRow:
     label = None if config is None else parse_config(config).label
     (row,) = [
         row

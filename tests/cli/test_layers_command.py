@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from small_models import Model, record
 
-from profharness.answers.layers.layer_map import numbered
+from profharness.answers.layers.layer_map import merge_numbered
 from profharness.cli import cli
 from profharness.config import parse_config
 from profharness.errors import ProfharnessError
@@ -109,7 +109,7 @@ def test_what_is_not_there_is_named(store: Path, tmp_path: Path) -> None:
     ],
 )
 def test_numbers_of_layers_are_joined(names: list[str], text: str) -> None:
-    assert numbered(names) == text
+    assert merge_numbered(names) == text
 
 
 def test_a_call_that_is_no_config_is_shown_with_its_dims(tmp_path: Path) -> None:

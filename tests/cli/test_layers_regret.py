@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from waiting import PATIENCE_S
 from written_benches import US, bench_run
 
-from profharness.answers.bench.evaluation import benched
-from profharness.answers.explain.by_rule import named_places
+from profharness.answers.bench.evaluation import evaluate_bench
+from profharness.answers.explain.by_rule import named_platforms
 from profharness.answers.layers.gates import check_gates, parse_gates, require_recorded
 from profharness.answers.layers.layer_map import LayerMap, find_layers, suggestions
 from profharness.answers.layers.regret import regret_configs, regret_map
@@ -152,12 +152,12 @@ def test_what_is_as_fast_or_wrong_or_unclear_is_not_advised(folder: Path) -> Non
     ):
         run = bench_run(store, name, times | {(whole, "flash"): ns})
         with open_store(store) as opened:
-            told = regret_map(layers, benched(opened, run))
+            told = regret_map(layers, evaluate_bench(opened, run))
         (row,) = told.rows
         assert (row.best, row.saves_ns) == ("math", 0)
         assert told.regret is not None and text in "; ".join(told.regret.conclusions)
     with open_store(store) as opened:
-        found = benched(opened, run)
+        found = evaluate_bench(opened, run)
     cheat = tuple(
         replace(row, verified=False, median_ns=1.0) if row.backend == "flash" else row
         for row in found.rows
@@ -175,7 +175,7 @@ def test_a_step_that_waits_for_the_cpu_saves_at_most_that(folder: Path) -> None:
     for busy, bound in ((80, True), (950, False)):
         step = StepRow(1, 0, "s", 0, 1000 * US, busy * US)
         with open_store(store) as opened:
-            found = regret_map(replace(layers, steps=(step,)), benched(opened, run))
+            found = regret_map(replace(layers, steps=(step,)), evaluate_bench(opened, run))
         told = found.regret
         assert ("saves at most 120.0 µs" in found.rows[0].advice[0]) == bound
         assert told is not None and told.launch_bound == bound
@@ -187,7 +187,7 @@ def test_a_step_that_waits_for_the_cpu_saves_at_most_that(folder: Path) -> None:
 def test_the_change_that_the_rules_name_has_its_measured_gain(folder: Path) -> None:
     """Float32 on a GPU of torch 2.11: flash wants another dtype."""
     store = folder / "math.db"
-    place = named_places("2.11", "H200")[0]
+    place = named_platforms("2.11", "H200")[0]
     layers = the_map(store, gpu="NVIDIA H200", place=place)
     config = parse_config(str(layers.rows[0].config))
     advice = tuple(item.text for item in suggestions(config, place) if item.advice)
@@ -198,7 +198,7 @@ def test_the_change_that_the_rules_name_has_its_measured_gain(folder: Path) -> N
     }
     run = bench_run(store, "eeee", times, H200)
     with open_store(store) as opened:
-        told = regret_map(layers, benched(opened, run)).rows[0]
+        told = regret_map(layers, evaluate_bench(opened, run)).rows[0]
     gain = "10.00x as fast, saves at most 180.0 µs a step"
     assert any("bf16" in text and gain in text for text in told.advice), told.advice
 
@@ -229,7 +229,7 @@ def test_what_is_recomputed_saves_a_forward_alone(tmp_path: Path) -> None:
     }
     run = bench_run(store, "3333", times, H200)
     with open_store(store) as opened:
-        told = regret_map(layers, benched(opened, run))
+        told = regret_map(layers, evaluate_bench(opened, run))
     saves = {row.direction: (row.saves_ns, row.saves_backward_ns) for row in told.rows}
     assert saves == {"forward": (180 * US, 150 * US), "recompute": (30 * US, None)}
 
@@ -242,7 +242,7 @@ def test_bench_answers_only_for_what_it_has(folder: Path) -> None:
     del times[forward.label, "math"]
     run = bench_run(store, "ffff", times)
     with open_store(store) as opened:
-        told = regret_map(layers, benched(opened, run))
+        told = regret_map(layers, evaluate_bench(opened, run))
     assert told.rows[0].saves_ns == 120 * US and told.rows[0].saves_forward_ns is None
     assert told.regret is not None and told.regret.saves_forward_ns is None
     other = bench_run(store, "1111", {("1,1,8,8,fp32", "math"): US})

@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 from waiting import PATIENCE_S, alive, until
 
-from profharness.answers.bench.evaluation import benched
+from profharness.answers.bench.evaluation import evaluate_bench
 from profharness.config import parse_config
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
@@ -439,7 +439,7 @@ def test_regret_is_what_bench_says_of_the_same_store(tmp_path: Path) -> None:
     def same_as_bench(address: str) -> dict[str, object]:
         (row,) = regret_rows(address)
         with open_store(path) as opened:
-            (loss,) = benched(opened, bench).losses
+            (loss,) = evaluate_bench(opened, bench).losses
         assert row == {
             "run": bench,
             "config": LABEL,

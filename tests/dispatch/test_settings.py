@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from profharness.answers.agreement import disagreements, with_predictions
-from profharness.answers.explain.by_rule import explain_by_rule, named_places
+from profharness.answers.explain.by_rule import explain_by_rule, named_platforms
 from profharness.answers.explain.live import explain_live
 from profharness.answers.repro import ReproCell, repro_script
 from profharness.backends import find_backend
@@ -148,7 +148,7 @@ def test_captured_cells_have_names_times_and_ops(tmp_path: Path) -> None:
 
 
 def test_explain_answers_for_a_setting() -> None:
-    (h100,) = named_places("2.11", "H100")
+    (h100,) = named_platforms("2.11", "H100")
     answer = explain_by_rule(parse_config(MASKED), h100, asked="flash+math")
     assert (answer.predicted, answer.asked) == ("math", "flash+math")
     advised = {side.backend: side.advice for side in answer.backends if side.advice}
@@ -158,7 +158,7 @@ def test_explain_answers_for_a_setting() -> None:
     (way, *_) = next(side.advice for side in ordered.backends if side.advice)
     assert way.code.index("_fused_sdp_choice") < way.code.index("set_priority=True")
     assert any("make a call before" in text for text in ordered.caveats)
-    (old,) = named_places("2.5", "H100")
+    (old,) = named_platforms("2.5", "H100")
     early = explain_by_rule(parse_config(PLAIN), old, asked="cudnn>flash")
     assert early.predicted == "unknown"
     assert "joined by +" in str(early.error)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from profharness.answers.bench.evaluation import Benched, benched
+from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
 from profharness.config import expand_configs
 from profharness.jobs import bench_into_store, default_backends
 from profharness.run import BenchPlan, CaptureOptions, Protocol
@@ -26,7 +26,7 @@ LARGE = "b4-h16-s4096-d128-fp16"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Benched:
+def found(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
     folder = tmp_path_factory.mktemp("bench")
     configs = expand_configs("2,8,512,64") + expand_configs("4,16,4096,128")
     options = CaptureOptions(
@@ -36,10 +36,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Benched:
     )
     bench_into_store(configs, ["all", "naive"], folder / "store.db", options)
     with open_store(folder / "store.db") as store:
-        return benched(store)
+        return evaluate_bench(store)
 
 
-def medians(found: Benched, config: str, backend: str) -> dict[str, float]:
+def medians(found: BenchResult, config: str, backend: str) -> dict[str, float]:
     return {
         str(row.measurement): float(row.median_ns or 0)
         for row in found.rows
@@ -47,20 +47,20 @@ def medians(found: Benched, config: str, backend: str) -> dict[str, float]:
     }
 
 
-def test_every_cell_has_all_times(found: Benched) -> None:
+def test_every_cell_has_all_times(found: BenchResult) -> None:
     assert {cell.status for cell in found.cells} <= {"ok", "refused"}
     assert set(medians(found, SMALL, "flash")) == {"cold", "graph", "kernel", "eager"}
     assert not [cell.warnings for cell in found.cells if cell.warnings]
 
 
-def test_all_measurements_agree_for_a_long_kernel(found: Benched) -> None:
+def test_all_measurements_agree_for_a_long_kernel(found: BenchResult) -> None:
     """A call of a millisecond hides its launch. The remaining difference is the cold L2."""
     times = medians(found, LARGE, "flash")
     for name in ("cold", "graph", "eager"):
         assert times[name] == pytest.approx(times["kernel"], rel=0.1)
 
 
-def test_an_eager_call_waits_for_the_host_and_a_cold_one_does_not(found: Benched) -> None:
+def test_an_eager_call_waits_for_the_host_and_a_cold_one_does_not(found: BenchResult) -> None:
     """Nine launches of math take the CPU longer than the GPU. A cold call includes none of that."""
     times = medians(found, SMALL, "math")
     (row,) = [
@@ -73,7 +73,7 @@ def test_an_eager_call_waits_for_the_host_and_a_cold_one_does_not(found: Benched
     assert times["cold"] < times["kernel"] + 60_000
 
 
-def test_kernels_take_no_longer_than_the_call(found: Benched) -> None:
+def test_kernels_take_no_longer_than_the_call(found: BenchResult) -> None:
     for backend in ("flash", "math"):
         times = medians(found, SMALL, backend)
         assert times["kernel"] < 1.1 * times["cold"]
@@ -98,13 +98,13 @@ def test_graph_times_exclude_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statistics.median(slow(20)["graph"]) == pytest.approx(quick, rel=0.1)
 
 
-def test_clocks_were_read_throughout(found: Benched) -> None:
+def test_clocks_were_read_throughout(found: BenchResult) -> None:
     clocks = [cell.clocks for cell in found.cells if cell.status == "ok"]
     assert all(each["sm_mhz_min"] <= each["sm_mhz"] <= each["sm_mhz_max"] for each in clocks)
     assert sum(each["readings"] for each in clocks) > len(clocks)
 
 
-def test_rates_stay_below_the_peaks_or_are_doubted(found: Benched) -> None:
+def test_rates_stay_below_the_peaks_or_are_doubted(found: BenchResult) -> None:
     for row in found.rows:
         if row.efficiency is not None and row.efficiency > 1:
             assert any("%" in text for text in row.doubts)
@@ -112,7 +112,7 @@ def test_rates_stay_below_the_peaks_or_are_doubted(found: Benched) -> None:
     assert all(row.efficiency is not None and 0.1 < row.efficiency < 1 for row in large)
 
 
-def test_peak_memory_excludes_lasting_caches(found: Benched) -> None:
+def test_peak_memory_excludes_lasting_caches(found: BenchResult) -> None:
     """math is the first backend here that uses cuBLAS, whose workspace has 32 MiB."""
     (peak,) = {
         row.peak_memory_bytes for row in found.rows if (row.config, row.backend) == (SMALL, "math")

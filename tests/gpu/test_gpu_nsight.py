@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from profharness.answers.agreement import join
+from profharness.answers.agreement import join_kernels
 from profharness.config import expand_configs
 from profharness.jobs import capture_into_store, default_backends
 from profharness.processes import find_workers
@@ -47,7 +47,7 @@ def test_three_witnesses_of_the_same_cells(tmp_path: Path, monkeypatch: pytest.M
     assert not captured.run.problems
     assert not [warning for result in captured.ingested for warning in result.warnings]
     with open_store(store) as opened:
-        joined = join(opened.kernels("latest"))
+        joined = join_kernels(opened.kernels("latest"))
     assert {name for each in joined for name in each.rows} == {"torch", "nsys", "ncu"}
     wrong = [
         (each.kernel_short, one.text)

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.answers.explain.by_rule import choices_by_rule, named_places
+from profharness.answers.explain.by_rule import choices_by_rule, named_platforms
 from profharness.answers.explain.maps import (
     ALL_OF,
     Bisection,
     bisect_all,
     bisect_one,
     draw_maps,
+    first_indices,
     get,
     numeric_name,
     put,
-    sweep,
     varying,
 )
 from profharness.config import NUMERIC, Config, expand_configs, parse_config
@@ -28,7 +28,7 @@ from profharness.views.document import Table
 from profharness.views.explain import bisect_document
 
 BASE = parse_config("2,8,512,64,fp16")
-(H200,) = named_places("2.11", "H200")
+(H200,) = named_platforms("2.11", "H200")
 
 
 def by_value(name: str, answer: Callable[[int], str]) -> Callable[[Sequence[Config]], list[str]]:
@@ -92,7 +92,7 @@ def told_in_lines(found: Bisection) -> list[tuple[str, ...]]:
 
 def test_a_rule_modulo_128_is_found_up_to_the_end_and_told_in_few_lines() -> None:
     """cuDNN before 9.26 on SM90 in training with 2.15: lengths of 64 modulo 128 are refused."""
-    (place,) = named_places("2.15", "H200", cudnn="9.25")
+    (place,) = named_platforms("2.15", "H200", cudnn="9.25")
     config = parse_config("2,8,512,64,bf16,bwd")
     (found,) = bisect_all([config], "seq_kv", lambda many: choices_by_rule(many, place))
     odd = [each for each in found.stretches if each.choice == "flash" and each.first > 1]
@@ -168,8 +168,8 @@ def test_a_property_may_have_the_name_of_the_tables_or_of_a_config() -> None:
 
 
 def test_a_short_range_is_asked_whole() -> None:
-    assert sweep(range(1, ALL_OF + 1)) == list(range(ALL_OF))
-    assert len(sweep(range(1, 65_537))) < 4000
+    assert first_indices(range(1, ALL_OF + 1)) == list(range(ALL_OF))
+    assert len(first_indices(range(1, 65_537))) < 4000
 
 
 @given(st.sampled_from(NUMERIC), st.integers(1, 4096))

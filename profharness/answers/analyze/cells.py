@@ -16,12 +16,12 @@ from profharness.answers.analyze.figures import (
     Evidence,
     Facts,
     Finding,
-    Machine,
+    RunMachine,
     cell_figures,
     kernel_figures,
-    machine_of,
     main_kernel,
     phase_figures,
+    run_machine,
     us,
 )
 from profharness.answers.analyze.finding_rules import OF_EAGER, RULES, kv_places
@@ -43,10 +43,10 @@ ANALYZED: tuple[Need, ...] = (
 )  # the first of these that a cell has
 
 
-def analyze(
+def analyze_cell(
     cell: CellRow,
     rows: Sequence[KernelRow],
-    machine: Machine,
+    machine: RunMachine,
     others: Sequence[CellRow] = (),
     *,
     written_out: bool = False,
@@ -92,7 +92,7 @@ def analyze(
 def analyze_all(
     cells: Sequence[CellRow],
     rows: Sequence[KernelRow],
-    machine: Machine,
+    machine: RunMachine,
     wrong: Collection[tuple[str, str]] = (),
     rivals: Sequence[CellRow] | None = None,
 ) -> list[CellAnalysis]:
@@ -112,7 +112,7 @@ def analyze_all(
     analyses = []
     for cell in cells:
         others = [each for each in ranked if (each.config, each.run) == (cell.config, cell.run)]
-        analysis = analyze(cell, by_cell.get(cell.cell, []), machine, others)
+        analysis = analyze_cell(cell, by_cell.get(cell.cell, []), machine, others)
         analyses.append(replace(analysis, wrong=(cell.config, cell.backend) in wrong))
     return analyses
 
@@ -191,7 +191,7 @@ def analyze_rows(
             own = [cell for cell in cells if cell.run == run]
             mine = [row for row in rows if row.run == run]
             environment, roofs = store.environment(run), store.peaks(run, source)
-            machine = machine_of(environment, store.devices(run), roofs, own)
+            machine = run_machine(environment, store.devices(run), roofs, own)
             analyses += analyze_all(own, mine, machine, store.wrong(run), store.cells(run))
     return analyses
 

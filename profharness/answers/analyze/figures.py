@@ -85,7 +85,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class RunMachine:
     """The machine of the cells. None for anything unknown."""
 
     device: Device | None = None
@@ -115,14 +115,14 @@ class Machine:
         )
 
 
-def machine_of(
+def run_machine(
     environment: Mapping[str, Any],
     devices: Sequence[Device],
     peaks: Peaks | None,
     cells: Sequence[CellRow] = (),
-) -> Machine:
+) -> RunMachine:
     """Return the machine of a run from its stored environment, devices, peaks and cells."""
-    return Machine(
+    return RunMachine(
         device=devices[0] if devices else None,
         peaks=peaks,
         l2_bytes=environment.get("l2_bytes"),
@@ -231,7 +231,7 @@ class CellAnalysis:
     remedies: tuple[Remedy, ...] = ()
     # One word, or None if no figure decides. The finding `bottleneck` has the evidence.
     bottleneck: str | None = None
-    machine: Machine = field(default_factory=Machine)
+    machine: RunMachine = field(default_factory=RunMachine)
     main: KernelFigures | None = None
     # Memories (`shared`, `L1`, `L2`, with sizes) that can contain K and V of one head. None if
     # sizes are unknown.
@@ -277,7 +277,7 @@ class Facts:
 
     config: Config
     backend: str
-    machine: Machine
+    machine: RunMachine
     figures: Figures
     kernels: tuple[KernelFigures, ...]
     phases: tuple[PhaseFigures, ...]
@@ -349,7 +349,7 @@ WAVES = "launch__waves_per_multiprocessor"
 
 
 def kernel_figures(
-    rows: Sequence[KernelRow], machine: Machine, calls: int
+    rows: Sequence[KernelRow], machine: RunMachine, calls: int
 ) -> tuple[KernelFigures, ...]:
     """Return all kernels of one cell in launch order, with times from the best profiler that
     recorded them and counters from ncu.
@@ -365,7 +365,7 @@ def kernel_figures(
 
 
 def cell_figures(
-    cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: Machine
+    cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: RunMachine
 ) -> Figures:
     """Return rates and shares of the peak of one cell. `config` must have its dtype."""
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
@@ -469,7 +469,12 @@ def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
 
 
 def _kernel(
-    role: str, row: KernelRow, ncu: KernelRow | None, machine: Machine, total_ns: float, calls: int
+    role: str,
+    row: KernelRow,
+    ncu: KernelRow | None,
+    machine: RunMachine,
+    total_ns: float,
+    calls: int,
 ) -> KernelFigures:
     counters = ncu.metrics if ncu else {}
     threads = math.prod(row.block) if row.block else None

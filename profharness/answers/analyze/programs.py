@@ -12,18 +12,18 @@ from profharness.answers.analyze.cells import (
     ANALYZED,
     MEASURE,
     SOURCES,
-    analyze,
+    analyze_cell,
     analyze_stored,
     measure_here,
     peaks_source,
 )
-from profharness.answers.analyze.figures import CellAnalysis, Machine, machine_of
+from profharness.answers.analyze.figures import CellAnalysis, RunMachine, run_machine
 from profharness.answers.layers.layer_map import (
-    like_calls,
+    actual_backend,
+    group_calls,
     median_config,
+    merge_numbered,
     module_names,
-    numbered,
-    ran,
 )
 from profharness.answers.roles import AUTOGRAD
 from profharness.config import Config, parse_config
@@ -36,7 +36,7 @@ from profharness.store import ALL_RUNS, Selection, open_store
 PROFILER = TORCH  # its traces contain calls; nsys would give the same figures
 
 
-def program_of(path: Path, selection: Selection) -> str | None:
+def selected_program(path: Path, selection: Selection) -> str | None:
     """Return the selected run if it is a program with attention calls, traced or counted, and no
     capture. None also for configs without a run, which refer to captures. Raise NotFoundError.
     """
@@ -52,7 +52,7 @@ def analyze_selected(
     path: Path, selection: Selection, peaks: str | None, say: Callable[[str], None]
 ) -> list[CellAnalysis]:
     """Analyze like `analyze_stored`, for programs as well."""
-    program = program_of(path, selection)
+    program = selected_program(path, selection)
     if program is None or peaks not in (None, *SOURCES):
         return analyze_stored(path, selection, peaks)
     if peaks == MEASURE:
@@ -74,8 +74,8 @@ def analyze_program(
     configs, backends = selection.configs, selection.backends
     with open_store(path) as store:
         devices, roofs = store.devices(run), store.peaks(run, peaks_source(peaks))
-        machine = machine_of(store.environment(run), devices, roofs)
-        groups = like_calls(store.calls(run))
+        machine = run_machine(store.environment(run), devices, roofs)
+        groups = group_calls(store.calls(run))
     if not groups:
         raise NotFoundError(
             f"run {run} has no recorded step, so its calls have no kernels and times to analyze; "
@@ -87,9 +87,9 @@ def analyze_program(
         config = median_config([parse_config(call.config) for call in group if call.config])
         if configs and not (config and any(wanted.matches(config) for wanted in configs)):
             continue
-        if backends and ran(group[0]) not in backends:
+        if backends and actual_backend(group[0]) not in backends:
             continue
-        module = numbered(module_names(group))
+        module = merge_numbered(module_names(group))
         own = [call for call in group if config and call.config == config.label and call.kernels]
         why = _unknown(group[0], config, own)
         if why or config is None:
@@ -116,7 +116,7 @@ def _unknown(call: CallRow, config: Config | None, own: Sequence[CallRow]) -> st
 
 
 def _analysis(
-    cell: str, config: Config, module: str | None, calls: Sequence[CallRow], machine: Machine
+    cell: str, config: Config, module: str | None, calls: Sequence[CallRow], machine: RunMachine
 ) -> CellAnalysis:
     """Return the analysis of calls of one config, by the median time of one call."""
     first = calls[0]
@@ -126,7 +126,7 @@ def _analysis(
         replace(call, kernels=tuple(k for k in call.kernels if _counts(k, config)))
         for call in calls
     ]
-    name = ran(first) or first.kind
+    name = actual_backend(first) or first.kind
     rows = _kernel_rows(cell, config, name, kept, machine.device)
     times = tuple(sum(kernel.total_ns for kernel in call.kernels) for call in kept)
     row = CellRow(
@@ -143,7 +143,7 @@ def _analysis(
         warnings=(),
         samples={"kernel": (round(median(times)),)},
     )
-    analysis = analyze(row, rows, machine, written_out=first.kind == "eager")
+    analysis = analyze_cell(row, rows, machine, written_out=first.kind == "eager")
     return replace(analysis, module=module)
 
 

@@ -38,7 +38,7 @@ def _decodes(config: Config) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ScenarioChoice:
     """The best backends of one config for a scenario, among those with the same measurement."""
 
     scenario: str
@@ -51,7 +51,7 @@ class Choice:
     factor: float | None  # runner_up over value; None if all tie
 
 
-def choices(analyses: Sequence[CellAnalysis]) -> list[Choice]:
+def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
     """Return the best backends of every config with several backends, by scenario."""
     groups: dict[tuple[str, Config], list[CellAnalysis]] = {}
     for analysis in analyses:
@@ -60,7 +60,7 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[Choice]:
             continue
         if not leaves_choice(analysis.backend):
             groups.setdefault((analysis.run, analysis.config), []).append(analysis)
-    made: list[Choice] = []
+    made: list[ScenarioChoice] = []
     for scenario, (holds, _) in SCENARIOS.items():
         for (run, config), group in groups.items():
             if holds(config) and (common := _common_times(group)):
@@ -72,7 +72,7 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[Choice]:
     return made
 
 
-def missing(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
+def missing_scenarios(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
     """Return the scenarios without a config, each with an example config."""
     configs = {analysis.config for analysis in analyses}
     return {
@@ -93,7 +93,7 @@ def _common_times(group: Sequence[CellAnalysis]) -> tuple[str, dict[str, float]]
 
 def _choice(
     scenario: str, run: str, config: Config, measurement: str, values: dict[str, float]
-) -> list[Choice]:
+) -> list[ScenarioChoice]:
     if len(values) < 2:
         return []
     ranked = sorted(values, key=lambda backend: values[backend])
@@ -101,4 +101,4 @@ def _choice(
     best = tuple(backend for backend in ranked if values[backend] < TIE * least)
     behind = next((backend for backend in ranked if backend not in best), None)
     factor = values[behind] / least if behind else None
-    return [Choice(scenario, run, config, measurement, best, least, behind, factor)]
+    return [ScenarioChoice(scenario, run, config, measurement, best, least, behind, factor)]

@@ -57,7 +57,7 @@ def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class AxisEvent:
     """A change between two neighbouring values of an axis."""
 
     # `crossover`: `backend` overtakes `other`. `end`: `backend` replaces `other`, which has no
@@ -118,7 +118,7 @@ class Sweep:
     name: str  # what the configs share
     values: tuple[int, ...]
     labels: tuple[str, ...]
-    events: tuple[Event, ...]
+    events: tuple[AxisEvent, ...]
     statement: str
     growth: tuple[Growth, ...] = ()
 
@@ -190,7 +190,7 @@ def _ns(row: BenchRow) -> float:
     return float(row.median_ns or 0)
 
 
-def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Event]:
+def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[AxisEvent]:
     """Return the events at which the fastest backend changes, because the samples on both sides
     show it or because it has no figure.
     """
@@ -206,19 +206,19 @@ def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Even
     for value, backend in leads[1:]:
         if value not in lines[leader]:
             text = f"{leader} has no figure at {value:,}, where {backend} is fastest"
-            events.append(Event("end", backend, place, value, text, other=leader))
+            events.append(AxisEvent("end", backend, place, value, text, other=leader))
             leader = backend
         elif backend != leader and ahead(backend, leader, value):
             if ahead(leader, backend, place):
                 text = f"{backend} overtakes {leader} between {place:,} and {value:,}"
-                events.append(Event("crossover", backend, place, value, text, other=leader))
+                events.append(AxisEvent("crossover", backend, place, value, text, other=leader))
             leader = backend
         if backend == leader:
             place = value
     return events
 
 
-def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[Event]:
+def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
     """Return the events at which the samples show a much lower rate than at the value before, the
     largest drop first.
     """
@@ -236,7 +236,7 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[Event]:
             if leaves_choice(backend) and None not in took and took[0] != took[1]:
                 why = f" (it took {took[1]} instead of {took[0]})"
             text = f"{backend} does {factor:.1f}x less work a second at {after:,} than at {before:,}{why}"
-            events.append(Event("drop", backend, before, after, text, factor=factor))
+            events.append(AxisEvent("drop", backend, before, after, text, factor=factor))
     return sorted(events, key=lambda event: -(event.factor or 0))
 
 
@@ -250,7 +250,7 @@ SHOWN_EVENTS = 4
 SUMMIT = 1.05  # smallest ratio of an inner maximum of the rate to both ends that is reported
 
 
-def _statement(rivals: Lines, events: Sequence[Event]) -> str:
+def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
     """Return one or two sentences: who leads at which values and rates, and the events."""
     leaders = _leaders(rivals)
     values = list(leaders)

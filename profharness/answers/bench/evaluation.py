@@ -126,7 +126,7 @@ def _check_dtypes(names: Sequence[str]) -> None:
             raise UsageError(f"no dtype {name!r}; known are {', '.join(DTYPES)}")
 
 
-def what_ran(cell: CellRow) -> str | None:
+def backend_of_cell(cell: CellRow) -> str | None:
     """Return the backend of a cell. For a setting that lets PyTorch choose, return the backend that
     ran, or None if that is unknown.
     """
@@ -167,18 +167,18 @@ class Loss:
     best_ran: str | None = None  # what the best one ran
 
     @property
-    def alike(self) -> bool:
+    def same_backend(self) -> bool:
         """Whether the best one is what `auto` ran, under another name."""
         return self.choice is not None and self.choice == self.best_ran
 
     @property
     def open(self) -> bool:
         """Whether the samples do not decide if `auto` is slower."""
-        return self.verdict == "unknown" and not self.alike
+        return self.verdict == "unknown" and not self.same_backend
 
 
 @dataclass(frozen=True)
-class Benched:
+class BenchResult:
     """The evaluation of a bench."""
 
     run: str
@@ -222,7 +222,7 @@ def check_convention(name: str) -> None:
         raise UsageError(f"no convention {name!r}; known are {', '.join(CONVENTIONS)}")
 
 
-def benched(
+def evaluate_bench(
     store: Store,
     run: str | None = None,
     *,
@@ -232,7 +232,7 @@ def benched(
     configs: Sequence[Config] | None = None,
     backends: Sequence[str] | None = None,
     rank_by: Sequence[str] | None = None,
-) -> Benched:
+) -> BenchResult:
     """Evaluate a stored run (None: the latest). With None, `precision` and `rank_by` are those of
     the run. Raise NotFoundError for a missing config or backend, UsageError for an unknown
     convention.
@@ -253,7 +253,7 @@ def benched(
         return samples[row.config, row.backend][ranking]
 
     figures = [row for row in rows if row.measurement == ranking]
-    ran = {(cell.config, cell.backend): what_ran(cell) for cell in cells}
+    ran = {(cell.config, cell.backend): backend_of_cell(cell) for cell in cells}
     winners, losses = [], []
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
@@ -261,7 +261,7 @@ def benched(
         losses += _losses(alike, ran, samples_of)
     losses.sort(key=lambda loss: -loss.regret)
     conclusions = conclude(figures, winners, losses, samples_of, ran, baseline)
-    return Benched(
+    return BenchResult(
         run=name,
         rows=tuple(rows),
         cells=tuple(cells),
@@ -533,7 +533,7 @@ def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
         )
     if not real and not unproven:
         # the medians of one backend that was measured twice may differ
-        apart = any(loss.alike and loss.verdict != "same" for loss in losses)
+        apart = any(loss.same_backend and loss.verdict != "same" for loss in losses)
         alike = "took the fastest backend, or is as fast," if apart else _AS_FAST
         sentences.append(f"auto {alike} on all {count} config(s)")
     return sentences

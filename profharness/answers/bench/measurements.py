@@ -71,7 +71,7 @@ def doubts(
     """Return one sentence per doubt, the most serious first. `precision` is the relative half width
     from which an interval is wide.
     """
-    texts = [*above_ceiling(measurement, rates), *clock_doubts(cell.clocks)]
+    texts = [*rates_above_ceiling(measurement, rates), *clock_doubts(cell.clocks)]
     texts += host_doubts(cell, measurement)
     if len(samples) < FEW_SAMPLES or interval is None:
         return (*texts, f"only {len(samples)} samples")
@@ -85,7 +85,7 @@ def doubts(
     return tuple(texts)
 
 
-def above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
+def rates_above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
     """Report rates above the device's limits, with an explanation."""
     peaks, texts = rates.peaks, []
     if peaks is None:

@@ -155,7 +155,10 @@ def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
     own = here.of(common_profiler(here.kernels, here.kernels)[0])
     side = "baseline" if base else "candidate"
     for role, kernels in grouped(own).items():
-        values: dict[str, Any] = {side: kernels, f"{side}_ns": call_ns(kernels, _least(own))}
+        values: dict[str, Any] = {
+            side: kernels,
+            f"{side}_ns": kernels_call_ns(kernels, _least(own)),
+        }
         rows.append(replace(template, role=role, basis=LAUNCHES, **values))
     return rows
 
@@ -208,7 +211,7 @@ def _sum_rows(
 
 def _process_times(side: _Cell, kernels: Sequence[KernelRow], calls: int) -> list[float]:
     """Return the time of a call's kernels in each process, in ns."""
-    traced = call_ns(kernels, calls)
+    traced = kernels_call_ns(kernels, calls)
     samples = side.cell.samples.get(KERNEL, ()) if side.cell else ()
     medians = stats.process_medians(samples)
     if not traced:
@@ -234,7 +237,7 @@ def _kernel_row(
     threshold: float,
     allowance: float | None,
 ) -> DiffRow:
-    times = call_ns(sides[0], calls[0]), call_ns(sides[1], calls[1])
+    times = kernels_call_ns(sides[0], calls[0]), kernels_call_ns(sides[1], calls[1])
     differing = changes(*sides) if all(sides) else ()
     verdict: Verdict
     reasons: tuple[str, ...]
@@ -432,7 +435,7 @@ def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tu
     return tuple(differing)
 
 
-def call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
+def kernels_call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
     """Return median launch time times launches per call, summed over rows. None if a time is
     missing.
     """
@@ -449,7 +452,7 @@ def speed(
     """Return same, faster, slower or unknown from the launches' medians and ranges, and the reason.
     `allowance` is the ratio above 1 by which equal processes differ, or None if unknown.
     """
-    times = call_ns(baseline, calls[0]), call_ns(candidate, calls[1])
+    times = kernels_call_ns(baseline, calls[0]), kernels_call_ns(candidate, calls[1])
     if not times[0] or not times[1]:
         return "unknown", "no duration on one side"
     ratio = times[1] / times[0]

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from profharness.answers.layers.observed_calls import Observed
+from profharness.answers.layers.observed_calls import ObservedCalls
 from profharness.rows import CallRow, CellRow, KernelRow, StepRow
 
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
@@ -36,7 +36,7 @@ class Program:
     device: str | None = None  # name of its GPU, if known
     # one call for each observed kind of which some calls are in no trace
     untraced: tuple[CallRow, ...] = ()
-    observed: Observed = field(default_factory=lambda: Observed((), ()))
+    observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class LayerSide:
 
 
 @dataclass(frozen=True, slots=True)
-class LayersBeside:
+class MatchedLayers:
     """Equal layers of several programs, None for a program without them."""
 
     direction: str

@@ -17,7 +17,7 @@ from profharness.answers.diff.result import (
     Program,
     Side,
 )
-from profharness.answers.layers.observed_calls import Observed
+from profharness.answers.layers.observed_calls import ObservedCalls
 from profharness.config import Config, parse_config, setting_name
 from profharness.errors import NotFoundError, few
 from profharness.store import Need, Selection, Store
@@ -102,16 +102,16 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         kernels=tuple(kernels),
         backend=backend,
         environment=dict(gpus) | store.environment(run),
-        program=program_of(store, run, configs),
+        program=find_program(store, run, configs),
     )
 
 
-def program_of(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
+def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
     """Return the attention calls of a run without cells, restricted to these configs if any."""
     if store.cells(run):
         return None
     calls = store.calls(run)
-    observed = Observed(store.templates(run), calls)
+    observed = ObservedCalls(store.templates(run), calls)
     untraced = observed.untraced()
     if configs:
         kept = {call.config for call in (*calls, *untraced) if call.config}
@@ -127,7 +127,7 @@ def program_of(store: Store, run: str, configs: Sequence[Config]) -> Program | N
 
 
 # why two sides with equal cells may have no value of this cost in common
-UNTOLD = {
+MISSING_COSTS = {
     LAUNCHES: "no config has launches that one profiler saw on both sides",
     MEMORY: "no config has a peak of memory on both sides; cells that ran on a CPU have none",
 }
@@ -151,8 +151,8 @@ def nothing_compared(
     if judged and not open_ones:
         return None
     what = f" for {', '.join(sorted(open_ones))}" if judged else ""
-    if judged and all(name in UNTOLD for name in open_ones):
-        why = "; ".join(UNTOLD[name] for name in sorted(open_ones))
+    if judged and all(name in MISSING_COSTS for name in open_ones):
+        why = "; ".join(MISSING_COSTS[name] for name in sorted(open_ones))
     else:
         why = "; ".join(map(_has, sides))
     return f"nothing to compare{what}: {why}"

@@ -128,7 +128,7 @@ def settle(answer: Explanation) -> Explanation:
 
 
 @dataclass(frozen=True)
-class Place:
+class Platform:
     """A machine and release to apply the rules to."""
 
     machine: Machine
@@ -163,13 +163,13 @@ class Place:
         )
 
 
-def named_places(
+def named_platforms(
     torch: str | None,
     gpu: str | None,
     cudnn: str | None = None,
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
-) -> list[Place]:
+) -> list[Platform]:
     """Return the places that the options name, one per release, oldest first. Return None if
     neither `torch` nor `gpu` is given, which selects PyTorch itself. `torch` is `2.8`, `2.9.1`,
     `2.5..2.15` or `2.8,2.10`; None is the installed release. A single release may be unknown to the
@@ -194,7 +194,7 @@ def named_places(
             raise UsageError(
                 "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
             )
-        return [Place(Machine(torch=release), "cpu", None) for release in releases]
+        return [Platform(Machine(torch=release), "cpu", None) for release in releases]
     name = gpu or gpu_name()
     if name is None:
         names = ", ".join(entry.name for entry in GPUS)
@@ -204,7 +204,7 @@ def named_places(
         )
     full_name = find_gpu(name).name
     return [
-        Place(
+        Platform(
             machine_for(name, release, cudnn, cuda, cudnn_compiled),
             "cuda",
             full_name,
@@ -242,7 +242,7 @@ class MatrixRow:
     changes: tuple[str, ...] = ()  # other differences, as sentences
 
 
-def asked_about(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return the setting that backends name (`flash+math`, `cudnn>flash`, else `auto`), and the
     backends that limit the advice. Raise UsageError for several settings, and for anything but
     PyTorch's own backends.
@@ -264,7 +264,7 @@ def asked_about(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 def explain_by_rule(
     config: Config,
-    place: Place,
+    place: Platform,
     *,
     backends: Sequence[str] = (),
     advice: bool = True,
@@ -324,7 +324,7 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
     return sides
 
 
-def choices_by_rule(configs: Sequence[Config], place: Place, asked: str = AUTO) -> list[str]:
+def choices_by_rule(configs: Sequence[Config], place: Platform, asked: str = AUTO) -> list[str]:
     """Return only the choice of `auto` or a setting, one per config."""
     if _sets_no_order(asked, place.machine):
         return ["unknown"] * len(configs)
@@ -332,7 +332,7 @@ def choices_by_rule(configs: Sequence[Config], place: Place, asked: str = AUTO) 
     return [choose(config) for config in configs]
 
 
-def matrix(config: Config, places: Sequence[Place], asked: str = AUTO) -> list[MatrixRow]:
+def matrix(config: Config, places: Sequence[Platform], asked: str = AUTO) -> list[MatrixRow]:
     """Explain one config for several releases."""
     answers = [explain_by_rule(config, place, advice=False, asked=asked) for place in places]
     rows = [
@@ -380,7 +380,7 @@ CPU_IGNORES = "On a CPU PyTorch keeps its own order (flash, then math), whatever
 LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
-def _caveats(place: Place, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
+def _caveats(place: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
     """Yield uncertain assumptions of the rules, and caveats that apply whenever PyTorch chooses."""
     machine, on_gpu = place.machine, place.device == "cuda"
     release = release_text(machine.torch)
@@ -436,7 +436,7 @@ def _unread(missing: Sequence[Release]) -> str:
     return f"The rules of PyTorch {releases} were not read; known {verb} {names}."
 
 
-def _gaps(place: Place, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
+def _gaps(place: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
     """Yield what must be known to decide."""
     if not prediction.priority_order:
         facts = " and ".join(FACTS[name] for name in undecided(params, place.machine))

@@ -16,7 +16,13 @@ from profharness.answers.agreement import (
     replacement,
     replacement_text,
 )
-from profharness.answers.explain.by_rule import Explanation, Place, chosen, explain_by_rule, settle
+from profharness.answers.explain.by_rule import (
+    Explanation,
+    Platform,
+    chosen,
+    explain_by_rule,
+    settle,
+)
 from profharness.config import AUTO, Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.errors import CaptureError
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
 
 def explain_all(
     configs: Sequence[Config],
-    places: Sequence[Place] = (),
+    places: Sequence[Platform] = (),
     *,
     backends: Sequence[str] = (),
     advice: bool = True,

@@ -281,7 +281,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
         configs = [_set(base, name, domain[index]) for index in new]
         choices.update(zip(new, choose(configs) if configs else (), strict=True))
 
-    ask(sweep(domain))
+    ask(first_indices(domain))
     if domain[-1] > NEAR_8:
         last = [choices[i] for i in sorted(choices) if NEAR_8 - RESTLESS < domain[i] <= NEAR_8]
         if sum(left != right for left, right in pairwise(last)) > 2:
@@ -301,7 +301,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
     return Bisection(label, name, tuple(stretches), tuple(domain[i] for i in values), len(domain))
 
 
-def sweep(domain: Sequence[int]) -> list[int]:
+def first_indices(domain: Sequence[int]) -> list[int]:
     """Return the indices of the first queries. They are many because the choice is not monotonic."""
     if len(domain) <= ALL_OF:
         return list(range(len(domain)))

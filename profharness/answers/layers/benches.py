@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from profharness.answers.bench.evaluation import TIMED, Benched, benched, what_ran
-from profharness.answers.diff.result import LayersBeside, LayerSide
-from profharness.answers.layers.by_gpu import LayerClass, LayerClasses, software_changes
+from profharness.answers.bench.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
+from profharness.answers.diff.result import LayerSide, MatchedLayers
+from profharness.answers.layers.by_gpu import GpuLayers, LayersByGpu, software_changes
 from profharness.answers.layers.layer_map import LayerMap
 from profharness.answers.layers.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.config import AUTO, SDPA_BACKENDS
@@ -34,7 +34,7 @@ class BenchedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchClass:
+class GpuBench:
     """A bench and its GPU."""
 
     name: str
@@ -52,15 +52,15 @@ class BenchClass:
 class LayerBenches:
     """Several benches of the same layers."""
 
-    classes: tuple[BenchClass, ...]
-    rows: tuple[LayersBeside, ...]
+    classes: tuple[GpuBench, ...]
+    rows: tuple[MatchedLayers, ...]
     calls: tuple[tuple[BenchedCall, ...], ...]  # by layer, then by class
 
 
-_Pair = tuple[LayerClass | None, Benched | None]
+_Pair = tuple[GpuLayers | None, BenchResult | None]
 
 
-def find_benches(store: Store, programs: LayerClasses, names: Sequence[str]) -> LayerBenches:
+def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> LayerBenches:
     """Return each program with the bench on its GPU, or for a single program one class per bench.
     Raise UsageError for benches that fit no program or ran on the same GPU, NotFoundError for one
     without a time of the layers.
@@ -84,19 +84,19 @@ def find_benches(store: Store, programs: LayerClasses, names: Sequence[str]) -> 
     )
 
 
-def _benches(store: Store, names: Sequence[str]) -> list[Benched]:
+def _benches(store: Store, names: Sequence[str]) -> list[BenchResult]:
     """Return the stored benches, ranked by a measurement that all have, if there is one."""
     runs = [store.find_run(Selection(name), *TIMED) for name in names]
     if twice := [run for run in runs if runs.count(run) > 1]:
         raise UsageError(f"--bench names run {twice[0]} twice; name it once")
     for rank_by in (MEASUREMENTS, MEASUREMENTS[1:]):
-        benches = [benched(store, run, rank_by=rank_by) for run in runs]
+        benches = [evaluate_bench(store, run, rank_by=rank_by) for run in runs]
         if len({bench.ranking for bench in benches}) == 1:
             return benches
-    return [benched(store, run, rank_by=MEASUREMENTS) for run in runs]
+    return [evaluate_bench(store, run, rank_by=MEASUREMENTS) for run in runs]
 
 
-def _by_program(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]:
+def _by_program(programs: LayersByGpu, benches: Sequence[BenchResult]) -> list[_Pair]:
     """Return each program with the bench on its GPU, if there is one."""
     of_none = [
         bench for bench in benches if all(not _fits(each, bench) for each in programs.classes)
@@ -114,7 +114,7 @@ def _by_program(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pai
     return pairs
 
 
-def _by_bench(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]:
+def _by_bench(programs: LayersByGpu, benches: Sequence[BenchResult]) -> list[_Pair]:
     """Return each bench, with the program if it ran on this GPU model."""
     (only,) = programs.classes
     devices = [device_of(bench) for bench in benches]
@@ -125,7 +125,7 @@ def _by_bench(programs: LayerClasses, benches: Sequence[Benched]) -> list[_Pair]
     return [(only if _fits(only, bench) else None, bench) for bench in benches]
 
 
-def _require_apart(benches: Sequence[Benched]) -> None:
+def _require_apart(benches: Sequence[BenchResult]) -> None:
     """Raise UsageError for two benches of one class."""
     if len(benches) > 1:
         one, other = benches[:2]
@@ -134,20 +134,20 @@ def _require_apart(benches: Sequence[Benched]) -> None:
         )
 
 
-def _fits(program: LayerClass, bench: Benched) -> bool:
+def _fits(program: GpuLayers, bench: BenchResult) -> bool:
     """Return whether a bench ran on the device of the program."""
     environment = bench.environment
     gpu = environment.get("gpu") if environment.get("device_type") == "cuda" else None
     return bool(gpu == program.layers.gpu)
 
 
-def device_of(bench: Benched) -> str:
+def device_of(bench: BenchResult) -> str:
     """Return the GPU of a bench, else its CPU."""
     environment = bench.environment
     return str(environment.get("gpu") or environment.get("cpu") or "a CPU")
 
 
-def _require_times(bench: Benched, program: str, column: Sequence[BenchedCall]) -> None:
+def _require_times(bench: BenchResult, program: str, column: Sequence[BenchedCall]) -> None:
     """Raise NotFoundError if a bench has no time of any layer."""
     if any(call.ns is not None or call.best_ns is not None for call in column):
         return
@@ -161,14 +161,14 @@ def _require_times(bench: Benched, program: str, column: Sequence[BenchedCall]) 
 
 
 def _bench_class(
-    store: Store, program: LayerClass | None, bench: Benched | None, first: Benched
-) -> BenchClass:
+    store: Store, program: GpuLayers | None, bench: BenchResult | None, first: BenchResult
+) -> GpuBench:
     """Return a class with its doubts. `first` is the bench to compare with."""
     layers = program.layers if program else None
     if bench is None:
         assert program is not None
         doubt = f"no bench of {program.device} is named, so none of its times is told"
-        return BenchClass(program.name, program.device, None, None, layers, (), (doubt,))
+        return GpuBench(program.name, program.device, None, None, layers, (), (doubt,))
     doubts = bench_doubts(bench)
     if layers is not None:
         if changes := software_changes(store.environment(layers.run), bench.environment):
@@ -179,7 +179,7 @@ def _bench_class(
             layers = regret_map(layers, bench)
         except NotFoundError as error:
             doubts.append(f"what the best backends save is not told: {error}")
-    return BenchClass(
+    return GpuBench(
         name=program.name if program else device_of(bench),
         device=device_of(bench),
         run=bench.run,
@@ -190,7 +190,7 @@ def _bench_class(
     )
 
 
-def _call(side: LayerSide | None, bench: Benched | None, *, own: bool) -> BenchedCall:
+def _call(side: LayerSide | None, bench: BenchResult | None, *, own: bool) -> BenchedCall:
     """Return the result of a bench for equal calls. Empty without a bench or calls. With `own`, the
     bench ran on the program's GPU.
     """
@@ -225,15 +225,15 @@ def _part(ns: float | None, calls: float) -> float | None:
     return None if ns is None else ns / calls
 
 
-def _taken(bench: Benched, side: LayerSide, asked: str) -> str | None:
+def _taken(bench: BenchResult, side: LayerSide, asked: str) -> str | None:
     """Return PyTorch's choice in the bench among the allowed backends, several if lengths differ."""
     labels = {label for label, _ in side.points}
     cells = [cell for cell in bench.cells if cell.backend == asked and cell.config in labels]
-    taken = Counter(what_ran(cell) for cell in cells)
+    taken = Counter(backend_of_cell(cell) for cell in cells)
     return None if None in taken else " and ".join(sorted(map(str, taken))) or None
 
 
-def with_regret(programs: LayerClasses, benches: LayerBenches) -> LayerClasses:
+def with_bench_maps(programs: LayersByGpu, benches: LayerBenches) -> LayersByGpu:
     """Return the programs with the maps of their benches."""
     maps = {each.layers.run: each.layers for each in benches.classes if each.layers is not None}
     classes = tuple(

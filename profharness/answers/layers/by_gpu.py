@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from profharness.answers.diff.result import LayersBeside, environment_changes
-from profharness.answers.diff.sides import program_of
+from profharness.answers.diff.result import MatchedLayers, environment_changes
+from profharness.answers.diff.sides import find_program
 from profharness.answers.layers.layer_map import LayerMap, find_layers
-from profharness.answers.layers.matching import layers_beside
+from profharness.answers.layers.matching import match_layers
 from profharness.errors import NotFoundError, UsageError
 from profharness.store import Store
 
@@ -19,7 +19,7 @@ SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # keys of an environment
 
 
 @dataclass(frozen=True, slots=True)
-class LayerClass:
+class GpuLayers:
     """One run and its device."""
 
     name: str  # the device's, with the run if two have the same
@@ -30,14 +30,16 @@ class LayerClass:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerClasses:
+class LayersByGpu:
     """The map of each run, and the matched layers of all of them."""
 
-    classes: tuple[LayerClass, ...]
-    rows: tuple[LayersBeside, ...]
+    classes: tuple[GpuLayers, ...]
+    rows: tuple[MatchedLayers, ...]
 
 
-def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None) -> LayerClasses:
+def find_layers_by_gpu(
+    store: Store, runs: Sequence[str], *, torch: str | None = None
+) -> LayersByGpu:
     """Compare several runs with the first. `torch` as in `find_layers`. Raise NotFoundError for a
     run without attention calls, UsageError for a capture of configs.
     """
@@ -46,19 +48,19 @@ def find_classes(store: Store, runs: Sequence[str], *, torch: str | None = None)
         if len(captures) == len(runs):
             remedy = f"compare such runs with profharness report {' '.join(runs)}"
         raise UsageError(f"run {captures[0]} is of configs, and layers are a program's; {remedy}")
-    return side_by_side(store, [find_layers(store, run, torch=torch) for run in runs])
+    return compare_maps(store, [find_layers(store, run, torch=torch) for run in runs])
 
 
-def programs_of(store: Store, runs: Sequence[str]) -> LayerClasses:
+def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
     """Compare those of the runs that are programs, which may be none or one."""
     maps = []
     for run in runs:
         with contextlib.suppress(NotFoundError):  # a trace without attention
             maps += [] if store.cells(run) else [find_layers(store, run)]
-    return side_by_side(store, maps)
+    return compare_maps(store, maps)
 
 
-def side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
+def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
     """Compare programs by their maps."""
     runs = [layers.run for layers in maps]
     environments = [store.environment(run) for run in runs]
@@ -68,7 +70,7 @@ def side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
     ]
     alike = Counter(devices)
     classes = tuple(
-        LayerClass(
+        GpuLayers(
             name=device if alike[device] == 1 else f"{device} ({layers.run})",
             device=device,
             layers=layers,
@@ -77,8 +79,8 @@ def side_by_side(store: Store, maps: Sequence[LayerMap]) -> LayerClasses:
         )
         for device, layers, environment in zip(devices, maps, environments, strict=True)
     )
-    programs = [program_of(store, run, ()) for run in runs]
-    return LayerClasses(classes, layers_beside([each for each in programs if each is not None]))
+    programs = [find_program(store, run, ()) for run in runs]
+    return LayersByGpu(classes, match_layers([each for each in programs if each is not None]))
 
 
 def software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from profharness.answers.layers.layer_map import (
     LayerForecast,
     LayerMap,
     LayerRow,
-    numbered_names,
+    join_numbered,
 )
 from profharness.config import AUTO, SDPA_BACKENDS, Config, parse_config, sdpa_setting
 from profharness.dispatch.machine import from_config, permitted
@@ -40,7 +40,7 @@ CHOICES = {
 NO_CONFIG = "no config says the call"
 
 Points = Sequence[tuple[str, float]]
-Asked = tuple[Config, str]  # a config, and the backends that the program allowed
+ForecastQuery = tuple[Config, str]  # a config, and the backends that the program allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
     return "; ".join(row.reasons[:1]) or NO_CONFIG
 
 
-def _answers(asked: Sequence[Asked], place: Place) -> Iterator[_Answer]:
+def _answers(asked: Sequence[ForecastQuery], place: Place) -> Iterator[_Answer]:
     """Yield the choice for each config on a place, among the backends that the program allowed."""
     configs = [_in_order(config) for config, _ in asked]
     found = iter(place_estimates(place, configs, SDPA_BACKENDS))
@@ -140,7 +140,7 @@ def _in_order(config: Config) -> Config:
     return replace(config.contiguous(), mask_strides=None, scale=None)
 
 
-def _row(row: LayerRow, points: Points, answers: Mapping[Asked, _Answer]) -> LayerForecast:
+def _row(row: LayerRow, points: Points, answers: Mapping[ForecastQuery, _Answer]) -> LayerForecast:
     weighted = [(answers[parse_config(label), _allowed(row)], calls) for label, calls in points]
     choices = dict.fromkeys(answer.choice for answer, _ in weighted)
     backend = " and ".join(sorted(choices))
@@ -285,7 +285,7 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
     )
 
 
-def _doubts(layers: LayerMap, asked: Iterable[Asked]) -> Iterator[str]:
+def _doubts(layers: LayerMap, asked: Iterable[ForecastQuery]) -> Iterator[str]:
     """Report properties of the calls that the atlas does not cover."""
     configs = [config for config, _ in asked]
     if any(_in_order(config) != config for config in configs):
@@ -308,7 +308,7 @@ def _left_out(layers: LayerMap, rows: Sequence[LayerForecast]) -> Iterator[str]:
             reason = forecast.predicted_reason or "no time is known, the bound alone"
             names.setdefault(reason, []).append(row.module or row.config or row.kind)
     for reason, modules in names.items():
-        yield f"no time of {numbered_names(modules)}: {reason}"
+        yield f"no time of {join_numbered(modules)}: {reason}"
 
 
 def _ms(ns: float) -> str:

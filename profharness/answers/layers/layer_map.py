@@ -12,8 +12,8 @@ from itertools import chain, pairwise
 from typing import Any
 
 from profharness.answers.agreement import FAMILY_BACKENDS, backend_of_op
-from profharness.answers.explain.by_rule import Place, explain_by_rule, named_places
-from profharness.answers.layers.observed_calls import Observed
+from profharness.answers.explain.by_rule import Platform, explain_by_rule, named_platforms
+from profharness.answers.layers.observed_calls import ObservedCalls
 from profharness.config import AUTO, Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
@@ -175,7 +175,7 @@ class LayerMap:
     steps: tuple[StepRow, ...]
     gaps: tuple[GapRow, ...]
     caveats: tuple[str, ...]
-    place: Place | None = None  # where the rules apply; None if unknown
+    place: Platform | None = None  # where the rules apply; None if unknown
     gpu: str | None = None  # None for a CPU
     regret: Regret | None = None
     processes: int = 0  # number of observed processes
@@ -200,7 +200,7 @@ def find_layers(
     run without attention calls or a missing step, UsageError for an unknown release.
     """
     calls = store.calls(run)
-    observed = Observed(store.templates(run), calls)
+    observed = ObservedCalls(store.templates(run), calls)
     if not calls and not observed:
         of_configs = (
             f"it is of configs (profharness kernels --run {run}); " if store.cells(run) else ""
@@ -222,7 +222,7 @@ def find_layers(
         calls = [call for call in calls if call.trace == only.trace and call.step in inside]
     place = _place(store, run, torch)
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
-    groups = like_calls(calls, observed)
+    groups = group_calls(calls, observed)
     counts = observed.counts(groups)
     rows = [
         _row(run, name, group, steps, place, observed, made)
@@ -254,7 +254,9 @@ def _spent(row: LayerRow) -> float:
     return (row.forward_ns or 0) + (row.backward_ns or 0)
 
 
-def like_calls(calls: Iterable[CallRow], observed: Observed | None = None) -> list[list[CallRow]]:
+def group_calls(
+    calls: Iterable[CallRow], observed: ObservedCalls | None = None
+) -> list[list[CallRow]]:
     """Group equal calls, in the order of the first of each group."""
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
@@ -271,13 +273,13 @@ def _site(kind: CallSignature | None) -> str | None:
     return kind.file if kind.line is None else f"{kind.file}:{kind.line}"
 
 
-def _place(store: Store, run: str, torch: str | None) -> Place | None:
+def _place(store: Store, run: str, torch: str | None) -> Platform | None:
     """Return the machine of the program for the rules. None if its PyTorch is unknown."""
     environment = store.environment(run)
     devices = store.devices(run)
     if torch is not None:
         gpu = devices[0].name if devices else environment.get("gpu")
-        places = named_places(torch, gpu or "cpu")
+        places = named_platforms(torch, gpu or "cpu")
         if len(places) > 1 or ".." in torch:
             raise UsageError(
                 f"--torch {torch!r} names several releases; a program ran on one, such as 2.11"
@@ -287,7 +289,7 @@ def _place(store: Store, run: str, torch: str | None) -> Place | None:
         return None
     device = str(environment["device_type"])
     # not pinned: the environment records cuDNN's version
-    return Place(machine_of(environment), device, environment.get("gpu"), pinned=False)
+    return Platform(machine_of(environment), device, environment.get("gpu"), pinned=False)
 
 
 def module_name(call: CallRow) -> str | None:
@@ -303,7 +305,7 @@ def _likeness(call: CallRow) -> tuple[Any, ...]:
     return (
         NUMBER.sub("{}", module) if module else None,
         call.kind, call.op, call.sdpa_op, config, shapes, call.mode, call.recompute,
-        call.backward, ran(call),
+        call.backward, actual_backend(call),
     )  # fmt: skip
 
 
@@ -326,7 +328,7 @@ def phase_of(call: CallRow) -> str | None:
     return "decode" if config.seq_len_q == 1 else "cross"
 
 
-def ran(call: CallRow) -> str | None:
+def actual_backend(call: CallRow) -> str | None:
     """Return the backend that computed a call: by its op, else by the families of its kernels."""
     if call.kind in ("eager", "flex"):
         return call.kind
@@ -343,7 +345,7 @@ def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for call in calls if (name := module_name(call))))
 
 
-def numbered(names: Sequence[str]) -> str | None:
+def merge_numbered(names: Sequence[str]) -> str | None:
     """Merge names that differ in numbers: `layers.{0-2}.attn`. None without names."""
     if not names:
         return None
@@ -352,12 +354,12 @@ def numbered(names: Sequence[str]) -> str | None:
     return NUMBER.sub(lambda _: _spans(next(numbers)), names[0])
 
 
-def numbered_names(names: Iterable[str]) -> str:
+def join_numbered(names: Iterable[str]) -> str:
     """Merge names that differ in numbers, and join the rest by commas."""
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         alike.setdefault(NUMBER.sub("{}", name), []).append(name)
-    return ", ".join(str(numbered(group)) for group in alike.values())
+    return ", ".join(str(merge_numbered(group)) for group in alike.values())
 
 
 def _spans(numbers: Sequence[int]) -> str:
@@ -377,8 +379,8 @@ def _row(
     step: str,
     group: Sequence[CallRow],
     steps: Sequence[StepRow],
-    place: Place | None,
-    observed: Observed,
+    place: Platform | None,
+    observed: ObservedCalls,
     made: int | None,
 ) -> LayerRow:
     # an observed program may have no recorded step
@@ -389,8 +391,8 @@ def _row(
     spent: Counter[str] = Counter()
     for kernel in chain.from_iterable(call.kernels for call in group):
         spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
-    ran_there = ran(first) or (kind.ran if kind else None)
-    mask = observed.told_of(first, "mask")
+    ran_there = actual_backend(first) or (kind.ran if kind else None)
+    mask = observed.common_field(first, "mask")
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
         mask = NO_MASK
     reasons, advice = _because(first, middle, place, ran_there, kind)
@@ -403,7 +405,7 @@ def _row(
     return LayerRow(
         run=run,
         step=step if traced else WHOLE_PROGRAM,
-        module=numbered(module_names(group)),
+        module=merge_numbered(module_names(group)),
         module_class=NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
         kind=first.kind,
         config=middle.label if middle else None,
@@ -412,7 +414,7 @@ def _row(
         phase=phase_of(first),
         direction="recompute" if first.recompute else "forward",
         mode=first.mode,
-        asked=observed.told_of(first, "asked"),
+        asked=observed.common_field(first, "asked"),
         ran=ran_there,
         sdpa_op=first.sdpa_op,
         kernels=tuple(kernels),
@@ -476,7 +478,7 @@ def median_config(configs: Sequence[Config]) -> Config | None:
 def _because(
     call: CallRow,
     config: Config | None,
-    place: Place | None,
+    place: Platform | None,
     ran_there: str | None,
     kind: CallSignature | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -515,7 +517,7 @@ def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
 
 
 def _without_mask(
-    kind: CallSignature, config: Config | None, place: Place | None, ran_there: str | None
+    kind: CallSignature, config: Config | None, place: Platform | None, ran_there: str | None
 ) -> Iterator[str]:
     """Yield the change that makes a mask unnecessary, and PyTorch's choice then."""
     change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}
@@ -530,7 +532,7 @@ def _without_mask(
     yield f"{change[kind.mask]}, if it is the same in all calls{then}"
 
 
-def suggestions(config: Config, place: Place) -> list[Suggestion]:
+def suggestions(config: Config, place: Platform) -> list[Suggestion]:
     """Return the backends other than math that the rules refuse for a config on a place."""
     return [
         Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
@@ -540,11 +542,14 @@ def suggestions(config: Config, place: Place) -> list[Suggestion]:
 
 
 def _caveats(
-    rows: Iterable[LayerRow], place: Place | None, observed: Observed, problems: Sequence[str]
+    rows: Iterable[LayerRow],
+    place: Platform | None,
+    observed: ObservedCalls,
+    problems: Sequence[str],
 ) -> tuple[str, ...]:
     kept = list(rows)
     texts = []
-    if names := numbered_names([kind.name for kind in observed.hidden() if kind.name]):
+    if names := join_numbered([kind.name for kind in observed.hidden() if kind.name]):
         texts.append(
             f"Compiled code calls attention in {names}; the trace does not say which is which."
         )

@@ -17,19 +17,19 @@ from profharness.answers.diff.result import (
     MIN_LAUNCHES,
     RESOLUTION_NS,
     LayerDiff,
-    LayersBeside,
     LayerSide,
+    MatchedLayers,
     Program,
     Verdict,
 )
 from profharness.answers.layers.layer_map import (
     NUMBER,
+    actual_backend,
+    merge_numbered,
     module_name,
     module_names,
-    numbered,
     phase_of,
     points_of,
-    ran,
 )
 from profharness.config import Config, parse_config
 from profharness.rows import UNTRACED, CallRow
@@ -100,7 +100,7 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     return tuple(rows)
 
 
-def layers_beside(programs: Sequence[Program]) -> tuple[LayersBeside, ...]:
+def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
     """Match layers of several programs. Return one row per group of equal layers, in the order of
     the first program that has them.
     """
@@ -128,7 +128,7 @@ def layers_beside(programs: Sequence[Program]) -> tuple[LayersBeside, ...]:
     return tuple(_beside(programs, group) for group in groups.values())
 
 
-def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> LayersBeside:
+def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> MatchedLayers:
     """Return equal layers of the programs as one row. `tracks` are the sites of each layer by
     program.
     """
@@ -140,7 +140,7 @@ def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) ->
     timed = [side for side in present if side.forward_ns is not None]
     both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
     samples = [_samples(map(_spent, own), both_ways=both_ways) for own in calls]
-    return LayersBeside(
+    return MatchedLayers(
         direction=next(filter(None, tracks[0]))[0].direction,
         sides=tuple(sides),
         call_ns=tuple(median(own) if own else None for own in samples),
@@ -252,13 +252,13 @@ def _dtype(call: CallRow) -> str | None:
 
 def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
     """Return the backends of the calls, several if steps differ. None if unknown."""
-    names = (ran(call) or program.observed.told_of(call, "ran") for call in calls)
+    names = (actual_backend(call) or program.observed.common_field(call, "ran") for call in calls)
     return " and ".join(sorted(set(filter(None, names)))) or None
 
 
 def _told_of(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
     """Return a value that the observer recorded of the calls, several if they differ."""
-    values = (program.observed.told_of(call, name) for call in calls)
+    values = (program.observed.common_field(call, name) for call in calls)
     return " and ".join(sorted(set(filter(None, values)))) or None
 
 
@@ -277,7 +277,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     traced = sum(call.trace != UNTRACED for call in calls)
     recorded = {name: _told_of(program, calls, name) for name in RECORDED}
     return LayerSide(
-        module=numbered(names),
+        module=merge_numbered(names),
         config=middle.config,
         calls=traced / max(len(program.steps), 1) if program.calls else None,
         phase=phase_of(middle),

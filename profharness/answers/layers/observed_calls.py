@@ -13,10 +13,10 @@ from profharness.rows import UNTRACED, CallRow, CallSignature
 
 Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
 MOST_POINTS = 16  # largest number of configs that represent the calls of one row
-Place = tuple[int, Lengths | None]  # a kind, and lengths; None for a call in no trace
+KindLengths = tuple[int, Lengths | None]  # a kind, and lengths; None for a call in no trace
 
 
-class Observed:
+class ObservedCalls:
     """The observed calls of a run. Equal templates of several processes are one kind, with the
     number of the first template. `traced` are the calls of the run's traces.
     """
@@ -48,7 +48,7 @@ class Observed:
         """Return the kind of a call. None if nothing was observed of it."""
         return None if call.template is None else self._kinds[call.template]
 
-    def told_of(self, call: CallRow, name: str) -> str | None:
+    def common_field(self, call: CallRow, name: str) -> str | None:
         """Return a field of a call's kind. A fused call in compiled code may belong to any kind
         there, so return the value only if all those kinds share it.
         """
@@ -108,13 +108,13 @@ class Observed:
     def _distinct(self) -> list[CallSignature]:
         return list({kind.template: kind for kind in self._kinds.values()}.values())
 
-    def _place(self, call: CallRow) -> Place | None:
+    def _place(self, call: CallRow) -> KindLengths | None:
         kind = self.kind(call)
         if kind is None:
             return None
         return kind.template, None if call.trace == UNTRACED else _key(kind, _lengths(call))
 
-    def _counted(self, place: Place) -> bool:
+    def _counted(self, place: KindLengths) -> bool:
         """Return whether the number of calls is known. It is not for compiled code."""
         return not self._kinds[place[0]].compiled
 
@@ -126,7 +126,7 @@ class Observed:
             if (kind.template, _key(kind, key)) not in self._shown
         }
 
-    def _count(self, place: Place) -> int:
+    def _count(self, place: KindLengths) -> int:
         kind = self._kinds[place[0]]
         if place[1] is None:
             return sum(self._left(kind).values()) if kind.lengths else kind.calls

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from profharness import stats
 from profharness.answers.agreement import backend_that_ran
-from profharness.answers.bench.evaluation import Benched
+from profharness.answers.bench.evaluation import BenchResult
 from profharness.answers.layers.layer_map import LayerMap, LayerRow, Regret, Suggestion, suggestions
 from profharness.config import OWN_CHOICE, SDP_BACKENDS, SDPA_BACKENDS, Config, parse_config
 from profharness.errors import NotFoundError
@@ -27,7 +27,7 @@ class BenchTimes:
     samples: dict[tuple[str, str], tuple[int, ...]]
 
     @classmethod
-    def of(cls, benched: Benched) -> BenchTimes:
+    def of(cls, benched: BenchResult) -> BenchTimes:
         return cls(
             {
                 (row.config, row.backend): benched.samples[row.config, row.backend][benched.ranking]
@@ -129,7 +129,7 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
     return [item for item in changes if item.advice and item.advice.config]
 
 
-def regret_map(layers: LayerMap, benched: Benched) -> LayerMap:
+def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     """Return the map with each row's savings per step, by a bench of its configs. Raise
     NotFoundError for a bench on another device, or without a time of any row.
     """
@@ -175,7 +175,7 @@ def _launch_bound(layers: LayerMap) -> bool:
     return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
-def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: BenchTimes) -> LayerRow:
+def _row(row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes) -> LayerRow:
     """Return the row with its best backend, which is what ran if none is shown to be faster."""
     if not _timeable(row):
         return row
@@ -206,7 +206,7 @@ def _row(row: LayerRow, layers: LayerMap, benched: Benched, times: BenchTimes) -
     return replace(judged, advice=(*advice, *_gains(judged, layers, times)))
 
 
-def _switch(row: LayerRow, layers: LayerMap, benched: Benched) -> str:
+def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
     """Return how to select the best backend."""
     chosen = {
         backend_that_ran(cell)
@@ -281,7 +281,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     return texts
 
 
-def _doubts(rows: Sequence[LayerRow], benched: Benched, times: BenchTimes) -> list[str]:
+def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -> list[str]:
     """Return what the figures leave out, and where bench and trace differ."""
     texts = []
     for row in rows:
@@ -311,7 +311,7 @@ def _doubts(rows: Sequence[LayerRow], benched: Benched, times: BenchTimes) -> li
     return [*texts, *bench_doubts(benched)]
 
 
-def bench_doubts(benched: Benched) -> list[str]:
+def bench_doubts(benched: BenchResult) -> list[str]:
     """Return what a bench does not show of kernels, and which part of it is left out."""
     texts = []
     # `wall` is a CPU's time, which has no launches

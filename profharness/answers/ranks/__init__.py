@@ -17,6 +17,6 @@ def compare_ranks(
 ) -> RankComparison:
     """Compare the ranks that `refs` select, as in `Store.ranks`."""
     # imports numpy, which no other reading command needs
-    from profharness.answers.ranks.outliers import compare
+    from profharness.answers.ranks.outliers import find_outliers
 
-    return compare(store, refs, threshold)
+    return find_outliers(store, refs, threshold)

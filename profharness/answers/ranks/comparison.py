@@ -27,7 +27,7 @@ WAIT_SHARE = 0.05  # of the span
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RankFinding:
     """A property of some ranks that most do not have."""
 
     code: str
@@ -81,7 +81,7 @@ class RankComparison:
     """The comparison of the ranks of one job."""
 
     rows: tuple[RankFigures, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[RankFinding, ...]
     world_size: int | None  # as recorded in its traces
     hosts: int | None
     spread: float | None  # standard deviation of the ratios without outliers

@@ -23,9 +23,9 @@ from profharness.answers.ranks.comparison import (
     SLOW_KERNELS,
     WAIT_SHARE,
     WAITS,
-    Finding,
     RankComparison,
     RankFigures,
+    RankFinding,
 )
 from profharness.answers.ranks.paces import (
     Launched,
@@ -47,7 +47,7 @@ BROAD = 0.5  # share of compute time in slow kernels from which a GPU is slow
 NAMES_SHOWN, RANKS_SHOWN = 3, 8
 
 
-def compare(store: Store, refs: Sequence[str], threshold: float) -> RankComparison:
+def find_outliers(store: Store, refs: Sequence[str], threshold: float) -> RankComparison:
     """Compare the ranks that `refs` select, as in `Store.ranks`. `threshold` is the smallest excess
     of a ratio for a slow GPU or kernel. Raise NotFoundError if fewer than two ranks have kernels.
     """
@@ -116,7 +116,7 @@ def _figures(
 
 def _slow(
     rows: list[RankFigures], ranks: Sequence[RankRow], table: Launched, threshold: float
-) -> tuple[list[RankFigures], list[Finding]]:
+) -> tuple[list[RankFigures], list[RankFinding]]:
     """Return the rows with their ratios, and findings about slow ranks. Only GPUs of one model are
     compared.
     """
@@ -144,14 +144,14 @@ def _slow(
                     f"compute kernels take {ratio - 1:.1%} longer {than}; "
                     f"{share:.0%} of their time lies in kernels that are slower"
                 )
-                findings.append(Finding(SLOW_GPU, (label,), text))
+                findings.append(RankFinding(SLOW_GPU, (label,), text))
                 continue
             kernel = table.kernels[int(table.kernel[pace.worst[place]])].short
             text = (
                 f"{kernel} takes {float(pace.worst_ratio[place]):.2f} times as long {than}; most of "
                 f"its other kernels do not, all compute kernels together take {ratio - 1:.1%} longer"
             )
-            findings.append(Finding(SLOW_KERNELS, (label,), text))
+            findings.append(RankFinding(SLOW_KERNELS, (label,), text))
     return made, findings
 
 
@@ -170,7 +170,7 @@ def _other_attention(
     places: Sequence[int],
     families: Sequence[Mapping[int, frozenset[str]]],
     table: Launched,
-) -> Iterator[Finding]:
+) -> Iterator[RankFinding]:
     """Yield a finding for each way in which ranks deviate, with all ranges in which they do."""
     found: dict[tuple[int, frozenset[str], Any, int], list[int]] = {}
     for place in places:
@@ -188,7 +188,7 @@ def _other_attention(
             f"attention ran {' + '.join(sorted(ran))}, on {number} of {len(rows)} ranks {others}"
             f"{_in_places([table.places[place] for place in where])}"
         )
-        yield Finding(OTHER_ATTENTION, _labels(rows, indices), text)
+        yield RankFinding(OTHER_ATTENTION, _labels(rows, indices), text)
 
 
 def _in_places(names: Sequence[str]) -> str:
@@ -204,7 +204,7 @@ def _other_kernels(
     rows: Sequence[RankFigures],
     families: Sequence[Mapping[int, frozenset[str]]],
     table: Launched,
-) -> Iterator[Finding]:
+) -> Iterator[RankFinding]:
     """Yield a finding for each way in which ranks deviate from the launch counts of most ranks."""
     seen: dict[int, dict[str, list[str]]] = {}
     for place, kernel, counts in uneven(table):
@@ -238,7 +238,7 @@ def _other_kernels(
         sentence = (
             text.replace("lacks", "lack").replace("alone has", "alone have") if several else text
         )
-        yield Finding(OTHER_KERNELS, _labels(rows, indices), f"against most ranks: {sentence}")
+        yield RankFinding(OTHER_KERNELS, _labels(rows, indices), f"against most ranks: {sentence}")
 
 
 def _own(families: Sequence[Mapping[int, frozenset[str]]], place: int) -> frozenset[str]:
@@ -251,7 +251,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(unique[:NAMES_SHOWN]) + (f" and {more} more kernels" if more > 0 else "")
 
 
-def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[Finding]:
+def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     texts = [json.dumps(rank.environment, sort_keys=True, default=str) for rank in ranks]
     base: dict[str, Any] = {}
     split: set[str] = set()  # keys without a value that most ranks share
@@ -272,30 +272,30 @@ def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> It
             text = f"{change.key} is {change.candidate}, on most ranks {change.baseline}"
             if change.explains:
                 text += f": {change.explains}"
-            yield Finding(OTHER_SOFTWARE, _labels(rows, indices), text)
+            yield RankFinding(OTHER_SOFTWARE, _labels(rows, indices), text)
 
 
-def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[Finding]:
+def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     models = [row.device for row in rows]
     usual = _usual(models)
     for model in dict.fromkeys(models):
         if usual and model != usual[0]:
             indices = [index for index, name in enumerate(models) if name == model]
             text = f"runs on {model or 'a GPU that is not told'}, most ranks on {usual[0]}"
-            yield Finding(OTHER_GPU, _labels(rows, indices), text)
+            yield RankFinding(OTHER_GPU, _labels(rows, indices), text)
 
 
-def _waits(rows: Sequence[RankFigures]) -> Iterator[Finding]:
+def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     shares = np.array([np.nan if row.idle_share is None else row.idle_share for row in rows])
     above, reach = outside(shares, SIGMAS)
     for index, row in enumerate(rows):
         if above[index] > max(WAIT_SHARE, float(np.nan_to_num(reach[index]))):
             usual = shares[index] - above[index]
             text = f"its GPU is idle for {shares[index]:.0%} of its span, those of the others for {usual:.0%}"
-            yield Finding(WAITS, (row.label,), text)
+            yield RankFinding(WAITS, (row.label,), text)
 
 
-def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[Finding]:
+def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]:
     """Report ranks that wait least in collectives, among those that ran equally many."""
     numbers = [n for n, kernel in table.kernels.items() if kernel.family == COLLECTIVE]
     counts = table.count[:, np.isin(table.kernel, numbers)].sum(axis=1).astype(int).tolist()
@@ -317,15 +317,15 @@ def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[Finding]:
                 f"spends {spent[index]:.0%} of its span in collectives, the others {usual_share:.0%}: "
                 "they wait for it there"
             )
-            yield Finding(LATE, (row.label,), text)
+            yield RankFinding(LATE, (row.label,), text)
 
 
-def _missing(ranks: Sequence[RankRow]) -> Iterator[Finding]:
+def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     size = max((rank.world_size or 0 for rank in ranks), default=0)
     absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
     if absent and any(rank.rank is not None for rank in ranks):
         names = few([str(rank) for rank in absent], RANKS_SHOWN)
-        yield Finding(MISSING, (), f"of {size} ranks these are not stored: {names}")
+        yield RankFinding(MISSING, (), f"of {size} ranks these are not stored: {names}")
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:
