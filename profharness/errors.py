@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -40,6 +42,10 @@ class ProfharnessError(Exception):
     """Base of all errors with a remedy. The command line prints it and exits with `exit_code`."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickled without calling __init__, whose parameters differ from `args` in subclasses
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class UsageError(ProfharnessError):

@@ -3,7 +3,6 @@
 python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     who is named in even and uneven jobs
 python scripts/bench_ranks.py many [--ranks N]                    how long a job of many ranks takes
 python scripts/bench_ranks.py ingest [--files N] [--mb N]         many files into one store, and again
-python scripts/bench_ranks.py merge [--mb N] [--rounds N]         a shard into a store, again and again
 """
 
 from __future__ import annotations
@@ -13,27 +12,22 @@ import json
 import os
 import resource
 import shutil
-import sqlite3
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from _frame import HERE, output
 from make_ranks import Fleet, make_ranks, read
-from make_trace import STACKED, make_trace
+from make_trace import STACKED
 
 from profharness.answers.ranks import compare_ranks
 from profharness.jobs.parallel_ingest import ingested, readers_of
 from profharness.store import ingest_path, open_store
-from profharness.store.schema import connect, make_shard
 
 SLOW = 1.05
 OF_A_GPU = ("kernel", "cuda_runtime", "user_annotation", "gpu_memcpy", "gpu_memset")
@@ -42,8 +36,6 @@ JSON_LOAD = (
     "import json, sys, time\nwith open(sys.argv[1]) as file:\n    json.load(file)\n"
     "print(time.process_time())"
 )
-# tables whose rows another store may have under other ids
-NAMED = ("kernels", "launch_configs", "op_paths", "apis", "range_names")
 WHOLE = (1000, 100)  # files and MB each, to which the ingest is projected
 
 
@@ -164,82 +156,21 @@ def ingest(files: int, megabytes: int) -> None:
         print(f"{WHOLE[0]:,} x {WHOLE[1]} MB on {cpus} free CPUs: {minutes:.1f} min")
 
 
-def merge(megabytes: int, rounds: int) -> None:
-    """What the merge of a shard costs, taken in as another run each time. The floor is one statement that
-    copies its launches as they are.
-    """
-    from profharness.store.ingest import ingest_source
-    from profharness.store.merge import merge_shard
-    from profharness.store.sources import read_source
-
-    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
-        trace, shard = Path(name) / "trace.json", Path(name) / "shard.db"
-        make_trace(STACKED, trace, megabytes * 10**6, "bare")
-        with closing(make_shard(shard)) as made:
-            result = ingest_source(shard, lambda: made, read_source(trace), None)
-            columns = ", ".join(
-                row[1] for row in made.execute("PRAGMA table_info(launches)") if row[1] != "id"
-            )
-        floor, same, other = (
-            opened.enter_context(
-                closing(connect(Path(name) / f"{store}.db", write=True, foreign_keys=False))
-            )
-            for store in ("floor", "same", "other")
-        )
-        _copy(
-            other, shard, *(f"INSERT INTO {table} SELECT * FROM shard.{table}" for table in NAMED)
-        )
-        for table in NAMED:
-            other.execute(f"UPDATE {table} SET id = id + 1000")
-        copy = f"INSERT INTO launches ({columns}) SELECT {columns} FROM shard.launches ORDER BY id"
-        spent: dict[str, list[float]] = {}
-        for number in range(rounds + 1):
-            run = f"run-{number}"
-            with closing(sqlite3.connect(shard)) as made, made:
-                made.execute("UPDATE runs SET run = ?, content_hash = ?", (run, run))
-
-            def merged(store: sqlite3.Connection, run: str = run) -> None:
-                merge_shard(store, shard, replace(result, run=run), run, whole=True)
-
-            works = {
-                "one statement": lambda: _copy(floor, shard, copy),
-                "merged": lambda: merged(same),
-                "merged, other ids": lambda: merged(other),
-            }
-            for what, work in works.items():
-                spent.setdefault(what, []).append(cost(work)[0])
-    print(f"{result.launches:,} launches, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
-    for what, costs in spent.items():
-        rates = [result.launches / each(costs[1:]) / 1e6 for each in (statistics.median, min)]
-        print(f"{what:24}{rates[0]:8.2f} M launches a CPU s, in its best round {rates[1]:.2f}")
-
-
-def _copy(store: sqlite3.Connection, shard: Path, *statements: str) -> None:
-    """Run statements with a shard attached."""
-    store.execute("ATTACH ? AS shard", (str(shard),))
-    for statement in statements:
-        store.execute(statement)
-    store.execute("DETACH shard")
-
-
 def main() -> None:
     """Measure one of them."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("what", choices=("fleets", "many", "ingest", "merge"))
+    made.add_argument("what", choices=("fleets", "many", "ingest"))
     made.add_argument("--fleets", type=int, default=100)
     made.add_argument("--ranks", type=int)
     made.add_argument("--files", type=int, default=40)
-    made.add_argument("--rounds", type=int, default=31)
     made.add_argument("--mb", type=int, default=100)
     options = made.parse_args()
     if options.what == "fleets":
         fleets(options.fleets, options.ranks or 8)
     elif options.what == "many":
         many(options.ranks or 1000)
-    elif options.what == "merge":
-        merge(options.mb, options.rounds)
     else:
         ingest(options.files, options.mb)
 

@@ -1,64 +1,63 @@
-"""Many sources into one store: a process a CPU reads them into shards, and this one merges the shards.
+"""Ingest many sources in parallel: worker processes parse them, and this process stores them.
 
-Shards are merged in the order of the sources, so that the store is the same as after a direct ingest. A
-source is in the store whole or not at all; what is not merged when all ends is read again the next time.
+Sources are stored in order, so the store is the same as after a sequential ingest. Each source is
+stored completely or not at all, and the next ingest stores those that are missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
-import shutil
+import pickle
+import select
 import signal
 import sqlite3
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import profharness.store as stores
 from profharness.errors import ProfharnessError, StoreError, UsageError, shown
-from profharness.files import exclusive
-from profharness.processes import END_GRACE_S, held, kill_group, read_end, start_python
+from profharness.processes import END_GRACE_S, held, kill_group, start_python
 from profharness.store.filesystems import refuse_network
-from profharness.store.schema import Writer, damaged, is_damage, require_folder
-from profharness.store.sources import find_sources
+from profharness.store.ingest import ingest_source
+from profharness.store.schema import Writer, damaged, is_altered, is_damage, require_folder
+from profharness.store.sources import Source, find_sources
+from profharness.trace import LaunchBatch, Trace
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
 
-READER = (
+WORKER = (
     "import sys; from profharness.processes import end_with_parent; "
-    "end_with_parent(int(sys.argv[1])); from profharness.store.reader import main; main()"
+    "end_with_parent(int(sys.argv[1])); from profharness.store.ingest_worker import main; main()"
 )
 LOCAL = "local"
-LOCK = "lock"
-AHEAD = 32  # shards a reader that may wait to be merged, so that a slow source fills no disk
-TRIES = 2  # of a source whose reader was killed: it may be another's memory that ran out
+TRIES = 2  # for a source whose worker was killed, perhaps because others used up the memory
 STEP_S = 0.2
-ERROR_CHARS = 300
-
-Plain = dict[str, Any]
+LOG_BYTES, ERROR_CHARS = 4096, 300
 
 
 @dataclass(frozen=True, slots=True)
 class IngestOutcome:
-    """What became of a source: results, or an error that names it."""
+    """The results of ingesting a source, or an error that contains its path."""
 
     source: Path
     results: tuple[IngestResult, ...] = ()
     error: str | None = None
 
 
+class WorkerLostError(Exception):
+    """A worker has ended before it replied."""
+
+
 def readers_of(scheduler: str) -> list[int]:
-    """The CPU of each reader of `local` (as many as this process may use) or `local:N`. Raises UsageError."""
+    """Return the CPU of each worker of `local` (one per usable CPU) or `local:N`. Raises UsageError."""
     cpus = sorted(os.sched_getaffinity(0))
     name, colon, number = scheduler.partition(":")
     if name != LOCAL or (colon and not (number.isdecimal() and 0 < int(number) <= 1024)):
@@ -70,116 +69,151 @@ def readers_of(scheduler: str) -> list[int]:
     return [cpus[index % len(cpus)] for index in range(count)]
 
 
-@dataclass
-class _Pool:
-    """Sources to be read, and what the readers' threads say of them."""
+class _Worker:
+    """A process that reads one source at a time. It is restarted for the next one if it is lost."""
 
-    store: Path
-    folder: Path
-    sources: Sequence[Path]
-    slots: threading.Semaphore
-    next: Iterator[int] = field(init=False)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    answers: queue.SimpleQueue[tuple[int, Plain]] = field(default_factory=queue.SimpleQueue)
-    children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    threads: list[threading.Thread] = field(default_factory=list)
-    closed: bool = False
+    def __init__(self, store: Path, cpu: int) -> None:
+        self._store, self._cpu = store, cpu
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self._source: Path | None = None
+        self._streams = False
 
-    def __post_init__(self) -> None:
-        self.next = iter(range(len(self.sources)))
+    def start(self, path: Path) -> None:
+        """Start reading a source. `source` reports errors."""
+        with contextlib.suppress(OSError):
+            if self._process is None:
+                self._process = self._start()
+            self._request("source", path)
+            self._source = path
 
-    def shard(self, index: int) -> Path:
-        return self.folder / f"{index}.db"
+    def source(self, path: Path, waiting: Callable[[], None]) -> Source:
+        """Return a source. Call `waiting` while it is being read.
 
-    def read(self, number: int, cpu: int) -> None:
-        """What a reader's thread does until no source is left."""
-        child: subprocess.Popen[bytes] | None = None
-        while True:
-            self.slots.acquire()
-            with self.lock:
-                index = next(self.next, None)
-            if index is None or self.closed:
-                break
-            answer: Plain = {}
-            for _ in range(TRIES):
-                try:
-                    child = self._started(number, cpu) if child is None else child
-                    answer = self._asked(child, index)
-                except OSError as error:  # no process, no memory
-                    answer = {"error": f"{shown(self.sources[index])}: {error.strerror or error}"}
-                if "lost" not in answer or self.closed:
-                    break
-                child = None
-            if "lost" in answer:
-                answer = {"error": f"{shown(self.sources[index])}: {answer['lost']}"}
-            self.answers.put((index, answer))
-        if child is not None:
-            _wait_for_end(child)
+        Raises WorkerLostError, or what reading the source raises.
+        """
+        if self._process is None:
+            self._process = self._start()
+        if self._source != path:
+            self._request("source", path)
+        self._source = None
+        assert self._process.stdout is not None
+        while not select.select([self._process.stdout], [], [], STEP_S)[0]:
+            waiting()
+        source: Source = self._reply()
+        return source
 
-    def _log(self, number: int) -> Path:
-        return self.folder / f"{number}.log"
+    def take(self, path: Path, _: str) -> tuple[Trace, Iterator[LaunchBatch]]:
+        """Return a trace of the source. Raises what parsing it raises."""
+        self._request("trace", path)
+        trace, first = self._reply()
+        return replace(trace, close=self._drain), self._batches(path, first)
 
-    def _started(self, number: int, cpu: int) -> subprocess.Popen[bytes]:
-        with self.lock, self._log(number).open("wb") as errors:
-            if self.closed:
-                raise OSError("ended")
-            child = start_python(READER, str(os.getpid()), stderr=errors, start_new_session=True)
-            self.children[number] = child
-        with contextlib.suppress(OSError, AttributeError):  # it has ended, or there is no such call
-            os.sched_setaffinity(child.pid, {cpu})
-        return child
+    def _batches(self, path: Path, first: list[LaunchBatch]) -> Iterator[LaunchBatch]:
+        yield from first
+        self._request("batches", path)
+        self._streams = True
+        while (batch := self._streamed()) is not None:
+            yield batch
 
-    def _asked(self, child: subprocess.Popen[bytes], index: int) -> Plain:
-        assert child.stdin is not None and child.stdout is not None
-        paths = {"store": self.store, "shard": self.shard(index), "source": self.sources[index]}
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            task = {name: os.fspath(path) for name, path in paths.items()}
-            child.stdin.write(json.dumps(task).encode() + b"\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
-        if line.endswith(b"\n"):
-            answer: Plain = json.loads(line)
-            return answer
-        code = _wait_for_end(child)
-        (number,) = [key for key, value in self.children.items() if value is child]
-        words = read_end(self._log(number)).strip().splitlines()[-1:]
+    def _streamed(self) -> LaunchBatch | None:
+        batch: LaunchBatch | None = None
+        try:
+            batch = self._reply()
+        finally:
+            self._streams = batch is not None
+        return batch
+
+    def _drain(self) -> None:
+        """Skip the remaining batches, so that the next reply belongs to the next request."""
+        with contextlib.suppress(ProfharnessError, OSError, WorkerLostError):
+            while self._streams:
+                self._streamed()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
+        self._source, self._streams = None, False
+        arguments = (str(os.getpid()), os.fspath(self._store))
+        process = start_python(WORKER, *arguments, stderr=self._log, start_new_session=True)
+        with contextlib.suppress(OSError, AttributeError):  # it has ended, or not on Linux
+            os.sched_setaffinity(process.pid, {self._cpu})
+        return process
+
+    def _request(self, name: str, path: Path) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # reading the reply reports it
+            self._process.stdin.write(pickle.dumps((name, path)))
+            self._process.stdin.flush()
+
+    def _reply(self) -> Any:
+        assert self._process is not None and self._process.stdout is not None
+        try:
+            reply = pickle.load(self._process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise WorkerLostError(self._lost()) from None
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def _lost(self) -> str:
+        """Describe how the process ended, and prepare for a new one."""
+        assert self._process is not None and self._log is not None
+        process, log = self._process, self._log
+        self._close_pipes()
+        code = process.wait()
+        self._process = None
+        with log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()[-1:]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         if code == -signal.SIGKILL:
             how += ", as the system does where memory runs out"
-        return {
-            "lost": f"the process that read it {how}"
-            + "".join(f": {w[:ERROR_CHARS]}" for w in words)
-        }
+        return f"the process that read it {how}" + "".join(
+            f": {line[:ERROR_CHARS]}" for line in lines
+        )
+
+    def _close_pipes(self) -> None:
+        assert self._process is not None
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):  # an unread request
+                    stream.close()
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started."""
+        # the process id of an ended process may belong to another one
+        if self._process is not None and self._process.poll() is None:
+            kill_group(self._process, number)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the process has ended, for at most some seconds."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, seconds))
 
     def close(self) -> None:
-        """End all readers, and what they have started."""
+        """Close the pipes and the log of a process that has ended."""
+        if self._process is not None and self._log is not None:
+            self._close_pipes()
+            self._log.close()
+
+
+@contextlib.contextmanager
+def _workers(store: Path, cpus: Iterable[int]) -> Iterator[list[_Worker]]:
+    """Yield one worker per CPU. They end with the block."""
+    workers = [_Worker(store, cpu) for cpu in cpus]
+    try:
+        yield workers
+    finally:
         with held():
-            with self.lock:
-                self.closed = True
-                children = list(self.children.values())
-            for _ in self.threads:
-                self.slots.release()
             for number in (signal.SIGTERM, signal.SIGKILL):
-                for child in children:
-                    # one that has ended has given its number back
-                    if child.poll() is None:
-                        kill_group(child, number)
+                for worker in workers:
+                    worker.kill(number)
                 deadline = time.monotonic() + END_GRACE_S
-                for child in children:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(max(0.0, deadline - time.monotonic()))
-            for thread in self.threads:
-                thread.join(END_GRACE_S)
-
-
-def _wait_for_end(child: subprocess.Popen[bytes]) -> int:
-    """The return code of a reader that has nothing more to do, or has ended."""
-    for stream in (child.stdin, child.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):  # a task that it did not read
-                stream.close()
-    return child.wait()
+                for worker in workers:
+                    worker.wait(deadline - time.monotonic())
+            for worker in workers:
+                worker.close()
 
 
 def ingest_sources(
@@ -188,40 +222,70 @@ def ingest_sources(
     cpus: Sequence[int],
     waiting: Callable[[], None] = lambda: None,
 ) -> Generator[IngestOutcome, None, None]:
-    """Read sources side by side, one reader a CPU of the list, and take them into the store; what became
-    of each, in their order. waiting is called while nothing comes.
+    """Ingest sources with one worker per CPU in `cpus`. Yield their outcomes in order.
 
-    Readers end with the iteration: close it where it ends early. Raises StoreError for a store that
-    cannot be used.
+    Each worker parses at most one source ahead, so memory is bounded by the number of workers.
+    `waiting` is called while no source is ready. Close the generator to end the workers early.
+    Raises StoreError if the store cannot be used.
     """
     refuse_network(store)
-    with ExitStack() as opened:
-        folder = opened.enter_context(_shard_folder(store))
-        slots = threading.Semaphore(AHEAD * len(cpus))
-        pool = _Pool(store, folder, sources, slots)
-        opened.callback(pool.close)
-        writer = opened.enter_context(closing(Writer(store)))
-        for number, cpu in enumerate(cpus[: len(sources)]):
-            thread = threading.Thread(target=pool.read, args=(number, cpu), daemon=True)
-            pool.threads.append(thread)
-            thread.start()
-        held_back: dict[int, Plain] = {}
+    require_folder(store)
+    with (
+        closing(Writer(store)) as writer,
+        _workers(store, cpus[: len(sources)]) as workers,
+    ):
+        for worker, path in zip(workers, sources, strict=False):
+            worker.start(path)
         for index, path in enumerate(sources):
-            while index not in held_back:
-                with contextlib.suppress(queue.Empty):
-                    done, answer = pool.answers.get(timeout=STEP_S)
-                    held_back[done] = answer
-                    continue
-                waiting()
-            yield _taken(store, writer, pool.shard(index), path, held_back.pop(index))
-            pool.shard(index).unlink(missing_ok=True)
-            slots.release()
+            worker = workers[index % len(workers)]
+            outcome = _ingest(store, writer, worker, path, waiting)
+            if index + len(workers) < len(sources):
+                worker.start(sources[index + len(workers)])
+            yield outcome
+
+
+def _ingest(
+    store: Path,
+    writer: Callable[[], sqlite3.Connection],
+    worker: _Worker,
+    path: Path,
+    waiting: Callable[[], None],
+) -> IngestOutcome:
+    lost = ""
+    for _ in range(TRIES):
+        try:
+            source = worker.source(path, waiting)
+            return IngestOutcome(path, (ingest_source(store, writer, source, None, worker),))
+        except WorkerLostError as error:
+            lost = f"{shown(path)}: {error}"
+        except StoreError:
+            raise
+        except ProfharnessError as error:
+            return IngestOutcome(path, error=str(error))
+        except MemoryError:
+            return IngestOutcome(
+                path, error=f"{shown(path)}: there was not enough memory to read it"
+            )
+        except OSError as error:  # TMPDIR is full, the file was deleted, no process can be started
+            reason = error.strerror or f"{type(error).__name__}: {error}"
+            return IngestOutcome(
+                path, error=f"{shown(path)}: {error.filename or 'TMPDIR'}: {reason}"
+            )
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if is_damage(error) or is_altered(error):
+                raise damaged(store, error) from None
+            raise StoreError(
+                f"{store}: cannot be written: {error}; the sources stored before are kept; once this is "
+                "fixed, the same command stores the others; or name another --store"
+            ) from None
+    return IngestOutcome(path, error=lost)
 
 
 def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[IngestResult]:
-    """Take all sources of these paths in; without a scheduler this process reads them. Raises
-    TraceFormatError for a path that is none, ProfharnessError for sources that readers could not take in,
-    once all others are.
+    """Ingest all sources at or below paths, in this process if there is no scheduler.
+
+    Raises TraceFormatError for a path without sources. Raises ProfharnessError for sources that
+    workers could not ingest, after ingesting all others.
     """
     if scheduler is None:
         results = [result for path in paths for result in stores.ingest_path(store, path)]
@@ -229,71 +293,11 @@ def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[
         return results
     cpus = readers_of(scheduler)
     sources = [source for path in paths for source in find_sources(path)]
-    with closing(ingest_sources(store, sources, cpus)) as taken:
-        outcomes = list(taken)
+    with closing(ingest_sources(store, sources, cpus)) as ingesting:
+        outcomes = list(ingesting)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     results = [result for outcome in outcomes for result in outcome.results]
     stores.require_stored(store, results, len(errors))
     if errors:
         raise ProfharnessError("\n".join(errors))
     return results
-
-
-def _taken(
-    store: Path,
-    writer: Callable[[], sqlite3.Connection],
-    shard: Path,
-    path: Path,
-    answer: Plain,
-) -> IngestOutcome:
-    if "error" in answer:
-        return IngestOutcome(path, error=answer["error"])
-    content_hash, whole = answer.pop("content_hash"), answer.pop("whole")
-    kept = Path(answer["kept"]) if answer["kept"] else None
-    texts = {"source": path, "kept": kept, "warnings": tuple(answer["warnings"])}
-    result = stores.IngestResult(**answer | texts)
-    if result.status == "unchanged":
-        return IngestOutcome(path, (result,))
-    try:
-        merged = stores.merge_shard(writer(), shard, result, content_hash, whole=whole)
-        return IngestOutcome(path, (merged,))
-    except StoreError:
-        raise
-    except ProfharnessError as error:  # the store has more of this run
-        return IngestOutcome(path, error=str(error))
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        if is_damage(error):
-            raise damaged(store, error) from None
-        raise StoreError(
-            f"{store}: cannot be written: {error}; what was stored stays, and the same command goes on "
-            "once that is mended; or name another --store"
-        ) from None
-
-
-@contextmanager
-def _shard_folder(store: Path) -> Iterator[Path]:
-    """A folder for shards beside the store, which has room for the store too. What a killed process
-    has left there goes first. Raises StoreError where there can be none.
-    """
-    require_folder(store)
-    name = f".{store.name}.shards-"
-    for left in store.parent.glob(f"{name}*"):
-        with exclusive(left / LOCK) as holder:
-            if holder is None:
-                shutil.rmtree(left, ignore_errors=True)
-    while True:
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=name, dir=store.parent))
-        except OSError as error:
-            raise StoreError(
-                f"{store.parent}: shards cannot be written there: {error.strerror}; "
-                "name a --store elsewhere, or leave --scheduler out"
-            ) from None
-        with exclusive(folder / LOCK) as holder:
-            # another process that looks for what was left may have taken it
-            if holder is None and (folder / LOCK).exists():
-                try:
-                    yield folder
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
-                return

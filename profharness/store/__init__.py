@@ -22,7 +22,6 @@ from profharness.store.selection import (
 if TYPE_CHECKING:
     from profharness.store.frames import frame, query, to_frame
     from profharness.store.ingest import IngestResult, ingest_path, require_stored
-    from profharness.store.merge import merge_shard
 
 __all__ = [
     "ALL_RUNS",
@@ -36,14 +35,13 @@ __all__ = [
     "Store",
     "frame",
     "ingest_path",
-    "merge_shard",
     "open_store",
     "query",
     "require_stored",
     "to_frame",
 ]
 
-_LATE = dict.fromkeys(("frame", "query", "to_frame"), "frames") | {"merge_shard": "merge"}
+_LATE = dict.fromkeys(("frame", "query", "to_frame"), "frames")
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,7 @@ from profharness.store.schema import (
 )
 from profharness.store.sources import Raw, Source, find_sources, read_source
 from profharness.store.templates import insert_journals
-from profharness.store.trace_cache import ParsedTraceCache
+from profharness.store.trace_cache import ParsedTraces
 from profharness.store.validate_input import check_record, check_tables
 from profharness.trace import LaunchBatch, Trace
 
@@ -106,7 +106,7 @@ def ingest_path(
     source: Path,
     *,
     progress: Progress | None = None,
-    cache: ParsedTraceCache | None = None,
+    cache: ParsedTraces | None = None,
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or all of them below a folder, in sorted order.
 
@@ -191,7 +191,7 @@ def ingest_source(
     writer: Callable[[], sqlite3.Connection],
     source: Source,
     progress: Progress | None,
-    cache: ParsedTraceCache | None = None,
+    cache: ParsedTraces | None = None,
 ) -> IngestResult:
     """Parse and store one source.
 
@@ -226,10 +226,10 @@ def ingest_source(
                 source = replace(source, raws=raws)
 
 
-def _open(raw: Raw, opened: ExitStack, cache: ParsedTraceCache | None) -> _Parsed:
+def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
     """Parse a trace up to its first batch: most of the work, done before the store is locked."""
-    kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
     try:
+        kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
         trace, early = kept or (open_trace(raw.path), None)
         opened.callback(trace.close)
         if raw.profiler not in (None, trace.profiler):

@@ -19,7 +19,7 @@ from profharness.parse.columns import distinct
 from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
-from profharness.store.schema import Shard, insert_row
+from profharness.store.schema import insert_row
 from profharness.store.tables import GROUP_KEYS
 from profharness.store.traced_calls import CallLaunches
 from profharness.trace import (
@@ -87,8 +87,7 @@ def row_id(
     existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
     if existing:
         return int(existing[0])
-    told = connection.id_of(table, where, values) if isinstance(connection, Shard) else {}
-    return insert_row(connection, table, {**told, **key, **more()})
+    return insert_row(connection, table, {**key, **more()})
 
 
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:

@@ -12,9 +12,10 @@ import sqlite3
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,53 +65,9 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 def _initial(db: Any) -> None:
-    for statement in _statements():
+    views = (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
+    for statement in chain(TABLES.split(";"), views):
         db.execute(statement)
-
-
-def _statements() -> Iterator[str]:
-    """Yield the statements that create the schema."""
-    yield from (text.strip() for text in TABLES.split(";"))
-    yield from (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
-
-
-class Shard(sqlite3.Connection):
-    """A connection to a store of one source, which another store takes in.
-
-    stored: a connection to that. A row that sources share gets the id that it has there, so that rows
-    which refer to it can be copied as they are; where it is new, the next one there.
-    """
-
-    stored: sqlite3.Connection | None = None
-
-    def id_of(self, table: str, where: str, values: Sequence[object]) -> dict[str, int]:
-        """The id for a new row of a table, unless SQLite is to give one. where: what it is known by."""
-        if self.stored is None:
-            return {}
-        known = self.stored.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
-        if known is None:
-            query = f"SELECT coalesce(max(id), 0) + 1 FROM {table}"
-            return {"id": max(each.execute(query).fetchone()[0] for each in (self, self.stored))}
-        # a row that was new here may have it, where another source is taken in meanwhile
-        free = self.execute(f"SELECT 1 FROM {table} WHERE id = ?", known).fetchone() is None
-        return {"id": known[0]} if free else {}
-
-
-def make_shard(path: Path, stored: sqlite3.Connection | None = None) -> Shard:
-    """A connection to a new store of one source. It is lost with a crash of this machine, and needs no
-    migrations.
-    """
-    connection = sqlite3.connect(path, isolation_level=None, factory=Shard)
-    connection.stored = stored
-    connection.execute("PRAGMA journal_mode = MEMORY")
-    connection.execute("PRAGMA synchronous = OFF")
-    connection.execute("PRAGMA foreign_keys = OFF")
-    with transaction(connection):
-        for statement in _statements():
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {STORE_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    return connection
 
 
 def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from profharness.errors import TraceFormatError
 from profharness.parse import open_trace
@@ -13,6 +14,13 @@ from profharness.store.sources import hash_file
 from profharness.trace import LaunchBatch, Trace
 
 MOST_BYTES = 16 << 20  # of trace files; parsed traces take several times as much memory
+
+
+class ParsedTraces(Protocol):
+    """Traces that were parsed before, by this or another process."""
+
+    def take(self, path: Path, content_hash: str) -> tuple[Trace, Iterator[LaunchBatch]] | None:
+        """Return a parsed trace, None if it must be parsed. Raises TraceFormatError."""
 
 
 class ParsedTraceCache:

@@ -1,14 +1,17 @@
-"""`ingest --scheduler local`: the same store as without, whatever ends a process in the middle."""
+"""`ingest --scheduler local` gives the store of a sequential ingest, even if processes are killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from make_ranks import Fleet, make_ranks, read
@@ -17,23 +20,29 @@ from waiting import PATIENCE_S, alive, until
 
 import profharness
 from profharness.errors import ProfharnessError, UsageError
+from profharness.jobs import parallel_ingest
 from profharness.jobs.parallel_ingest import ingest_sources, readers_of
+from profharness.parse.attribution import CHUNK_ROWS
+from profharness.run import RUN_FILE, read_run
 from profharness.store import ingest_path
-from profharness.store.reader import answered
+from profharness.store.ingest_worker import SourceReader
 from profharness.store.schema import connect
-from profharness.store.sources import find_sources
+from profharness.store.sources import find_sources, read_source
+from profharness.trace import LaunchBatch, Trace
 
+ROOT = Path(__file__).parents[2]
+MODELS, CAPTURED = ROOT / "traces" / "models", ROOT / "traces" / "h200-torch-nsys-ncu"
 RANKS = 5
 DAMAGED = "rank3b.json"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces of a job's ranks, one of them damaged, and `direct.db`, into which they were ingested."""
+    """Return a folder with traces of a job's ranks, one damaged, and their store `direct.db`."""
     folder = tmp_path_factory.mktemp("job")
     paths = make_ranks(read(), folder / "ranks", Fleet(RANKS))
     with closing(connect(folder / "empty.db", write=True)):
-        pass  # a store that is there saves each process what makes one
+        pass  # copies of an empty store are made faster than new stores
     shutil.copyfile(folder / "empty.db", folder / "direct.db")
     for path in paths:
         ingest_path(folder / "direct.db", path)
@@ -42,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(folder: Path, store: Path) -> subprocess.Popen[str]:
-    """Two readers' ingest of the folder into an empty store."""
+    """Start to ingest the folder into an empty store with two workers."""
     shutil.copyfile(folder / "empty.db", store)
     command = [sys.executable, "-m", "profharness", "ingest", "ranks", "--store", str(store)]
     return subprocess.Popen(
@@ -56,7 +65,7 @@ def started(folder: Path, store: Path) -> subprocess.Popen[str]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this one has started."""
+    """Return the ids of the child processes of a process."""
     try:
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -64,10 +73,10 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def test_the_store_is_that_of_a_direct_ingest_and_a_damaged_file_fails_alone(
+def test_store_equals_sequential_ingest_and_damaged_file_fails_alone(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Also where a reader is killed: another one reads its source again."""
+    """This includes a killed worker, whose source another one reads again."""
     store = tmp_path / "s.db"
     process = started(folder, store)
     until(lambda: children(process.pid), process)
@@ -80,7 +89,7 @@ def test_the_store_is_that_of_a_direct_ingest_and_a_damaged_file_fails_alone(
     assert f"1 of {RANKS + 1} sources could not be taken in" in errors
     assert f"compare the {RANKS} ranks with: profharness ranks trace-" in errors
     mine, direct = contents(store), contents(folder / "direct.db")
-    for rows in (mine, direct):  # as the one was given, and the other
+    for rows in (mine, direct):  # the paths of the sources differ
         rows["runs"] = [row[:5] + row[6:] for row in rows["runs"]]
     assert mine == direct
     again = ingest_sources(store, find_sources(folder / "ranks"), readers_of("local:1"))
@@ -92,20 +101,20 @@ def test_the_store_is_that_of_a_direct_ingest_and_a_damaged_file_fails_alone(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_what_ends_in_the_middle_leaves_whole_sources_and_no_process(
+def test_killed_ingest_leaves_complete_sources_and_no_process(
     number: signal.Signals, folder: Path, tmp_path: Path
 ) -> None:
-    """Killed once something is stored, interrupted as soon as there are readers."""
+    """It is killed after a source is stored, and interrupted as soon as there are workers."""
     store = tmp_path / "s.db"
     process = started(folder, store)
     until(lambda: len(children(process.pid)) == 2, process)
-    readers = children(process.pid)
+    workers = children(process.pid)
     assert process.stdout is not None
     if number == signal.SIGKILL:
         assert "rank0.json: new" in process.stdout.readline()
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE_S)
-    until(lambda: not any(map(alive, readers)))
+    until(lambda: not any(map(alive, workers)))
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert f"of {RANKS + 1} sources are done; the same command goes on" in errors
@@ -118,24 +127,98 @@ def test_what_ends_in_the_middle_leaves_whole_sources_and_no_process(
     assert [path.name for path in tmp_path.iterdir()] == ["s.db"]
 
 
-def test_a_source_is_read_while_the_store_is_being_made(folder: Path, tmp_path: Path) -> None:
-    """A file that is empty so far is no store yet, and no reason to fail."""
-    store, shard = tmp_path / "s.db", tmp_path / "shard.db"
-    source = folder / "ranks" / "rank0.json"
-    task = {"store": str(store), "shard": str(shard), "source": str(source)}
-    store.touch()
-    assert answered(task)["status"] == "new" and shard.stat().st_size > 0
-    store.unlink()
-    assert answered(task)["status"] == "new" and not store.exists()
+def test_source_is_parsed_while_store_is_being_created(folder: Path, tmp_path: Path) -> None:
+    """An empty file is not a store yet."""
+    store, path = tmp_path / "s.db", folder / "ranks" / "rank0.json"
+    for make in (store.touch, store.unlink):
+        make()
+        with closing(SourceReader(store)) as reader:
+            assert reader.source(path).content_hash == read_source(path).content_hash
+            trace, first = reader.trace(path)
+            batches = list(reader.batches(path))
+            assert batches.pop() is None
+            launches = sum(len(batch.kernel) for batch in (*first, *batches) if batch)
+            assert launches == trace.num_launches > 0
+
+
+def test_sources_of_all_kinds_are_stored_as_by_sequential_ingest(tmp_path: Path) -> None:
+    """These are runs with several traces, one of them damaged, calls of models, and counters."""
+    damaged, rewritten = tmp_path / "damaged", tmp_path / "rewritten"
+    shutil.copytree(CAPTURED, damaged)
+    trace = next(damaged.glob("nsys*.sqlite*"))
+    trace.write_bytes(trace.read_bytes()[: trace.stat().st_size // 2])
+    shutil.copytree(CAPTURED, rewritten)
+    (rewritten / RUN_FILE).write_text(
+        (rewritten / RUN_FILE).read_text().replace(read_run(CAPTURED).run, "20261124-rewritten")
+    )
+    models = [MODELS / "vit.json.gz", MODELS / "llama_eager.json.gz"]
+    sources = [rewritten, models[0], damaged, models[1], CAPTURED / "ncu-1.csv"]
+    direct, store = tmp_path / "direct.db", tmp_path / "s.db"
+    results = [result for source in sources for result in ingest_path(direct, source)]
+    with closing(ingest_sources(store, sources, readers_of("local:2"))) as outcomes:
+        assert [result for outcome in outcomes for result in outcome.results] == results
+    stored = contents(store)
+    assert stored == contents(direct)
+    assert all(stored[name] for name in ("metrics", "calls", "cells", "device_times"))
+
+
+def test_worker_killed_twice_is_an_error_of_its_source(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is killed while batches are sent. The transaction is rolled back."""
+    first, second = folder / "ranks" / "rank0.json", folder / "ranks" / "rank1.json"
+    taken = parallel_ingest._Worker.take
+    kills = []
+
+    def take(worker: Any, path: Path, content_hash: str) -> tuple[Trace, Iterator[LaunchBatch]]:
+        trace, batches = taken(worker, path, content_hash)
+
+        def killed() -> Iterator[LaunchBatch]:
+            yield next(batches)
+            worker.kill(signal.SIGKILL)
+            kills.append(path)
+            yield from batches
+
+        return trace, killed() if path == first else batches
+
+    monkeypatch.setattr(parallel_ingest._Worker, "take", take)
+    store = tmp_path / "s.db"
+    with closing(ingest_sources(store, [first, second], readers_of("local:1"))) as outcomes:
+        failed, stored = list(outcomes)
+    assert (
+        failed.error is not None and "the process that read it was ended by SIGKILL" in failed.error
+    )
+    assert kills == [first, first]
+    assert [result.status for result in stored.results] == ["new"]
+    assert len(contents(store)["runs"]) == 1
+
+
+def test_unfinished_trace_does_not_affect_the_next_source(folder: Path, tmp_path: Path) -> None:
+    """A worker sends batches until the end, also if the writer fails before."""
+    properties = {"id": 0, "name": "NVIDIA H200", "computeMajor": 9, "computeMinor": 0}
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "dur": 1}
+    arguments = {"device": 0, "stream": 7}
+    events = [
+        kernel | {"ts": 2 * number, "args": arguments | {"correlation": number + 1}}
+        for number in range(2 * CHUNK_ROWS + 1)
+    ]
+    large, next_ = tmp_path / "large.json", folder / "ranks" / "rank0.json"
+    large.write_text(json.dumps({"deviceProperties": [properties], "traceEvents": events}))
+    with parallel_ingest._workers(tmp_path / "s.db", readers_of("local:1")) as (worker,):
+        worker.source(large, lambda: None)
+        trace, batches = worker.take(large, "")
+        assert len(next(batches).kernel) + len(next(batches).kernel) < trace.num_launches
+        trace.close()
+        assert worker.source(next_, lambda: None).path == next_
 
 
 @pytest.mark.parametrize("text", ["local:0", "local:x", "tls://head:8786", "slurm:x.sbatch"])
-def test_another_scheduler_is_wrong_usage(text: str) -> None:
+def test_other_scheduler_is_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="`local:N`"):
         readers_of(text)
 
 
-def test_a_process_reads_on_one_cpu() -> None:
+def test_each_worker_has_one_cpu() -> None:
     cpus = sorted(os.sched_getaffinity(0))
     assert readers_of("local") == cpus
     assert readers_of(f"local:{len(cpus) + 1}") == [*cpus, cpus[0]]

@@ -1,0 +1,127 @@
+"""Read sources for another process, which stores them.
+
+Requests on stdin are pickled pairs of a name and a path; replies on stdout are pickled too:
+
+* `source`: the Source at a path. Its traces are parsed unless the store contains them.
+* `trace`: the Trace of a file, and a list with its first batch
+* `batches`: the other batches of that trace, one reply each, then None
+
+An exception as a reply is to be raised.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sqlite3
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+
+from profharness.errors import ProfharnessError, StoreError
+from profharness.parse import open_trace
+from profharness.store.ingest import unchanged
+from profharness.store.schema import connect
+from profharness.store.sources import Source, read_source
+from profharness.trace import LaunchBatch, Trace
+
+Parsed = tuple[Trace, list[LaunchBatch], Iterator[LaunchBatch]]
+
+
+class SourceReader:
+    """Reads one source at a time, and keeps its parsed traces until they are requested."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._opened = ExitStack()
+        self._parsed: dict[Path, Parsed | Exception] = {}
+        self._rest: dict[Path, Iterator[LaunchBatch]] = {}
+
+    def source(self, path: Path) -> Source:
+        """Return a source. Parse its traces unless the store contains it. Forget the one before."""
+        self.close()
+        source = read_source(path)
+        if not self._is_stored(source):
+            for raw in source.raws:
+                if raw.problem is None:
+                    try:
+                        self._parsed[raw.path] = self._parse(raw.path)
+                    except (ProfharnessError, OSError, MemoryError) as error:
+                        self._parsed[raw.path] = error
+        return source
+
+    def trace(self, path: Path) -> tuple[Trace, list[LaunchBatch]]:
+        """Return a trace without its functions, and its first batch."""
+        parsed = self._parsed.pop(path, None) or self._parse(path)
+        if isinstance(parsed, Exception):
+            raise parsed
+        trace, first, self._rest[path] = parsed
+        return replace(trace, batches=_no_batches, close=_close_nothing), first
+
+    def batches(self, path: Path) -> Iterator[LaunchBatch | None]:
+        """Yield the batches of a trace after the first one, then None."""
+        yield from self._rest.pop(path)
+        yield None
+
+    def close(self) -> None:
+        """Remove the temporary files of all traces."""
+        self._opened.close()
+        self._parsed, self._rest = {}, {}
+
+    def _parse(self, path: Path) -> Parsed:
+        trace = open_trace(path)
+        self._opened.callback(trace.close)
+        batches = trace.batches()
+        return trace, list(islice(batches, 1)), batches
+
+    def _is_stored(self, source: Source) -> bool:
+        # the writer reports a store that cannot be used
+        with (
+            suppress(StoreError, sqlite3.Error),
+            closing(connect(self._store, write=False)) as connection,
+        ):
+            return unchanged(connection, source) is not None
+        return False
+
+
+def _no_batches() -> Iterator[LaunchBatch]:
+    return iter(())
+
+
+def _close_nothing() -> None:
+    pass
+
+
+def main() -> None:
+    """Reply to requests until stdin ends, or SIGTERM. Subprocesses end with this process."""
+    signal.signal(signal.SIGTERM, _exit)
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of libraries must not be taken for a reply
+
+    def reply(value: object) -> None:
+        pickle.dump(value, replies, pickle.HIGHEST_PROTOCOL)
+        replies.flush()
+
+    with closing(SourceReader(Path(sys.argv[2]))) as reader, suppress(EOFError):
+        while True:
+            name, path = pickle.load(sys.stdin.buffer)
+            try:
+                if name == "batches":
+                    for batch in reader.batches(path):
+                        reply(batch)
+                else:
+                    reply(reader.source(path) if name == "source" else reader.trace(path))
+            except BrokenPipeError:
+                return
+            except (ProfharnessError, OSError, MemoryError) as error:
+                reply(error)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
+    raise SystemExit(128 + number)
