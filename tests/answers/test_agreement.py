@@ -1,4 +1,4 @@
-"""The four witnesses of a cell: where they agree, and the line for each way in which they do not."""
+"""The four witnesses of a cell: where they agree, and the line for each kind of disagreement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def h200(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(tmp_path: Path, cells: tuple[Cell, ...], **environment: object) -> list[CellRow]:
-    """The cells as a store answers them, made on the H200 of traces/ unless told otherwise."""
+    """Return the cells as read from a store, on the H200 of traces/ by default."""
     told = read_run(H200).environment | environment
     folder = tmp_path / "20260101-000000-aaaa"
     folder.mkdir()

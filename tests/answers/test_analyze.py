@@ -1,4 +1,4 @@
-"""Analyses of real H200 runs with figures checked by hand, and rules on launches made for them."""
+"""Analyses of real H200 runs with figures checked by hand, and rules on synthetic launches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MANY_SMS = replace(MACHINE, device=replace(H200, num_sms=10007))  # never a pers
 
 @pytest.fixture(scope="module")
 def h200(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], CellAnalysis]:
-    """Every cell of the run that three profilers saw, by config and backend."""
+    """Return every cell of the run with three profilers, by config and backend."""
     path = tmp_path_factory.mktemp("analysis") / "s.db"
     ingest_path(path, TRACES / "h200-torch-nsys-ncu")
     with open_store(path) as store:
@@ -60,7 +60,7 @@ def test_waves_and_splits_of_flash(h200: dict[tuple[str, str], CellAnalysis]) ->
     flash = h200[SQUARE, "flash"]
     one = evidence(flash, "one_wave")
     assert (one["blocks"], one["SMs"]) == (256, 132)
-    assert one["waves"] == pytest.approx(256 / (2 * 132), abs=1e-3)  # 0.97; two blocks an SM
+    assert one["waves"] == pytest.approx(256 / (2 * 132), abs=1e-3)  # 0.97; two blocks per SM
     combine = evidence(flash, "split_overhead")
     assert combine["share"] == pytest.approx(5.10 / 12.75, abs=0.01)
     assert flash.remedies[0].findings == ("split_overhead",)
@@ -85,7 +85,7 @@ def test_dram_bytes_of_decode_are_the_compulsory_ones(
     assert flash.finding("compute_bound") is None
     assert flash.bottleneck == "combine"  # 9.3 of 17.0 µs
     assert evidence(flash, "split_overhead")["share"] == pytest.approx(9.3 / 17.0, abs=0.005)
-    assert flash.finding("kv_reread") is None  # every block reads a part of its own
+    assert flash.finding("kv_reread") is None  # every block reads its own part
 
 
 def test_rates_of_cudnn_by_hand(h200: dict[tuple[str, str], CellAnalysis]) -> None:
@@ -142,7 +142,8 @@ def test_padding_and_launching_are_found(h200: dict[tuple[str, str], CellAnalysi
     gap = evidence(h200[BACKWARD, "cudnn"], "launch_gap")
     assert h200[BACKWARD, "cudnn"].bottleneck == "launch"
     assert float(gap["event time"]) > 2 * float(gap["graph time"])
-    # the cold cache, not launching, is most of what decode's event time has over its kernels
+    # the cold cache, not launching, is most of the difference between decode's event time and its
+    # kernels
     assert h200[DECODE, "cudnn"].bottleneck != "launch"
     assert h200[ODD, "cudnn"].status == "refused"
     assert h200[ODD, "cudnn"].findings == ()
@@ -182,7 +183,7 @@ def kernel(
     block: tuple[int, int, int] = (128, 1, 1),
     registers: int = 128,
 ) -> KernelRow:
-    """One launch a call of a kernel of nobody's, five calls profiled."""
+    """Return a kernel of an unknown family with one launch per call and five profiled calls."""
     return KernelRow(
         *("r", SQUARE, "mine", "c0", "torch", "ok", None),
         *("my_attention", "my_attention", "kernel", "other"),
@@ -226,7 +227,7 @@ def test_one_query_a_block_is_the_bottleneck_of_the_study() -> None:
 
 
 def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
-    """16.8 MB at 4.8 TB/s take 3.5 µs, which a call of 16.1 µs over kernels of 9.1 µs may need."""
+    """16.8 MB at 4.8 TB/s take 3.5 µs, which explains a call of 16.1 µs with kernels of 9.1 µs."""
     decode = cell(DECODE, event=(16_100, 16_100))
     found = analyze_cell(decode, [kernel((256, 1, 1), 9_100)], MACHINE)
     gap = evidence(found, "launch_gap")
@@ -246,11 +247,11 @@ def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
     tile=st.sampled_from((1, 8, 16)),
     causal=st.booleans(),
 )
-@example(seq_q=512, seq_kv=4096, tile=64, causal=True)  # 8 blocks a head: 2.36 MB
+@example(seq_q=512, seq_kv=4096, tile=64, causal=True)  # 8 blocks per head: 2.36 MB
 def test_k_and_v_traffic_is_what_the_blocks_read(
     seq_q: int, seq_kv: int, tile: int, causal: bool
 ) -> None:
-    """Against the rows that each block's queries see, counted one by one."""
+    """Compare with the rows that each block's queries attend to, counted one by one."""
     heads = 4
     text = f"1,{heads},{seq_q},64,fp16,seq_kv={seq_kv}{',causal' if causal else ''}"
     tiles = [range(first, min(first + tile, seq_q)) for first in range(0, seq_q, tile)]
@@ -264,13 +265,13 @@ def test_k_and_v_traffic_is_what_the_blocks_read(
         assert found.finding("kv_reread") is None
         return
     told = float(evidence(found, "kv_reread")["K and V traffic"])
-    last = len(tiles[-1]) == tile  # else the grid does not tell where the tiles end
+    last = len(tiles[-1]) == tile  # else the grid does not show where the tiles end
     assert told == pytest.approx(heads * rows * 2 * 64 * 2, rel=1e-6 if last else 0.5)
 
 
 @pytest.mark.parametrize("graph", [(9_600,), ()])
 def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, ...]) -> None:
-    """Whatever a cold call takes, which the host is not in."""
+    """A cold call does not include the host, whatever its time."""
     samples = {"eager": (24_000,), "host": (23_500,), "cold": (30_000,), "graph": graph}
     found = analyze_cell(cell(DECODE, **samples), [kernel((256, 1, 1), 9_100)], MACHINE)
     gap = evidence(found, "launch_gap")
@@ -285,7 +286,7 @@ def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, 
 
 
 def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
-    """Kernels of 8 µs with cold caches and a fill of 2 µs leave a call of 12 µs no gap."""
+    """Kernels of 8 µs with cold caches and a fill of 2 µs leave no gap in a call of 12 µs."""
     main, fill = kernel((256, 1, 1), 7_000), kernel((1, 1, 1), 2_000)
     fill = replace(fill, kernel="Memset", kernel_short="Memset", kernel_kind="memset")
     fill = replace(fill, grid=None, block=None, registers_per_thread=None, shared_bytes=None)
@@ -304,7 +305,9 @@ def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
 def test_math_of_a_decode_step_pays_for_copies_of_its_inputs(
     h200: dict[tuple[str, str], CellAnalysis],
 ) -> None:
-    """K and V are repeated for four heads each and cast to fp32; a score matrix is half a megabyte."""
+    """K and V are repeated for four heads each and cast to fp32. A score matrix has half a
+    megabyte.
+    """
     each = h200["b1-h32-kv8-sq1-skv4096-d128-bf16", "math"]
     assert each.bottleneck == "input copies"
     told, scores = each.finding("input_copies"), each.finding("score_traffic")
@@ -393,7 +396,7 @@ def advised(mine: CellRow, *others: CellRow) -> bool:
 
 
 def test_what_ran_is_never_advised() -> None:
-    """The samples of `auto`, which took flash, and of flash differ by the order of the cells alone."""
+    """The samples of flash and of `auto`, which chose flash, differ only by the order of the cells."""
     slow, fast = (99_000,) * 6, (80_000,) * 6
     auto = replace(cell(backend="auto", event=slow), choice="flash", sdpa_op=None)
     assert not advised(auto, cell(backend="flash", event=fast))
@@ -422,7 +425,7 @@ def test_sweeps_are_cells_that_differ_in_one_number() -> None:
 
 
 def written_out(dtype: str, *, casts: bool = False) -> list[KernelRow]:
-    """What attention written out launches on 16-bit inputs, its products in a dtype."""
+    """Return the launches of attention written out on 16-bit inputs, with products in a dtype."""
     product = {"bf16": "nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "fp32": "ampere_sgemm_128x64_tn"}[
         dtype
     ]

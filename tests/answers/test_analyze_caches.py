@@ -1,4 +1,4 @@
-"""What analyze says of repeated reads: by the grid, and by ncu's counters of the caches."""
+"""Findings of analyze about repeated reads: by the grid, and by ncu's counters of the caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from profharness.rows import KernelRow
 
 
 def seen_by_ncu(row: KernelRow, **counted: float) -> list[KernelRow]:
-    """The row under torch and under ncu, with these counters."""
+    """Return the row under torch and under ncu, with these counters."""
     names = {"l1": "l1tex__t_bytes.sum", "l2": "lts__t_bytes.sum"}
     metrics = {names[key]: (value, "byte") for key, value in counted.items()}
     return [row, replace(row, profiler="ncu", metrics=metrics)]
@@ -46,7 +46,7 @@ def test_one_query_a_block_has_an_intensity_below_1_and_ncu_counts_its_repeats()
 
 @given(st.floats(0.01, 1.5))
 def test_what_ncu_did_not_count_is_not_said_to_be_read(part: float) -> None:
-    """Blocks that share out head_dim have the grid of blocks that read all of it."""
+    """Blocks that divide head_dim have the same grid as blocks that read all of it."""
     row = kernel((64, 4, 1), shared=384)
     moved = 64 * 2 * 4 * 64 * 8192 * 4
     rows = seen_by_ncu(row, l2=part * moved)

@@ -1,4 +1,4 @@
-"""What analyze makes of the counters that the presets of `--metrics` take."""
+"""Findings of analyze from the counters of the presets of `--metrics`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CODES = (
 
 
 def counted(config: str = "b2-h8-s512-d64-fp16", **metrics: float) -> CellAnalysis:
-    """The analysis of a cell whose only kernel has these counters."""
+    """Return the analysis of a cell whose only kernel has these counters."""
     row = kernel((128, 1, 1))
     named = {name: (value, "") for name, value in metrics.items()}
     rows = [row, replace(row, profiler="ncu", metrics=named)]
@@ -147,7 +147,7 @@ def test_every_state_but_the_one_that_issues_has_words() -> None:
 
 
 def test_every_metric_of_the_presets_is_read() -> None:
-    """With all of them every figure of a kernel is known, but for what only Ada has."""
+    """With all of them every figure of a kernel is known, except those that only Ada has."""
     names = {name for preset in PRESETS.values() for name in preset}
     counters = read_counters(dict.fromkeys(names, (50.0, "")))
     record = analyze_record(counted(**dict.fromkeys(names, 50.0)))["kernels"][0]["counters"]

@@ -1,4 +1,4 @@
-"""Counters of all presets on a real H200 (ncu 2025.3.1): they read back, and the findings hold."""
+"""Counters of all presets on a real H200 (ncu 2025.3.1), their values and findings."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
     assert levels["flash"] == ["compulsory", "DRAM", "L2", "L1"]
     assert levels["cudnn"] == levels["naive"] == ["compulsory", "DRAM", "L2"]
     past = {cell for cell, each in cells.items() if each.figures and each.figures.past_l1}
-    # cudnn's kernel for decoding has no TMA
+    # cudnn's kernel for decoding does not use TMA
     assert past == {(SQUARE, "cudnn"), (SQUARE, "naive"), (DECODE, "naive")}
     math = {point["level"]: point for point in traffic_points(cells[SQUARE, "math"])}
     assert math["DRAM"]["ratio"] == pytest.approx(25.0, abs=0.1)
@@ -127,7 +127,7 @@ def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traf
 
 
 def test_what_shared_memory_leaves_of_the_l1_is_never_less_than_ncu_saw(store: Path) -> None:
-    """ncu tells the carve-out that the driver chose, which may be larger than what blocks need."""
+    """ncu reports the carve-out that the driver chose, which may be larger than the blocks need."""
     with open_store(store) as opened:
         seen = [
             (device, row)

@@ -1,4 +1,4 @@
-"""What analyze says of many cells at once: common findings, advice per scenario, sweeps and drops."""
+"""Findings of analyze about many cells: common findings, advice per scenario, sweeps and drops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAINING = "b2-h8-s512-d64-fp16-causal-bwd"
 
 
 def cells(**graphs: dict[str, int]) -> list[CellAnalysis]:
-    """The analyses of configs (by name) with the median graph time of each backend."""
+    """Return the analyses of configs (by name) with the median graph time of each backend."""
     configs = {"square": SQUARE, "decode": DECODE, "training": TRAINING}
     rows = [
         replace(

@@ -1,4 +1,4 @@
-"""The diff on rows of a real H200 trace: pairing by role, verdicts, and what forbids a verdict."""
+"""The diff on rows of a real H200 trace: pairing by role, verdicts, and reasons against a verdict."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def test_two_runs_pair_by_backend_and_see_one_slower_kernel() -> None:
 def test_a_kernel_differs_by_more_than_like_processes_do(
     later: tuple[float, ...], verdict: str
 ) -> None:
-    """The trace is of one process; what the kernels took in the others says how far that one goes."""
+    """The trace is of one process. The kernels' times in the other processes show how much
+    processes differ.
+    """
     (row,) = (r for r in kernel_rows() if (r.config, r.backend) == (SQUARE, "efficient"))
     assert row.duration_ns is not None
 
@@ -139,7 +141,9 @@ def test_a_kernel_differs_by_more_than_like_processes_do(
 
 
 def test_kernel_times_without_a_trace_are_compared_as_a_whole() -> None:
-    """The samples of three processes a side; where both have launches they are told kernel by kernel."""
+    """Three processes have samples on each side. If both have launches, kernels are compared one by
+    one.
+    """
 
     def timed(factor: float) -> CellRow:
         sums = [round(factor * (9_000 + 10 * each + n)) for each in range(3) for n in range(10)]
@@ -354,7 +358,7 @@ PEAKS = (10_000_000, 10_090_000, 10_110_000, 9_000_000)
     [((0, 0), "same"), ((0, 1), "same"), ((0, 2), "more"), ((0, 3), "less"), ((2, 0), "less")],
 )
 def test_peak_memory_has_a_verdict_of_its_own(peaks: tuple[int, int], verdict: str) -> None:
-    """More than 1 % counts: peaks repeat to the byte."""
+    """A change of more than 1 % counts, because peaks are repeatable to the byte."""
     cells = [replace(cell(SQUARE, "flash"), peak_memory_bytes=PEAKS[place]) for place in peaks]
     diff = diff_cells(*(side("flash", cells=(one_cell,)) for one_cell in cells))
     (cost,) = (cost for cost in diff.costs if cost.what == "memory")
@@ -392,7 +396,7 @@ def test_what_one_side_refuses_is_told_and_what_both_refuse_is_not() -> None:
     assert verdict(ran, refused) == ["refused"]
     assert verdict(refused, ran) == ["accepted"]
     assert verdict(refused, refused) == verdict(ran, ran) == ["same"]
-    assert verdict(ran, died) == []  # nothing was refused; `changed` tells it
+    assert verdict(ran, died) == []  # nothing was refused; `changed` covers it
 
 
 def test_costs_stand_in_the_json_where_there_are_any() -> None:

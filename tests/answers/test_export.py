@@ -1,4 +1,4 @@
-"""The Chrome trace: layout, order, exact times, constant memory, and a reader that others wrote."""
+"""The Chrome trace: layout, order, exact times, constant memory, and a third-party reader."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_rows_are_streamed() -> None:
     assert taken == 11
 
 
-@pytest.mark.filterwarnings("ignore")  # its own use of pandas is out of date
+@pytest.mark.filterwarnings("ignore")  # its own use of pandas is deprecated
 def test_holistic_trace_analysis_reads_it(tmp_path: Path) -> None:
     from hta.common.trace_parser import parse_trace_dataframe
     from hta.configs.parser_config import ParserConfig

@@ -1,4 +1,4 @@
-"""Exports of a real run that two profilers watched, and of a real nsys export taken in as it is."""
+"""Exports of a real run with two profilers, and of a real nsys export that was ingested directly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unpacked(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one run of two cells, which both torch and nsys have seen on an H200."""
+    """Return a store with one run of two cells, recorded by torch and nsys on an H200."""
     root = tmp_path_factory.mktemp("watched")
     folder = root / "run"
     folder.mkdir()

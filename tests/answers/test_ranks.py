@@ -1,4 +1,6 @@
-"""`profharness ranks` on jobs made from a real training step: what is uneven is named, and nothing else."""
+"""`profharness ranks` on jobs made from a real training step: it reports what is uneven, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ UNEVEN = Fleet(8, 1, slow={5: 1.05}, flash=(3,), fewer=(1,), driver=(6, 7))
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of two jobs: `uneven`, and `even`, the newest."""
+    """Return a folder with a store of two jobs: `uneven`, and `even`, the newest."""
     folder = tmp_path_factory.mktemp("jobs")
     trace = read()
     for name, fleet in (("uneven", UNEVEN), ("even", Fleet(6, 2))):
@@ -59,7 +61,7 @@ def test_an_even_job_sets_no_rank_apart(jobs: Path) -> None:
 
 
 def test_shares_are_parts_of_the_span_and_ranks_that_wait_are_told(jobs: Path) -> None:
-    """One rank sits idle for a fifth longer, another comes late to the all-reduce."""
+    """One rank is idle for a fifth longer, another reaches the all-reduce late."""
     with open_store(jobs / "s.db", write=True) as store:
         for row in compared(jobs, "even").rows:
             assert row.span_ns and row.idle_ns and row.collective_ns and row.exposed_ns

@@ -1,4 +1,4 @@
-"""Roles of the kernels that an H200 launched, of CPU ops, and of kernels without an op stack."""
+"""Roles of the kernels launched on an H200, of CPU ops, and of kernels without an op stack."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_cpu_math_where_one_row_holds_several_products() -> None:
 
 
 def foreign(rows: list[KernelRow]) -> list[tuple[str, str]]:
-    """Role and op of rows in a trace that profharness did not make."""
+    """Return role and op of rows in a trace that profharness did not record."""
     outside = [
         replace(row, cell=None, config=None, backend=None, launches_per_call=None, launches=4)
         for row in rows
@@ -171,7 +171,7 @@ def foreign(rows: list[KernelRow]) -> list[tuple[str, str]]:
 
 
 def test_the_layers_around_attention_have_their_own_names() -> None:
-    """One training step of a transformer layer on math, as Kineto records it."""
+    """Use one training step of a transformer layer on math, as recorded by Kineto."""
     node = f"{NODE}AddmmBackward0;AddmmBackward0"
     rows = [
         op("aten::mm", "aten::linear;aten::matmul", 1, 0),
@@ -255,7 +255,7 @@ def test_products_outside_of_attention_are_helpers() -> None:
 
 
 def bare(family: str, *names: str) -> list[KernelRow]:
-    """Kernels in this order, of one length, as profilers without op stacks see them."""
+    """Return kernels in this order with equal times, as recorded by profilers without op stacks."""
     row = replace(rows_of("b2h8s512d64-fp16", "flash")[0], op_path=None, family=family)
     return [replace(row, kernel=name, first_ns=at) for at, name in enumerate(names)]
 
@@ -282,7 +282,7 @@ def test_softmax_that_inductor_wrote_tells_the_products_apart() -> None:
 
 
 def test_steps_that_a_backend_writes_out_are_known_by_their_ops() -> None:
-    """The ops of kernels/naive.py with grouped heads and causal."""
+    """Use the ops of kernels/naive.py with grouped heads and causal."""
     first = rows_of("b2h8s512d64-fp16", "flash")[0]
     launches = (
         ("copy", "copy", "aten::repeat_interleave;aten::clone;aten::copy_"),

@@ -1,5 +1,5 @@
-"""What a bench says of its figures: who is fastest, what is not told apart, which cells and which
-precision an answer is for.
+"""Conclusions of a bench: the fastest backend, open comparisons, and the selection of cells and
+precision.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
     assert told == [
         ("b1-h1-s128-d64-fp16", "math", 1.906, True),
         ("b1-h1-s512-d64-fp16", "cudnn", 0.25, True),
-        ("b1-h1-s32-d64-fp16", "flash", 0.2, False),  # auto took it: one backend, timed twice
+        ("b1-h1-s32-d64-fp16", "flash", 0.2, False),  # auto chose it: one backend, timed twice
         ("b1-h1-s64-d64-fp16", "flash", 0.0, False),
     ]
     assert "SDPBackend.MATH" in found.losses[0].code
@@ -54,7 +54,9 @@ def test_all_disabled_is_no_backend_to_choose(tmp_path: Path) -> None:
 
 
 def apart(few: int = 3) -> list[Cell]:
-    """Three samples a side: nine times apart by the medians, and nothing is proven."""
+    """Return three samples per side. Their medians differ by a factor of nine, which proves
+    nothing.
+    """
     return [
         cell("1,2,128,64,fp16", "auto", {"event": steady(900_000)[:few]}),
         cell("1,2,128,64,fp16", "math", {"event": steady(300_000)[:few]}),
@@ -229,7 +231,8 @@ def test_a_backend_that_sdpa_replaced_is_named_with_its_configs(tmp_path: Path) 
     found = answer(tmp_path, cells)
     assert "replaced" not in RENDERERS["md"](bench_document(found))
     op = "aten::_scaled_dot_product_efficient_attention"
-    seen = tuple(replace(each, sdpa_op=op) for each in found.cells[:2])  # naive's is no replacement
+    # the op of naive is no replacement
+    seen = tuple(replace(each, sdpa_op=op) for each in found.cells[:2])
     document = bench_document(replace(found, cells=(*seen, *found.cells[2:])))
     assert (
         "naive-compiled at b1-h1-s16-d8192-fp16**: torch.compile replaced it by "
@@ -271,7 +274,7 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
 
 
 def test_one_backend_measured_twice_is_not_called_as_fast(tmp_path: Path) -> None:
-    found = answer(tmp_path, regretful()[-2:])  # auto took flash, and lies 20 % above it
+    found = answer(tmp_path, regretful()[-2:])  # auto chose flash, and is 20 % slower than it
     assert found.losses[0].regret > 0.19
     assert found.conclusions[-1] == (
         "auto took the fastest backend, or is as fast, on all 1 config(s)"

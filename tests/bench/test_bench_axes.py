@@ -1,5 +1,5 @@
-"""Sweeps of a bench along one axis: leaders, crossovers, drops, dtypes and memory, against figures
-reckoned by hand.
+"""Sweeps of a bench along one axis: leaders, crossovers, drops, dtypes and memory, compared with
+figures computed by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from profharness.views.document import Chart
 from profharness.views.renderers import RENDERERS
 
 MIB = 1 << 20
-# length: ns of flash, efficient and math, and what auto took; flash is overtaken after 512
+# length: ns of flash, efficient and math, and auto's choice; flash is overtaken after 512
 TIMES = {
     256: (20_000, 30_000, 90_000, "flash"),
     512: (40_000, 50_000, 180_000, "flash"),

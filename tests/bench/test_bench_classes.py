@@ -1,4 +1,4 @@
-"""Benches of the same cells on two classes of GPU, as one document."""
+"""Benches of the same cells on two GPU models, as one document."""
 
 from __future__ import annotations
 

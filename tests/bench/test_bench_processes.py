@@ -1,5 +1,5 @@
-"""Cells that several fresh worker processes time: what each adds, what one that fails costs, and what the
-store and the answers know of it.
+"""Cells timed by several fresh worker processes: what each adds, the cost of one that fails, and
+their rows in the store.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def steps() -> list[Step]:
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory, steps: list[Step]) -> Captured:
-    """Two processes; one backend runs in the first alone, one is refused."""
+    """Return a run of two processes. One backend runs only in the first, one is refused."""
     folder = tmp_path_factory.mktemp("processes")
     (folder / "once.py").write_text(ONCE)
     options = CaptureOptions(
@@ -120,7 +120,7 @@ def test_the_store_and_the_answer_know_the_processes(captured: Captured) -> None
 
 
 def test_a_run_that_ended_between_processes_goes_on_there(captured: Captured) -> None:
-    """A journal with the first process alone: the second one is made up for."""
+    """With a journal of the first process only, the second one runs."""
     run = captured.run
     first = [
         replace(
@@ -140,7 +140,7 @@ def test_a_run_that_ended_between_processes_goes_on_there(captured: Captured) ->
 
 
 def test_a_journal_adds_later_processes_to_what_was_saved(tmp_path: Path) -> None:
-    """A writer that was killed had saved the first process."""
+    """The writer was killed after it saved the first process."""
     config = parse_config("1,1,16,8,fp32")
     pending = Cell("c0001", config, "math")
     first = replace(pending, status="ok", samples={"wall": [1, 2]}, turns={"wall": [(0, 0, 2)]})
@@ -178,7 +178,7 @@ def test_clocks_of_processes_become_one() -> None:
 
 
 def test_kernel_times_of_a_process_are_those_of_a_stored_trace(tmp_path: Path) -> None:
-    """Each real trace, summed by the worker and by way of the store."""
+    """Sum each real trace by the worker and through the store."""
     folder = TRACES / "h200-torch2.11"
     ingest_path(tmp_path / "s.db", folder)
     with open_store(tmp_path / "s.db") as opened:
@@ -212,7 +212,7 @@ class Recorded:
 def test_a_run_without_its_traces_keeps_all_kernel_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every process with their turns, and none counts twice where the traces are there too."""
+    """All processes keep their turns, and none counts twice if the traces exist too."""
     source, cells = TRACES / "h200-torch2.11", []
     run = read_run(source)
     for name in ("whole", "bare"):

@@ -1,5 +1,5 @@
-"""Rows, doubts, regret and conclusions of benches whose samples are written by hand, through a real
-store, against figures reckoned by hand.
+"""Rows, doubts, regret and conclusions of benches with samples written by hand, through a real
+store, compared with figures computed by hand.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_a_busy_cpu_casts_doubt_on_times_with_the_host_in_them(
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_interval_wider_than_its_median_is_shown_as_busy(tmp_path: Path, place: int) -> None:
-    """One of three processes had a CPU for itself only now and then."""
+    """One of three processes had a CPU of its own only some of the time."""
     samples = [steady(16_000_000 if number == place else 80_000, 12) for number in range(3)]
     turns = {"wall": [(process, turn, 4) for process in range(3) for turn in range(3)]}
     cells = [
@@ -361,7 +361,7 @@ def test_a_host_bound_call_tells_the_hosts_time_beside_its_own(tmp_path: Path) -
     assert "19.00" in RENDERERS["table"](bench_document(found))
     with open_store(tmp_path / "store.db") as store:
         (told,) = query(store, "SELECT * FROM cell_summary").to_dict("records")
-    assert told["event_median_ns"] == told["cold_median_ns"] == 9_000  # what event_ stands for now
+    assert told["event_median_ns"] == told["cold_median_ns"] == 9_000  # the successor of event_
     assert (told["eager_median_ns"], told["host_median_ns"]) == (20_000, 19_000)
 
 
@@ -404,7 +404,7 @@ def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
         assert row.samples == iterations
         assert row.mean_ns == pytest.approx(total_ns / iterations)
     flash = rows["b2-h8-s512-d64-fp16", "flash", "graph"]
-    assert flash.median_ns == pytest.approx(13_410, rel=0.001)  # as docs/measuring.md has it
+    assert flash.median_ns == pytest.approx(13_410, rel=0.001)  # as in docs/measuring.md
 
 
 @pytest.mark.parametrize(("counted", "said"), [(1, True), (0, False)])

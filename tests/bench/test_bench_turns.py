@@ -1,5 +1,5 @@
-"""Benches with real worker processes: turns, counts, what stops the sampling, and what a cell that
-raises, dies or hangs costs the others.
+"""Benches with real worker processes: turns, counts, stopping conditions, and the effect of a cell
+that raises, dies or hangs on the others.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ stumbles = later(_raise)
 
 
 class Listener:
-    """The turns of a run in the order in which they were taken."""
+    """The turns of a run in their order."""
 
     def __init__(self) -> None:
         self.turns: list[str] = []
@@ -120,7 +120,7 @@ def moods(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Captured, list[str]]:
-    """Sixty samples of three backends: some rounds of turns each."""
+    """Run sixty samples of three backends, in some rounds of turns each."""
     folder = tmp_path_factory.mktemp("exact")
     return run_bench(folder, ["auto", "math", "flash"], BenchPlan(iterations=60))
 
@@ -136,7 +136,7 @@ def test_iterations_fix_the_count(exact: tuple[Captured, list[str]]) -> None:
 
 def test_backends_take_turns_in_the_seeds_order(exact: tuple[Captured, list[str]]) -> None:
     _, turns = exact
-    assert len(turns) >= 9  # 25 samples a turn at most, and a round that does not count
+    assert len(turns) >= 9  # 25 samples per turn at most, and a round that does not count
     backends = ["auto", "math", "flash"]
     for number in range(3):
         expected = [backends[place] for place in turn_order(7, LABEL, number, 3)]
@@ -160,7 +160,7 @@ def test_rounds_seeds_and_configs_have_orders_of_their_own() -> None:
 
 
 def contestant(name: str, samples: Sequence[int]) -> Contestant:
-    """A real contestant whose sampler gives numbers in a fixed cycle."""
+    """Return a real contestant whose sampler yields numbers in a fixed cycle."""
     import contextlib
 
     cycle = rotating([lambda value=value: value for value in samples])
@@ -178,7 +178,7 @@ def race(contestants: Sequence[Contestant], plan: BenchPlan) -> list[Contestant]
 
 def test_a_narrow_interval_ends_the_sampling_and_a_wide_one_goes_on() -> None:
     steady = contestant("steady", [1000, 1001, 999])
-    # no two turns are alike, as those of a short pattern would be
+    # no two turns are equal, unlike those of a short pattern
     unruly = contestant("unruly", Random(1).choices([1000, 9000, 2000, 16000], k=997))
     plan = BenchPlan(precision=0.01, max_time_s=60)
     assert race([steady, unruly], plan) == [steady, unruly]
@@ -189,7 +189,7 @@ def test_a_narrow_interval_ends_the_sampling_and_a_wide_one_goes_on() -> None:
 
 
 def test_a_call_without_one_measurement_has_the_others() -> None:
-    """What stands beside a measurement is kept with it."""
+    """A secondary value of a measurement is stored with it."""
     waits = contestant("waits", [1000, 1001])
 
     def cold(_: int) -> dict[str, list[int]]:

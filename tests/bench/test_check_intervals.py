@@ -1,4 +1,4 @@
-"""scripts/check_intervals.py on run folders whose samples have a known spread."""
+"""Run scripts/check_intervals.py on run folders whose samples have a known spread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def check() -> Iterator[ModuleType]:
 
 
 def write_runs(folder: Path, process: float, counts: dict[str, int]) -> None:
-    """Runs whose processes differ by that standard deviation; repeats.py takes 5 % more in slower."""
+    """Write runs whose processes differ by that standard deviation. repeats.py takes 5 % longer in
+    slower.
+    """
     rng = np.random.default_rng(4)
     for kind, count in counts.items():
         for number in range(count):
@@ -72,7 +74,9 @@ def test_the_figures_are_those_of_the_runs(
 def test_the_limits_hold_on_runs_of_two_gpus(
     check: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first like runs of each GPU and the slower one; the script takes all of them, and a minute."""
+    """Compare the first equal runs of each GPU and the slower one. The script compares all of them,
+    and takes a minute.
+    """
     folders = check.unpacked(PACKED, tmp_path)
     runs = [sorted((folder / "alike").iterdir()) for folder in folders]
     assert math.comb(sum(map(len, runs)), 2) >= 100 and len(folders) == 2
@@ -88,7 +92,9 @@ def test_the_limits_hold_on_runs_of_two_gpus(
 
 
 def test_what_is_packed_keeps_the_samples_and_no_traces(check: ModuleType, tmp_path: Path) -> None:
-    """A run of an older version, whose kernels' times stand in its traces alone, and one cut short."""
+    """Use a run of an older version, whose kernel times are only in its traces, and a run that was
+    cut short.
+    """
     source = tmp_path / "gpu" / "alike"
     run = read_run(TRACES / "h200-torch2.11")
     run = replace(run, cells=run.cells[:2], traces=run.traces[:2])
@@ -112,7 +118,7 @@ def test_one_run_says_nothing(check: ModuleType, tmp_path: Path) -> None:
 
 
 def test_what_a_gpu_records_can_be_asked(check: ModuleType) -> None:
-    """At least thirty cells, of which some may be refused."""
+    """There are at least thirty cells, of which some may be refused."""
     configs = [config for text in check.CONFIGS["cuda"] for config in expand_configs(text)]
     assert len(configs) == len({config.label for config in configs}) == len(check.CONFIGS["cuda"])
     assert len(configs) * (len(check.BACKENDS["cuda"]) + len(check.REPEATING["cuda"])) >= 35

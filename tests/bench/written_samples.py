@@ -1,4 +1,4 @@
-"""Benches whose samples are written by hand, through a real store."""
+"""Benches with samples written by hand, through a real store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ L4 = {"device_type": "cuda", "gpu": "NVIDIA L4", "torch": "2.8.0", "tf32": False
 
 
 def steady(nanoseconds: int, count: int = 40) -> list[int]:
-    """Samples whose median is exact and whose spread is a fifth of a percent."""
+    """Return samples with an exact median and a spread of a fifth of a percent."""
     return [nanoseconds + nanoseconds * offset // 1000 for offset in (-1, 0, 0, 1)] * (count // 4)
 
 
@@ -34,7 +34,7 @@ def cell(config: str, backend: str, samples: Mapping[str, list[int]], **more: An
 def answer(
     folder: Path, cells: Sequence[Cell], environment: Mapping[str, Any] = L4, **options: Any
 ) -> BenchResult:
-    """The answer of a store that holds one run of these cells."""
+    """Return the evaluation of a store that contains one run of these cells."""
     named = tuple(
         replace(each, cell=f"c{number:04d}") for number, each in enumerate(cells, start=1)
     )

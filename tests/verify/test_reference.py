@@ -1,5 +1,5 @@
-"""The reference against torch's autograd in fp64, the poison, the cases, and what the store makes of
-later checks.
+"""The reference compared with torch's autograd in fp64, the poison, the cases, and later checks of
+a stored run.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def test_a_variant_is_not_the_reference() -> None:
         assert not torch.allclose(right, other)
 
 
-THREAD_CACHED = 1032 // 4  # floats in the largest block that glibc's thread cache hands out again
-LINKS = 16 // 4  # floats at the head of such a block that hold the cache's own links
+THREAD_CACHED = 1032 // 4  # floats in the largest block that glibc's thread cache reuses
+LINKS = 16 // 4  # floats at the head of such a block that contain the cache's links
 
 
 @pytest.mark.parametrize("numel", [100, 5000, 400_000, 40_000_000])
@@ -180,7 +180,7 @@ ENVIRONMENT = {"torch": "2.13.0", "gpu": "H200", "device_type": "cuda"}
 def stored(
     folder: Path, number: int, cells: list[Cell], environment: dict[str, object], *, bench: bool
 ) -> str:
-    """A run as `verify` or `bench` leaves it, taken into the store; its id."""
+    """Ingest a run of `verify` or `bench`, and return its id."""
     name = f"run-{number}"
     (folder / name).mkdir()
     profilers = ("events",) if bench else ()

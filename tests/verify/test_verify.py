@@ -1,5 +1,5 @@
-"""Real workers on the CPU: what is right passes, each mistake fails under its own name, and a
-backend that dies costs only its own check.
+"""Real workers on the CPU: correct backends pass, each mistake fails under its own name, and a
+backend that dies fails only its own check.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from profharness.run import Protocol, VerifyOptions, read_run
 from profharness.runner.capture import verify
 from profharness.store import Selection, ingest_path, open_store
 
-# its fixtures are costly: one process makes them once
+# its fixtures are slow, so one process creates them once
 pytestmark = pytest.mark.xdist_group("verify")
 
 WRONG = Path(__file__).parent / "wrong.py"
-# a CPU takes long over 1000 rows in half precision
+# a CPU is slow for 1000 rows in half precision
 QUICK = ",".join(name for name in CASES if name != "seq_1000")
 PROTOCOL = Protocol(0, 0, 0, timeout_s=PATIENCE_S, device="cpu")
 
@@ -62,7 +62,8 @@ def test_right_ones_pass_every_case(tmp_path: Path, dtypes: tuple[str, ...], cas
         assert all(row.error is not None and row.allowance for row in told)
 
 
-# what a forward and backward call on this config leaves wrong: (which result, words about it)
+# the error that a forward and backward call on this config leaves: (which result, a word in its
+# message)
 MISTAKES = {
     "no_scale": ("out", "without the scale (scale=1)"),
     "given_scale_ignored": ("out", "1/sqrt(head_dim) in place of the given scale"),
@@ -179,7 +180,7 @@ def test_an_odd_length_is_only_wrong_where_it_is_odd(tmp_path: Path) -> None:
 
 
 def test_a_result_that_no_input_reaches_is_not_called_state(tmp_path: Path) -> None:
-    """It reads the zeros before its inputs, so it returns the same zeros for any inputs."""
+    """It reads the zeros before its inputs, so it returns the same zeros for any input."""
     rows = rows_of(tmp_path, "1,2,32,16,fp32", ["ignores_offset"], "large_offset")
     (wrong,) = failures(rows)
     assert wrong.case == "large_offset"

@@ -1,4 +1,4 @@
-"""Attention that is wrong in one way each, for the tests of verify; `right` is not."""
+"""Attention with one mistake each, for the tests of verify. `right` has none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _right(
 
 
 def implementation(attention: Callable[..., T]) -> Callable[..., T]:
-    """The function with the arguments of the contract."""
+    """Return the function with the arguments of the contract."""
 
     def called(
         q: T,
@@ -117,7 +117,7 @@ CACHE: dict = {}
 
 @implementation
 def ignores_offset(q: T, k: T, v: T, is_causal: bool, scale: float | None) -> T:
-    """Reads each tensor from the start of its storage."""
+    """Read each tensor from the start of its storage."""
     q, k, v = (each.as_strided(each.shape, each.stride(), 0) for each in (q, k, v))
     return _right(q, k, v, is_causal, scale)
 
