@@ -1,5 +1,5 @@
-"""The frame of the bars: commands and programs that take turns, each in a fresh process, and the
-medians of what they cost.
+"""Helpers of the benchmarks: run commands and programs in turns, each in a fresh process, and print
+medians.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from profharness.run import Cell, read_run, write_run
 from profharness.stats import Series
 from profharness.store import ingest_path, open_store
 
-# a program that is installed has its bytecode; without it each process compiles its modules anew
+# Write the bytecode first, as an installed program has it; otherwise each process compiles its modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 HERE = Path(__file__).resolve().parent
 CELLS = (str(HERE / "bench_configs.txt"), "auto", *SDPA_BACKENDS)
@@ -46,7 +46,7 @@ Measured = TypeVar("Measured")
 
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A command line with --rounds."""
+    """Return a command line with --rounds."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +55,7 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
 
 
 def output(argv: Sequence[str], cwd: Path | None = None) -> str:
-    """What a command printed; a failure ends the script with it."""
+    """Return what a command printed. Exit with its output if it fails."""
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(
         argv, capture_output=True, text=True, check=False, env=environment, cwd=cwd
@@ -66,7 +66,7 @@ def output(argv: Sequence[str], cwd: Path | None = None) -> str:
 
 
 def pack_files(folder: Path, files: Iterable[Path], target: Path) -> None:
-    """Write files below a folder into one tar.xz, whole or not at all, without owners and times."""
+    """Write files below a folder into one tar.xz atomically, without owners and times."""
 
     def bare(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = member.mtime = 0
@@ -81,8 +81,9 @@ def pack_files(folder: Path, files: Iterable[Path], target: Path) -> None:
 
 
 def without_traces(place: Path) -> None:
-    """Leave the record of a run alone, with all its samples: a run of an older version has the kernels'
-    times of its first process in its traces alone.
+    """Remove the traces of a run and keep its record with all samples.
+    Runs of an older version have the kernels' times of the first process only in traces; copy
+    them to the record.
     """
     run = read_run(place)
     with tempfile.TemporaryDirectory() as scratch:
@@ -98,7 +99,7 @@ def without_traces(place: Path) -> None:
 
 
 def with_sums(cell: Cell, sums: Sequence[int] | None) -> Cell:
-    """The cell with the kernels' times of all its processes."""
+    """Return the cell with the kernels' times of all its processes."""
     if not isinstance(sums, Series):
         return cell
     samples, turns = cell.samples | {KERNEL: list(sums)}, cell.turns | {KERNEL: list(sums.turns)}
@@ -106,15 +107,15 @@ def with_sums(cell: Cell, sums: Sequence[int] | None) -> Cell:
 
 
 def seconds(argv: Sequence[str]) -> float:
-    """Wall time of a command."""
+    """Return the wall time of a command in seconds."""
     start = time.perf_counter()
     output(argv)
     return time.perf_counter() - start
 
 
 def cost(setup: str, work: str, path: Path, store: Path) -> list[Any]:
-    """Seconds of the work in a fresh process, peak RSS in MB of its largest process, and what the
-    work put into `extra`; the program knows both paths by their names.
+    """Run some work in a fresh process. Return its seconds, the peak RSS in MB of its largest
+    process, and the value of `extra`. The program can use the names `path` and `store`.
     """
     program = PROGRAM.format(setup=setup, work=work)
     lines = output([sys.executable, "-c", program, str(path), str(store)]).splitlines()
@@ -123,7 +124,7 @@ def cost(setup: str, work: str, path: Path, store: Path) -> list[Any]:
 
 
 def capture(folder: Path, *words: str) -> list[str]:
-    """The argv of a capture of CELLS into the folder, and into store.db there."""
+    """Return the command line of a capture of CELLS into the folder, and into its store.db."""
     configs, *backends = CELLS
     places = ("--out", str(folder), "--store", str(folder / "store.db"))
     cells = ("--configs", configs, "--backend", ",".join(backends))
@@ -131,14 +132,14 @@ def capture(folder: Path, *words: str) -> list[str]:
 
 
 def bare_calls(*words: str) -> list[str]:
-    """The argv of the script that makes the calls of CELLS without a profiler."""
+    """Return the command line of the script that makes the calls of CELLS without a profiler."""
     return [sys.executable, str(HERE / "bare_calls.py"), *words, *CELLS]
 
 
 def in_turns(
     subjects: Sequence[str], measure: Callable[[str], Measured], rounds: int
 ) -> dict[str, list[Measured]]:
-    """Each subject that many times, interleaved."""
+    """Measure each subject `rounds` times, interleaved."""
     measured: dict[str, list[Measured]] = {subject: [] for subject in subjects}
     for _ in range(rounds):
         for subject in subjects:
@@ -147,7 +148,7 @@ def in_turns(
 
 
 def print_times(times: Mapping[str, Sequence[float]]) -> None:
-    """Median and range in seconds, a line for each."""
+    """Print median and range in seconds, one line per subject."""
     width = max(map(len, times))
     print(f"{'':{width}} {'median s':>9} {'min s':>8} {'max s':>8}")
     for name, values in times.items():
@@ -156,7 +157,7 @@ def print_times(times: Mapping[str, Sequence[float]]) -> None:
 
 
 def print_ratio(times: Mapping[str, Sequence[float]], name: str, floor: str) -> None:
-    """Median and range of the ratios of two subjects, round by round."""
+    """Print median and range of the ratios of two subjects, round by round."""
     ratios = [above / below for above, below in zip(times[name], times[floor], strict=True)]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
     print(f"{name} / {floor}: {statistics.median(ratios):.2f} ({spread}, {len(ratios)} rounds)")

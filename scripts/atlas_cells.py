@@ -1,5 +1,5 @@
-"""Which cells an atlas measures: realistic configs that fill their space in any prefix, half of them
-in pairs between which PyTorch's choice or the shape of the work changes.
+"""Select the cells of an atlas: realistic configs, any prefix of which fills their space. Half of
+them are pairs between which PyTorch's choice or the shape of the work changes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SHORTEST_US = (
     250  # calls that take less are all kept; longer ones are thinned out evenly in the logarithm
 )
 LONGEST_US = 20_000.0
-OVERLONG = 3  # a few cells may take so many times the longest
-COSTLY_US = 6_000  # cells that take longer are kept with a probability of this over their time
+OVERLONG = 3  # a few cells may take this many times the longest
+COSTLY_US = 6_000  # longer cells are kept with a probability of this divided by their time
 MATH_BYTES = 10e9
 INPUT_BYTES = 3e9
-REFUSED_SHARE = 0.1  # of the cells that the rules say are refused
-# FLOP/s and bytes/s that bound the work of a cell; a config's own time is measured, these only plan.
+REFUSED_SHARE = 0.1  # share of cells kept among those that the rules refuse
+# FLOP/s and bytes/s to estimate the work of a cell, for planning only.
 RATES = {"cudnn": 5e14, "flash": 3e14, "efficient": 1.5e14, "math": 4e13}
 FP32_RATE = 3e13
 BYTES_RATE = 3e12
@@ -54,7 +54,7 @@ SMS = 132
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell to measure. estimate_us is a rough time of one call, for the plan alone."""
+    """One cell to measure. estimate_us is a rough time of one call, used only for planning."""
 
     config: str
     backend: str
@@ -62,13 +62,13 @@ class Cell:
     estimate_us: float
 
     def row(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the cell as JSON values."""
         return asdict(self)
 
 
 class Point:
-    """Point n of a Richtmyer sequence: the fractional parts of n times the roots of primes. Each
-    name has a coordinate of its own, in the order of first use.
+    """Point n of a Richtmyer sequence: the fractional parts of n times the roots of primes.
+    Each name has its own coordinate, in the order of first use.
     """
 
     PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -79,12 +79,12 @@ class Point:
         self.seed, self.number = seed, number
 
     def __getitem__(self, name: str) -> float:
-        """Between 0 and 1."""
+        """Return a coordinate between 0 and 1."""
         root = math.sqrt(self.PRIMES[self.NAMES.index(name)])
         return (share(f"{self.seed} {name}") + self.number * root) % 1.0
 
     def pick(self, name: str, table: Sequence[tuple[T, float]]) -> T:
-        """One of the values, by their weights."""
+        """Return one of the values, by their weights."""
         place = self[name] * sum(weight for _, weight in table)
         for value, weight in table:
             place -= weight
@@ -96,17 +96,17 @@ class Point:
         return values[int(self[name] * len(values))]
 
     def between(self, name: str, low: int, high: int) -> float:
-        """Evenly in the logarithm."""
+        """Return a number that is evenly distributed in the logarithm."""
         return float(low * (high / low) ** self[name])
 
 
 def share(text: str) -> float:
-    """A number between 0 and 1 that a text decides, evenly spread."""
+    """Return a number between 0 and 1 that depends on a text only, evenly distributed."""
     return zlib.crc32(text.encode()) / 2**32
 
 
 def length(point: Point, name: str, low: int, high: int) -> int:
-    """A length: a power of two, a multiple of 64, or any."""
+    """Return a length: a power of two, a multiple of 64, or any."""
     value = point.between(name, low, high)
     # by another coordinate for each of two lengths
     place = (point["snap"] + (0.5 if name == "short" else 0)) % 1
@@ -118,7 +118,7 @@ def length(point: Point, name: str, low: int, high: int) -> int:
 
 
 def config_of(point: Point) -> tuple[str, Config]:
-    """The regime and config of a point."""
+    """Return the regime and config of a point."""
     regime = point.pick("regime", REGIMES)
     heads = point.among("heads", HEADS)
     batch = point.between("batch", 1, MAX_BATCH)
@@ -153,7 +153,7 @@ def config_of(point: Point) -> tuple[str, Config]:
 
 
 def lengths_of(regime: str, point: Point) -> tuple[int, int]:
-    """How many queries and keys."""
+    """Return the numbers of queries and keys."""
     if regime == "decode":
         return (1 if point["short"] < 0.6 else round(1 + 7 * point["short"])), length(
             point, "long", 16, MAX_LENGTH
@@ -172,7 +172,7 @@ def lengths_of(regime: str, point: Point) -> tuple[int, int]:
 
 
 def time_us(config: Config, backend: str) -> float:
-    """A rough time of one call on a data-centre GPU."""
+    """Return a rough time of one call on a data-centre GPU, in microseconds."""
     moved, rate = float(compulsory_bytes(config)), RATES[backend]
     work = flops(config)
     if config.dtype == "fp32":
@@ -186,12 +186,12 @@ def time_us(config: Config, backend: str) -> float:
 
 
 def math_bytes(config: Config) -> float:
-    """About what the score matrices of math take at once."""
+    """Return the approximate bytes of math's score matrices."""
     return float(matrix_bytes(config, "fp32") * (5 if config.bwd else 3))
 
 
 def is_bounded(config: Config) -> bool:
-    """Whether the numbers are in the atlas's space and the tensors in its memory."""
+    """Return whether the numbers are in the atlas's space and the tensors fit into its memory."""
     inputs = tensor_bytes(replace(config, causal=False))
     needed = inputs.forward + (inputs.gradients if config.bwd else 0)
     return (
@@ -206,19 +206,19 @@ def is_bounded(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Sampler:
-    """All cells of an atlas in their order. longest_us bounds the estimated time of a call."""
+    """All cells of an atlas in order. `longest_us` limits the estimated time of a call."""
 
     machine: Machine
     seed: int = 0
     longest_us: float = LONGEST_US
 
     def ask(self, config: Config) -> Prediction:
-        """What the rules say."""
+        """Return the prediction of the dispatch rules."""
         return predict(from_config(config, "cuda"), self.machine)
 
     def configs(self) -> Iterator[tuple[str, Config]]:
-        """Regime and config without an end and without repeats: two of the sequence, then a pair of
-        neighbours beside a third, in turns.
+        """Yield regimes and configs endlessly, without duplicates: alternately two of the sequence,
+        and a pair of neighbours near a third.
         """
         seen: set[Config] = set()
         taken = number = 0
@@ -238,13 +238,15 @@ class Sampler:
                     yield regime, each
 
     def cells(self) -> Iterator[list[Cell]]:
-        """The cells of one config after the other; none of a config are empty."""
+        """Yield the cells of each config. The list is empty if a config has none."""
         for regime, config in self.configs():
             if cells := self.cells_of(regime, config):
                 yield cells
 
     def fits(self, config: Config, place: float) -> bool:
-        """Whether to take a config: the longer its fused call, the higher its place must be."""
+        """Return whether to include a config. The longer its fused call, the higher its place must
+        be.
+        """
         if not is_bounded(config):
             return False
         shortest = min(SHORTEST_US, self.longest_us)
@@ -254,7 +256,9 @@ class Sampler:
         return bool(fused <= shortest * (self.longest_us / shortest) ** place)
 
     def cells_of(self, regime: str, config: Config) -> list[Cell]:
-        """The cells of a config that are worth their time; `auto` where its choice is."""
+        """Return the cells of a config that are worth their time. `auto` is left out if its choice
+        is not.
+        """
         prediction, label = self.ask(config), config.label
         cells: list[Cell] = []
         for name in SDPA_BACKENDS:
@@ -270,7 +274,9 @@ class Sampler:
         return cells
 
     def is_worth(self, cell: Cell, config: Config) -> bool:
-        """Whether a cell may take its time and memory. The dice are the config's, for all backends."""
+        """Return whether a cell may take its time and memory. All backends of a config share the
+        random number.
+        """
         if cell.backend == "math" and math_bytes(config) > MATH_BYTES:
             return False
         dice = share(cell.config)
@@ -279,8 +285,8 @@ class Sampler:
         return cell.estimate_us <= COSTLY_US or dice < COSTLY_US / cell.estimate_us
 
     def neighbours(self, config: Config, point: Point, *, flip: bool) -> tuple[Config, ...]:
-        """Two configs close to this one between which the choice of auto changes, or else the time
-        may bend.
+        """Return two configs close to this one between which the choice of `auto` changes, or with
+        `flip` false, between which the time may bend.
         """
         if flip:
             start = int(point["move"] * len(FLIPS))
@@ -298,7 +304,7 @@ class Sampler:
 
 
 def _off_eight(config: Config) -> Config:
-    """A head_dim that 8 does not divide, or the next that it does."""
+    """Change head_dim to one that is not a multiple of 8, or to the next multiple."""
     dim = config.head_dim
     return replace(config, head_dim=dim + 1 if dim % 8 == 0 else (dim // 8 + 1) * 8)
 
@@ -346,7 +352,7 @@ Pair = tuple[Config, Config]
 
 
 def _query_tile(config: Config, point: Point) -> Pair:
-    """A last tile of queries that is full, and one with a single row."""
+    """Return a config with a full last tile of queries, and one with a single row in it."""
     tile = point.among("snap", TILES)
     rows = max(1, round(config.seq_len_q / tile)) * tile
     return replace(config, seq_len_q=rows), replace(config, seq_len_q=rows + 1)
@@ -359,7 +365,7 @@ def _key_tile(config: Config, point: Point) -> Pair:
 
 
 def _batch_wave(config: Config, point: Point) -> Pair:
-    """Batches between which the blocks of a forward kernel fill one wave of SMs more."""
+    """Return batches between which the blocks of a forward kernel need one more wave of SMs."""
     tile = point.among("snap", TILES)
     blocks = config.num_heads * math.ceil(config.seq_len_q / tile)
     wave = max(1, round(config.batch * blocks / SMS))
@@ -368,7 +374,7 @@ def _batch_wave(config: Config, point: Point) -> Pair:
 
 
 def _query_wave(config: Config, point: Point) -> Pair:
-    """Lengths between which the blocks of a forward kernel fill one wave of SMs more."""
+    """Return lengths between which the blocks of a forward kernel need one more wave of SMs."""
     tile = point.among("snap", TILES)
     heads = config.batch * config.num_heads
     wave = max(1, round(heads * math.ceil(config.seq_len_q / tile) / SMS))
@@ -377,7 +383,7 @@ def _query_wave(config: Config, point: Point) -> Pair:
 
 
 def _head_dim_step(config: Config, _: Point) -> Pair:
-    """The head_dims on both sides of a kernel's template."""
+    """Return the head_dims on both sides of a limit of a kernel template."""
     step = min((32, 64, 96, 128, 192), key=lambda each: abs(each - config.head_dim))
     return replace(config, head_dim=step), replace(config, head_dim=step + 8)
 
@@ -392,7 +398,7 @@ def _double_keys(config: Config, _: Point) -> Pair:
 
 
 def _halves(config: Config, _: Point) -> Pair:
-    """The same work with and without the triangle."""
+    """Return the same work with and without the causal mask."""
     return config, _other_triangle(config)
 
 

@@ -1,5 +1,5 @@
-"""An atlas by several GPUs of a host: a process each, which measures its part of the plan into the folder of its
-class.
+"""Measure an atlas on several GPUs of a host: one process per GPU measures its part of the plan
+into the folder of its class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PASSED_ON = ("seconds", "seed", "device", "workers", "batch", "cells", "longest"
 
 
 def measure_on_lanes(options: argparse.Namespace) -> int:
-    """Measure on each lane; the highest exit code of the processes."""
+    """Measure on each lane. Return the highest exit code of the processes."""
     kind, _, count = options.scheduler.partition(":")
     if kind != "local" or (count and not count.isdigit()) or count == "0":
         raise UsageError(
@@ -58,14 +58,14 @@ def measure_on_lanes(options: argparse.Namespace) -> int:
 
 
 def class_name(lane: dict[str, Any]) -> str:
-    """The folder of a lane: `nvidia-h200`, or `cpu`."""
+    """Return the folder name of a lane: `nvidia-h200`, or `cpu`."""
     return re.sub(r"[^a-z0-9]+", "-", str(lane["gpu"] or "cpu").lower()).strip("-")
 
 
 def started(
     lane: dict[str, Any], options: argparse.Namespace, folder: Path, part: str
 ) -> tuple[subprocess.Popen[str], threading.Thread]:
-    """The process of a lane and the thread that reads it; what it prints stands behind the lane's name."""
+    """Start the process of a lane, and a thread that prints its output after the lane's name."""
     argv = [sys.executable, str(SCRIPT), "measure", str(folder), "--part", part]
     argv += ["--parent", str(os.getpid())]
     for name in PASSED_ON:
@@ -77,7 +77,7 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # Ctrl-C comes once, from here
+        start_new_session=True,  # Ctrl-C is passed on once, from here
     )
     reader = threading.Thread(target=repeat, args=(lane["lane"], process), daemon=True)
     reader.start()
@@ -85,7 +85,7 @@ def started(
 
 
 def repeat(name: str, process: subprocess.Popen[str]) -> None:
-    """Print the lines of a lane as they come."""
+    """Print the lines of a lane as they arrive."""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:

@@ -66,11 +66,11 @@ from profharness.errors import UsageError, shown
 from profharness.files import RECORD_BYTES, read_input
 
 GROUP = 10  # consecutive configs, among them pairs of neighbours, that are held out together
-COVERED = 0.95  # the share of held-out calls inside an interval; 0.9 is promised
+COVERED = 0.95  # the share of held-out calls inside an interval; 0.9 is documented
 LEAST_CELLS = 40
 MOSTLY = 0.8  # the share of the sizes from which a formula is kept
-ENOUGH = 4  # distinct sizes from which an own formula wins over that of similar kernels
-MAX_SIZES = 200  # between which a tree selects
+ENOUGH = 4  # distinct sizes from which a kernel's own formula is preferred
+MAX_SIZES = 200  # the most sizes among which a tree selects
 CAPPED = 0.02  # the share of cells from which a largest grid counts as a limit
 KNOTS = 24
 LEAST_FOR_KNOT = 6  # launches
@@ -95,7 +95,7 @@ CONFIGURATION = ("block_x", "block_y", "block_z", "registers", "shared_bytes")
 PRODUCT_COLUMNS = ("m", "n", "k", "batch", "mn", "mnb")
 SHAPES = ("product", "batch_heads", "seq_q", "seq_kv", "head_dim", "kernel")
 MULTIPLIERS = ("1", "BH", "BKV", "FBH", "B", "H", "KV", "SPLITS")
-# Kernels among which a library selects for one step. Any other kernel is a family of its own.
+# Kernels among which a library selects for one step. Every other kernel has a family of its own.
 FAMILIES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
@@ -548,7 +548,7 @@ def solve(c: Columns, sizes: Values) -> tuple[Formula, float]:
                 if formula is None:
                     continue
                 right = float((formula.values(c) == sizes).mean())
-                # a limit explains some cells of any kernel: it must explain more than a few
+                # a limit explains some cells of any kernel, so require that it explains more than a few
                 if right > share + (CAPPED if limit and right < 1 else 0):
                     best, share = formula, right
                 if right == 1.0:

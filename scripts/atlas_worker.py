@@ -1,7 +1,7 @@
-"""The process of `make_atlas.py` that measures: batches come in on stdin and go out on stdout, a line
-of JSON each. It ends with its parent, and at the end of its input.
+"""The measuring process of `make_atlas.py`. It reads batches from stdin and writes results to
+stdout, one line of JSON each. It exits with its parent, and at the end of its input.
 
-    {"batch": 3, "trace": PATH, "cells": [CELL, …]}  ->  {"environment": {…}} first, then
+    {"batch": 3, "trace": PATH, "cells": [CELL, …]}  ->  first {"environment": {…}}, then
     {"stage": "graph", "cell": 5} before each step, and {"batch": 3, "cells": [RESULT, …]}
 """
 
@@ -49,23 +49,23 @@ ENVIRONMENT = (
     "sdp_efficient", "sdp_math", "sdp_cudnn", "priority_order", "flash_attention_impl",
     "fp16_reduction_math", "tf32",
 )  # fmt: skip
-POOL_BYTES = 1 << 28  # of a dtype's pool at first, which doubles as long as
-POOL_MOST = 3 << 30  # it has not this
-ALIGNED = 256  # bytes; where each tensor begins, as the allocator would place it
+POOL_BYTES = 1 << 28  # initial size of a dtype's pool, which doubles
+POOL_MOST = 3 << 30  # up to this size
+ALIGNED = 256  # bytes; alignment of each tensor, as by the allocator
 GRAPH_MS = 0.2  # a replay takes at least this, or has GRAPH_CALLS calls
 GRAPH_CALLS = 100
 REPLAYS = 5
-CAPTURE = "captur"  # an error that says so has cost the graph and not the context
-UNREADY = 5  # after so many failures a backend's calls are captured after their first call only
-LONG_MS = 2.0  # calls that take longer are made fewer times
-KEPT_SHARE = 0.75  # of the GPU's memory; beyond it the allocators give back between two cells
+CAPTURE = "captur"  # in errors that affect the graph but not the context
+UNREADY = 5  # after this many failures, a backend's calls are captured only after their first call
+LONG_MS = 2.0  # longer calls are repeated less often
+KEPT_SHARE = 0.75  # share of the GPU's memory above which the allocators free memory between cells
 MAX_TEXT = 240
 
 
 @dataclass
 class Pool:
-    """Memory that inputs are views of, filled once: small normal values, and booleans with three
-    quarters True.
+    """Memory for inputs, filled once with small normal values, or with booleans of which three
+    quarters are True. Inputs are views of it.
     """
 
     device: str
@@ -73,11 +73,11 @@ class Pool:
     taken: dict[Any, int] = field(default_factory=dict)
 
     def empty(self) -> None:
-        """Begin again at the start; what was taken before will be shared."""
+        """Start again at the beginning. Tensors returned earlier will share memory with new ones."""
         self.taken.clear()
 
     def take(self, dtype: Any, *shape: int) -> Any:
-        """A contiguous tensor."""
+        """Return a contiguous tensor."""
         begin, count = self.taken.get(dtype, 0), math.prod(shape)
         item = torch.empty(0, dtype=dtype).element_size()
         end = begin + count
@@ -95,28 +95,30 @@ class Pool:
         return flat.bernoulli_(0.75) if dtype == torch.bool else flat.normal_()
 
     def inputs(self, config: Config) -> Inputs:
-        """The tensors of a config."""
+        """Return the tensors of a config."""
         self.empty()
         dtype = DTYPES[str(config.dtype)]
         return build_inputs(config, partial(self.take, dtype), partial(self.take, torch.bool))
 
 
 class Graphs:
-    """Captures calls into CUDA graphs, all in one pool of memory that a first graph keeps alive."""
+    """Captures calls into CUDA graphs, all in one memory pool that a first graph keeps alive."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.open()
 
     def open(self) -> None:
-        """A new pool; the memory of the one before is given back."""
+        """Create a new pool, and free the memory of the previous one."""
         self.keeper: Any = None
         torch.cuda.empty_cache()
         self.handle = torch.cuda.graph_pool_handle()
         self.keeper = self.capture(lambda: torch.empty(1, device="cuda").zero_(), 1)
 
     def capture(self, call: Callable[[], Any], calls: int) -> Any:
-        """Nothing is launched. A first call may load kernels, which only relaxed capture allows."""
+        """Capture calls without launching anything. The mode is relaxed, since a first call may
+        load kernels.
+        """
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -131,13 +133,13 @@ class Graphs:
 
 
 def calls_for(call_ms: float) -> int:
-    """How many calls of that length a graph holds."""
+    """Return the number of calls of that length in a graph."""
     return max(1, min(GRAPH_CALLS, math.ceil(GRAPH_MS / max(call_ms, 1e-3))))
 
 
 @dataclass
 class Trial:
-    """A cell on its way: its call, and what is known of it."""
+    """A cell in progress: its call and its results so far."""
 
     name: str
     backend: str
@@ -153,7 +155,7 @@ class Trial:
 
 @dataclass
 class Bench:
-    """Measures batches. say writes a line for the parent."""
+    """Measures batches. `say` writes a line for the parent."""
 
     device: str
     say: Callable[[dict[str, Any]], None]
@@ -161,7 +163,7 @@ class Bench:
     workers: int = 1
     pool: Pool = field(init=False)
     graphs: Graphs | None = None
-    unready: Counter[str] = field(default_factory=Counter)  # captures that failed
+    unready: Counter[str] = field(default_factory=Counter)  # failed captures by backend
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.device)
@@ -170,7 +172,7 @@ class Bench:
             self.open_libraries(self.graphs)
 
     def open_libraries(self, graphs: Graphs) -> None:
-        """Handles and workspaces of cuBLAS and cuDNN, which a capture should not be the first to need."""
+        """Create the handles and workspaces of cuBLAS and cuDNN, so that no capture creates them."""
         for dtype, name in itertools.product(DTYPES, ("math", "cudnn", "math")):
             config = parse_config(f"2,2,64,64,{dtype},bwd")
             with contextlib.suppress(RuntimeError), find_backend(name).context():
@@ -182,7 +184,7 @@ class Bench:
 
     @contextlib.contextmanager
     def turn(self, stage: str, number: int) -> Iterator[None]:
-        """The GPU for this process alone; it is idle before and afterwards."""
+        """Hold the GPU's lock. The GPU is idle before and afterwards."""
         self.say({"stage": "wait", "cell": number})
         with self.lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -192,7 +194,7 @@ class Bench:
                 torch.cuda.synchronize()
 
     def measure(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
-        """The results of a batch; its trace lies under the path it names."""
+        """Return the results of a batch. Its trace is written to the path given in the batch."""
         trials = []
         for number, cell in enumerate(batch["cells"]):
             trial = self.begin(number, cell)
@@ -200,7 +202,7 @@ class Bench:
             graphed = self.graphs is not None and cell.get("graph", True)
             early = trial.result["choice"] is not None and self.unready[trial.backend] < UNREADY
             if graphed and early:
-                # plans and kernels are made and loaded here, while another process has the GPU
+                # plans and kernels are made and loaded here, while another process uses the GPU
                 self.say({"stage": "graph", "cell": number})
                 self.attempt(trial, self.capture)
             with self.turn("call", number):
@@ -212,7 +214,7 @@ class Bench:
         return [trial.result for trial in trials]
 
     def graph(self, trial: Trial, number: int) -> None:
-        """The graph's time; a graph that turns out too short, or could not be, is made once more."""
+        """Time the graph. If it is too short or could not be captured, capture it once more."""
         for last in (False, True):
             if trial.graph is None:
                 self.say({"stage": "graph", "cell": number})
@@ -231,7 +233,9 @@ class Bench:
             trial.estimate_ms, trial.graph = us / 1e3, None
 
     def begin(self, number: int, cell: dict[str, Any]) -> Trial:
-        """The cell's call on views of the pool; nothing is launched but the mask's first column."""
+        """Prepare the cell's call on views of the pool. Only the first column of the mask is
+        launched.
+        """
         config = parse_config(cell["config"])
         result = {"status": "ok", "choice": None, "graph_us": None, "peak_bytes": None}
         trial = Trial(f"c{number:04}", cell["backend"], config, lambda: None, result)
@@ -251,8 +255,8 @@ class Bench:
         return find_backend(trial.backend).context()
 
     def attempt(self, trial: Trial, step: Callable[[Trial, list[str]], None]) -> None:
-        """Do a step of a cell, once more with empty caches where memory lacks. What it raises becomes
-        the cell's status; a lost CUDA context ends the process.
+        """Run a step of a cell; if memory is short, free caches and run it once more.
+        An exception becomes the cell's status. A lost CUDA context ends the process.
         """
         for retry in (True, False):
             texts: list[str] = []
@@ -269,18 +273,18 @@ class Bench:
                 if not retry or not is_oom(error):
                     self.fail(trial, step, texts, error)
                     return
-            self.give_back()  # here, where no traceback keeps tensors
+            self.give_back()  # here, where no traceback keeps tensors alive
 
     def fail(
         self, trial: Trial, step: Callable[..., None], texts: list[str], error: Exception
     ) -> None:
         if trial.result["status"] != "ok":
             return
-        if step in (self.capture, self.replay):  # the cell itself may be fine
+        if step in (self.capture, self.replay):  # the cell itself may be intact
             trial.failure = f"no graph: {text_of(str(error))}"
             if step == self.capture:
                 self.unready[trial.backend] += 1
-                self.give_back()  # the allocator may still think that it captures
+                self.give_back()  # the allocator may still be in capture mode
             return
         if is_refusal(error):
             reasons = refusals(trial.backend, texts, error)
@@ -291,7 +295,9 @@ class Bench:
         trial.result["message"] = text_of(f"{type(error).__name__}: {error}")
 
     def first(self, trial: Trial, _: list[str]) -> None:
-        """The first calls: memory, and a rough time. Autotuning and caches are over after them."""
+        """Run the first calls, to measure memory and a rough time. They include autotuning and
+        caching.
+        """
         if trial.result["status"] != "ok":
             return
         if self.graphs is None:
@@ -318,7 +324,7 @@ class Bench:
         trial.result["graph_us"] = round(statistics.median(times) * 1e3 / trial.calls, 3)
 
     def limit_memory(self) -> None:
-        """Give back what the allocator keeps where it is more than this process's part."""
+        """Free cached memory beyond this process's share."""
         whole = torch.cuda.get_device_properties(0).total_memory
         if torch.cuda.memory_reserved() > KEPT_SHARE * whole / self.workers:
             self.give_back()
@@ -328,8 +334,8 @@ class Bench:
             self.graphs.open()
 
     def profile(self, trials: list[Trial], path: str) -> None:
-        """One session over the cells that ran. Before the calls that count each cell is called once,
-        so that the L2 and the clocks are its own.
+        """Profile the cells that ran in one session. Each cell is called once before the calls that
+        count, so that L2 and clocks are in its state.
         """
         device = "cuda" if self.graphs is not None else None
         with profile(use_kineto=True, use_device=device) as session:
@@ -348,11 +354,11 @@ class Bench:
             with record_function(cell_range(trial.name)):
                 trial.call()
         if self.graphs is not None:
-            torch.cuda.synchronize()  # an error is this cell's
+            torch.cuda.synchronize()  # so that an error belongs to this cell
 
 
 def text_of(text: str) -> str:
-    """The first line, without paths and not too long."""
+    """Return the first line, shortened and without paths."""
     line = next(iter(text.strip().splitlines()), "")
     return re.sub(r"(?<![\w.])/[\w./+-]+", "…", line)[:MAX_TEXT]
 
@@ -363,7 +369,9 @@ def batches() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """argv: the device, the parent's process id, the file to lock, and how many workers there are."""
+    """Run the worker. Arguments: the device, the parent's process id, the lock file, the number of
+    workers.
+    """
     device, parent, lock, workers = (
         sys.argv[1],
         int(sys.argv[2]),
@@ -372,7 +380,7 @@ def main() -> None:
     )
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints
+    os.dup2(2, 1)  # redirect any other output
 
     def say(message: dict[str, Any]) -> None:
         out.write(json.dumps(message) + "\n")

@@ -1,4 +1,5 @@
-"""The same attention calls that a capture makes, without any profiler: the floor that `bench_capture.py` compares with.
+"""Make the attention calls of a capture without any profiler, as the baseline of
+`bench_capture.py`.
 
 python scripts/bare_calls.py [--calls N] [--range] CONFIGS_FILE BACKEND…
 """
@@ -21,13 +22,13 @@ from profharness.run import Protocol
 from profharness.worker.inputs import make_call, make_inputs
 from profharness.worker.timing import MIN_SAMPLES
 
-WARMUP_CALL = 1  # the one that opens a profiler session
-BUDGET_S = 0.5  # of the calls that stand for samples; not a capture's, so that it stays the floor
+WARMUP_CALL = 1  # the call that opens a profiler session
+BUDGET_S = 0.5  # of the calls that replace samples; shorter than a capture's, as a lower bound
 
 
 def main() -> None:
     """Call each config on each backend as often as a capture with the default protocol does, or
-    --calls times; --range opens an NVTX range around the last of those.
+    --calls times. --range opens an NVTX range around the last call.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=0)
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def few_calls(call: Callable[[], Any], count: int, *, in_range: bool) -> None:
-    """That many calls, the last one in a range of the whole process if asked."""
+    """Make `count` calls, the last one in a process-wide range if `in_range`."""
     for _ in range(count - 1):
         call()
     with contextlib.ExitStack() as stack:
@@ -67,7 +68,7 @@ def few_calls(call: Callable[[], Any], count: int, *, in_range: bool) -> None:
 
 
 def calls(call: Callable[[], Any], device: str) -> None:
-    """Warm-up and profiled calls, then one for each sample that is asked for, within the budget."""
+    """Make the warm-up and profiled calls, then one call per sample within the budget."""
     protocol = Protocol()
     for _ in range(protocol.warmup + WARMUP_CALL + protocol.iterations):
         call()

@@ -1,5 +1,5 @@
-"""Wall time of a whole capture (8 configs x 5 backends, ingest included) over a bare script with the same calls,
-and where the capture spends it.
+"""Compare the wall time of a capture (8 configs x 5 backends, including ingest) with a bare script
+that makes the same calls, and show where the capture spends it.
 
 python scripts/bench_capture.py [--rounds N]
 """
@@ -24,12 +24,14 @@ LOOK_S = 0.001
 COMMAND, WORKER, PROGRAM = "the command starts", "torch, CUDA", "the worker's program"
 BETWEEN, STORED = "between cells", "ingest, end"
 STAGES = {"begin": "find the backend", "inputs": "inputs, first calls", "warm-up": "warm-up"}
-# what a journal calls a stage, where that says what follows
+# Phase that follows each kind of journal entry.
 Phases = dict[str, float]
 
 
 def measure(subject: str) -> Phases:
-    """Seconds of one of the two by phase, in a new folder; of the bare script torch apart."""
+    """Return the seconds of one subject by phase, in a new folder. Loading torch is a separate
+    phase.
+    """
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         if subject == "capture":
@@ -39,7 +41,7 @@ def measure(subject: str) -> Phases:
 
 
 def events(argv: Sequence[str], folder: Path) -> Iterator[tuple[float, str]]:
-    """Runs a capture; what begins when, by its files, with the name of the phase that begins."""
+    """Run a capture. Yield the start of each phase with its name, as seen in its files."""
     begin, done = time.perf_counter(), 0
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log)
@@ -61,7 +63,7 @@ def events(argv: Sequence[str], folder: Path) -> Iterator[tuple[float, str]]:
 
 
 def lines(folder: Path) -> list[bytes]:
-    """The whole lines of the journal so far."""
+    """Return the complete lines of the journal so far."""
     for path in folder.glob(f"*/{JOURNAL_FILE}"):
         try:
             return path.read_bytes().split(b"\n")[:-1]
@@ -71,7 +73,7 @@ def lines(folder: Path) -> list[bytes]:
 
 
 def phase(entry: dict[str, Any]) -> str:
-    """What an entry of the journal is the beginning of."""
+    """Return the phase that starts with an entry of the journal."""
     event = entry["event"]
     if event == "stage":
         return STAGES.get(entry["stage"], entry["stage"])
@@ -79,7 +81,7 @@ def phase(entry: dict[str, Any]) -> str:
 
 
 def split(moments: Sequence[tuple[float, str]]) -> Phases:
-    """Seconds of each phase; what follows the last cell is not between two."""
+    """Return the seconds of each phase, up to the last cell."""
     sums: Phases = {}
     last = max(n for n, (_, name) in enumerate(moments) if name == BETWEEN)
     for place, ((begin, name), (end, _)) in enumerate(itertools.pairwise(moments)):
@@ -89,7 +91,7 @@ def split(moments: Sequence[tuple[float, str]]) -> Phases:
 
 
 def print_phases(subject: str, rounds: Sequence[Phases]) -> None:
-    """The median of each phase over the rounds."""
+    """Print the median of each phase over the rounds."""
     names = dict.fromkeys(name for each in rounds for name in each)
     print(f"{subject}, median s by phase:")
     for name in names:
@@ -97,9 +99,9 @@ def print_phases(subject: str, rounds: Sequence[Phases]) -> None:
 
 
 def main() -> None:
-    """Interleave the two and print medians, the ratio and the phases."""
+    """Interleave the two subjects, and print medians, the ratio and the phases."""
     rounds = parser(__doc__, rounds=5).parse_args().rounds
-    in_turns(("bare", "capture"), measure, 1)  # warms the file cache
+    in_turns(("bare", "capture"), measure, 1)  # warm the file cache
     measured = in_turns(("bare", "capture"), measure, rounds)
     times = {name: [sum(each.values()) for each in phases] for name, phases in measured.items()}
     print_times(times)

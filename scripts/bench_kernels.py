@@ -1,5 +1,5 @@
-"""Times every implementation in kernels/ against PyTorch's own ways to attention, by CUDA-graph
-replay, and holds the best of them against the floor of the device and against targets.
+"""Time every implementation in kernels/ and PyTorch's own backends by CUDA graph replay, and
+compare the best ones with the lower bound of the device and with targets.
 
 python scripts/bench_kernels.py --json out.json
 """
@@ -36,16 +36,16 @@ PEERS = ("auto", *SDPA_BACKENDS, "naive", "naive-compiled")
 TRITON, TRITON_CONFIG, TRITON_PEER = "flash_triton", "4,16,4096,128,bf16", "cudnn"
 MEAN_TARGET, WORST_TARGET, FLOOR_TARGET, TRITON_TARGET = 0.4, 0.8, 1.5, 0.6
 LARGE_BYTES = 32_000_000
-# what a copy reaches of the data sheet's bandwidth: 4.3 of the 4.8 TB/s of an H200
+# share of the data sheet's bandwidth that a copy reaches: 4.3 of 4.8 TB/s on an H200
 REACHED = 4.3 / 4.8
 RANKING = "graph"
-TIME_S, QUICK_TIME_S = 0.4, 0.15  # of sampling, a cell
+TIME_S, QUICK_TIME_S = 0.4, 0.15  # sampling time per cell
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One config: the floor, the best implementation of kernels/ and the best peer, times in ns a
-    call; None where there is none. ratio is best over peer, to_floor best over floor.
+    """One config: the lower bound, the best implementation of kernels/ and the best peer, in ns per
+    call (None if there is none). `ratio` is best / peer, `to_floor` is best / floor.
     """
 
     config: str
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Target:
-    """One target; met is None where nothing was measured that could tell."""
+    """A target. `met` is None if nothing relevant was measured."""
 
     what: str
     limit: float
@@ -72,8 +72,8 @@ class Target:
 
 
 def floor_of(config: Config, peaks: Peaks | None) -> tuple[float, str] | None:
-    """The least ns that the device can take, and what binds: compulsory bytes (Q, K, V in, O out)
-    at the bandwidth that a copy reaches, or the products at the data sheet's rate of the dtype.
+    """Return the lower bound in ns and its cause: compulsory bytes (Q, K, V, O) at the bandwidth of
+    a copy, or the products at the data sheet's rate for the dtype.
     """
     rate = peaks.flops_per_s.get(str(config.dtype)) if peaks else None
     if peaks is None or not peaks.bandwidth_bytes_per_s or not rate:
@@ -84,7 +84,9 @@ def floor_of(config: Config, peaks: Peaks | None) -> tuple[float, str] | None:
 
 
 def shape_of(config: Config, times_ns: Mapping[str, float], peaks: Peaks | None) -> Shape:
-    """The figures of one config from ns by backend; a backend that is no peer is of kernels/."""
+    """Return the figures of one config from the ns by backend. A backend that is not a peer is one
+    of kernels/.
+    """
     floor = floor_of(config, peaks)
     own = {name: time for name, time in times_ns.items() if name not in PEERS}
     peers = {name: time for name, time in times_ns.items() if name in PEERS}
@@ -111,12 +113,14 @@ def _fastest(times_ns: Mapping[str, float]) -> str | None:
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:
-    """Of positive numbers; None of none."""
+    """Return the geometric mean of positive numbers, or None if there are none."""
     return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else None
 
 
 def targets_of(shapes: Sequence[Shape], triton: Shape | None) -> list[Target]:
-    """Every target, judged by these shapes; triton is the one for flash_triton against cudnn."""
+    """Return all targets, evaluated on these shapes. `triton` is the shape for flash_triton against
+    cuDNN.
+    """
     table = {config.label for text in TABLE for config in expand_configs(text)}
     in_table = [each.ratio for each in shapes if each.ratio and each.config in table]
     ratios = [each.ratio for each in shapes if each.ratio]
@@ -205,7 +209,7 @@ def told(answer: BenchResult) -> list[str]:
 
 
 def table(shapes: Sequence[Shape]) -> str:
-    """The shapes as lines of equal columns; times in µs."""
+    """Return the shapes as aligned lines, with times in µs."""
     head = ("config", "floor", "by", "best of kernels/", "µs", "best peer", "µs", "ratio", "/floor")
     lines = [head]
     lines += [
@@ -236,7 +240,7 @@ def _number(value: float | None) -> str:
 
 
 def verdict(target: Target) -> str:
-    """`met`, `missed`, or that nothing can tell."""
+    """Return `met`, `missed`, or that nothing was measured."""
     word = {True: "met", False: "missed", None: "not measured"}[target.met]
     value = "" if target.value is None else f" {target.value:.3g}"
     side = ">=" if target.what.startswith("TFLOP/s") else "<="
@@ -244,7 +248,7 @@ def verdict(target: Target) -> str:
 
 
 def report(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure, print as it goes, and give the figures. Raise ProfharnessError."""
+    """Measure, print the results as they come, and return the figures. Raise ProfharnessError."""
     start = time.perf_counter()
     own = asked.kernels.split(",") if asked.kernels else expand_backends(["kernels"], ())
     own = [name for name in own if name not in PEERS]
@@ -288,7 +292,7 @@ def report(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Report; whatever was missed or failed, the exit code is 0."""
+    """Print the report. The exit code is 0 even if targets are missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--config", action="append", help="instead of the table; repeatable")

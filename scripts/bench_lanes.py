@@ -1,5 +1,5 @@
-"""What lanes cost and bring, as a table: the scheduler's time a group and a cell, the fixed cost of a
-group, and on a host of two GPUs or more a sweep on one of them against two.
+"""Measure the cost and speed-up of lanes: the scheduler's time per group and cell, the fixed cost
+of a group, and, on a host with two or more GPUs, a sweep on one GPU against two.
 
     python scripts/bench_lanes.py [--configs SWEEP] [--alone SWEEP] [--measurement NAME]
         [--processes N] [--keep FOLDER]
@@ -36,23 +36,23 @@ from profharness.runner.capture import plan_capture, write_folder  # noqa: E402
 from profharness.runner.group import make_part, publish  # noqa: E402
 
 SWEEP = "2,16,{256:5248:+128},128,bf16"  # 40 configs
-EVERY_THIRD = "2,16,{384:4992:+384},128,bf16"  # of them, for one GPU: all of it takes 7 minutes
-SOME_AGAIN = "2,16,{384:4992:+1152},128,bf16"  # of those
+EVERY_THIRD = "2,16,{384:4992:+384},128,bf16"  # a third of them; all would take 7 minutes
+SOME_AGAIN = "2,16,{384:4992:+1152},128,bf16"  # a part of those
 BACKENDS = "flash,cudnn,efficient"
 MEASUREMENTS = ("graph", "kernel", "cold")
 WITHIN = {"graph": 0.01, "kernel": 0.01, "cold": 0.03}
-DEVICE: tuple[str, ...] = ()  # of the sweep: that of this host
+DEVICE: tuple[str, ...] = ()  # for the sweep: that of this host
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What each cell of a sweep is measured by, and in how many processes."""
+    """The measurement of each cell in a sweep, and the number of processes."""
 
     measurements: tuple[str, ...] = MEASUREMENTS
     processes: int = 1
 
 
-# one group a config, so that both runs have the same groups
+# one group per config, so that both runs have the same groups
 CLIENT = """
 from profharness.jobs import campaign
 campaign.GROUP_S = campaign.SMALLEST_S = 0.1
@@ -63,7 +63,7 @@ main()
 
 
 class Instant:
-    """A transport whose lanes have done every group when it is asked for; spent_s is its own time."""
+    """A transport whose lanes finish every group immediately. spent_s is its own time."""
 
     def __init__(self, lanes: int) -> None:
         self._names = [f"cpu {index}" for index in range(lanes)]
@@ -88,7 +88,7 @@ class Instant:
 
 
 def make_group(spec: Plain) -> None:
-    """The folder of a group as a lane would leave it."""
+    """Create the folder of a group as a lane would."""
     final = Path(spec["root"]) / spec["group"]
     part = final.with_name(f"{final.name}.here.part")
     for cell in spec["run"]["cells"]:
@@ -98,13 +98,13 @@ def make_group(spec: Plain) -> None:
 
 
 def dask_rows(out: Path, url: str) -> Iterator[tuple[str, str, str]]:
-    """What groups cost that lanes of a Dask scheduler find done, from the window and back: by the wall,
-    and in CPU seconds of the client.
+    """Measure the cost per group with lanes of a Dask scheduler that find each group finished: wall
+    time, and CPU seconds of the client.
     """
     from profharness.jobs.cluster import Cluster
 
     class Quick(Cluster):
-        """Makes each group before it is handed out; spent_s is its own time."""
+        """Creates each group before it is submitted. spent_s is its own time."""
 
         spent = (0.0, 0.0)
 
@@ -135,7 +135,7 @@ def dask_rows(out: Path, url: str) -> Iterator[tuple[str, str, str]]:
 
 
 def clocks() -> tuple[float, float]:
-    """Seconds by the wall, and of CPU in this process."""
+    """Return wall time and the CPU time of this process, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
@@ -146,7 +146,7 @@ def since(begin: tuple[float, float]) -> tuple[float, float]:
 def planned(
     text: str, out: Path, a_group: int, device: str = "cpu"
 ) -> tuple[Path, campaign.Campaign, Run]:
-    """A campaign of that many cells a group."""
+    """Make a campaign with this many cells per group."""
     options = CaptureOptions(("events",), out, Protocol(device=device, samples=5, iterations=1))
     run, _ = plan_capture(expand_configs(text), ("auto",), options)
     names = [cell.cell for cell in run.cells]
@@ -159,7 +159,7 @@ def planned(
 
 
 def scheduler_s(out: Path, text: str, a_group: int) -> tuple[float, int, int]:
-    """CPU seconds of the window for a campaign, its groups and its cells."""
+    """Return the scheduler's CPU seconds for a campaign, the number of groups, and of cells."""
     folder, made, run = planned(text, out, a_group)
     transport = Instant(4)
     begin = time.process_time()
@@ -168,7 +168,7 @@ def scheduler_s(out: Path, text: str, a_group: int) -> tuple[float, int, int]:
 
 
 def scheduler_rows(out: Path) -> Iterator[tuple[str, str, str]]:
-    """Many small groups tell what a group costs, few large ones what a cell costs."""
+    """Derive the cost per group from many small groups, and the cost per cell from few large ones."""
     seconds, groups, _ = scheduler_s(out, "1,1,{8:2400:+8},8,fp32", 1)
     a_group = seconds / groups
     yield "scheduler, a group", f"{a_group * 1e3:.2f} ms", "≤ 20 ms"
@@ -177,8 +177,8 @@ def scheduler_rows(out: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def fixed_row(out: Path) -> tuple[str, str, str]:
-    """A group of one tiny cell on this host's device, but for the cell itself: by the wall, and in CPU
-    seconds, which other work on the host does not lengthen.
+    """Measure the fixed cost of a group: one tiny cell on this host's device, without the cell
+    itself, in wall time and CPU seconds.
     """
     folder, made, run = planned("1,1,64,64,fp32", out, 1, "auto")
     walls, cpus = [], []
@@ -196,15 +196,15 @@ def fixed_row(out: Path) -> tuple[str, str, str]:
 
 
 def children_s() -> float:
-    """CPU seconds of the children that have ended."""
+    """Return the CPU seconds of the children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 @dataclass(frozen=True)
 class Swept:
-    """A bench on lanes: seconds until its last group was done and until the client was, the record of each
-    group, and how long each took a lane.
+    """A bench on lanes: seconds until the last group and until the client finished, the record of
+    each group, and the time of each on its lane.
     """
 
     last_s: float
@@ -226,10 +226,10 @@ class Swept:
 
 
 def sweep(out: Path, lanes: int, text: str, name: str, how: Sampling) -> Swept:
-    """A bench on so many lanes."""
+    """Run a bench on this many lanes."""
     place = out / name
     words = ["bench", "--config", text, "--backend", BACKENDS, "--processes", str(how.processes)]
-    # a precision that is not reached: every cell takes its time
+    # unreachable, so that every cell uses its full time
     words += ["--precision", "0.01%", "--max-time", "2s", "--scheduler", f"local:{lanes}"]
     words += [word for each in how.measurements for word in ("--measurement", each)]
     words += ["--out", str(place), "--store", f"{place}.db", "-o", f"{place}.json", *DEVICE]
@@ -239,7 +239,7 @@ def sweep(out: Path, lanes: int, text: str, name: str, how: Sampling) -> Swept:
         subprocess.run(command, env=child_environment(), stdout=log, stderr=log, check=True)
     end_s = time.monotonic() - begin
     (groups,) = place.glob("*/groups")
-    # the folder's last change is the last group that got its name
+    # the folder changes last when the last group is renamed
     last_s = groups.stat().st_mtime - clock
     records = {
         path.parent.name: json.loads(path.read_bytes()) for path in groups.glob("*/run.json")
@@ -249,7 +249,7 @@ def sweep(out: Path, lanes: int, text: str, name: str, how: Sampling) -> Swept:
 
 
 def ratios(alone: Swept, other: Swept, name: str) -> list[float]:
-    """Median of another sweep over that alone, of each cell that the same GPU has run in both."""
+    """Return, for each cell that the same GPU ran in both sweeps, the ratio of its medians."""
     found = []
     for group, record in other.records.items():
         before = alone.records.get(group)
@@ -281,8 +281,8 @@ def ratio_rows(
 def two_gpu_rows(
     out: Path, alone: str, text: str, again: str = SOME_AGAIN, how: Sampling | None = None
 ) -> Iterator[tuple[str, str, str]]:
-    """Groups a second on two GPUs against those on one, which has every third config of the sweep. Some of
-    these run alone once more: what two runs differ by that nothing disturbed.
+    """Compare groups per second on two GPUs and on one, which runs every third config of the sweep.
+    Some of these run alone once more, to show the difference between undisturbed runs.
     """
     how = how or Sampling()
     one = sweep(out, 1, alone, "on1", how)

@@ -1,5 +1,5 @@
-"""Wall time of captures under nsys and ncu (8 configs x 5 backends, export and ingest included)
-over the bare tools on a bare script with the same calls.
+"""Compare the wall time of captures under nsys and ncu (8 configs x 5 backends, including export
+and ingest) with the bare tools on a bare script with the same calls.
 
 python scripts/bench_nsight.py [--rounds N]
 """
@@ -24,7 +24,7 @@ RATIOS = (("nsys capture", "nsys"), ("ncu capture", "ncu"), ("ncu capture", "ncu
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """What is timed, by name."""
+    """Return the commands to time, by name."""
     nsys, ncu = (str(require_tool(name).path) for name in ("nsys", "ncu"))
     duration = [ncu, "--metrics", "gpu__time_duration.sum", "-f", "-o", str(folder / "bare")]
     in_range = ["--nvtx", "--nvtx-include", "profharness@bare"]
@@ -56,7 +56,7 @@ def main() -> None:
         return taken
 
     subjects = list(commands(Path()))
-    in_turns(subjects, measure, 1)  # warms the file cache
+    in_turns(subjects, measure, 1)  # warm the file cache
     times = in_turns(subjects, measure, rounds)
     print_times(times)
     for name, floor in RATIOS:

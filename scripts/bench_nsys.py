@@ -1,5 +1,5 @@
-"""Time and peak memory of parsing nsys exports, against bare sqlite3 reading the same rows; both
-interleaved, each in a fresh process.
+"""Measure time and peak memory of parsing nsys exports, and of bare sqlite3 reading the same rows,
+interleaved and each in a fresh process.
 
 python scripts/bench_nsys.py [--rounds N] [--launches N] [EXPORT…]
 """
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def report(path: Path, rounds: int) -> None:
-    """Measure one export and print a line for each subject."""
+    """Measure one export and print one line per subject."""
     measured = in_turns(
         list(SUBJECTS), lambda subject: cost(*SUBJECTS[subject], path, Path()), rounds
     )

@@ -1,8 +1,10 @@
-"""What observing costs: µs an attention call, µs another op, ms a start of Python.
+"""Measure the overhead of `observe`: µs per attention call, µs per other op, ms per start of
+Python.
 
 python scripts/bench_observe.py [--rounds 200]
 
-Each figure is the median of the differences of CPU time, with and without, of rounds taken in turns.
+Each figure is the median difference in CPU time with and without `observe`, in alternating
+rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Attention(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """As many layers as there are calls, because each is met with its own facts."""
+    """As many layers as calls, because each layer has its own record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,21 +62,21 @@ class Layers(torch.nn.Module):
 
 
 class Empty:
-    """Calls the builtin and does nothing else."""
+    """A wrapper that only calls the builtin."""
 
     def __call__(self, *a: Any, **k: Any) -> Any:
         return wrapper.sd(*a, **k)
 
 
 def calls(rounds: int, *, recorded: bool) -> float:
-    """µs that a recorded call takes more, or one through an empty wrapper."""
+    """Return the additional µs of a recorded call, or of one through an empty wrapper."""
     model, tensors = Layers(), torch.randn(3, 1, 2, 4, 8).unbind()
     with torch.no_grad():
         return pair(rounds, lambda: model(*tensors), wrapper.wrapper if recorded else Empty())
 
 
 def other_ops(rounds: int) -> float:
-    """µs that any other op takes more."""
+    """Return the additional µs of any other op."""
     x = torch.randn(8)
 
     def work() -> None:
@@ -85,7 +87,7 @@ def other_ops(rounds: int) -> float:
 
 
 def pair(rounds: int, work: Callable[[], Any], attention: Any) -> float:
-    """The median of differences with and without a recorder, for one of CALLS."""
+    """Return the median difference with and without a recorder, per call."""
     differences = []
     with in_process.observe():
         for each in range(rounds):
@@ -99,14 +101,14 @@ def pair(rounds: int, work: Callable[[], Any], attention: Any) -> float:
 
 
 def cpu_ns(work: Callable[[], Any]) -> int:
-    """CPU time of this thread."""
+    """Return the CPU time of this thread."""
     begin = time.thread_time_ns()
     work()
     return time.thread_time_ns() - begin
 
 
 def starts(rounds: int) -> float:
-    """ms of CPU time that a start of Python takes more."""
+    """Return the additional CPU time of a start of Python, in ms."""
     with tempfile.TemporaryDirectory() as folder:
         plain = {**os.environ, "PYTHONPATH": ""}
         observed = {**plain, "PYTHONPATH": str(STARTUP), "PROFHARNESS_OBSERVE": folder}
@@ -117,7 +119,7 @@ def starts(rounds: int) -> float:
 
 
 def start_ms(environment: dict[str, str]) -> float:
-    """ms of CPU time of an empty program."""
+    """Return the CPU time of an empty program, in ms."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", "pass"], env=environment, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

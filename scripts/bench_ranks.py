@@ -1,4 +1,4 @@
-"""Figures of `ranks` and of `ingest --scheduler local`, on jobs made from a real trace.
+"""Measure `ranks` and `ingest --scheduler local` on jobs made from a real trace.
 
 python scripts/bench_ranks.py fleets [--fleets N] [--ranks N]     who is named in even and uneven jobs
 python scripts/bench_ranks.py many [--ranks N]                    how long a job of many ranks takes
@@ -31,7 +31,7 @@ from profharness.store import ingest_path, open_store
 
 SLOW = 1.05
 OF_A_GPU = ("kernel", "cuda_runtime", "user_annotation", "gpu_memcpy", "gpu_memset")
-# what a CPU second is worth while others are at work on the machine
+# relates CPU seconds on a busy machine to those on a free one
 JSON_LOAD = (
     "import json, sys, time\nwith open(sys.argv[1]) as file:\n    json.load(file)\n"
     "print(time.process_time())"
@@ -40,19 +40,21 @@ WHOLE = (1000, 100)  # files and MB each, to which the ingest is projected
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of its finished children."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (0, -1))
 
 
 def cost(work: Callable[[], object]) -> tuple[float, float]:
-    """(CPU seconds, seconds) of some work."""
+    """Return the CPU seconds and seconds of some work."""
     cpu, begin = cpu_seconds(), time.perf_counter()
     work()
     return cpu_seconds() - cpu, time.perf_counter() - begin
 
 
 def small() -> dict[str, Any]:
-    """The real step with what the comparison is made of, so that thousands of files are quickly made."""
+    """Return the real step, reduced to what the comparison needs, so that thousands of files are
+    made quickly.
+    """
     trace = read()
     trace["traceEvents"] = [
         event
@@ -63,7 +65,9 @@ def small() -> dict[str, Any]:
 
 
 def fleets(count: int, ranks: int) -> None:
-    """Even jobs, and as many with one GPU that is 5 % slow: whom `ranks` names."""
+    """Run `ranks` on even jobs and on as many with one GPU that is 5 % slow, and print what it
+    finds.
+    """
     trace = small()
     named: Counter[str] = Counter()
     ratios = []
@@ -90,7 +94,7 @@ def fleets(count: int, ranks: int) -> None:
 
 
 def many(ranks: int) -> None:
-    """One job of many ranks, one of them slow."""
+    """Run `ranks` on one job of many ranks, one of them slow."""
     with tempfile.TemporaryDirectory() as name:
         store = Path(name) / "s.db"
         job = Path(name) / "job"
@@ -118,12 +122,12 @@ def many(ranks: int) -> None:
 
 
 def ingest(files: int, megabytes: int) -> None:
-    """Files of a program's trace, each of another rank, read by a process a CPU; then once more."""
+    """Ingest trace files of different ranks with one process per CPU, then once more."""
     with tempfile.TemporaryDirectory() as name:
         job, store = Path(name) / "job", Path(name) / "s.db"
         job.mkdir()
         first = Path(name) / "first.json"
-        # elsewhere: a process counts the peak of the one that started it as its own
+        # in another process: a process inherits the peak memory of its parent
         make = (sys.executable, str(HERE / "make_trace.py"), str(first), "--profile", "bare")
         output([*make, "--size", f"{megabytes}MB", "--source", str(STACKED)])
         for rank in range(files):
@@ -157,7 +161,7 @@ def ingest(files: int, megabytes: int) -> None:
 
 
 def main() -> None:
-    """Measure one of them."""
+    """Run one of the measurements."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
-"""Start-up: `profharness --help` over `python -c pass`, `predict` of one config, and `kernels` on a store
-of a million launches.
+"""Measure start-up: `profharness --help` against `python -c pass`, `predict` of one config, and
+`kernels` on a store of a million launches.
 
 python scripts/bench_startup.py [--launches N] [--rounds N]
 """
@@ -24,7 +24,7 @@ RESOURCES = {"registers per thread": 32, "shared memory": 0, "stream": 7, "devic
 
 
 def big_run(folder: Path, launches: int) -> Path:
-    """A run folder of one cell whose trace has that many launches in `profharness:` ranges."""
+    """Return a run folder of one cell whose trace has this many launches in `profharness:` ranges."""
     folder.mkdir()
     calls = launches // KERNELS_PER_CALL
     with (folder / "c0001.torch.json").open("w") as file:
@@ -42,7 +42,7 @@ def big_run(folder: Path, launches: int) -> Path:
 
 
 def events(call: int) -> Iterator[dict[str, Any]]:
-    """The range of a call, and the runtime call and kernel of each of its launches."""
+    """Yield the range of a call, and the runtime call and kernel of each launch."""
     start, host = call * 1000.0, {"ph": "X", "pid": 1, "tid": 1}
     name = {"cat": "user_annotation", "name": "profharness:c0001"}
     yield {**host, **name, "ts": start, "dur": 900.0, "args": {"External id": call}}
@@ -58,7 +58,7 @@ def events(call: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Interleave the three and print medians."""
+    """Interleave the three, and print medians."""
     made = parser(__doc__, rounds=7)
     made.add_argument("--launches", type=int, default=1_000_000)
     options = made.parse_args()
