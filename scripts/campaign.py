@@ -1,16 +1,17 @@
-"""The fault campaign: damaged inputs for every reader, signals, full disks, tools that fail, planted
-secrets, concurrent writers, hostile pages, nasty backends. Prints what was tried and what failed.
+"""Run the fault campaign: damaged inputs for every reader, signals, full disks, failing tools,
+planted secrets, concurrent writers, hostile pages, misbehaving backends. Print what was tried
+and what failed.
 
-python scripts/campaign.py                                  all of it, 30 s a kind
+python scripts/campaign.py                                  everything, 30 s per kind
 python scripts/campaign.py --seconds 1200 --only kineto,nsys --format md
 python scripts/campaign.py --root ../other-checkout --seed 7
-python scripts/campaign.py --repeat FILE                    one kept input again; its folder names the kind
+python scripts/campaign.py --repeat FILE                    repeat a kept input; its folder names the kind
 
-Readers are fuzzed in a process of their own, coverage-guided by atheris where it is installed, else by
-a seeded generator that keeps inputs which were answered in a new way. A failure is an exception that
-nobody caught, an end by a signal, more than 20 s of CPU time, more than 400 MB of memory, or a store
-that is not what it was after a refusal. Failing inputs are kept below --out with the command that
-repeats them. docs/reliability.md says what is promised.
+Readers are fuzzed in their own process, coverage-guided by atheris if it is installed, otherwise
+by a seeded generator that keeps inputs with new kinds of answers. A failure is an uncaught
+exception, an end by a signal, more than 20 s of CPU time, more than 400 MB of memory, or a store
+that a refused input changed. Failing inputs are kept in the folder of --out with the command
+that repeats them. docs/reliability.md lists what is guaranteed.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ ALL_TRIALS = TRIALS | STORE_TRIALS | {"backends": backends, "scanner": scanner}
 CPU_S = 20.0
 MEMORY_KIB = 400 * 1024
 CODES = (0, 1, 2, 3)
-KEPT = 3  # inputs of one signature
+KEPT = 3  # inputs kept per signature
 CORPUS = 300
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class Figures:
-    """What came of one kind. failures: signature -> how often; skipped: why it was not tried."""
+    """The results of one kind. `failures` counts by signature; `skipped` is the reason if it was
+    not tried.
+    """
 
     name: str
     tried: int = 0
@@ -71,7 +74,7 @@ class Figures:
     skipped: str = ""
 
     def row(self) -> list[str]:
-        """As the table shows it."""
+        """Return a row of the table."""
         failed = sum(self.failures.values())
         how = "; ".join(f"{count} × {text}" for text, count in self.failures.most_common(8))
         cpu = f"{self.slowest_s:.1f}" if self.slowest_s else "-"
@@ -90,7 +93,7 @@ HEADER = ["kind", "tried", "failed", "slowest CPU s", "peak MB", "how"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what is asked for; the exit code is 1 if anything failed."""
+    """Run the selected kinds. Return 1 if anything failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -125,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def shown(results: list[Figures], kind: str) -> str:
-    """The table of figures."""
+    """Return the table of figures."""
     rows = [result.row() for result in results]
     if kind == "json":
         return json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows], indent=1)
@@ -141,7 +144,7 @@ def shown(results: list[Figures], kind: str) -> str:
 
 
 def try_out(name: str, asked: argparse.Namespace) -> Figures:
-    """One kind of trials, until its time is over; every trial is tried once at least."""
+    """Run one kind of trials until its time is over, and every trial at least once."""
     figures = Figures(name)
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         bench = Bench(asked.root, Path(folder), Random(f"{asked.seed}-{name}"))
@@ -158,7 +161,7 @@ def try_out(name: str, asked: argparse.Namespace) -> Figures:
 
 
 def note(folder: Path, signature: str, text: str) -> None:
-    """Keeps what a failing trial did."""
+    """Keep the record of a failing trial."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{digest(signature)}.txt").open(
         "a", encoding="utf-8", errors="replace"
@@ -167,7 +170,7 @@ def note(folder: Path, signature: str, text: str) -> None:
 
 
 def digest(text: str) -> str:
-    """A name for a file."""
+    """Return a file name for a text."""
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:10]
 
 
@@ -175,8 +178,8 @@ def digest(text: str) -> str:
 
 
 def fuzz(name: str, asked: argparse.Namespace) -> Figures:
-    """One reader, in child processes; a child that dies, hangs or grows is followed by another. The
-    time that a child takes to start does not count.
+    """Fuzz one reader in child processes. A child that dies, hangs or grows is replaced. The start
+    of a child does not count as time.
     """
     figures = Figures(name)
     left, start = asked.seconds, 0
@@ -194,13 +197,15 @@ def fuzz(name: str, asked: argparse.Namespace) -> Figures:
 
 
 def enough(figures: Figures, asked: argparse.Namespace) -> bool:
-    """Whether as much has failed as was asked for."""
+    """Return whether the requested number of failures is reached."""
     return asked.failures is not None and figures.failures.total() >= asked.failures
 
 
 @dataclass
 class Watch:
-    """Follows one child. number: of the next input; began: when it was ready, None before."""
+    """Follows one child. `number` is that of the next input; `began` is when the child was ready,
+    None before.
+    """
 
     figures: Figures
     asked: argparse.Namespace
@@ -210,7 +215,7 @@ class Watch:
     log: str = ""
 
     def follow(self, seconds: float) -> None:
-        """To its end, or to the end of the time."""
+        """Follow the child until it ends or the time is over."""
         settings = {"kind": self.figures.name, "start": self.number, "seconds": seconds}
         words = json.dumps({**settings, "folder": str(self.folder)})
         argv = [sys.executable, __file__, "--child", words, "--engine", self.asked.engine]
@@ -234,7 +239,10 @@ class Watch:
             self.log = (self.folder / "child.log").read_text(errors="replace")[-2000:]
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        running, before = False, 0.0  # an input is being read; CPU seconds when that began
+        running, before = (
+            False,
+            0.0,
+        )  # whether an input is being read, and the CPU seconds at its start
         for line in lines_of(process):
             told = {} if line is None else json.loads(line)
             if running and cpu_seconds(process.pid) - before > 2 * CPU_S:
@@ -253,7 +261,7 @@ class Watch:
             self._failed(f"the process ended: {ending(process.wait())}")
 
     def _failed(self, text: str) -> None:
-        """An input that has no end."""
+        """Record an input that did not finish."""
         self.figures.tried += 1
         self.figures.failures[text] += 1
         log = (self.folder / "child.log").read_text(errors="replace")[-4000:]
@@ -262,7 +270,7 @@ class Watch:
 
 
 def take(figures: Figures, asked: argparse.Namespace, path: Path, told: dict[str, Any]) -> None:
-    """The figures of one input."""
+    """Add the result of one input to the figures."""
     figures.tried += 1
     figures.slowest_s = max(figures.slowest_s, told["cpu"])
     figures.memory_kib = max(figures.memory_kib, told["rss"])
@@ -272,7 +280,7 @@ def take(figures: Figures, asked: argparse.Namespace, path: Path, told: dict[str
 
 
 def lines_of(process: subprocess.Popen[bytes]) -> Iterator[bytes | None]:
-    """The lines that a process writes until it ends; None for each second without one."""
+    """Yield the lines that a process writes until it ends, and None for each second without one."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -289,7 +297,7 @@ def lines_of(process: subprocess.Popen[bytes]) -> Iterator[bytes | None]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and the children that it has waited for."""
+    """Return the CPU seconds of a process and of its finished children."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -298,14 +306,14 @@ def cpu_seconds(pid: int) -> float:
 
 
 def ending(code: int) -> str:
-    """How a process ended."""
+    """Describe how a process ended."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
 
 
 def keep(
     asked: argparse.Namespace, name: str, path: Path, signature: str, detail: str = ""
 ) -> None:
-    """A failing input, the first few of each signature, with the command that repeats it."""
+    """Keep the first failing inputs of each signature, with the command that repeats them."""
     folder = asked.out / name
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob(f"{digest(signature)}-*.bin")))
@@ -330,7 +338,7 @@ class Reader:
     folder: Path
 
     def read(self, data: bytes) -> dict[str, Any]:
-        """What came of one input: failure (or empty), answer, CPU seconds, peak memory."""
+        """Read one input. Return its failure (or ""), answer, CPU seconds and peak memory."""
         place = self.folder / "place"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
@@ -371,7 +379,7 @@ class Reader:
         }
 
     def call(self, command: list[str]) -> tuple[int, str, str]:
-        """Exit code, what stderr got, and what is wrong with it."""
+        """Return the exit code, the text on stderr, and what is wrong with it."""
         out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
         sys.argv = ["profharness", *command]
         code, wrong = 0, ""
@@ -392,7 +400,7 @@ class Reader:
 
 
 def signature(error: BaseException) -> str:
-    """Type and place: the innermost line of the package that it came through."""
+    """Return the type of an error, and the innermost line of the package in its traceback."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -403,15 +411,16 @@ def signature(error: BaseException) -> str:
 
 
 def used() -> float:
-    """CPU seconds of this process and its children."""
+    """Return the CPU seconds of this process and its children."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     usages = [resource.getrusage(kind) for kind in kinds]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def peak_kib() -> int:
-    """Peak resident memory of this process. getrusage would tell its parent's where that was larger:
-    Linux hands that figure on from before the exec.
+    """Return the peak resident memory of this process in KiB.
+    getrusage may return that of the parent, because Linux inherits the figure from before the
+    exec.
     """
     status = Path("/proc/self/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
@@ -419,7 +428,7 @@ def peak_kib() -> int:
 
 
 def rows(store: Path) -> dict[str, int]:
-    """How many rows each table has."""
+    """Return the number of rows of each table."""
     connection = sqlite3.connect(store)
     try:
         names = [
@@ -431,7 +440,7 @@ def rows(store: Path) -> dict[str, int]:
 
 
 def damage_of(store: Path, before: dict[str, int] | None) -> str:
-    """What is wrong with a store: inside, or that it is not what it was before a refusal."""
+    """Return what is wrong with a store: damage, or a change by a refused input."""
     if wrong := whole(store):
         return wrong
     connection = sqlite3.connect(store)
@@ -448,11 +457,11 @@ def damage_of(store: Path, before: dict[str, int] | None) -> str:
 
 
 def child(asked: argparse.Namespace) -> int:
-    """Reads inputs until killed or the time is over; a line of JSON before and after each."""
+    """Read inputs until killed or the time is over. Print a line of JSON before and after each."""
     settings = json.loads(asked.child)
     kind, folder = KINDS[settings["kind"]], Path(settings["folder"])
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # atheris says there what it does
+    os.dup2(2, 1)  # atheris prints its progress there
     os.chdir(folder)
 
     def tell(**what: Any) -> None:
@@ -477,7 +486,7 @@ def child(asked: argparse.Namespace) -> int:
         number += 1
         if told["rss"] > MEMORY_KIB:
             pipe.flush()
-            os._exit(3)  # the next child starts small
+            os._exit(3)  # the next child starts with little memory
         return told
 
     if engine == "atheris":
@@ -498,7 +507,7 @@ def child(asked: argparse.Namespace) -> int:
 
 
 def opened(kind: Kind, folder: Path, root: Path, engine: str) -> tuple[Reader, list[bytes]]:
-    """The package of the checkout, a store with one run, and the inputs to begin with."""
+    """Import the package of the checkout, and make a store with one run and the initial inputs."""
     sys.path.insert(0, str(root))
     instrumented: Any = contextlib.nullcontext()
     if engine == "atheris":
@@ -527,7 +536,7 @@ def opened(kind: Kind, folder: Path, root: Path, engine: str) -> tuple[Reader, l
 def guided(
     kind: Kind, seeds: list[bytes], one: Callable[[bytes], Any], seconds: float, seed: str
 ) -> None:
-    """Coverage-guided by atheris; never returns, since libFuzzer ends the process."""
+    """Fuzz with atheris. Never returns, because libFuzzer ends the process."""
     atheris = importlib.import_module("atheris")
     corpus = Path("corpus")
     corpus.mkdir()
@@ -544,7 +553,7 @@ def guided(
 
 
 def repeat(asked: argparse.Namespace) -> int:
-    """One kept input again, its answer on stdout."""
+    """Repeat one kept input and print its answer."""
     path = asked.repeat.resolve()
     kind = KINDS[path.parent.name]
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
@@ -557,7 +566,7 @@ def repeat(asked: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    # nohup and shells ignore signals of what they start in the background, and so would the trials
+    # nohup and shells make background processes ignore signals, and the trials would inherit this
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

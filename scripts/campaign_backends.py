@@ -1,5 +1,5 @@
-"""The trials of the fault campaign that need backends: files that change their process, end it, hang
-or close its descriptors, beside PyTorch's own backends, which must not notice.
+"""Trials of the fault campaign with backends: files that change their process, end it, hang or
+close its descriptors, next to PyTorch's own backends, which must not be affected.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from campaign_trials import Bench, Outcome, until
 
 OWN = ("math", "auto")
-FILES = 4  # in a capture
-SLOWER = 20.0  # than without the files; other programs use the same cores
+FILES = 4  # per capture
+SLOWER = 20.0  # factor allowed over a capture without the files; other programs use the same cores
 TIMEOUT_S = 30
 QUICK = ("--device", "cpu", "--samples", "20", "--iterations", "1", "--warmup", "1")
-# What a backend changes, and how its row names that; empty: it leaves nothing to be named.
+# A change by a backend, and the words by which its row reports it. Empty if it leaves nothing to report.
 CHANGES = {
     "F.scaled_dot_product_attention = torch.matmul = broken": "torch.matmul",
     "torch.Tensor.softmax = torch.Tensor.__matmul__ = broken": "torch.Tensor.softmax",
@@ -110,7 +110,7 @@ def attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
 
 @dataclass(frozen=True)
 class Nasty:
-    """A backend's file: what it changes, when, and how its calls end."""
+    """The file of a backend: what it changes, when, and how its calls end."""
 
     changes: tuple[str, ...]
     moment: str
@@ -119,7 +119,7 @@ class Nasty:
 
     @classmethod
     def drawn(cls, random: Random) -> Nasty:
-        """One of all combinations."""
+        """Return one of all combinations."""
         changes = tuple(random.sample(list(CHANGES), random.choice((1, 1, 2))))
         moment = random.choice(MOMENTS)
         end = random.choices(list(ENDS), (12, 3, 3, 2, 1))[0]
@@ -133,7 +133,7 @@ class Nasty:
         return cls(changes, moment, end, text)
 
     def fault(self, cell: dict[str, Any]) -> str:
-        """What is wrong with its row."""
+        """Return what is wrong with its row."""
         status, message = cell["status"], cell.get("message") or ""
         if status not in ("ok", "refused", "error", "crashed", "timeout", "oom"):
             return f"a nasty backend ended as {status}"
@@ -149,8 +149,12 @@ class Nasty:
 
 
 def backends(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Nasty backends beside PyTorch's own, whose results are those of a capture without them."""
-    bench.extra = {"OMP_NUM_THREADS": "1"}  # several threads wait for each other on busy cores
+    """Capture misbehaving backends with PyTorch's own, and compare the results of these with a
+    capture without the former.
+    """
+    bench.extra = {
+        "OMP_NUM_THREADS": "1"
+    }  # with several threads, waiting for each other dominates on busy cores
     alone, code, told = captured(bench, [])
     if code != 0:
         yield Outcome("capture", "a capture without nasty backends fails", told)
@@ -167,7 +171,7 @@ def backends(bench: Bench, deadline: float) -> Iterator[Outcome]:
 
 
 def captured(bench: Bench, files: list[Nasty]) -> tuple[dict[str, dict[str, Any]], int, str]:
-    """The cells of a capture by backend, its exit code, and what it printed."""
+    """Return the cells of a capture by backend, its exit code, and its output."""
     place = bench.place()
     names = [f"n{number}.py" for number in range(len(files))]
     for name, file in zip(names, files, strict=True):
@@ -183,7 +187,7 @@ def captured(bench: Bench, files: list[Nasty]) -> tuple[dict[str, dict[str, Any]
 
 
 def spread(alone: dict[str, dict[str, Any]], beside: dict[str, dict[str, Any]]) -> str:
-    """What of PyTorch's own backends is unlike a capture without the others."""
+    """Return where PyTorch's own backends differ from a capture without the others."""
     for name in OWN:
         cell = beside.get(name, {})
         for key in ("status", "choice", "message", "warnings", "refusals"):
@@ -196,5 +200,5 @@ def spread(alone: dict[str, dict[str, Any]], beside: dict[str, dict[str, Any]]) 
 
 
 def fastest(cell: dict[str, Any]) -> float:
-    """The shortest call, which other programs disturb least."""
+    """Return the shortest call, which other programs disturb least."""
     return float(min(cell["samples"]["wall"]))

@@ -1,6 +1,6 @@
-"""Damaged inputs of the fault campaign: real files of the project, changed by a seeded generator that
-knows their structure. An input is bytes, and a place on disk where a command reads it; `KINDS` has one
-row a reader.
+"""Damaged inputs of the fault campaign: real files of the project, changed by a seeded generator
+that knows their structure.
+An input is bytes, and a place on disk where a command reads it. `KINDS` has one row per reader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_ROWS = 24
 MOST_BYTES = 600_000
 GZIP = b"\x1f\x8b"
 CUT = b"\n%%part%%\n"  # between the files of a run folder
-# Values that readers have stumbled over: too large, not finite, no text, no number, expanding names.
+# Values that caused errors in readers: too large, not finite, not text, not a number, expanding names.
 ODD: tuple[Any, ...] = (
     *(
         None,
@@ -144,7 +144,7 @@ TOKENS = (
     "\ud800",
 )
 MARKS = (b'"', b":", b",", b"{", b"}", b"[", b"]", b"\\", b" ", b"\n", b".", b"-")
-# What stands inside an event, where it does not belong.
+# Values inside an event where they do not belong.
 PIECES = (
     *(b'"ts":', b'"dur":-1,', b'"args":{', b'"cat":"kernel",', b'"ph":"X",', b'"name":"', b"\0"),
     *(b"\\u0000", b"\\ud800", b"\\\\", b'\\"', b"1e999", b"9" * 400, b"0.1e-5", b"-0", b"[" * 300),
@@ -166,8 +166,8 @@ PIECES = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One reader. place: puts an input into an empty folder; commands: what reads it there; planted:
-    a text that no file beside the input may contain afterwards.
+    """One reader. `place` writes an input into an empty folder, `commands` read it there. `planted`
+    is a text that no other file may contain afterwards.
     """
 
     name: str
@@ -184,7 +184,7 @@ def _ingest(path: Path) -> list[list[str]]:
 
 
 def odd(random: Random, value: Any = None) -> Any:
-    """A value that is not what should stand there; mostly near the one that does."""
+    """Return an unexpected value, usually close to the given one."""
     if isinstance(value, int | float) and not isinstance(value, bool) and random.random() < 0.5:
         return random.choice((-value, value * 10**9, value + 1, str(value), value * 1e300, 0))
     if isinstance(value, str) and value and random.random() < 0.5:
@@ -194,7 +194,7 @@ def odd(random: Random, value: Any = None) -> Any:
 
 
 def damage(data: bytes, random: Random, times: int | None = None) -> bytes:
-    """Some bytes changed, cut out, doubled or put in."""
+    """Change, remove, duplicate or insert some bytes."""
     out = bytearray(data)
     for _ in range(times or random.choice((1, 1, 2, 4, 16))):
         at = random.randrange(len(out) + 1)
@@ -215,7 +215,7 @@ def damage(data: bytes, random: Random, times: int | None = None) -> bytes:
 
 
 def _node(tree: Any, random: Random) -> tuple[Any, Any]:
-    """A random container of a JSON tree that is not empty, and a key of it."""
+    """Return a random non-empty container of a JSON tree, and a key of it."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         key = random.choice(keys)
@@ -226,7 +226,7 @@ def _node(tree: Any, random: Random) -> tuple[Any, Any]:
 
 
 def change_tree(tree: Any, random: Random) -> None:
-    """One change of a JSON tree in place: a value, a key, an item twice, an item gone."""
+    """Change a JSON tree in place: change a value or a key, duplicate or remove an item."""
     place, key = _node(tree, random)
     match random.randrange(6):
         case 0:
@@ -245,12 +245,12 @@ def change_tree(tree: Any, random: Random) -> None:
 
 
 def _dumped(tree: Any) -> bytes:
-    # a lone surrogate goes as its escape, as a writer would leave it
+    # write a lone surrogate as its escape, as a writer would
     return json.dumps(tree, default=str).encode("utf-8", "surrogatepass")
 
 
 def kineto_seeds() -> list[bytes]:
-    """Small traces with launches, ops, ranges and metadata."""
+    """Return small traces with launches, ops, ranges and metadata."""
     found = []
     paths = [RUN / "c0001.torch.json.gz", RUN / "c0005.torch.json.gz", DATA / "kineto_h200.json.gz"]
     for path in paths:
@@ -263,7 +263,7 @@ def kineto_seeds() -> list[bytes]:
 
 
 def change_kineto(data: bytes, random: Random) -> bytes:
-    """Changed as JSON or as bytes, packed or not; damage before or after packing."""
+    """Change a trace as JSON or as bytes, packed or not, before or after packing."""
     if data[:2] == GZIP:
         return damage(data, random)
     data = _changed_json(data, random, 0.75)
@@ -302,7 +302,7 @@ def change_kineto_text(data: bytes, random: Random) -> bytes:
 
 
 def _changed_json(data: bytes, random: Random, part: float) -> bytes:
-    """A part of the inputs keep being JSON, the others have damaged bytes."""
+    """Change some inputs as JSON, and the bytes of the others."""
     if random.random() < part:
         try:
             tree = json.loads(data)
@@ -315,7 +315,7 @@ def _changed_json(data: bytes, random: Random, part: float) -> bytes:
 
 
 def place_kineto(data: bytes, folder: Path) -> Path:
-    """Under the name that its first bytes deserve."""
+    """Write a trace under a name that fits its first bytes."""
     return _written(folder / ("t.json.gz" if data[:2] == GZIP else "t.json"), data)
 
 
@@ -325,7 +325,7 @@ def _written(path: Path, data: bytes) -> Path:
 
 
 def csv_seeds() -> list[bytes]:
-    """The head of ncu's wide table, and the same values in its long form."""
+    """Return the start of ncu's wide table, and the same values in its long form."""
     lines = (RUN / "ncu-1.csv").read_bytes().splitlines(keepends=True)
     at = next(i for i, line in enumerate(lines) if line.startswith(b'"ID"'))
     wide = lines[: at + 2 + MOST_ROWS]
@@ -343,7 +343,7 @@ def csv_seeds() -> list[bytes]:
 
 
 def change_csv(seed: bytes, random: Random) -> bytes:
-    """Cells, rows and columns changed, or bytes."""
+    """Change cells, rows and columns, or bytes."""
     if random.random() < 0.3:
         return damage(seed, random)
     text = seed.decode("utf-8", "surrogateescape")
@@ -373,25 +373,25 @@ def change_csv(seed: bytes, random: Random) -> bytes:
 
 
 def _encoded(sign: str) -> bytes:
-    """A byte that was no UTF-8 as it was, a lone surrogate as three bytes."""
+    """Encode a character. A lone surrogate becomes three bytes; an invalid byte stays as it was."""
     return sign.encode(
         "utf-8", "surrogateescape" if "\udc80" <= sign <= "\udcff" else "surrogatepass"
     )
 
 
 def place_csv(data: bytes, folder: Path) -> Path:
-    """As what `ncu --csv --page raw` printed."""
+    """Write the input as output of `ncu --csv --page raw`."""
     return _written(folder / "t.csv", data)
 
 
 def nsys_seeds() -> list[bytes]:
-    """Real exports."""
+    """Return real exports."""
     names = ("nsys_h200.sqlite.gz", "nsys_h200_startend.sqlite.gz")
     return [gzip.decompress((DATA / name).read_bytes()) for name in names]
 
 
 def change_database(seed: bytes, random: Random) -> bytes:
-    """Changed through SQL, which keeps it a database, or in its bytes."""
+    """Change an export through SQL, so that it remains a database, or change its bytes."""
     if random.random() < 0.25:
         return damage(seed, random, random.choice((1, 5, 40)))
     connection = sqlite3.connect(":memory:")
@@ -409,12 +409,12 @@ def change_database(seed: bytes, random: Random) -> bytes:
 
 
 def place_nsys(data: bytes, folder: Path) -> Path:
-    """As an export of nsys."""
+    """Write the input as an export of nsys."""
     return _written(folder / "t.sqlite", data)
 
 
 def change_table(connection: sqlite3.Connection, random: Random) -> None:
-    """A value, row, column or table of a database changed."""
+    """Change a value, row, column or table of a database."""
     listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
     table = random.choice([name for (name,) in listed])
     columns = [row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')]
@@ -439,22 +439,24 @@ def change_table(connection: sqlite3.Connection, random: Random) -> None:
 
 
 def rep_seeds() -> list[bytes]:
-    """A real report."""
+    """Return a real report."""
     return [gzip.decompress((DATA / "ncu_h200.ncu-rep.gz").read_bytes())]
 
 
 def change_rep(seed: bytes, random: Random) -> bytes:
-    """Its bytes changed, in the strings, the lengths and the payload alike."""
+    """Change bytes of a report: strings, lengths and payload."""
     return damage(seed, random, random.choice((1, 3, 30)))
 
 
 def place_rep(data: bytes, folder: Path) -> Path:
-    """As a report of ncu."""
+    """Write the input as a report of ncu."""
     return _written(folder / "t.ncu-rep", data)
 
 
 def run_seeds() -> list[bytes]:
-    """The record of a run with its first cells, without and with a journal and a damaged trace."""
+    """Return the record of a run with its first cells, without and with a journal and a damaged
+    trace.
+    """
     tree = json.loads((RUN / "run.json").read_bytes())
     tree["cells"] = tree["cells"][:3]
     record = _dumped(tree)
@@ -466,7 +468,7 @@ def run_seeds() -> list[bytes]:
 
 
 def change_run(seed: bytes, random: Random) -> bytes:
-    """One of its parts: the record, the journal, the second trace."""
+    """Change one of its parts: the record, the journal, or the second trace."""
     parts = seed.split(CUT)
     at = random.randrange(len(parts)) if random.random() < 0.4 else 0
     change = (lambda data, random: _changed_json(data, random, 0.75)) if at == 0 else damage
@@ -475,7 +477,7 @@ def change_run(seed: bytes, random: Random) -> bytes:
 
 
 def place_run(data: bytes, folder: Path) -> Path:
-    """A run folder of three traces."""
+    """Write a run folder with three traces."""
     run = folder / "run"
     run.mkdir()
     record, journal, trace, *_ = [*data.split(CUT), b"", b""]
@@ -489,13 +491,13 @@ def place_run(data: bytes, folder: Path) -> Path:
 
 
 def grammar_seeds() -> list[bytes]:
-    """Configs as the pages show them."""
+    """Return configs from the documentation."""
     texts = ("2,8,512,64", "1,4,{128,256},64,causal,bf16", "1,4,64:128:+64,64,{fp32,bf16},bwd")
     return [text.encode() for text in (*texts, "1,32,1,128,kv_heads=8,seq_kv=4096,scale=0.125")]
 
 
 def change_grammar(seed: bytes, random: Random) -> bytes:
-    """Words put in, replaced and doubled."""
+    """Insert, replace and duplicate words."""
     words = seed.decode("utf-8", "replace").replace("\n", ",").split(",")[:40]
     for _ in range(random.choice((1, 2, 4))):
         at = random.randrange(len(words) + 1)
@@ -504,12 +506,12 @@ def change_grammar(seed: bytes, random: Random) -> bytes:
 
 
 def place_grammar(data: bytes, folder: Path) -> Path:
-    """A file of configs with one line."""
+    """Write a file of configs with one line."""
     return _written(folder / "configs.txt", data)
 
 
 def change_store(seed: bytes, random: Random) -> bytes:
-    """Damaged places, or a table or column gone."""
+    """Damage some bytes of a store, or remove a table or column."""
     if random.random() < 0.4:
         return change_database(seed, random)
     out = bytearray(seed)
@@ -522,7 +524,7 @@ def change_store(seed: bytes, random: Random) -> bytes:
 
 
 def place_store(data: bytes, folder: Path) -> Path:
-    """A store."""
+    """Write a store."""
     return _written(folder / "s.db", data)
 
 
@@ -550,7 +552,7 @@ def _grammar_commands(path: Path) -> list[list[str]]:
 
 
 def store_seeds() -> list[bytes]:
-    """Stands for the store that the campaign makes; see `campaign.py`."""
+    """Return a placeholder for the store that `campaign.py` makes."""
     return []
 
 
@@ -559,7 +561,7 @@ ATLAS_CELLS = 6
 
 
 def atlas_seeds() -> list[bytes]:
-    """Return the header of the packaged atlas, shortened, and columns of one byte a value."""
+    """Return the shortened header of the packaged atlas, and columns of one byte per value."""
     (packaged,) = (path for path in ATLASES.glob("*.npz") if ".model" not in path.name)
     with np.load(packaged) as arrays:
         names = [name for name in arrays.files if name != "header"]
@@ -576,7 +578,7 @@ def change_atlas(seed: bytes, random: Random) -> bytes:
 
 
 def place_atlas(data: bytes, folder: Path) -> Path:
-    """Write it into a folder of atlases; what is no longer JSON becomes the header."""
+    """Write a file into a folder of atlases. Data that is no longer JSON becomes the header."""
     try:
         tree = json.loads(data)
         text, columns = _dumped(tree["header"]), dict(tree["columns"])
@@ -611,7 +613,7 @@ SECRET = f"password={PLANTED}"
 
 
 def place_secret_nsys(data: bytes, folder: Path) -> Path:
-    """Write an export, and a password into its strings as far as it is a database."""
+    """Write an export. If it is still a database, add a password to its strings."""
     path = place_nsys(data, folder)
     with contextlib.closing(sqlite3.connect(path)) as connection:
         for change in (
@@ -625,7 +627,7 @@ def place_secret_nsys(data: bytes, folder: Path) -> Path:
 
 
 def place_secret_csv(data: bytes, folder: Path) -> Path:
-    """Write a table of ncu with a password before the names of cuDNN's kernels."""
+    """Write a table of ncu with a password in front of the names of cuDNN's kernels."""
     return place_csv(data.replace(b'"cudnn_', f'"{SECRET} cudnn_'.encode()), folder)
 
 

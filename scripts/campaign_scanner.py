@@ -1,7 +1,8 @@
-"""The trial of the compiled scanner: mutated texts of events, scanned whole, cut off and in parts.
+"""The trial of the compiled scanner: scan mutated texts of events whole, truncated and in parts.
 
-The scanner is compiled again with the address and undefined-behaviour sanitizers where a C compiler and
-their libraries are there. Every text lies in a buffer of its own length, so a read beyond it is seen.
+The scanner is compiled again with the address and undefined-behaviour sanitizers if a C compiler
+and their libraries are available. Every text is in a buffer of exactly its length, so a read
+beyond its end is detected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def scanner(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Scan mutated texts in a child process, and start another one behind a text that ends it."""
+    """Scan mutated texts in a child process. Start another one after a text that ends it."""
     place = bench.place()
     environment = bench.environment() | sanitized(bench, place)
     for _ in until(deadline, 1):
@@ -52,8 +53,8 @@ def scanner(bench: Bench, deadline: float) -> Iterator[Outcome]:
 
 
 def sanitized(bench: Bench, place: Path) -> dict[str, str]:
-    """Compile the scanner with sanitizers; return the environment in which Python loads it. Without a
-    compiler or the libraries the installed scanner is tried.
+    """Compile the scanner with sanitizers, and return the environment in which Python loads it.
+    Without a compiler or the libraries, return one for the installed scanner.
     """
     parse = bench.root / "profharness" / "parse"
     include = f"-I{sysconfig.get_paths()['include']}"
@@ -102,7 +103,7 @@ def main(place: Path, seed: str, deadline: float) -> None:
         nonlocal scans
         text = memoryview(
             (ctypes.c_char * len(data)).from_buffer_copy(data)
-        )  # without a NUL behind
+        )  # without a NUL at the end
         made = compiled.Scanner(
             "\0".join(columns.ROLES).encode(), roles, *joined, columns.MODULE.encode()
         )

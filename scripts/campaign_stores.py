@@ -1,5 +1,6 @@
-"""The trials of the fault campaign on a store in use: signals, several writers, a reader that keeps it
-open, and a file that vanishes. `STORE_TRIALS` has one row a kind, as `TRIALS` of campaign_trials.
+"""Trials of the fault campaign on a store in use: signals, several writers, a reader that keeps it
+open, and a file that vanishes.
+`STORE_TRIALS` has one row per kind, like `TRIALS` of campaign_trials.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from campaign_inputs import DATA, RUN
 from campaign_trials import PATIENCE_S, Bench, Outcome, counted, interrupted, until, whole
 
 TRACE = DATA / "kineto_h200.json.gz"
-# Keeps a store open as soon as there is one, while its process opens and closes it over and over; at the
+# Keeps a store open as soon as it exists, while its process opens and closes it repeatedly; at the
 # end it prints the runs that it sees.
 READER = """
 import json, select, sys
@@ -42,7 +43,9 @@ print(json.dumps(sorted(row.run for row in kept.runs())))
 
 @contextlib.contextmanager
 def reading(bench: Bench, place: Path) -> Iterator[Callable[[], str]]:
-    """Another process keeps the store open meanwhile; the call says what is wrong with what it sees."""
+    """Let another process keep the store open. The returned function reports what is wrong with the
+    runs it sees.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", READER],
         cwd=place,
@@ -66,8 +69,8 @@ def reading(bench: Bench, place: Path) -> Iterator[Callable[[], str]]:
 
 
 def kill_ingest(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """A signal while runs are taken in, or the store's file vanishes; the next ingest has what a whole
-    one has.
+    """Send a signal during an ingest, or remove the store's file. The next ingest must restore a
+    complete store.
     """
     words = ["ingest", str(RUN), str(TRACE), "--store", "s.db"]
     reference = bench.place()
@@ -94,15 +97,15 @@ def kill_ingest(bench: Bench, deadline: float) -> Iterator[Outcome]:
 
 
 def runs_in(store: Path) -> int:
-    """How many runs a store has; one that is not there, or not made yet, has none."""
+    """Return the number of runs in a store, 0 if it does not exist yet."""
     with contextlib.suppress(sqlite3.OperationalError):
         return len(counted(store)) if store.exists() else 0
     return 0
 
 
 def vanishing(bench: Bench, words: Sequence[str], longest: float, runs: int) -> Outcome:
-    """The store is renamed while runs are taken in: all of them are stored, or the exit code is 1 and the
-    count is right.
+    """Rename the store during an ingest. Either all runs are stored, or the exit code is 1 and the
+    reported count is right.
     """
     place = bench.place()
     store, other, log = place / "s.db", place / "renamed.db", bench.folder / f"{place.name}.log"
@@ -127,8 +130,9 @@ def vanishing(bench: Bench, words: Sequence[str], longest: float, runs: int) -> 
 
 
 def writers(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Eight processes take traces into one store at once, and one more after them; all are in, nothing is
-    locked, and who keeps the store open sees them.
+    """Ingest traces into one store with eight processes at once, and with one more afterwards. All
+    must be stored, none may fail because of a lock, and a process that keeps the store open must
+    see them.
     """
     text = gzip.decompress(TRACE.read_bytes())
     for _ in until(deadline, 1):
@@ -136,7 +140,9 @@ def writers(bench: Bench, deadline: float) -> Iterator[Outcome]:
         processes = []
         with reading(bench, place) as ask:
             for number in range(8):
-                (place / f"t{number}.json").write_bytes(text + b" " * (number // 2))  # two of each
+                (place / f"t{number}.json").write_bytes(
+                    text + b" " * (number // 2)
+                )  # each content twice
                 log = bench.folder / f"{place.name}-{number}.log"
                 words = ["ingest", f"t{number}.json", "--store", "s.db"]
                 processes.append((bench.start(place, *words, log=log), log, words))

@@ -1,6 +1,7 @@
-"""The trials of the fault campaign that need whole processes: signals at any moment, full disks, tools
-that fail, planted secrets, hostile pages. `TRIALS` has one row a kind; each is a
-generator of outcomes that goes on until its time is over and tries everything once at least.
+"""Trials of the fault campaign that need processes: signals at any moment, full disks, failing
+tools, planted secrets, hostile pages.
+`TRIALS` has one row per kind. Each is a generator of outcomes that continues until its time is
+over and tries everything at least once.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from check_observe import generate, try_program
 sys.path.append(str(ROOT / "tests" / "profilers"))
 from fake_tools import Behaviour, Scenario, install  # the tools of the tests
 
-END_S = 60.0  # wall time for what should take 10 s on an idle machine
+END_S = 60.0  # time limit for what takes 10 s on an idle machine
 PATIENCE_S = 600.0
-MARK = "PROFHARNESS_CAMPAIGN"  # in the environment of all that a trial starts
+MARK = "PROFHARNESS_CAMPAIGN"  # in the environment of every process that a trial starts
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
 QUICK = ("--device", "cpu", "--samples", "5", "--iterations", "2")
 CELLS = ("--config", "1,1,{8,16},8,fp32", "--backend", "auto,math")
@@ -42,7 +43,9 @@ CELLS = ("--config", "1,1,{8,16},8,fp32", "--backend", "auto,math")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was tried how many times, and how it failed, if it did; skipped: why it was not tried."""
+    """The result of a trial: what was tried and how often, how it failed if it did, or why it was
+    skipped.
+    """
 
     what: str
     failure: str = ""
@@ -53,7 +56,7 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """Where a trial runs: the checkout that is tried, a folder, the generator of its choices."""
+    """The surroundings of a trial: the checkout, a folder, the random generator."""
 
     root: Path
     folder: Path
@@ -62,14 +65,16 @@ class Bench:
     extra: dict[str, str] = field(default_factory=dict)
 
     def place(self) -> Path:
-        """A new empty folder."""
+        """Return a new empty folder."""
         self.number += 1
         path = self.folder / f"t{self.number}"
         path.mkdir()
         return path
 
     def environment(self, mark: str = "") -> dict[str, str]:
-        """As a user's, with the package of the checkout; mark finds what is left behind."""
+        """Return a user's environment with the checkout's package. `mark` identifies processes that
+        are left behind.
+        """
         kept = {key: value for key, value in os.environ.items() if key != "PROFHARNESS_STORE"}
         paths = {"PYTHONPATH": str(self.root), MARK: mark, "CUDA_VISIBLE_DEVICES": ""}
         return kept | paths | self.extra
@@ -77,7 +82,7 @@ class Bench:
     def start(
         self, place: Path, *words: str, mark: str = "", log: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """profharness, in a session of its own, both streams in a file."""
+        """Start profharness in its own session, with both streams in a file."""
         with (log or place.parent / f"{place.name}.log").open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", "profharness", *words],
@@ -90,7 +95,7 @@ class Bench:
             )
 
     def run(self, place: Path, *words: str, mark: str = "") -> tuple[int, str]:
-        """Exit code (-1: it did not end) and what it printed."""
+        """Return the exit code (-1 if it did not end) and the output."""
         log = self.folder / f"{place.name}-{time.monotonic_ns()}.log"
         process = self.start(place, *words, mark=mark, log=log)
         try:
@@ -102,7 +107,7 @@ class Bench:
         return code, log.read_text(errors="replace")
 
     def fault(self, words: Sequence[str], code: int, told: str, codes: Sequence[int]) -> Outcome:
-        """The outcome of a command that may end with these codes, without a traceback."""
+        """Return the outcome of a command that may end with these codes, without a traceback."""
         what, name = shlex.join(words), words[0]
         if "Traceback (most recent call last)" in told:
             last = re.sub(r"\d+|/\S+", "#", told.strip().splitlines()[-1])[:80]
@@ -113,7 +118,7 @@ class Bench:
 
 
 def left_behind(mark: str) -> list[int]:
-    """Processes that carry the mark in their environment."""
+    """Return the processes with the mark in their environment."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -124,7 +129,7 @@ def left_behind(mark: str) -> list[int]:
 
 
 def ended(mark: str) -> list[int]:
-    """Those that are there still when they should have ended; they are ended then."""
+    """End processes that should have ended by now, and return them."""
     deadline = time.monotonic() + END_S
     while (found := left_behind(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -135,7 +140,7 @@ def ended(mark: str) -> list[int]:
 
 
 def whole(store: Path) -> str:
-    """What is wrong inside a store, or nothing; one that is not there is whole."""
+    """Return what is damaged in a store, or "". A missing store is intact."""
     if not store.exists():
         return ""
     connection = sqlite3.connect(store)
@@ -152,7 +157,7 @@ def whole(store: Path) -> str:
 
 
 def counted(store: Path) -> list[tuple[object, ...]]:
-    """Cells and launches of each run, the same for a run that is taken in twice."""
+    """Return cells and launches of each run, independent of how often it was ingested."""
     connection = sqlite3.connect(store)
     sql = "SELECT run, count(*), sum(launches) FROM kernel_summary GROUP BY run ORDER BY run"
     try:
@@ -162,7 +167,7 @@ def counted(store: Path) -> list[tuple[object, ...]]:
 
 
 def cells_of(folder: Path) -> list[tuple[str, str, str]]:
-    """The cells of a run folder and how they ended."""
+    """Return the cells of a run folder with their status."""
     record = json.loads((folder / "run.json").read_bytes())
     return sorted(
         (json.dumps(cell["config"]), cell["backend"], cell.get("status", "pending"))
@@ -171,7 +176,7 @@ def cells_of(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def until(deadline: float, least: int) -> Iterator[int]:
-    """Numbers while there is time, but so many at least."""
+    """Yield numbers until the deadline, but at least this many."""
     number = 0
     while number < least or time.monotonic() < deadline:
         yield number
@@ -179,11 +184,13 @@ def until(deadline: float, least: int) -> Iterator[int]:
 
 
 def interrupted(bench: Bench, place: Path, words: Sequence[str], longest: float) -> tuple[str, str]:
-    """A command that gets a signal at a random moment; what is wrong with its end, and its log."""
+    """Send a signal to a command at a random moment. Return what is wrong with its end, and its
+    log.
+    """
     mark = f"{os.getpid()}-{bench.number}"
     log = bench.folder / f"{place.name}.log"
     process = bench.start(place, *words, mark=mark, log=log)
-    # most moments are early ones: the first second has the most beginnings
+    # most moments are early, because most steps start in the first second
     delay = longest * bench.random.random() ** 2
     sign = bench.random.choice(SIGNALS)
     whom = bench.random.choice(("process", "group", "worker"))
@@ -216,7 +223,9 @@ def interrupted(bench: Bench, place: Path, words: Sequence[str], longest: float)
 
 
 def kill_run(bench: Bench, deadline: float, words: Sequence[str]) -> Iterator[Outcome]:
-    """A signal while cells run; what resumes has the same cells as a whole run."""
+    """Send a signal while cells run. After resuming, the run must have the cells of an undisturbed
+    run.
+    """
     words = [*words, "--store", "s.db", "--out", "runs"]
     reference = bench.place()
     began = time.monotonic()
@@ -234,7 +243,7 @@ def kill_run(bench: Bench, deadline: float, words: Sequence[str]) -> Iterator[Ou
         if not wrong and folders and (folders[0] / "run.json").exists():
             resume = ["capture", "--resume", str(folders[0]), "--store", "s.db"]
             code, told = bench.run(place, *resume)
-            # a run that ended well is nothing to go on with, and says so
+            # a complete run cannot be resumed, and the command reports that
             if "Traceback" in told or code not in (0, 1, 2):
                 wrong, what = "the resume fails", f"{what}\n{told[-2000:]}"
             elif lost := lost_cells(wanted, cells_of(folders[0])):
@@ -245,7 +254,7 @@ def kill_run(bench: Bench, deadline: float, words: Sequence[str]) -> Iterator[Ou
 
 
 def lost_cells(wanted: list[tuple[str, str, str]], found: list[tuple[str, str, str]]) -> str:
-    """What differs; a cell whose worker was killed may say so."""
+    """Return the differences. A cell whose worker was killed may be reported as crashed."""
     if [cell[:2] for cell in found] != [cell[:2] for cell in wanted]:
         return f"{found} instead of {wanted}"
     odd = [cell for cell in found if cell[2] not in ("ok", "crashed", "refused")]
@@ -253,25 +262,25 @@ def lost_cells(wanted: list[tuple[str, str, str]], found: list[tuple[str, str, s
 
 
 def kill_capture(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """See `kill_run`."""
+    """Run `kill_run` with `capture`."""
     return kill_run(bench, deadline, ["capture", *CELLS, *QUICK])
 
 
 def kill_campaign(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """See `kill_run`; the cells run on a lane of their own."""
+    """Run `kill_run` with cells on one lane."""
     words = ["bench", *CELLS, "--device", "cpu", "--iterations", "6", "--warmup", "1"]
     return kill_run(bench, deadline, [*words, "--scheduler", "local:2"])
 
 
 def kill_bench(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """See `kill_run`."""
+    """Run `kill_run` with `bench`."""
     words = ["bench", *CELLS, "--device", "cpu", "--iterations", "6", "--warmup", "1"]
     return kill_run(bench, deadline, words)
 
 
 @contextlib.contextmanager
 def small_disk(path: Path, kilobytes: int) -> Iterator[bool]:
-    """A tmpfs of that size; False where mounting is not allowed."""
+    """Mount a tmpfs of that size. Yield False if mounting is not allowed."""
     path.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(path)]
     done = subprocess.run(["mount", *options], capture_output=True, check=False)
@@ -283,7 +292,7 @@ def small_disk(path: Path, kilobytes: int) -> Iterator[bool]:
 
 
 def disks(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """No room for the store, the run folder, TMPDIR, an output; stdout that is full or closed."""
+    """Fill the disk of the store, the run folder, TMPDIR or an output; use a full or closed stdout."""
     yield from outputs(bench)
     for round_ in until(deadline, 1):
         kilobytes = bench.random.choice((8, 16, 40, 120, 300)) if round_ else 40
@@ -318,7 +327,7 @@ def disks(bench: Bench, deadline: float) -> Iterator[Outcome]:
 
 
 def outputs(bench: Bench) -> Iterator[Outcome]:
-    """Reading commands whose stdout takes nothing."""
+    """Run reading commands with a stdout that cannot be written to."""
     place = bench.place()
     bench.run(place, "ingest", str(RUN), "--store", "s.db")
     commands = (
@@ -353,7 +362,9 @@ BEHAVIOURS = {
 
 
 def tools(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """nsys and ncu that fail in many ways: told, no traceback, nothing left behind."""
+    """Run nsys and ncu stand-ins that fail in many ways. The failure must be reported without a
+    traceback, and nothing may be left behind.
+    """
     wanted = [(tool, name) for tool in ("nsys", "ncu") for name in BEHAVIOURS]
     bench.random.shuffle(wanted)
     for number in until(deadline, 2):
@@ -377,8 +388,8 @@ def tools(bench: Bench, deadline: float) -> Iterator[Outcome]:
         shutil.rmtree(place)
 
 
-# What scrub promises to take out wherever a profiler can write it: kind -> (text, what must be gone).
-# Each has a word of its own, since all stand in one trace.
+# Secrets that scrub must remove wherever a profiler can write them: kind -> (text, what must be gone).
+# Each has a unique word, because one trace contains all of them.
 SECRETS = {
     "host": ("ran on node17.cluster.example.com", "node17.cluster"),
     "image": ("image registry.example.com/team/private-image:v1", "private-image"),
@@ -401,8 +412,8 @@ SECRETS = {
 
 
 def secrets(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Planted in names, ranges, arguments and metadata of a Kineto trace; all must be gone. Where one
-    makes scrub throw its copy away, each is tried alone.
+    """Plant secrets in names, ranges, arguments and metadata of a Kineto trace; all must be
+    removed. If scrub refuses the copy because of one, try each by itself.
     """
     del deadline
     code, _, copy = scrubbed(bench, [text for text, _ in SECRETS.values()])
@@ -417,7 +428,7 @@ def secrets(bench: Bench, deadline: float) -> Iterator[Outcome]:
 
 
 def scrubbed(bench: Bench, texts: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code and output of scrub on a trace with the texts in it, and the copy."""
+    """Scrub a trace that contains the texts. Return exit code, output and the copy."""
     tree = json.loads(gzip.decompress((RUN / "c0001.torch.json.gz").read_bytes()))
     event = next(event for event in tree["traceEvents"] if event.get("cat") == "cpu_op")
     for number, text in enumerate(texts):
@@ -456,7 +467,9 @@ RAW = re.compile(r"<script>alert|<img src=x|<svg onload|<style>\*\{display")
 
 
 def pages(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Hostile texts as names of kernels, ranges and files: every page and format shows them as text."""
+    """Use hostile texts as names of kernels, ranges and files. Every page and format must show them
+    as text.
+    """
     del deadline
     place = bench.place()
     tree = json.loads(gzip.decompress((RUN / "c0001.torch.json.gz").read_bytes()))
@@ -481,7 +494,7 @@ def pages(bench: Bench, deadline: float) -> Iterator[Outcome]:
 
 
 def served_pages(bench: Bench, place: Path) -> Iterator[Outcome]:
-    """Every table and ready query of `serve`."""
+    """Request every table and predefined query of `serve`."""
     log = bench.folder / "serve.log"
     process = bench.start(place, "serve", "--port", "0", "--store", "s.db", log=log)
     try:
@@ -507,7 +520,7 @@ def served_pages(bench: Bench, place: Path) -> Iterator[Outcome]:
 
 
 def page(address: str, path: str) -> tuple[int, str]:
-    """A status and a body."""
+    """Return status and body of a page."""
     with contextlib.closing(http.client.HTTPConnection(address, timeout=END_S)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -515,7 +528,7 @@ def page(address: str, path: str) -> tuple[int, str]:
 
 
 def observed(bench: Bench, deadline: float) -> Iterator[Outcome]:
-    """Programs that do under `observe` what they do alone."""
+    """Run programs alone and under `observe`. They must behave alike."""
     for number in itertools.count():
         if number >= len(PROGRAMS) and time.monotonic() > deadline:
             return

@@ -1,10 +1,10 @@
-"""Hold the dispatch rules against measured choices: agreement per backend, every mismatch, exit
-code 1 below 99.5 %.
+"""Compare the dispatch rules with measured choices. Print the agreement per backend and every
+mismatch. Exit with 1 below 99.5 %.
 
     python scripts/check_dispatch.py FILE.jsonl[.gz] [--gpu H200] [--torch 2.11] [--cudnn 9.19.0]
 
-Each line of FILE is {"config": {...}, "can": {backend: [bool, ...]}, "choice": name}; a line with
-another shape is an error that names it.
+Each line of FILE is {"config": {...}, "can": {backend: [bool, ...]}, "choice": name}. A line
+with another shape is an error with its number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASKED = ("choice", "flash", "efficient", "cudnn")
 
 
 class Mismatch(NamedTuple):
-    """One answer that differs: the line, what was asked, both answers, the config."""
+    """One mismatch: the line, the backend or choice, both answers, the config."""
 
     line: int
     asked: str
@@ -38,7 +38,9 @@ class Mismatch(NamedTuple):
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and row of a JSON-lines file, gzip or plain. Raise UsageError on a bad line."""
+    """Yield line number and row of a JSON-lines file, gzip or plain. Raise UsageError for an
+    invalid line.
+    """
     with path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
     with gzip.open(path, "rt") if packed else path.open() as lines:
@@ -58,8 +60,8 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def params_of(measured: dict[str, Any], device: str = "cuda") -> AttentionParams:
-    """The params of a measured config; its dtype may be one that configs do not have (fp64), and
-    enable_gqa stands beside the heads.
+    """Return the parameters of a measured config. Its dtype may be one that configs lack (fp64),
+    and enable_gqa is given separately from the heads.
     """
     made = from_config(
         Config(
@@ -84,12 +86,12 @@ def params_of(measured: dict[str, Any], device: str = "cuda") -> AttentionParams
 
 
 def compare(path: Path, machine: Machine) -> tuple[int, list[Mismatch]]:
-    """How many rows the file has, and every answer that differs."""
+    """Return the number of rows of the file, and every mismatch."""
     count, wrong = 0, []
     for number, row in rows(path):
         count += 1
         prediction = predict(params_of(row["config"]), machine)
-        # where PyTorch raised instead of choosing, choice is null or absent
+        # choice is null or absent if PyTorch raised
         answers: dict[str, tuple[object, object]] = {
             "choice": (row["choice"] or "none", prediction.choice)
         }
@@ -104,7 +106,7 @@ def compare(path: Path, machine: Machine) -> tuple[int, list[Mismatch]]:
 
 
 def main() -> int:
-    """Print the agreement; 0 if every figure is at or above the bar."""
+    """Print the agreement. Return 0 if every figure reaches the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--gpu", default="H200")

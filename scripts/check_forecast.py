@@ -1,11 +1,13 @@
-"""Layers of models in the sizes of well-known ones, on a GPU and as `layers --gpu` predicts them.
+"""Compare layers of models in the sizes of well-known ones, measured on a GPU, with the predictions
+of `layers --gpu`.
 
-python scripts/check_forecast.py trace FOLDER [--device cpu] [--only NAME,…]   a trace of each model, on this GPU
-python scripts/check_forecast.py compare FOLDER|ARCHIVE --gpu H200 [--all]     what was traced against what is predicted
-python scripts/check_forecast.py run NAME [--device meta]                      one model, as a program for `observe`
+python scripts/check_forecast.py trace FOLDER [--device cpu] [--only NAME,…]   trace each model on this GPU
+python scripts/check_forecast.py compare FOLDER|ARCHIVE --gpu H200 [--all]     compare traces with predictions
+python scripts/check_forecast.py run NAME [--device meta]                      run one model, as a program for `observe`
 
-A model is three blocks of norm, attention and MLP with random weights, so that other kernels run between its attention,
-as they do in a model. `compare` prints a line for each regime, with --all one for each row of the maps.
+A model is three blocks of norm, attention and MLP with random weights, so other kernels run
+between its attention calls, as in a real model. `compare` prints one line per regime; with
+--all, one per row of the maps.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of attention in one model. cached: queries attend to a cache of keys."""
+    """The attention sizes of one model. `cached` means that queries attend to a cache of keys."""
 
     batch: int
     heads: int
@@ -86,7 +88,7 @@ MODELS = {
 
 
 def built(model: Model, device: str) -> Any:
-    """A step of the model. torch is loaded here alone, so that `compare` needs none."""
+    """Return a step of the model. Only this function imports torch, so `compare` does not need it."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -182,7 +184,9 @@ def trace(folder: Path, device: str, names: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a map: nanoseconds of a call, measured and predicted with its interval."""
+    """A row of a map: measured and predicted nanoseconds of a call, with the interval of the
+    prediction.
+    """
 
     name: str
     config: str
@@ -201,7 +205,7 @@ class Row:
 
 
 def compared(folder: Path, gpu: str) -> Iterator[Row]:
-    """The rows of all traces in a folder whose calls have kernels and a config."""
+    """Yield the rows of all traces in a folder whose calls have kernels and a config."""
     from profharness.answers.atlas.catalog import find_place, known_atlases
     from profharness.answers.layers.forecast import OF_SDPA, forecast_map
     from profharness.answers.layers.layer_map import find_layers
@@ -218,7 +222,7 @@ def compared(folder: Path, gpu: str) -> Iterator[Row]:
             try:
                 (forecast,) = forecast_map(layers, place, doubt).forecasts
             except NotFoundError:
-                continue  # eager attention and the like
+                continue  # eager attention, for example
             for row, told in zip(layers.rows, forecast.rows if forecast else (), strict=True):
                 spent = (row.forward_ns or 0) + (row.backward_ns or 0)
                 if row.kind in OF_SDPA and row.config and row.calls and spent:

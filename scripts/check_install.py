@@ -1,11 +1,11 @@
-"""Check that what `make` installs can be installed on an ordinary machine.
+"""Check that an ordinary machine can install what `make` installs.
 
 python scripts/check_install.py torch==2.13.0
 
-For each supported Python, resolves this torch and all extras of ./pyproject.toml under
-./constraints.txt, from the wheels that the package index has by default: on Linux, torch's build
-for CUDA. Nothing is installed, and pip's settings are not read. Exits 1 if a Python has no
-solution. Without an index, it says so and exits 0.
+For each supported Python, resolve this torch and all extras of ./pyproject.toml with
+./constraints.txt, using the default wheels of the package index (on Linux, torch's CUDA build).
+Nothing is installed, and pip's settings are not read. Exit with 1 if a Python has no solution.
+Without an index, report it and exit with 0.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import sys
 import time
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-PLATFORM = "x86_64-manylinux_2_28"  # as torch's own wheels
+PLATFORM = "x86_64-manylinux_2_28"  # like torch's own wheels
 PROBE_S = 30.0
 LIMIT_S = 300.0
-# Marks are evaluated for the Python that is asked for, which `pip install --python-version` does not do.
+# uv evaluates environment markers for the given Python, which `pip install --python-version` does not.
 UV = (sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-config", "--no-header")
 WHEELS = ("--only-binary", ":all:", "--python-platform", PLATFORM)
-HERE = ("--python", sys.executable, "--no-python-downloads")  # search for no other interpreter
+HERE = ("--python", sys.executable, "--no-python-downloads")  # do not search for other interpreters
 PROJECT = ("pyproject.toml", "--all-extras", "--constraints", "constraints.txt")
 
 
 def unreachable(torch: str) -> str | None:
-    """Return why the index cannot be asked for this torch, or None if it answers."""
+    """Return why the index cannot be used for this torch, or None if it answers."""
     command = [*UV, *WHEELS, *HERE, "--no-deps", "--refresh"]
     quick = {"UV_HTTP_TIMEOUT": "10", "UV_HTTP_RETRIES": "0"}
     try:
@@ -46,8 +46,8 @@ def unreachable(torch: str) -> str | None:
 
 
 def resolve(torch: str) -> dict[str, str | None]:
-    """Return uv's error for each Python, or None if there is a solution; no entry for a Python
-    that was not resolved in time.
+    """Return uv's error for each Python, or None if there is a solution. A Python that was not
+    resolved in time has no entry.
     """
     started = {
         version: subprocess.Popen(

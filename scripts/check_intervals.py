@@ -1,16 +1,16 @@
-"""Holds the intervals of `bench` and the gate of `diff` against runs that are alike, and against runs
-whose work is 5 % more.
+"""Check the intervals of `bench` and the gate of `diff` on equal runs, and on runs with 5 % more
+work.
 
-python scripts/check_intervals.py --record 16 --slower 4 --out DIR   # on a GPU: about 50 s a run
-python scripts/check_intervals.py --data DIR [DIR …]                 # the figures, without a GPU
-python scripts/check_intervals.py --data DIR [DIR …] --pack FILE     # the runs as traces/intervals.tar.xz
-python scripts/check_intervals.py --data traces/intervals.tar.xz     # the figures of such a file
+python scripts/check_intervals.py --record 16 --slower 4 --out DIR   # on a GPU: about 50 s per run
+python scripts/check_intervals.py --data DIR [DIR …]                 # print the figures, without a GPU
+python scripts/check_intervals.py --data DIR [DIR …] --pack FILE     # pack the runs as traces/intervals.tar.xz
+python scripts/check_intervals.py --data traces/intervals.tar.xz     # print the figures of such a file
 
-Of several folders, such as one for each GPU, the runs are paired within each; with --across every two
-runs are a pair. What --pack writes is scrubbed and without traces: the kernels' times become samples.
+Runs are paired within each folder, for example one folder per GPU; with --across, across all
+folders. --pack writes scrubbed runs without traces, with the kernels' times as samples.
 
-Each run is a bench of its own. The backends of `repeats.py`, which the script leaves in DIR, make the
-same call 20 times over, in the slower runs 21 times: 5 % more for the GPU and for the CPU alike.
+Each run is a separate bench. The backends of `repeats.py`, which the script writes to DIR, make
+the same call 20 times, in the slower runs 21 times: 5 % more for the GPU and for the CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from profharness.store import Selection, Store, ingest_path, open_store
 ALIKE, SLOWER = "alike", "slower"
 REPEATS = {ALIKE: 20, SLOWER: 21}
 REPEATED = "repeats.py:"
-OVERLAP, FALSE_ALARMS, FOUND = 0.95, 0.01, 0.95  # what to reach
+OVERLAP, FALSE_ALARMS, FOUND = 0.95, 0.01, 0.95  # targets
 CONFIGS = {
     "cuda": (
         *("2,8,512,64,fp16", "1,32,1,128,bf16,kv_heads=8,seq_kv=4096"),
@@ -78,7 +78,7 @@ math = repeated(SDPBackend.MATH)
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run in the store; kind is ALIKE or SLOWER."""
+    """One stored run. `kind` is ALIKE or SLOWER."""
 
     kind: str
     side: Side
@@ -86,11 +86,11 @@ class Recorded:
 
 
 def record(out: Path, counts: dict[str, int], device: str, plan: BenchPlan, processes: int) -> None:
-    """Bench so many runs of each kind into folders below out; what is there already counts."""
+    """Bench this many runs of each kind into folders of `out`. Existing runs count."""
     protocol = Protocol(PROFILED_CALLS, 5, 0, 120.0, 42, device, processes=processes)
     kind_of_device = device_type(device)
     configs = [config for text in CONFIGS[kind_of_device] for config in expand_configs(text)]
-    # the slower runs lie between the others, so that a drift of the machine is in both
+    # the slower runs are distributed among the others, so that a drift of the machine affects both
     order = sorted(
         ((place + 0.5) / count, kind) for kind, count in counts.items() for place in range(count)
     )
@@ -111,7 +111,7 @@ def record(out: Path, counts: dict[str, int], device: str, plan: BenchPlan, proc
 
 
 def run_folders(data: Path) -> Iterator[tuple[str, Path]]:
-    """The runs below data that were finished, each with its kind."""
+    """Yield the finished runs in `data` with their kind."""
     for kind in REPEATS:
         for folder in sorted(path.parent for path in (data / kind).glob("*/run.json")):
             if all(cell.status != "pending" for cell in read_run(folder).cells):
@@ -121,7 +121,7 @@ def run_folders(data: Path) -> Iterator[tuple[str, Path]]:
 
 
 def pack(data: Sequence[Path], target: Path) -> None:
-    """The runs below the folders as one archive, scrubbed, with their samples alone."""
+    """Pack the runs of the folders into one archive, scrubbed, with samples only."""
     with tempfile.TemporaryDirectory() as scratch:
         for folder in data:
             for kind, run in run_folders(folder):
@@ -134,7 +134,7 @@ def pack(data: Sequence[Path], target: Path) -> None:
 
 
 def unpacked(data: Path, scratch: Path) -> list[Path]:
-    """A folder of runs itself, of an archive the folders that it holds."""
+    """Return a folder of runs itself, or the folders in an archive."""
     if data.is_dir():
         return [data]
     with tarfile.open(data) as archive:
@@ -143,7 +143,7 @@ def unpacked(data: Path, scratch: Path) -> list[Path]:
 
 
 def read(data: Path, store: Path) -> list[Recorded]:
-    """All runs below data, as the store tells them."""
+    """Return all runs in `data`, as read from the store."""
     kinds = {}
     for kind, folder in run_folders(data):
         ingest_path(store, folder)
@@ -165,12 +165,12 @@ def renamed(cell: CellRow) -> CellRow:
 
 
 def short(backend: str) -> str:
-    """A backend of a file by the file's name, wherever it lay."""
+    """Return the file name of a backend in a file, independent of its folder."""
     return Path(backend).name
 
 
 def pairs(series: Sequence[Sequence[Recorded]]) -> list[tuple[Recorded, Recorded]]:
-    """Every two like runs of a series, in the order in which they were made."""
+    """Return every two equal runs of a series, in the order of their creation."""
     return [
         pair
         for runs in series
@@ -179,7 +179,9 @@ def pairs(series: Sequence[Sequence[Recorded]]) -> list[tuple[Recorded, Recorded
 
 
 def overlaps(series: Sequence[Sequence[Recorded]]) -> dict[str, tuple[int, int, float]]:
-    """By measurement: cells whose intervals overlap, cells of all pairs, median half width."""
+    """Return, by measurement: cells whose intervals overlap, cells of all pairs, and the median
+    half width.
+    """
     alike = [run for runs in series for run in runs if run.kind == ALIKE]
     intervals = {
         (run.side.label, place, name): found
@@ -209,7 +211,9 @@ def overlaps(series: Sequence[Sequence[Recorded]]) -> dict[str, tuple[int, int, 
 
 
 def slower_cells(baseline: Recorded, candidate: Recorded, *, repeated: bool) -> tuple[int, int]:
-    """How many cells `diff --fail-on slower` names, and of how many; repeated: of repeats.py alone."""
+    """Return how many cells `diff --fail-on slower` reports, and out of how many. With `repeated`,
+    count only those of repeats.py.
+    """
     diff = diff_cells(baseline.side, candidate.side)
     cells = {(row.config, row.backend_baseline) for row in diff.rows if row.role == "call"}
     named = {(row.config, row.backend_baseline) for row in diff.fails(frozenset({"slower"}))}
@@ -225,7 +229,7 @@ def verdict(share: float, wanted: float, *, at_least: bool) -> str:
 
 
 def report(series: Sequence[Sequence[Recorded]]) -> None:
-    """Print what the runs say."""
+    """Print the figures of the runs."""
     counts = Counter(run.kind for runs in series for run in runs)
     like = pairs(series)
     if not like:
@@ -283,7 +287,7 @@ def main() -> None:
 
 
 def read_all(data: Sequence[Path], scratch: Path) -> list[list[Recorded]]:
-    """The runs of each folder, those in archives included."""
+    """Return the runs of each folder, including those in archives."""
     places = [unpacked(path, scratch / str(number)) for number, path in enumerate(data)]
     folders = list(itertools.chain(*places))
     return [read(path, scratch / f"{number}.db") for number, path in enumerate(folders)]

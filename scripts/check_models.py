@@ -1,13 +1,13 @@
-"""Real models under the profiler, and whether `layers` tells every attention call of them rightly.
+"""Profile real models, and check that `layers` reports every attention call of them correctly.
 
 python scripts/check_models.py --out FOLDER [--only NAME,…] [--device cpu] [--no-replay]
-python scripts/check_models.py --run NAME [--device cpu]     the model alone, as a program for `observe`
+python scripts/check_models.py --run NAME [--device cpu]     run only the model, as a program for `observe`
 
-Each model runs with random weights, so nothing is downloaded. An independent record of its calls is
-written by a patch around scaled_dot_product_attention in a run of its own. The trace of another run,
-or what `profharness observe` makes of a process of its own, is ingested; then calls, configs, modules
-and backends are held against that record, and the configs are replayed by `capture` on the same
-machine. Needs transformers, but for `encoder`, `unet` and those of flex_attention.
+Each model runs with random weights, so nothing is downloaded. A patch around
+scaled_dot_product_attention records its calls in a separate run. The trace of another run, or
+the run folder of `profharness observe`, is ingested. Calls, configs, modules and backends are
+compared with that record, and `capture` replays the configs on the same machine. Needs
+transformers, except for `encoder`, `unet` and the flex_attention models.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def llama_compile(device: str) -> Work:
 
 
 def warmed(work: Work) -> None:
-    """Run the work beside the current stream, as a capture wants it."""
+    """Run the work on a side stream, as a graph capture requires."""
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -124,7 +124,7 @@ def llama_graph(device: str) -> Work:
 
 
 def llama_graph_train(device: str) -> Work:
-    """A capture and two replays."""
+    """Return a capture and two replays."""
     model, ids = llama(device), tokens(device, 2, 1024)
 
     def work() -> None:
@@ -188,7 +188,7 @@ def encoder(device: str) -> Work:
 
 
 class Unet(torch.nn.Module):
-    """Self and cross attention at three resolutions, as a diffusion model's denoiser has them."""
+    """Self and cross attention at three resolutions, like the denoiser of a diffusion model."""
 
     class Block(torch.nn.Module):
         def __init__(self, width: int, heads: int, cross: int | None = None) -> None:
@@ -227,7 +227,9 @@ def unet(device: str) -> Work:
 
 
 class Flex(torch.nn.Module):
-    """A layer of causal attention that calls the given function, flex_attention or compiled."""
+    """A layer of causal attention that calls the given function, flex_attention or its compiled
+    form.
+    """
 
     def __init__(self, attention: Callable[..., Any], blocks: Any) -> None:
         super().__init__()
@@ -241,8 +243,8 @@ class Flex(torch.nn.Module):
 
 
 def flex(device: str, *, compiled: bool) -> Work:
-    """Training, because compiled code has steps by its optimizer alone; on a CPU, where flex_attention
-    has no backward, without gradients.
+    """Return a training step, because steps of compiled code are found by the optimizer. On a CPU,
+    where flex_attention has no backward, run without gradients.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -286,10 +288,10 @@ MODELS: dict[str, Callable[[str], Work]] = {
     "flex": lambda device: flex(device, compiled=False),
     "flex_compile": lambda device: flex(device, compiled=True),
 }
-# run under `observe` in a process of their own, with how many steps of its window make one of theirs
+# Run under `observe` in a separate process; the number of its steps that make up one step of the model.
 OBSERVED = {"llama_generate": 8, "flex": 1, "flex_compile": 1}
-RUNS = 8  # of such a program: a new kind of call, three steps without one, the window
-# what compiled code and a graph call does not pass through the function
+RUNS = 8  # of such a program: a new kind of call, three steps without one, the recorded steps
+# Calls that compiled code and graphs do not pass through the function.
 UNTOLD = ("llama_compile", "llama_graph")
 
 
@@ -303,8 +305,8 @@ def without_gradient(work: Work) -> Work:
 
 @contextlib.contextmanager
 def recorded(calls: list[dict[str, Any]]) -> Iterator[None]:
-    """Note every call of scaled_dot_product_attention, with the module around it: its class and its
-    dotted name below the outermost one.
+    """Record every call of scaled_dot_product_attention with the class of its module, and the
+    module's dotted name.
     """
     real = F.scaled_dot_product_attention
     stack: list[Any] = []
@@ -367,7 +369,7 @@ def trace(work: Work, path: Path, device: str) -> None:
 
 
 def observed(name: str, out: Path, device: str) -> Path:
-    """The run folder that `observe` makes of the model."""
+    """Return the run folder that `observe` makes of the model."""
     runs = out / "observed"
     program = [sys.executable, __file__, "--run", name, "--device", device]
     steps = str(OBSERVED[name])
@@ -384,7 +386,7 @@ def observed(name: str, out: Path, device: str) -> Path:
 
 
 def run(name: str, device: str) -> None:
-    """The model alone."""
+    """Run only the model."""
     torch.manual_seed(0)
     work = MODELS[name](device)
     for _ in range(RUNS):
@@ -424,8 +426,9 @@ def check(name: str, device: str, out: Path, replay: bool) -> dict[str, Any]:
 
 
 def compare(calls: list[dict[str, Any]], found: list[Any]) -> dict[str, Any]:
-    """How many of the recorded calls are found alike, with their config, module and backend. Their
-    order counts for nothing: an observed step may begin amid the program's own.
+    """Return how many of the recorded calls were found, with the right config, module and backend.
+    The order is ignored, because an observed step may begin in the middle of the program's own
+    step.
     """
     wanted = [(label(call), call["choice"], call["path"], call["module"]) for call in calls]
     got = [
@@ -441,7 +444,9 @@ def compare(calls: list[dict[str, Any]], found: list[Any]) -> dict[str, Any]:
     missing = picked(wanted, (0, 1)) - picked(got, (0, 1))
     for call, times in missing.items():
         print(f"  not found alike: {times} of {call}")
-    module = 2 if any(call.path for call in found) else 3  # a trace alone tells classes
+    module = (
+        2 if any(call.path for call in found) else 3
+    )  # a trace without `observe` only has classes
     places = {"configs": (0,), "modules": (0, module), "backends": (0, 1)}
     return {
         what: sum((picked(wanted, at) & picked(got, at)).values()) for what, at in places.items()
@@ -453,7 +458,7 @@ def picked(rows: list[tuple[Any, ...]], places: tuple[int, ...]) -> Counter[tupl
 
 
 def label(call: dict[str, Any]) -> str | None:
-    """The config of a recorded call; None where none replays it."""
+    """Return the config of a recorded call, or None if none replays it."""
     try:
         return replay_config(call["tensors"], backward=call["backward"], **call["flags"]).label
     except UsageError:
@@ -461,7 +466,7 @@ def label(call: dict[str, Any]) -> str | None:
 
 
 def replayed(found: list[Any], store: Path, runs: Path, device: str) -> str:
-    """How many configs of the calls are given the same backend again by `capture`."""
+    """Return how many configs get the same backend again in `capture`."""
     wanted: dict[str, str | None] = {}
     for call in found:
         if call.config and call.reason is None and call.kind in ("sdpa", "inner", "fast_path"):
@@ -487,7 +492,7 @@ def replayed(found: list[Any], store: Path, runs: Path, device: str) -> str:
 
 
 def main() -> None:
-    """Check the models and print a line for each."""
+    """Check the models, and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--out", type=Path)
@@ -505,7 +510,7 @@ def main() -> None:
     for name in given.only.split(","):
         try:
             row = check(name, given.device, given.out, not given.no_replay)
-        except Exception as error:  # one model must not cost the others
+        except Exception as error:  # an error in one model must not stop the others
             print(f"{name:<15} {type(error).__name__}: {error}"[:300], flush=True)
             continue
         rows.append(row)

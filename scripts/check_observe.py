@@ -1,13 +1,13 @@
-"""Runs generated programs alone and under `profharness observe`, and compares what they did: exit code,
-stdout, stderr, and how many attention calls were counted. A line of figures for each kind of program;
-the exit code is 1 if anything differed.
+"""Run generated programs alone and under `profharness observe`, and compare exit code, stdout,
+stderr, and the number of attention calls. Print one line per kind of program. Exit with 1 if
+anything differs.
 
 python scripts/check_observe.py                                   5 of each kind, on the CPU
 python scripts/check_observe.py --programs 50 --jobs 8 --seed 3 --only threads,fork
-python scripts/check_observe.py --device cuda --keep failing     keeps the programs that failed
+python scripts/check_observe.py --device cuda --keep failing     keep the programs that failed
 
-The programs train and infer in threads, pools, coroutines, forks and loaders, and end in many ways. The
-fault campaign has them as the kind `observed`.
+The programs train and infer in threads, pools, coroutines, forks and loaders, and end in many
+ways. The fault campaign runs them as the kind `observed`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("--steps", "1", "--warmup", "1"),
     ("--steps", "2", "--warmup", "2"),
 )
-# what PyTorch's tracer prints at its first start, and where the program's own profiler starts it
+# Output of PyTorch's tracer at its first start, and when the program starts its own profiler.
 TRACER_LINES = ("USDT:", "ERROR: External init callback")
 
 PROLOGUE = '''
@@ -109,7 +109,7 @@ class Data(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and how many attention calls it makes in all its processes."""
+    """A program, and the number of attention calls in all its processes."""
 
     kind: str
     source: str
@@ -119,7 +119,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Result:
-    """What was different under `observe`, if anything; how many calls it counted."""
+    """The difference under `observe`, if any, and the number of calls counted."""
 
     program: Program
     failure: str
@@ -129,7 +129,7 @@ class Result:
 
 
 def threads(random: Random) -> tuple[str, int]:
-    """Threads that train or infer, beside the main one or alone."""
+    """Generate threads that train or infer, with or without work in the main thread."""
     count, steps, own = random.randint(2, 12), random.randint(1, 10), random.choice((0, 0, 7, 12))
     body = f"""
     told = {{}}
@@ -144,7 +144,7 @@ def threads(random: Random) -> tuple[str, int]:
 
 
 def one_model(random: Random) -> tuple[str, int]:
-    """Threads that share a model."""
+    """Generate threads that share a model."""
     count, steps, own = random.randint(2, 8), random.randint(1, 12), random.choice((0, 9))
     body = f"""
     job = Job(1, False)
@@ -156,7 +156,7 @@ def one_model(random: Random) -> tuple[str, int]:
 
 
 def pools(random: Random) -> tuple[str, int]:
-    """Tasks of a pool of threads."""
+    """Generate tasks of a thread pool."""
     tasks, steps, own = random.randint(4, 16), random.randint(1, 6), random.choice((0, 6, 10))
     train = random.random() < 0.5
     body = f"""
@@ -168,7 +168,7 @@ def pools(random: Random) -> tuple[str, int]:
 
 
 def coroutines(random: Random) -> tuple[str, int]:
-    """asyncio.to_thread, and attention in coroutines."""
+    """Generate asyncio.to_thread, and attention in coroutines."""
     tasks, steps, own = random.randint(2, 10), random.randint(1, 6), random.choice((0, 8, 12))
     body = f"""
     async def serve():
@@ -185,7 +185,7 @@ def coroutines(random: Random) -> tuple[str, int]:
 
 
 def churn(random: Random) -> tuple[str, int]:
-    """Threads that start and end at every step of the main one."""
+    """Generate threads that start and end at every step of the main thread."""
     own, count, steps = random.randint(8, 16), random.randint(1, 3), random.randint(0, 2)
     body = f"""
     job, each = Job(99, {random.random() < 0.7}), []
@@ -202,7 +202,7 @@ def churn(random: Random) -> tuple[str, int]:
 
 
 def daemons(random: Random) -> tuple[str, int]:
-    """Daemon threads that are still there at the end."""
+    """Generate daemon threads that are still running at the end."""
     count, steps, own = random.randint(1, 6), random.randint(1, 8), random.choice((0, 5, 9))
     rest = random.choice(("threading.Event().wait()", "while True: time.sleep(1e-4)"))
     body = f"""
@@ -220,7 +220,9 @@ def daemons(random: Random) -> tuple[str, int]:
 
 
 def forks(random: Random) -> tuple[str, int]:
-    """os.fork before, in and after the window; children that end in many ways."""
+    """Generate os.fork before, during and after the recorded steps, with children that end in many
+    ways.
+    """
     own, calls, lines = random.randint(9, 14), 0, []
     places = sorted(random.sample(range(own), random.randint(1, 3)))
     for place in places:
@@ -247,7 +249,7 @@ def forks(random: Random) -> tuple[str, int]:
 
 
 def fork_in_thread(random: Random) -> tuple[str, int]:
-    """A thread that forks while the main one goes on."""
+    """Generate a thread that forks while the main thread continues."""
     own, steps = random.randint(8, 14), random.randint(0, 3)
     body = f"""
     def go():
@@ -267,7 +269,7 @@ def fork_in_thread(random: Random) -> tuple[str, int]:
 
 
 def processes(random: Random) -> tuple[str, int]:
-    """multiprocessing: processes, pools that are terminated, executors."""
+    """Generate multiprocessing: processes, pools that are terminated, executors."""
     own, tasks, steps = random.choice((0, 6, 10)), random.randint(2, 5), random.randint(1, 5)
     how = random.choice(("fork", "fork", "spawn"))
     starts = {
@@ -291,7 +293,7 @@ def processes(random: Random) -> tuple[str, int]:
 
 
 def loaders(random: Random) -> tuple[str, int]:
-    """Training with a loader whose workers call attention too."""
+    """Generate training with a data loader whose workers also call attention."""
     epochs, batch, workers = random.randint(1, 3), random.choice((1, 2, 3)), random.randint(1, 2)
     body = f"""
     job = Job(99, True)
@@ -318,7 +320,7 @@ ENDS = (
 
 
 def exits(random: Random) -> tuple[str, int]:
-    """Ends of the process and of its threads, in the window and after it."""
+    """Generate ends of the process and its threads, during and after the recorded steps."""
     own, count, steps = random.randint(1, 12), random.randint(0, 4), random.randint(1, 4)
     ends = ("sys.exit(3)", "raise ValueError('in a thread')", "pass")
     body = f"""
@@ -334,7 +336,7 @@ def exits(random: Random) -> tuple[str, int]:
 
 
 def exit_in_thread(random: Random) -> tuple[str, int]:
-    """os._exit in a thread, and os.execv."""
+    """Generate os._exit in a thread, and os.execv."""
     own, steps = random.randint(0, 10), random.randint(1, 6)
     if random.random() < 0.5:
         body = f"""
@@ -354,7 +356,7 @@ def exit_in_thread(random: Random) -> tuple[str, int]:
 
 
 def errors(random: Random) -> tuple[str, int]:
-    """Calls that raise, in threads and in the main one."""
+    """Generate calls that raise, in the main thread and in others."""
     count, steps = random.randint(1, 6), random.randint(1, 4)
     body = f"""
     def go(at):
@@ -374,7 +376,7 @@ def errors(random: Random) -> tuple[str, int]:
 
 
 def profilers(random: Random) -> tuple[str, int]:
-    """A profiler of the program's own: in the main thread, in another, with a schedule."""
+    """Generate a program with its own profiler: in the main thread, in another, with a schedule."""
     begin, length, own = random.randint(0, 8), random.randint(1, 4), 14
     body = f"""
     def counted(profiler):
@@ -429,7 +431,7 @@ KINDS: dict[str, Callable[[Random], tuple[str, int]]] = {
 
 
 def generate(kind: str, random: Random, device: str = "cpu") -> Program:
-    """A program of a kind."""
+    """Generate a program of a kind."""
     body, calls = KINDS[kind](random)
     head = PROLOGUE.replace("{device!r}", repr(device))
     source = f'{head}\ndef main():{body}\n\n\nif __name__ == "__main__":\n    main()\n'
@@ -437,7 +439,7 @@ def generate(kind: str, random: Random, device: str = "cpu") -> Program:
 
 
 def try_program(program: Program, place: Path, environment: Mapping[str, str]) -> Result:
-    """Run it alone and observed, in a folder of its own."""
+    """Run a program alone and observed, in its own folder."""
     (place / "program.py").write_text(program.source)
     argv = [sys.executable, "program.py"]
     alone = _run(argv, place, environment)
@@ -484,7 +486,7 @@ def _run(argv: Sequence[str], place: Path, environment: Mapping[str, str]) -> _E
 
 
 def _difference(program: Program, alone: _Ended, seen: _Ended, counted: int) -> str:
-    """The first thing that was not as it is alone."""
+    """Return the first difference from the program run alone."""
     if seen.code != alone.code:
         return f"{program.kind}: another exit code"
     if seen.out != alone.out:
@@ -499,13 +501,13 @@ def _difference(program: Program, alone: _Ended, seen: _Ended, counted: int) -> 
 
 
 def _lines(text: str) -> Counter[str]:
-    """Lines without what differs from run to run."""
+    """Return the lines without what differs between runs."""
     lines = (re.sub(r"0x[0-9a-f]+|\d+", "#", line).strip() for line in text.splitlines())
     return Counter(line for line in lines if not line.startswith(TRACER_LINES))
 
 
 def _is_fault(line: str) -> bool:
-    """Whether a line that the program does not write alone tells of a fault."""
+    """Return whether a line that the program does not print alone reports a fault."""
     return line.startswith(("Traceback", "profharness:", "warning:", "error:", "ERROR:", "Fatal"))
 
 

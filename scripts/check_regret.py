@@ -1,9 +1,9 @@
-"""Holds what `layers --regret` predicts against what switching the backend really saves: a model's
-attention is forced to a backend, traced, asked for its regret, switched to the advised backend, and
-both are timed in turns without a profiler.
+"""Compare the prediction of `layers --regret` with the real saving. A model's attention is forced
+to a backend and traced, its regret is computed, and it is switched to the advised backend. Both
+are timed in turns without a profiler.
 
 python scripts/check_regret.py --model llama                      # transformers' Llama, on a GPU
-python scripts/check_regret.py --forced efficient --kv-heads 32   # a model of its own
+python scripts/check_regret.py --forced efficient --kv-heads 32   # a model of this script
 python scripts/check_regret.py --device cpu --tiny
 """
 
@@ -38,7 +38,7 @@ WARMUP = 3  # steps
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and its one batch."""
+    """The sizes of the model and its batch."""
 
     layers: int
     hidden: int
@@ -49,7 +49,7 @@ class Size:
 
 
 class Layer(torch.nn.Module):
-    """Causal grouped attention and an MLP, each added to its input."""
+    """Causal grouped attention and an MLP, each with a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Layer(torch.nn.Module):
 
 
 def build(name: str, size: Size) -> tuple[torch.nn.Module, Callable[[], Any]]:
-    """A model with random weights, and its forward on one batch."""
+    """Return a model with random weights, and its forward pass on one batch."""
     if name == "own":
         model: Any = torch.nn.Sequential(*(Layer(size) for _ in range(size.layers)))
         x = torch.randn(size.batch, size.length, size.hidden)
@@ -97,7 +97,7 @@ def build(name: str, size: Size) -> tuple[torch.nn.Module, Callable[[], Any]]:
 
 
 def make_step(phase: str, model: torch.nn.Module, forward: Callable[[], Any]) -> Callable[[], None]:
-    """A forward alone, or with its backward."""
+    """Return a forward pass, or one with its backward pass."""
 
     def prefill() -> None:
         with torch.no_grad():
@@ -111,7 +111,7 @@ def make_step(phase: str, model: torch.nn.Module, forward: Callable[[], Any]) ->
 
 
 def record(step: Callable[[], None], backend: str, device: str, path: Path) -> None:
-    """The trace of one step on a backend, after a warm-up."""
+    """Record the trace of one step on a backend, after a warm-up."""
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -133,7 +133,7 @@ def synchronize(device: str) -> None:
 def in_turns(
     step: Callable[[], None], names: tuple[str, str], device: str, rounds: int
 ) -> dict[str, list[float]]:
-    """ns of unprofiled steps on each backend. On a GPU steps follow each other without a pause, by
+    """Return the ns of unprofiled steps on each backend. On a GPU, steps run back to back, with
     CUDA events between them.
     """
     for name in names:
@@ -145,7 +145,7 @@ def in_turns(
     for turn in range(rounds):
         for name in names if turn % 2 else reversed(names):
             with sdpa_kernel(BACKENDS[name]):
-                step()  # switching may cost once
+                step()  # the first step after switching may be slower
                 begin = stamp(device)
                 step()
                 spans[name].append((begin, stamp(device)))
@@ -168,7 +168,7 @@ def stamp(device: str) -> Any:
 
 
 def profharness(*words: str) -> str:
-    """What the command printed; a failure ends the script with it."""
+    """Return what the command printed. Exit with its output if it fails."""
     argv = [sys.executable, "-m", "profharness", *words]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -177,7 +177,7 @@ def profharness(*words: str) -> str:
 
 
 def ask(trace: Path, max_time: str) -> dict[str, Any]:
-    """What `layers --regret` says of a trace."""
+    """Return the JSON of `layers --regret` for a trace."""
     store = ("--store", str(trace.with_suffix(".db")))
     profharness("ingest", str(trace), *store)
     runs = ("--out", str(trace.parent / "runs"))
@@ -187,7 +187,7 @@ def ask(trace: Path, max_time: str) -> dict[str, Any]:
 
 
 def check(phase: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The figures of a phase, in ns; `real_ns` None where nothing is advised."""
+    """Return the figures of a phase in ns. `real_ns` is None if nothing is advised."""
     size = Size(*(getattr(options, name) for name in Size.__dataclass_fields__))
     torch.manual_seed(0)
     torch.set_default_device(options.device)
@@ -198,7 +198,7 @@ def check(phase: str, options: argparse.Namespace, folder: Path) -> dict[str, An
     trace = folder / f"{phase}.json"
     record(step, options.forced, options.device, trace)
     if options.device == "cuda":
-        torch.cuda.empty_cache()  # for the bench, which is another process
+        torch.cuda.empty_cache()  # for the bench, which runs in another process
     answer = ask(trace, options.max_time)
     rows = [row for row in answer["rows"] if row["saves_ns"]]
     attention = sum((row["forward_ns"] or 0) + (row["backward_ns"] or 0) for row in answer["rows"])

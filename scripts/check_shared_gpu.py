@@ -1,6 +1,6 @@
-"""Shows on a real GPU that a foreign process is told while it computes there and not while it only has a
-context, and that a second capture waits for the first. Exit code 1 where it is otherwise. Takes less than
-a minute.
+"""Check on a GPU that a foreign process is reported while it computes and not while it only has a
+context, and that a second capture waits for the first. Exit with 1 otherwise. Takes less than a
+minute.
 
     python scripts/check_shared_gpu.py
 """
@@ -26,7 +26,7 @@ while {computes} and not select.select([sys.stdin], [], [], 0)[0]:
     torch.cuda.synchronize()
 sys.stdin.read()
 """
-# A backend that says that it runs and goes on when it is told to.
+# A backend that reports its start, and continues on request.
 WAITING = """
 import pathlib, time
 import torch
@@ -49,7 +49,7 @@ def capture(folder: Path, name: str, backend: str) -> subprocess.Popen[str]:
 
 
 def problems(folder: Path, name: str, process: subprocess.Popen[str]) -> tuple[Problem, ...]:
-    """What a capture found, after its end; prints what it said."""
+    """Wait for a capture, print its output, and return its problems."""
     output, _ = process.communicate(timeout=LIMIT_S)
     print(f"--- {name}: exit code {process.returncode}\n{output.rstrip()}")
     (run,) = (folder / name).iterdir()

@@ -1,5 +1,5 @@
-"""Captures random configs on `auto` and holds the four witnesses of each to one another: what the
-rules predict, what PyTorch says, the op in the trace, the kernels' families.
+"""Capture random configs on `auto`, and compare four sources for each: the prediction of the rules,
+PyTorch's answer, the op in the trace, and the families of the kernels.
 
 python scripts/check_witnesses.py OUT.jsonl.gz [--configs 500] [--seed 0] [--device cuda]
 """
@@ -24,7 +24,7 @@ from profharness.rows import CellRow, KernelRow
 from profharness.run import CaptureOptions, Protocol
 from profharness.store import open_store
 
-MAX_SCORES = 1 << 27  # batch * heads * rows * keys: math holds them all in fp32
+MAX_SCORES = 1 << 27  # batch * heads * rows * keys: math stores all of them in fp32
 HEAD_DIMS = (1, 8, 32, 40, 64, 64, 72, 80, 96, 100, 128, 128, 160, 192, 200, 224, 256, 264, 512)
 LENGTHS = (1, 2, 7, 16, 64, 100, 128, 257, 512, 1024, 2048)
 LAYOUTS = ("contiguous",) * 6 + ("bshd", "bshd", "strided_last", "broadcast_batch")
@@ -32,7 +32,7 @@ MASKS = ("none",) * 6 + ("bool", "float", "bool_2d", "float_bh", "float_grad")
 
 
 def random_config(draw: random.Random) -> Config:
-    """One config, everyday properties more often than odd ones."""
+    """Return a random config. Common properties are more likely than rare ones."""
     kv_heads = draw.choice((1, 2, 4, 8))
     rows = draw.choice(LENGTHS)
     head_dim = draw.choice(HEAD_DIMS)
@@ -56,7 +56,7 @@ def random_config(draw: random.Random) -> Config:
 
 
 def sample(count: int, seed: int) -> list[Config]:
-    """Different configs that fit into memory as math too."""
+    """Return distinct configs that fit into memory with math too."""
     draw = random.Random(seed)
     found: dict[Config, None] = {}
     while len(found) < count:
@@ -70,7 +70,7 @@ def sample(count: int, seed: int) -> list[Config]:
 
 
 def evidence(store: Path) -> list[dict[str, Any]]:
-    """One record a cell: what each witness says, and where they disagree."""
+    """Return one record per cell: the answer of each source, and their disagreements."""
     with open_store(store) as opened:
         cells = with_predictions(opened, opened.cells("latest"))
         by_cell: dict[str | None, list[KernelRow]] = {}
@@ -80,7 +80,7 @@ def evidence(store: Path) -> list[dict[str, Any]]:
 
 
 def record_of(cell: CellRow, rows: list[KernelRow]) -> dict[str, Any]:
-    """The record of one cell and its kernels."""
+    """Return the record of one cell and its kernels."""
     kernels = [each.backends for each in witnesses(cell, rows) if each.name == "kernels"]
     return {
         "config": cell.config,
@@ -95,7 +95,7 @@ def record_of(cell: CellRow, rows: list[KernelRow]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Capture, compare, write the evidence and print what disagrees."""
+    """Capture, compare, write the records and print the disagreements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--configs", type=int, default=500)

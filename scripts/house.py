@@ -1,11 +1,11 @@
-"""The size and shape of the package, and how many files one command goes through.
+"""Print the size and structure of the package, or the files that a command goes through.
 
 python scripts/house.py [--root FOLDER]                figures: files, lines, floors, circles, imports
 python scripts/house.py --walk "kernels --config 2,8,512,64" [--root FOLDER]   the files of one command
 
-A walk counts the files of the package in which a function runs, in the process of the command
-itself. Class bodies, and what runs while a module is imported, do not count. `stays` counts the
-changes of file when the functions are read in the order of their first call.
+A walk counts the files of the package in which a function runs, in the process of the command.
+Class bodies and code that runs during an import do not count. `stays` is the number of changes
+between files when the functions are read in the order of their first call.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def figures(package: Path) -> dict[str, str]:
-    """What the rules of the house limit, by name."""
+    """Return the figures by name."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in trees}
     modules = {module_name(package, path): path for path in trees}
@@ -110,18 +110,18 @@ def figures(package: Path) -> dict[str, str]:
 
 
 def module_name(package: Path, path: Path) -> str:
-    """The dotted name of a file: `profharness.store.schema`."""
+    """Return the dotted name of a file, such as `profharness.store.schema`."""
     parts = path.relative_to(package.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def unit(module: str) -> str:
-    """The name at the top of the package that a module belongs to."""
+    """Return the top-level folder or module that a module belongs to."""
     return module.split(".")[1] if "." in module else NAME
 
 
 def imports(module: str, tree: ast.AST, modules: Mapping[str, Path]) -> set[str]:
-    """Modules of the package that a module imports, wherever the import stands."""
+    """Return the modules of the package that a module imports anywhere."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -133,13 +133,15 @@ def imports(module: str, tree: ast.AST, modules: Mapping[str, Path]) -> set[str]
 
 
 def floor(name: str, units: Mapping[str, Set[str]], above: frozenset[str] = frozenset()) -> int:
-    """1 for what imports nothing else of the package, else one more than the highest it imports."""
+    """Return 1 for a unit that imports nothing else of the package, else one more than the highest
+    unit that it imports.
+    """
     below = [target for target in units.get(name, ()) if target not in above]
     return 1 + max((floor(target, units, above | {name}) for target in below), default=0)
 
 
 def circles(graph: Mapping[str, Set[str]]) -> list[set[str]]:
-    """The groups of names that reach each other."""
+    """Return the groups of names that reach each other."""
     reach = {name: reached(name, graph) for name in graph}
     groups = {
         frozenset({name, *(other for other in reach[name] if name in reach.get(other, ()))})
@@ -149,7 +151,7 @@ def circles(graph: Mapping[str, Set[str]]) -> list[set[str]]:
 
 
 def reached(name: str, graph: Mapping[str, Set[str]]) -> set[str]:
-    """Every name that a walk along the arrows comes to."""
+    """Return every name that can be reached along the edges."""
     seen: set[str] = set()
     todo = [name]
     while todo:
@@ -161,7 +163,7 @@ def reached(name: str, graph: Mapping[str, Set[str]]) -> set[str]:
 
 
 def print_walk(root: Path, arguments: list[str]) -> None:
-    """Run one command in a process that notes its functions, and print what it went through."""
+    """Run one command in a process that records its functions, and print them."""
     seen = list(walked(root, arguments))
     files = list(dict.fromkeys(path for path, _ in seen))
     stays = sum(one != other for (one, _), (other, _) in itertools.pairwise(seen)) + 1
@@ -172,8 +174,8 @@ def print_walk(root: Path, arguments: list[str]) -> None:
 
 
 def walked(root: Path, arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """(file below the package, function) in the order of first calls. The command's own output
-    goes to stderr.
+    """Yield (file in the package, function) in the order of first calls. The command's output goes
+    to stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "walk"

@@ -1,8 +1,8 @@
-"""An atlas: what a GPU does with any attention. Measures cells into a folder of shards, JSON lines that
-docs/atlas.md describes. A call that is cut off loses its last batch; the next one goes on.
+"""Measure the cells of an atlas into a folder of shards (JSON lines, described in docs/atlas.md).
+An interrupted call loses its last batch, and the next call continues.
 
     python scripts/make_atlas.py measure FOLDER --seconds 540 [--seed 0] [--device cuda]
-    python scripts/make_atlas.py measure FOLDER --scheduler local     every GPU of this host, a folder each class
+    python scripts/make_atlas.py measure FOLDER --scheduler local     all GPUs of this host, one folder per class
     python scripts/make_atlas.py stats FOLDER
     python scripts/make_atlas.py pack FOLDER OUT.tar.xz
     python scripts/make_atlas.py package SHARDS [--products FILE]   a folder or an archive of shards
@@ -46,21 +46,21 @@ from profharness.worker.program import end_with
 
 WORKER = Path(__file__).with_name("atlas_worker.py")
 CELLS_A_BATCH = 32
-WORKERS = 5  # while one measures, the others prepare: cuDNN can take a second for a new shape
-SILENCE_S = 60  # a step that takes longer is a hang
-START_S = 120  # the first line: torch and CUDA load
-DEATHS = 3  # workers in turn that die without a result
+WORKERS = 5  # while one measures, the others prepare: cuDNN may need a second for a new shape
+SILENCE_S = 60  # a step that takes longer hangs
+START_S = 120  # until the first line: torch and CUDA are loading
+DEATHS = 3  # consecutive deaths of workers without a result
 PARSERS = 4
-UNLIKELY = 150  # where of so many cells none ran, something else is wrong
-LAST_S = 15  # before the end no batch is begun: one takes seconds, and its trace has to be read
-# what a folder holds one of
+UNLIKELY = 150  # if none of this many cells ran, something else is wrong
+LAST_S = 15  # no batch starts this close to the end: it takes seconds, and its trace has to be read
+# The kinds of values in a folder that must be equal.
 OF_THE_MACHINE = ("device_type", "gpu", "torch", "torch_cuda", "cudnn")
 KEPT = ("status", "choice", "graph_us", "peak_bytes", "message")
 Row = dict[str, Any]
 
 
 def launches_of(trace: Trace) -> dict[str, list[list[tuple[int, int, int]]]]:
-    """Of each cell its calls in order, each a list of (kernel, launch configuration, ns)."""
+    """Return the calls of each cell in order, each as a list of (kernel, launch configuration, ns)."""
     calls: dict[int, list[tuple[int, int, int, int]]] = {}
     for batch in trace.batches():
         columns = (
@@ -83,7 +83,7 @@ def launches_of(trace: Trace) -> dict[str, list[list[tuple[int, int, int]]]]:
 
 
 def kernels_of(trace: Trace, calls: list[list[tuple[int, int, int]]]) -> Row:
-    """The kernels of a cell, by most of its calls, with medians of their times."""
+    """Return the kernels of a cell, as in most of its calls, with the medians of their times."""
     kinds = Counter(tuple(launch[:2] for launch in call) for call in calls)
     ((usual, _),) = kinds.most_common(1)
     alike = [call for call in calls if tuple(launch[:2] for launch in call) == usual]
@@ -103,17 +103,17 @@ def kernels_of(trace: Trace, calls: list[list[tuple[int, int, int]]]) -> Row:
 
 
 def launch_row(name: str, launch: LaunchConfig) -> list[Any]:
-    """[name, grid, block, registers, shared_bytes], null where there is no such thing (memset)."""
+    """Return [name, grid, block, registers, shared_bytes], with None for what a memset lacks."""
     return [name, launch.grid, launch.block, launch.registers_per_thread, launch.shared_bytes]
 
 
 def end_with_parent(parent: int) -> None:
-    """A reading process does not outlive a parent that was killed."""
+    """End this process with its parent."""
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
 def rows_of(cells: list[Row], results: list[Row], path: str) -> list[Row]:
-    """The lines of a batch. The trace is read and deleted."""
+    """Return the lines of a batch. Its trace is read and deleted."""
     seen: dict[str, Row] = {}
     lacking = "its calls are not in the trace"
     if Path(path).exists():
@@ -141,7 +141,9 @@ def rows_of(cells: list[Row], results: list[Row], path: str) -> list[Row]:
 
 
 def lines_of(path: Path) -> Iterator[Row]:
-    """The lines of a shard; the last one may have been cut off. Raise UsageError for other files."""
+    """Yield the lines of a shard. A truncated last line is skipped. Raise UsageError for other
+    files.
+    """
     for number, row in enumerate(shard_lines(path)):
         if number == 0 and row.get("atlas") != SHARD_VERSION:
             raise UsageError(f"{path}: not a shard of an atlas of version {SHARD_VERSION}")
@@ -154,7 +156,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 @dataclass
 class Shard:
-    """The file of one call. Lines are written a batch at a time, whole."""
+    """The file of one call. Lines are written in complete batches."""
 
     path: Path
     begun: float = field(default_factory=time.monotonic)
@@ -175,8 +177,8 @@ class Shard:
 
 
 def new_shard(folder: Path, environment: Row, seed: int) -> Shard:
-    """A shard of its own for each call: the one before may end in half a line. Raise UsageError where
-    the folder holds another machine's.
+    """Create a new shard for each call, since an earlier one may end in half a line. Raise
+    UsageError if the folder belongs to another machine.
     """
     shards = shards_of(folder)
     for path in shards:
@@ -213,8 +215,9 @@ class Batch:
 
 @dataclass(eq=False)
 class Worker:
-    """A measuring process. What it says comes into `said` with itself, None at its end. batch is what
-    it is at, stage the step that it told last, since when it did.
+    """A measuring process. Its lines are put into `said` together with the worker, followed by
+    None. `batch` is its current batch, `stage` its last reported step, and `since` the time of
+    that.
     """
 
     argv: list[str]
@@ -247,19 +250,19 @@ class Worker:
 
     @property
     def limit_s(self) -> float:
-        """How long it may be silent; another one that hangs may keep it waiting for the GPU."""
+        """Return how long it may be silent. A hanging worker may keep it waiting for the GPU."""
         return {"start": START_S, "wait": 2 * SILENCE_S}.get(self.stage["stage"], SILENCE_S)
 
     def ask(self, batch: Batch) -> None:
-        """Hand it a batch."""
+        """Send it a batch."""
         self.batch, self.since = batch, time.monotonic()
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it is dead, which is seen by its end
+        with contextlib.suppress(OSError):  # it is dead, which its end will show
             self.process.stdin.write(json.dumps(batch.message()) + "\n")
             self.process.stdin.flush()
 
     def end(self) -> int:
-        """Its exit code, after it has been killed if it still runs."""
+        """Kill it if it still runs, and return its exit code."""
         self.process.kill()
         code = self.process.wait()
         assert self.process.stdin is not None
@@ -270,7 +273,9 @@ class Worker:
 
 @dataclass
 class Campaign:
-    """One call of `measure`: hands out batches, replaces workers that die, and writes what comes."""
+    """One call of `measure`. Distributes batches, replaces workers that die, and writes the
+    results.
+    """
 
     options: argparse.Namespace
     folder: Path
@@ -291,7 +296,7 @@ class Campaign:
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self) -> int:
-        """Measure until the time or the cells are over; the number of cells written."""
+        """Measure until the time or the cells are used up. Return the number of cells written."""
         self.left = self.options.cells or sys.maxsize
         for path in shards_of(self.folder):
             self.done |= {
@@ -321,13 +326,13 @@ class Campaign:
         return Worker([*argv, str(self.options.workers)], self.scratch / "worker.log", self.said)
 
     def step(self) -> None:
-        """Keep the workers busy, and take what comes next from any of them."""
+        """Keep the workers busy, and process the next message of any of them."""
         while self.is_going() and len(self.workers) < self.options.workers:
             self.workers.append(self.start())
         for worker in self.workers:
             if worker.is_ready and self.is_going() and (batch := self.next()):
                 worker.ask(batch)
-        if not self.is_going():  # those that have nothing to do go, all of them when it is too late
+        if not self.is_going():  # idle workers end, and all of them when the time is over
             late = time.monotonic() > self.deadline + LAST_S
             for worker in [each for each in self.workers if late or each.batch is None]:
                 self.workers.remove(worker)
@@ -346,7 +351,7 @@ class Campaign:
         self.collect()
 
     def take(self, worker: Worker, message: Row) -> None:
-        """Something that a worker said."""
+        """Process a message of a worker."""
         now, at = time.monotonic(), worker.stage.get("cell")
         backend = worker.batch.cells[at]["backend"] if worker.batch and at is not None else ""
         self.spent[f"{worker.stage['stage']} {backend}".strip()] += now - worker.since
@@ -365,7 +370,7 @@ class Campaign:
             self.reading.append(self.parsers.submit(rows_of, batch.cells, results, batch.trace))
 
     def open(self, environment: Row) -> None:
-        """Plan for the machine that answered. What a CPU runs is planned as for an H200."""
+        """Plan for the machine that answered. A CPU is planned for like an H200."""
         machine: Machine = machine_of(environment)
         if environment["device_type"] != "cuda" or not machine.known:
             machine = machine_for("H200", "2.11")
@@ -380,7 +385,7 @@ class Campaign:
         self.shard = new_shard(self.folder, environment, self.options.seed)
 
     def next(self) -> Batch | None:
-        """The next cells that are not there yet, those of one config together."""
+        """Return the next cells that are missing, those of one config together."""
         rows: list[Row] = []
         if self.again:
             rows = self.again.popleft()
@@ -397,8 +402,8 @@ class Campaign:
         return Batch(self.batches, rows, str(path)) if rows else None
 
     def lose(self, worker: Worker, reason: str) -> None:
-        """A worker is gone: the cell that it was at has this for a result, unless its graph alone was
-        to blame; the others of its batch are to be done again.
+        """Record that a worker is gone. The cell that it was at gets this result, unless only its
+        graph was to blame. The others of its batch are measured again.
         """
         self.workers.remove(worker)
         worker.end()
@@ -412,7 +417,7 @@ class Campaign:
         if worker.batch is None:
             return
         cells, at, stage = worker.batch.cells, worker.stage.get("cell"), worker.stage["stage"]
-        if at is None and len(cells) > 1:  # the profiler's own: by halves
+        if at is None and len(cells) > 1:  # an error of the profiler itself: try halves
             self.again.append(cells[: len(cells) // 2])
             cells = cells[len(cells) // 2 :]
         elif at is not None:
@@ -427,11 +432,11 @@ class Campaign:
             self.again.append(cells)
 
     def collect(self, *, wait: bool = False) -> None:
-        """Write the batches whose traces are read."""
+        """Write the batches whose traces have been read."""
         assert self.shard is not None or not self.reading
         while self.reading and (wait or self.reading[0].done()):
             rows = self.reading.pop(0).result()
-            if self.options.workers > 1:  # others had the memory: left for a call of its own
+            if self.options.workers > 1:  # others used the memory: leave it for a call of its own
                 rows = [row for row in rows if row["status"] != "oom"]
             if self.shard is not None:
                 self.shard.write(rows)
@@ -445,7 +450,7 @@ class Campaign:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """`0/4`: which of how many equal parts of the plan. Raise ArgumentTypeError."""
+    """Parse `0/4`, the part of the plan and the number of parts. Raise ArgumentTypeError."""
     place, slash, count = text.partition("/")
     if not (slash and place.isdigit() and count.isdigit() and int(place) < int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4")
@@ -460,7 +465,7 @@ def measure(options: argparse.Namespace) -> int:
         end_with_parent(options.parent)
     begun = time.monotonic()
     options.folder.mkdir(parents=True, exist_ok=True)
-    # on SIGTERM the scratch folder and the processes go, as they do after Ctrl-C
+    # on SIGTERM, remove the scratch folder and end the processes, as on Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     context = multiprocessing.get_context("spawn")
     count = max(1, min(PARSERS, (os.cpu_count() or 2) // 2))
@@ -501,7 +506,7 @@ def stats(options: argparse.Namespace) -> int:
 
 
 def pack(options: argparse.Namespace) -> int:
-    """Put the shards into one file."""
+    """Pack the shards into one file."""
     shards = shards_of(options.folder)
     if not shards:
         raise UsageError(f"{options.folder} has no shards (shard-*.jsonl) to pack")
@@ -511,8 +516,13 @@ def pack(options: argparse.Namespace) -> int:
 
 
 def package(options: argparse.Namespace) -> int:
-    """Make the files of the package, an atlas and its model, from a folder or an archive of shards."""
-    from atlas_train import fit_model, read_products  # needs the extra `train`
+    """Write the files of the package, an atlas and its model, from a folder or an archive of
+    shards.
+    """
+    from atlas_train import (
+        fit_model,
+        read_products,
+    )  # needs scikit-learn and lightgbm (the extra `train`)
 
     atlas = read_shards(options.folder)
     path = PACKAGED / f"{atlas.machine.name}{SUFFIX}"

@@ -1,4 +1,4 @@
-"""Writes the maps of traces/models into docs/models.md, between its two marks.
+"""Write the maps of traces/models into docs/models.md, between its two marks.
 
 python scripts/make_models_page.py [--check]
 """
@@ -18,11 +18,11 @@ from profharness.views.terminal import render_table
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- maps -->\n", "<!-- end of maps -->\n"
-TORCH = "2.11"  # of the traces
+TORCH = "2.11"  # release of the traces
 
 
 def maps() -> str:
-    """The map of every trace, each as `profharness layers` prints it at a width of 200."""
+    """Return the map of every trace, as printed by `profharness layers` at a width of 200."""
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "models.db"
@@ -37,7 +37,7 @@ def maps() -> str:
 
 
 def main() -> None:
-    """Write the page, or with --check say whether it is up to date."""
+    """Write the page, or with --check report whether it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()

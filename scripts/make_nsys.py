@@ -1,4 +1,4 @@
-"""Make a large nsys export by replaying a real one: its tables, shifted times and ids, more
+"""Make a large nsys export by replaying a real one: its tables with shifted times and ids, and more
 threads and processes.
 """
 
@@ -24,10 +24,10 @@ Row = tuple[Any, ...]
 
 
 def make(source: Path, target: Path, launches: int, processes: int = 2) -> int:
-    """Write an export of at least `launches` launches to `target`; returns how many.
+    """Write an export of at least `launches` launches to `target`. Return their number.
 
-    The source is replayed over and over, in turn for each process (four threads each: the source's
-    two, and as many again).
+    The source is replayed repeatedly, in turn for each process. Each process has four threads:
+    the two of the source, and two more.
     """
     target.unlink(missing_ok=True)
     target.write_bytes(gzip.decompress(source.read_bytes()))
@@ -54,7 +54,7 @@ def _table(connection: sqlite3.Connection, name: str) -> tuple[list[str], list[R
 def _replayed(
     columns: list[str], rows: list[Row], rounds: int, processes: int
 ) -> Iterator[list[Any]]:
-    """Rows of one process after another, as nsys writes them."""
+    """Yield the rows of one process after another, as nsys writes them."""
     at = {name: number for number, name in enumerate(columns)}
     span = _span(rows, [at[name] for name in ("start", "end") if name in at])
     kind = at.get("eventType")
@@ -79,14 +79,14 @@ def _replayed(
 
 
 def _span(rows: list[Row], times: list[int]) -> int:
-    """One span for all tables, three seconds: the whole sample lies within."""
+    """Return one span for all tables, three seconds, which contains the whole sample."""
     latest = max(row[column] or 0 for row in rows for column in times)
     assert latest < 3_000_000_000, "the source is longer than a replay"
     return 3_000_000_000 + GAP_NS
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("--launches", type=int, default=1_000_000)

@@ -1,5 +1,5 @@
-"""Make the traces of a job's ranks from one real trace: each rank's kernels take the real times its
-GPU's pace and noise, and an all-reduce of all ranks ends each.
+"""Make the traces of a job's ranks from one real trace. Each rank's kernels take the real times
+multiplied by the pace of its GPU and noise, and an all-reduce of all ranks ends each.
 
 python scripts/make_ranks.py FOLDER [--ranks N] [--slow RANK=1.05]… [--flash RANK]… [--seed N]
 """
@@ -34,8 +34,9 @@ CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"
 
 @dataclass(frozen=True)
 class Fleet:
-    """What is uneven in a job. slow: ranks to how much longer their kernels take; flash: ranks whose
-    attention is flash's; fewer: ranks without the last kernel; driver: ranks with another driver.
+    """The irregularities of a job. `slow`: ranks and their slow-down factor. `flash`: ranks that
+    use flash attention. `fewer`: ranks without the last kernel. `driver`: ranks with another
+    driver.
     """
 
     ranks: int = 8
@@ -48,7 +49,7 @@ class Fleet:
 
 
 def read(source: Path = STACKED) -> Event:
-    """A real trace without its Python frames, which would only make the files larger."""
+    """Return a real trace without its Python frames, which only make the files larger."""
     trace: Event = json.loads(gzip.decompress(source.read_bytes()))
     trace["traceEvents"] = [
         event for event in trace["traceEvents"] if event.get("cat") != "python_function"
@@ -57,7 +58,7 @@ def read(source: Path = STACKED) -> Event:
 
 
 def make_ranks(trace: Event, folder: Path, fleet: Fleet) -> list[Path]:
-    """Write `rank<N>.json` for each rank of a fleet; their paths."""
+    """Write `rank<N>.json` for each rank of a fleet. Return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
     kernels.sort(key=lambda event: event["ts"])
@@ -70,7 +71,7 @@ def make_ranks(trace: Event, folder: Path, fleet: Fleet) -> list[Path]:
         correlation = max(event["args"]["correlation"] for event in kernels) + 1
         begin = arrivals[rank]
         reduced = copy.deepcopy(events[-1]) | {"name": NCCL, "ts": begin}
-        # all ranks leave an all-reduce together
+        # all ranks leave an all-reduce at the same time
         reduced["dur"] = max(arrivals) + REDUCE_US - begin
         reduced["args"] |= {"correlation": correlation, "grid": [16, 1, 1], "block": [544, 1, 1]}
         called = copy.deepcopy(launch)
@@ -93,7 +94,7 @@ def make_ranks(trace: Event, folder: Path, fleet: Fleet) -> list[Path]:
 
 
 def _paced(kernels: list[Event], fleet: Fleet, rank: int) -> list[Event]:
-    """A rank's kernels, one after another as they came, with its own times."""
+    """Return the kernels of a rank in the original order, with its own times."""
     noise = random.Random(f"{fleet.seed} {rank}")
     gpu = fleet.slow.get(rank, 1.0) * noise.gauss(1, fleet.gpu_sd)
     pace: dict[str, float] = {}
@@ -116,7 +117,7 @@ def _end(events: list[Event]) -> float:
 
 
 def main() -> None:
-    """Make the files of one job."""
+    """Write the files of one job."""
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("folder", type=Path)
     made.add_argument("--ranks", type=int, default=8)

@@ -1,14 +1,14 @@
-"""Makes the pages of docs/studies/ from the runs in traces/studies.tar.xz, every figure in them
-included; measures those runs again on a GPU.
+"""Write the pages of docs/studies/ from the runs in traces/studies.tar.xz, including every figure,
+or measure those runs again on a GPU.
 
 python scripts/make_studies.py write                  # the pages, without a GPU
-python scripts/make_studies.py store FOLDER           # the runs and their store, to ask yourself
-python scripts/make_studies.py measure FOLDER         # on the GPU machine: all runs
+python scripts/make_studies.py store FOLDER           # the runs and their store, for your own queries
+python scripts/make_studies.py measure FOLDER         # on a machine with a GPU: all runs
 python scripts/make_studies.py pack FOLDER            # scrubbed, into traces/studies.tar.xz
 
-scripts/studies/NAME.md is the template of a page, in Jinja. Its figures are those that commands of
-profharness answer (`rows`, `us`) or a script printed (`printed`). What it says in words it has to `claim`:
-a page whose data say otherwise is not written.
+scripts/studies/NAME.md is the Jinja template of a page. Its figures come from commands of
+profharness (`rows`, `us`) or from the output of a script (`printed`). Statements in words must
+`claim` a condition: a page whose data contradict it is not written.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Study:
-    """One page: the runs that it is made of, by name, and what scripts print for it.
+    """One page: the names of its runs, and the output of scripts for it.
 
-    traced are the runs of which the raw traces are kept; of the others the samples are.
+    The raw traces of the runs in `traced` are kept; of the others, the samples.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Study:
 
 
 def configs(*texts: str) -> tuple[str, ...]:
-    """--config for each text."""
+    """Return --config for each text."""
     return tuple(word for text in texts for word in ("--config", text))
 
 
@@ -163,8 +163,8 @@ STUDIES = (
 
 
 def measure(folder: Path, studies: Sequence[Study]) -> None:
-    """Every run into folder/runs/STUDY/NAME, what the scripts print beside them, and the peaks of
-    the device. A run that fails ends the script; those before it are kept, and are not made again.
+    """Measure every run into folder/runs/STUDY/NAME, the output of the scripts, and the peaks of
+    the device. A run that fails ends the script; earlier runs are kept and not repeated.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PEAKS).exists():
@@ -184,7 +184,7 @@ def measure(folder: Path, studies: Sequence[Study]) -> None:
 
 
 def timed(title: str, *words: str) -> str:
-    """What a Python program printed; a failure ends the script with its output."""
+    """Return the output of a Python program. Exit with it if the program fails."""
     start = time.perf_counter()
     text = output([sys.executable, *words], cwd=ROOT)
     print(f"{title}: {time.perf_counter() - start:.0f} s", flush=True)
@@ -192,7 +192,7 @@ def timed(title: str, *words: str) -> str:
 
 
 def pack(folder: Path, target: Path = PACKED, studies: Sequence[Study] = STUDIES) -> None:
-    """The measured runs as one archive: scrubbed, without traces where samples are enough."""
+    """Pack the measured runs into one archive: scrubbed, and without traces if samples suffice."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "studies"
         for study in studies:
@@ -213,7 +213,7 @@ def pack(folder: Path, target: Path = PACKED, studies: Sequence[Study] = STUDIES
 
 
 def unpack(folder: Path, packed: Path = PACKED) -> None:
-    """The runs of the archive below a folder, and a store of them and of the peaks."""
+    """Unpack the runs of the archive into a folder, with a store of them and of the peaks."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(packed) as archive:
         archive.extractall(folder, filter="data")
@@ -224,7 +224,7 @@ def unpack(folder: Path, packed: Path = PACKED) -> None:
 
 
 def command(*words: str) -> None:
-    """One command line of profharness in this process; what it prints is thrown away."""
+    """Run one command line of profharness in this process, and discard its output."""
     name, *rest = words
     silence = io.TextIOWrapper(io.BytesIO())
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
@@ -233,7 +233,9 @@ def command(*words: str) -> None:
 
 @dataclass
 class Figures:
-    """What a template may ask: of the runs of one study below folder, pictures going to beside."""
+    """Figures for a template, from the runs of one study in `folder`. Pictures are written to
+    `beside`.
+    """
 
     study: Study
     folder: Path
@@ -242,7 +244,8 @@ class Figures:
     answers: dict[tuple[str, ...], list[dict[str, Any]]] = field(default_factory=dict)
 
     def run(self, name: str) -> str:
-        """The id of a run: the first of its folder, for what verified its outputs came later.
+        """Return the id of a run: the first in its folder, because runs that verified its outputs
+        came later.
 
         STUDY/NAME is a run of another study.
         """
@@ -251,7 +254,7 @@ class Figures:
         return min(runs, key=lambda run: (run.created, run.run)).run
 
     def words(self, text: str) -> tuple[str, ...]:
-        """A command line as words; {NAME} stands for the run of that name."""
+        """Return a command line as words, with {NAME} replaced by the run of that name."""
         runs = {name: self.run(name) for name in self.study.runs}
         return (*(word.format(**runs) for word in text.split()), "--store", self.store)
 
@@ -260,7 +263,7 @@ class Figures:
         return str(self.folder / STORE)
 
     def rows(self, text: str, **keys: Any) -> list[dict[str, Any]]:
-        """The JSON rows that a command answers, those alone that have these values."""
+        """Return the JSON rows of a command that have these values."""
         words = self.words(text)
         if words not in self.answers:
             with tempfile.TemporaryDirectory() as scratch:
@@ -272,23 +275,25 @@ class Figures:
         return [row for row in self.answers[words] if keys.items() <= row.items()]
 
     def row(self, text: str, **keys: Any) -> dict[str, Any]:
-        """The one row with these values."""
+        """Return the only row with these values."""
         rows = self.rows(text, **keys)
         if len(rows) != 1:
             raise ValueError(f"{len(rows)} rows of {text!r} have {keys}")
         return rows[0]
 
     def bench(self, config: str, backend: str, name: str = "graph", run: str = "bench") -> Any:
-        """The row of one cell and measurement of a bench; name "" takes the cell's only row."""
+        """Return the row of one cell and measurement of a bench. With an empty name, return the
+        cell's only row.
+        """
         keys = {"measurement": name} if name else {}
         return self.row(f"bench --run {{{run}}}", config=config, backend=backend, **keys)
 
     def us(self, config: str, backend: str, name: str = "graph", run: str = "bench") -> float:
-        """The median µs of one cell."""
+        """Return the median of one cell in µs."""
         return float(self.bench(config, backend, name, run)["median_ns"]) / 1000
 
     def answer(self, text: str, level: int = 3) -> str:
-        """What a command answers as Markdown, its first heading at that level."""
+        """Return the Markdown output of a command, with its first heading at that level."""
         self.pictures += 1
         report = self.beside / f"{self.study.name}-{self.pictures}.md"
         command(*self.words(text), "-o", str(report), "--format", "md", "--force")
@@ -297,11 +302,11 @@ class Figures:
         return lowered(answered, level - 1).strip()
 
     def printed(self, name: str) -> str:
-        """What a script printed."""
+        """Return the output of a script."""
         return (self.folder / PRINTED / f"{name}.txt").read_text(encoding="utf-8").rstrip()
 
     def machine(self) -> str:
-        """Where the runs were made."""
+        """Describe the machine of the runs."""
         run = self.run(next(iter(self.study.runs)))
         with open_store(Path(self.store)) as store:
             facts = store.environment(run)
@@ -314,7 +319,7 @@ class Figures:
 
 
 def lowered(text: str, levels: int) -> str:
-    """Markdown with every heading that many levels lower; code is left as it is."""
+    """Return Markdown with every heading that many levels lower. Code is unchanged."""
     lines, code = [], False
     for line in text.splitlines():
         code ^= line.startswith("```")
@@ -323,26 +328,26 @@ def lowered(text: str, levels: int) -> str:
 
 
 def claim(holds: bool, text: str = "") -> str:
-    """The text, if what it claims is so; else ValueError."""
+    """Return the text if the claim holds, else raise ValueError."""
     if not holds:
         raise ValueError(f"the data do not bear this out: {text}")
     return text
 
 
 def verdict(holds: bool) -> str:
-    """Whether a published statement holds here."""
+    """Return whether a published statement holds, in words."""
     return "holds" if holds else "does not hold"
 
 
 def digits(value: float, count: int = 3) -> str:
-    """A number with so many significant digits, thousands apart."""
+    """Format a number with this many significant digits and a separator for thousands."""
     if abs(value) >= 10 ** (count - 1):
         return f"{value:,.0f}"
     return f"{value:#.{count}g}".rstrip(".")
 
 
 def pages(folder: Path, target: Path, studies: Sequence[Study]) -> Iterator[Path]:
-    """Write the page of each study, and its pictures, into target."""
+    """Write the page of each study and its pictures into `target`."""
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(
         loader=loader,
@@ -372,7 +377,7 @@ def pages(folder: Path, target: Path, studies: Sequence[Study]) -> Iterator[Path
 
 
 def write(studies: Sequence[Study], target: Path = PAGES) -> None:
-    """The pages of the packed runs; pictures that no page has any more go."""
+    """Write the pages of the packed runs, and remove pictures that no page uses."""
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
         for study in studies:

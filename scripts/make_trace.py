@@ -1,5 +1,5 @@
-"""Make a large Kineto trace in libkineto's own byte layout by replaying a real one with shifted
-times and ids.
+"""Make a large Kineto trace in libkineto's byte layout, by replaying a real one with shifted times
+and ids.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, BinaryIO, cast
 SEPARATOR = b"\n  },\n  {\n"
 OPEN = b'"traceEvents": [\n'
 GAP_NS = 1_000_000
-STACK_DEPTH = 5  # makes 70 % of the bytes Python frames
+STACK_DEPTH = 5  # Python frames then make up 70 % of the bytes
 NUMBER = re.compile(
     rb'("ts": |"correlation": |"External id": |"Ev Idx": |"Python id": |"Python parent id": '
     rb'|"id": )'
     rb"(-?\d+)(?:\.(\d{1,3}))?"
 )
 DEVICE_CATS = (b'"cat": "cuda', b'"cat": "kernel"', b'"cat": "gpu_', b'"cat": "ac2g"')
-# as it is; without its Python frames; without shapes; with invented Python frames
+# unchanged; without its Python frames; without shapes; with invented Python frames
 PROFILES = ("attention", "bare", "train", "stack")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 SHAPES = re.compile(
@@ -36,11 +36,13 @@ STACKED = (
 )  # one real step, with its Python frames
 FRAME = b'"cat": "python_function"'
 
-Piece = tuple[bytes, bytes, int]  # literal text, key, number that shifts
+Piece = tuple[bytes, bytes, int]  # literal text, key, number to shift
 
 
 def read_events(path: Path) -> tuple[bytes, list[bytes]]:
-    """Header up to the first event, and the body of each event without its outer braces' lines."""
+    """Return the header up to the first event, and the body of each event without the lines of its
+    outer braces.
+    """
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     head, _, body = data.partition(OPEN)
     if not body:  # a scrubbed copy has another layout
@@ -50,15 +52,15 @@ def read_events(path: Path) -> tuple[bytes, list[bytes]]:
 
 
 def laid_out(trace: dict[str, Any]) -> tuple[bytes, list[bytes]]:
-    """Header and bodies of the events of any trace, as libkineto spaces them."""
+    """Return header and event bodies of any trace, in the layout of libkineto."""
     events = trace.pop("traceEvents")
     trace.pop("traceName", None)
     return (json.dumps(trace, indent=2)[:-2] + ",\n  ").encode(), list(map(body_of, events))
 
 
 def body_of(event: dict[str, Any]) -> bytes:
-    """An event without its outer braces' lines; times with three digits. An arrow has its time in its
-    first line.
+    """Return an event without the lines of its outer braces. Times have three decimals. An arrow
+    has its time in its first line.
     """
     if event["ph"] in ("s", "f") and "id" in event:
         own = ("ph", "id", "pid", "tid")
@@ -74,7 +76,7 @@ def body_of(event: dict[str, Any]) -> bytes:
 
 
 def stack_events(event: bytes, number: int) -> Iterator[bytes]:
-    """Python frames around a cpu_op: STACK_DEPTH nested python_function events of the same
+    """Yield Python frames around a cpu_op: STACK_DEPTH nested python_function events with the same
     interval.
     """
     match = THREAD.search(event)
@@ -93,8 +95,8 @@ def stack_events(event: bytes, number: int) -> Iterator[bytes]:
 
 
 def sections(events: list[bytes], profile: str) -> list[list[bytes]]:
-    """Events in the order that libkineto writes a long trace: ops, Python frames, device and
-    runtime, metadata.
+    """Return the events in the order in which libkineto writes a long trace: ops, Python frames,
+    device and runtime, metadata.
     """
     host = [e for e in events if b'"cat"' in e and not any(c in e for c in DEVICE_CATS)]
     device = [e for e in events if any(c in e for c in DEVICE_CATS)]
@@ -110,7 +112,7 @@ def sections(events: list[bytes], profile: str) -> list[list[bytes]]:
 
 
 def compile_event(event: bytes) -> tuple[list[Piece], bytes]:
-    """An event as pieces that end in a number to be shifted, and the text behind the last one."""
+    """Return an event as pieces that end in a number to shift, and the text after the last one."""
     pieces: list[Piece] = []
     at = 0
     for match in NUMBER.finditer(event):
@@ -124,7 +126,7 @@ def compile_event(event: bytes) -> tuple[list[Piece], bytes]:
 
 
 def strides(events: list[bytes]) -> dict[bytes, int]:
-    """How far each kind of number shifts from one replay to the next."""
+    """Return by how much each kind of number increases from one replay to the next."""
     low: dict[bytes, int] = {}
     high: dict[bytes, int] = {}
     for event in events:
@@ -133,13 +135,13 @@ def strides(events: list[bytes]) -> dict[bytes, int]:
             high[key] = max(high.get(key, number), number)
     found = {key: high[key] + 1 for key in high}
     found[b'"ts": '] = high[b'"ts": '] - low[b'"ts": '] + GAP_NS
-    # flow ids of ac2g are correlations
+    # flow ids of ac2g events are correlation ids
     both = max(found.get(b'"id": ', 0), found.get(b'"correlation": ', 0))
     return found | {b'"id": ': both, b'"correlation": ': both}
 
 
 def replay(section: list[bytes], shift: dict[bytes, int], times: int) -> Iterator[bytes]:
-    """The section's events, `times` over, shifted; about 1 MB at a time."""
+    """Yield the events of a section `times` over with shifted numbers, about 1 MB at a time."""
     compiled = [compile_event(event) for event in section]
     for turn in range(times):
         parts: list[bytes] = []
@@ -156,8 +158,8 @@ def replay(section: list[bytes], shift: dict[bytes, int], times: int) -> Iterato
 
 
 def make_trace(source: Path, out: Path, size: int, profile: str) -> None:
-    """Write at least `size` bytes of JSON (level-9 gzip, as torch does, if the name ends in
-    .gz).
+    """Write at least `size` bytes of JSON. If the name ends in .gz, compress it with gzip level 9,
+    as torch does.
     """
     head, events = read_events(source)
     *bodies, meta = sections(events, profile)
@@ -174,7 +176,7 @@ def make_trace(source: Path, out: Path, size: int, profile: str) -> None:
 
 
 def parse_size(text: str) -> int:
-    """`100MB`, `1GB` or plain bytes."""
+    """Parse `100MB`, `1GB` or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text, re.IGNORECASE)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}: a size such as 100MB or 1GB")
@@ -182,7 +184,7 @@ def parse_size(text: str) -> int:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", type=parse_size, default="100MB")

@@ -1,4 +1,4 @@
-"""Makes a run folder for traces/: four configs on every backend, scrubbed by `profharness.scrub`.
+"""Make a run folder for traces/: four configs on every backend, scrubbed by `profharness.scrub`.
 
 python scripts/sample_capture.py traces/NAME --profiler torch,nsys,ncu
 """
@@ -26,7 +26,7 @@ BACKENDS = ("auto", *SDPA_BACKENDS, "all-disabled")
 
 
 def arguments() -> argparse.Namespace:
-    """The command line: the folder to make, and what may differ from the usual sample."""
+    """Parse the command line: the folder, and deviations from the usual sample."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path, help="the folder to make, such as traces/h200-nsys")
     parser.add_argument("--profiler", default="torch", help="names, separated by commas")
@@ -36,8 +36,8 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Capture into a temporary folder, then write the scrubbed copy. A cell that failed or a
-    profiler that had a problem ends it with exit code 1, and nothing is written.
+    """Capture into a temporary folder, and write the scrubbed copy. If a cell failed or a profiler
+    had a problem, exit with 1 and write nothing.
     """
     given = arguments()
     configs = [config for text in given.config or CONFIGS for config in expand_configs(text)]

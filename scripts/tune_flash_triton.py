@@ -1,10 +1,10 @@
-"""Measures every tile of kernels/flash_triton.py on a GPU, beside cuDNN's and PyTorch's flash
-attention.
+"""Measure every tile of kernels/flash_triton.py on a GPU, with cuDNN's and PyTorch's flash
+attention for comparison.
 
 python scripts/tune_flash_triton.py [OUT.json] [--forward-only]
 
-Prints TFLOP/s per tile; a causal config counts half the scores, a backward pass 2.5 times the
-forward. The times are medians of whole calls, launches included.
+Prints TFLOP/s per tile. A causal config counts half the scores, a backward pass 2.5 times the
+forward pass. Times are medians of whole calls, including launches.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Row = dict[str, Any]
 
 
 def median_ms(call: Callable[[], Any]) -> float:
-    """Median of a call in milliseconds, by CUDA events, L2 flushed before each."""
+    """Return the median of a call in ms, measured with CUDA events and with L2 flushed before each."""
     import triton.testing
 
     return float(triton.testing.do_bench(call, warmup=WARMUP_MS, rep=REP_MS, return_mode="median"))
 
 
 def measured(call: Callable[[], Any], flops: float) -> Row:
-    """ms and tflops, with the seconds that compiling and measuring took; error where it failed."""
+    """Return ms and tflops, with the seconds of compiling and measuring, or the error."""
     begin = time.perf_counter()
     try:
         call()
@@ -55,7 +55,7 @@ def measured(call: Callable[[], Any], flops: float) -> Row:
 
 
 def forward_rows(shape: tuple[Any, ...], tensors: tuple[Any, ...]) -> Iterator[Row]:
-    """Each tile of the forward pass, what autotuning takes, and the peers."""
+    """Yield the result of each tile of the forward pass, of autotuning, and of the peers."""
     import flash_triton as mine
 
     batch, heads, length, head_dim, causal, _ = shape
@@ -79,8 +79,8 @@ def forward_rows(shape: tuple[Any, ...], tensors: tuple[Any, ...]) -> Iterator[R
 
 
 def backward_rows(shape: tuple[Any, ...], tensors: tuple[Any, ...]) -> Iterator[Row]:
-    """Each tile of the two backward kernels, the other kernel at its first; and the peers. The
-    figure is that of the whole backward pass.
+    """Yield the result of each tile of the two backward kernels (with the first tile of the other
+    one), and of the peers. The figure is for the whole backward pass.
     """
     import flash_triton as mine
 
@@ -114,7 +114,7 @@ def backward_rows(shape: tuple[Any, ...], tensors: tuple[Any, ...]) -> Iterator[
 
 
 def line(row: Row) -> str:
-    """One row as text."""
+    """Format one row."""
     tile = "x".join(str(row[each]) for each in ("BLOCK_M", "BLOCK_N") if each in row)
     what = row.get("peer") or ("autotuned " if row.get("autotuned") else "") + tile
     rest = " ".join(

@@ -1,11 +1,11 @@
-"""Measures plans of kernels/tiled.py against each other on a GPU: every plan is checked, then timed as a CUDA graph.
+"""Compare plans of kernels/tiled.py on a GPU. Every plan is checked, then timed as a CUDA graph.
 
-python scripts/tune_tiled.py                          # the shapes of the benchmark, the plans worth trying
+python scripts/tune_tiled.py                          # the shapes of the benchmark, with promising plans
 python scripts/tune_tiled.py --shape 1,4,64,512,fp32  # one shape
 python scripts/tune_tiled.py --json plans.json
 
-For each shape the plans come fastest first, with the median time of a graph replay and its ratio to the
-fastest; the one that choose_plan() takes is marked.
+The plans of each shape are sorted by time. Each line has the median time of a graph replay and
+its ratio to the fastest. The plan selected by choose_plan() is marked.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WORTH = 1.6
 
 
 def candidates(problem: plans.Problem, multiprocessors: int) -> list[plans.Plan]:
-    """The plan that is chosen, then the others: every tile of rows, number of parts and exchange that
-    is expected to take at most WORTH times as long as the best; half of the stages too.
+    """Return the selected plan, then the others: every row tile, number of parts and exchange whose
+    estimated time is at most WORTH times the best, each also with half of the stages.
     """
     chosen = plans.choose_plan(problem, multiprocessors)
     found = {chosen: None}
@@ -52,7 +52,7 @@ def candidates(problem: plans.Problem, multiprocessors: int) -> list[plans.Plan]
 
 
 def problem_of(shape: str) -> tuple[plans.Problem, torch.dtype, tuple[int, int, int, int]]:
-    """Of a config without options, as those of TABLE."""
+    """Parse a config without options, such as those of TABLE."""
     config = parse_config(shape)
     dtype = DTYPES[config.dtype]
     size = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
@@ -65,7 +65,7 @@ def problem_of(shape: str) -> tuple[plans.Problem, torch.dtype, tuple[int, int, 
 
 
 def precompile(names: list[str], arch: str) -> None:
-    """Fill the cache by as many processes as there are cores."""
+    """Fill the cache, with one process per core."""
     with concurrent.futures.ProcessPoolExecutor() as pool:
         list(pool.map(_compile, names, itertools.repeat(arch)))
 
@@ -77,19 +77,19 @@ def _compile(name: str, arch: str) -> None:
 
 
 def median_us(call: Any) -> float:
-    """Of a call in a CUDA graph, L2 warm; it was made before."""
+    """Return the median of a prepared call in a CUDA graph with warm L2."""
     return statistics.median(open_graph(call, 1)(SAMPLES)["graph"]) / 1000
 
 
 def instance(dtype: torch.dtype, plan: plans.Plan) -> str:
-    """The name expression of a plan's kernel."""
+    """Return the name expression of a plan's kernel."""
     import tiled
 
     return plan.instance(tiled.TYPES[dtype])
 
 
 def measure(shape: str) -> list[dict[str, Any]]:
-    """A row for each plan, the fastest first."""
+    """Return one row per plan, the fastest first."""
     import tiled
 
     problem, dtype, size = problem_of(shape)

@@ -1,11 +1,12 @@
-"""Where the warps of one of kernels/ spend their time: ncu's samples, by stretch of machine code and reason.
+"""Show where the warps of a kernel in kernels/ spend their time: samples of ncu by code section and
+stall reason.
 
 python scripts/warp_samples.py 4,4,128,4096,fp16                       # of `tiled`; needs ncu and ncu-report
 python scripts/warp_samples.py 1,4,64,8192,fp32 --backend single_query
 
-A stretch is code that is executed equally often: a loop, a phase. For each it prints the address, how many
-instructions it has and how often a warp runs one, its share of all samples, its commonest instructions, and
-what the warps waited for there (ncu's names of stall reasons), in percent of all samples.
+A section is code that is executed equally often: a loop or a phase. Each line has the address,
+the number of instructions, how often a warp executes one, the share of all samples, the most
+frequent instructions, and the stall reasons (in ncu's names) in percent of all samples.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 REASON = "smsp__pcsamp_warps_issue_stalled_"
-LEAST = 0.01  # of all samples, to be printed
+LEAST = 0.01  # share of all samples below which nothing is printed
 
 
 @dataclass
 class Stretch:
-    """Neighbouring instructions that are executed equally often."""
+    """Adjacent instructions that are executed equally often."""
 
     start: int
     executed: int
@@ -36,13 +37,13 @@ class Stretch:
 
 
 def by_address(metric: Any) -> dict[int, int]:
-    """The instances of a metric that has one for each instruction."""
+    """Return the instances of a metric that has one per instruction."""
     addresses = metric.correlation_ids()
     return {addresses.as_uint64(i): metric.as_uint64(i) for i in range(metric.num_instances())}
 
 
 def stretches(action: Any) -> list[Stretch]:
-    """The kernel's code from its start."""
+    """Return the code of the kernel from its start."""
     executed = by_address(action.metric_by_name("inst_executed"))
     reasons: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for name in action.metric_names():
@@ -64,7 +65,7 @@ def stretches(action: Any) -> list[Stretch]:
 
 
 def show(action: Any) -> None:
-    """One line for each stretch that counts."""
+    """Print one line for each relevant section."""
     found = stretches(action)
     total = max(1, sum(each.samples for each in found))
     spent = action.metric_by_name("gpu__time_duration.sum")
@@ -84,7 +85,7 @@ def show(action: Any) -> None:
 
 
 def call(text: str, backend: str) -> None:
-    """What ncu watches: one call, after one that compiles."""
+    """Run what ncu records: one call after one that compiles."""
     import torch
 
     from profharness.backends import find_backend
@@ -101,7 +102,7 @@ def call(text: str, backend: str) -> None:
 
 
 def main() -> None:
-    """Run ncu and print, or be run by it."""
+    """Run ncu and print its samples, or be the process that it records."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
