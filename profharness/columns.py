@@ -11,7 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
-NUMERIC = {"count", "figures", "us", "ms", "kib", "percent", "triple", "ratio", "thousandths"}
+NUMERIC = {
+    "count",
+    "figures",
+    "us",
+    "ms",
+    "kib",
+    "mib",
+    "percent",
+    "triple",
+    "ratio",
+    "thousandths",
+}
 """Formats whose columns are aligned to the right."""
 
 

@@ -206,6 +206,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "us": lambda value: f"{value / 1e3:.2f}",
     "ms": lambda value: f"{value / 1e6:,.2f}",
     "kib": lambda value: f"{value / 1024:.1f}",
+    "mib": lambda value: _count(value / (1 << 20)),
     "percent": lambda value: f"{100 * value:.1f}",
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": lambda value: f"{value:.2f}x",

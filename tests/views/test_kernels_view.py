@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from view_rows import cell, kernel
 
+from profharness.answers.steps import find_steps
 from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
 from profharness.store import Selection, ingest_path, open_store
 from profharness.views.document import Table
 from profharness.views.kernels import kernel_record, kernels_document, witness_document
-from profharness.views.steps import steps_document, steps_of
+from profharness.views.steps import steps_document
 from profharness.views.terminal import MIN_SHRUNK, render_table
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -159,6 +160,6 @@ def test_steps_tell_gaps_host_and_refill_apart(
     samples: dict[str, tuple[int, ...]], beyond: dict[str, float]
 ) -> None:
     """As far as the run measured them; shares are of the call, which has no refill in it."""
-    steps = steps_of(cell(samples=samples), [kernel()])
+    steps = find_steps(cell(samples=samples), [kernel()])
     assert {each.step: each.call_ns for each in steps if not each.kernels} == pytest.approx(beyond)
     assert sum(each.share or 0 for each in steps) == pytest.approx(1)
