@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from profharness.cli.main import COMMANDS, find_command
 
+from profharness.cli import COMMANDS, find_command
 from profharness.columns import Column
 from profharness.views import kernels, runs
 from profharness.views.glossary import GLOSSARY
