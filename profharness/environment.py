@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,6 +56,8 @@ def _is_installed(name: str) -> bool:
 
 def installed_versions(extra: str) -> str:
     """Return the installed versions of an extra, such as `altair 6.3.0, vl-convert-python 1.9.0`."""
+    from importlib import metadata  # slow, as it imports the email package
+
     versions = []
     for package in EXTRAS[extra].modules.values():
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from profharness.errors import StoreError, TraceFormatError, shown
 from profharness.files import shell_command
 from profharness.parse import open_trace
-from profharness.parse.observed import Journals, read_journals
-from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
 from profharness.rows import NCU
 from profharness.run import (
     OBSERVE,
@@ -59,10 +58,12 @@ from profharness.store.schema import (
     waiting,
 )
 from profharness.store.sources import Raw, Source, find_sources, read_source
-from profharness.store.templates import insert_journals
 from profharness.store.trace_cache import ParsedTraces
 from profharness.store.validate_input import check_record, check_tables
 from profharness.trace import LaunchBatch, Trace
+
+if TYPE_CHECKING:
+    from profharness.parse.observed import Journals
 
 Progress = Callable[[str, int, int], None]
 
@@ -205,8 +206,11 @@ def ingest_source(
     same = waiting(lambda: unchanged(writer(), source)) if store.exists() else None
     if same:
         return same
-    observes = source.run is not None and source.run.kind == OBSERVE
-    journals = read_journals(source.path) if observes else Journals(())
+    journals = None
+    if source.run is not None and source.run.kind == OBSERVE:
+        from profharness.parse.observed import read_journals
+
+        journals = read_journals(source.path)
     while True:
         with ExitStack() as opened:
             try:
@@ -265,7 +269,7 @@ def _write(
     connection: sqlite3.Connection,
     source: Source,
     parsed: list[_Parsed],
-    journals: Journals,
+    journals: Journals | None,
     progress: Progress | None,
 ) -> IngestResult:
     run = source.run
@@ -283,8 +287,11 @@ def _write(
     results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
-    traced = list(chain.from_iterable(item.trace.calls for item in parsed))
-    warnings += insert_journals(connection, run_id, journals, traced)
+    if journals is not None:
+        from profharness.store.templates import insert_journals
+
+        traced = list(chain.from_iterable(item.trace.calls for item in parsed))
+        warnings += insert_journals(connection, run_id, journals, traced)
     for item, result in zip(parsed, results, strict=True):
         warnings += [f"{item.raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
     if run and cells is not None:
@@ -484,6 +491,8 @@ def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
     """Return a warning if an ncu trace lacks requested metrics."""
     if trace.profiler != NCU or not trace.num_launches:
         return []
+    from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
+
     names = ", ".join(unmeasured(protocol.metrics, trace.metrics.names if trace.metrics else ()))
     return [f"ncu measured no {names}; {QUERY_METRICS}"] if names else []
 
