@@ -159,7 +159,7 @@ class Question:
     """`auto`, a set, or an order of backends."""
     backends: tuple[str, ...]
     """Limit the advice to these."""
-    places: list[Platform]
+    platforms: list[Platform]
     """Empty if the local PyTorch is queried."""
     store: Path
     torch: str | None = None
@@ -174,10 +174,10 @@ class Question:
         return [release_text(release) for release in skipped_releases(self.torch or "")]
 
     def explain(self, *, advice: bool = True, store: Path | None = None) -> list[Explanation]:
-        """Return one explanation per config and place. Raise CaptureError if PyTorch cannot answer."""
+        """Return one explanation per config and platform. Raise CaptureError if PyTorch cannot answer."""
         return explain_all(
             self.configs,
-            self.places,
+            self.platforms,
             backends=self.backends,
             advice=advice,
             device=self.device,
@@ -253,9 +253,9 @@ def explain(
             "--device applies only when the local PyTorch is queried. With --torch or --gpu, use "
             "--gpu cpu instead."
         )
-    places = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
+    platforms = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
     path = store_path(store)
-    return Question(chosen_configs, asked, backends, places, path, torch, device, timeout_s)
+    return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
 
 
 @document(explain)
@@ -263,7 +263,7 @@ def show(
     question: Question, *, bisect: Bisect = None, full: Full = False, measure: Measure = False
 ) -> Document:
     """Return the document: a flip, a table by release, a map, or one config's explanation."""
-    if measure and question.places:
+    if measure and question.platforms:
         raise UsageError(
             "--measure runs on this machine, --torch and --gpu mean another; choose one"
         )
@@ -287,24 +287,24 @@ def check(question: Question) -> None:
 
     The document, which has the answer of the rules, is printed before that.
     """
-    if not question.places:
+    if not question.platforms:
         require_answer(question.explanations)
 
 
 def _explained(question: Question, *, full: bool, measure: bool) -> Document:
-    configs, places, backends = question.configs, question.places, question.backends
-    if len(places) > 1:
-        matrices = [matrix(config, places, question.asked) for config in configs]
+    configs, platforms, backends = question.configs, question.platforms, question.backends
+    if len(platforms) > 1:
+        matrices = [matrix(config, platforms, question.asked) for config in configs]
         return matrix_document(matrices, full=full, backends=backends)
     single = len(configs) == 1
-    if not places and not single:
+    if not platforms and not single:
         hint(f"asking PyTorch about {len(configs):,} configs")
     answers = question.explain(advice=single or full or measure)  # a map has none
     if measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)
-    if single and places and places[0].device == "cuda" and question.asked == AUTO:
-        answers = [replace(answers[0], prediction=_predict(configs[0], places[0]))]
+    if single and platforms and platforms[0].device == "cuda" and question.asked == AUTO:
+        answers = [replace(answers[0], prediction=_predict(configs[0], platforms[0]))]
     question.explanations.extend(answers)
     if single:
         return explain_document(answers, full=full, named=backends)
@@ -314,11 +314,11 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     return map_document(maps, answers, where=environment_text(answers[0]), full=full)
 
 
-def _predict(config: Config, place: Platform) -> dict[str, Any] | None:
-    """Return time and best backend from the place's atlas. Without one, print the GPUs that have one."""
+def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
+    """Return time and best backend from the platform's atlas. Without one, print the GPUs that have one."""
     from profharness.answers.atlas.catalog import timed  # loads numpy
 
-    prediction, doubt = timed(config, str(place.gpu), place.machine)
+    prediction, doubt = timed(config, str(platform.gpu), platform.machine)
     if doubt:
         hint(doubt)
     return prediction
@@ -326,16 +326,16 @@ def _predict(config: Config, place: Platform) -> dict[str, Any] | None:
 
 def _bisected(question: Question, name: str) -> Document:
     numeric_name(name)
-    places = question.places
-    if len(places) > 1:
+    platforms = question.platforms
+    if len(platforms) > 1:
         raise UsageError("--bisect takes one release; give --torch a single one")
     asked = "" if question.asked == AUTO else f", {question.asked}"
-    where = f"{places[0].text}, by rule{asked}" if places else "live"
+    where = f"{platforms[0].text}, by rule{asked}" if platforms else "live"
 
     def choose(configs: Sequence[Config]) -> list[str]:
         nonlocal where
-        if places:
-            return choices_by_rule(configs, places[0], question.asked)
+        if platforms:
+            return choices_by_rule(configs, platforms[0], question.asked)
         hint(f"asking PyTorch about {len(configs):,} configs")
         answers = replace(question, configs=list(configs), backends=()).explain(advice=False)
         # the environment is known only with the first answers

@@ -194,7 +194,7 @@ def _summary(layers: LayerMap) -> str:
         return f"{made:,} calls of {layers.processes} process(es), counted" if made else ""
     step, busy = layers.step_ns, layers.busy_ns
     measured = [row for row in layers.rows if row.forward_ns is not None]
-    attention = sum((row.forward_ns or 0) + (row.backward_ns or 0) for row in measured)
+    attention = sum(row.kernel_ns for row in measured)
     count = len(layers.steps)
     name = layers.steps[0].name if count == 1 else f"{count} steps of"
     share = f" ({busy / step:.0%})" if step else ""

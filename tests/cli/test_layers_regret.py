@@ -188,7 +188,7 @@ def test_the_change_that_the_rules_name_has_its_measured_gain(folder: Path) -> N
     """Float32 on a GPU of torch 2.11: flash wants another dtype."""
     store = folder / "math.db"
     place = named_platforms("2.11", "H200")[0]
-    layers = the_map(store, gpu="NVIDIA H200", place=place)
+    layers = the_map(store, gpu="NVIDIA H200", platform=place)
     config = parse_config(str(layers.rows[0].config))
     advice = tuple(item.text for item in suggestions(config, place) if item.advice)
     layers = replace(layers, rows=(replace(layers.rows[0], advice=advice),))

@@ -199,6 +199,12 @@ class BenchResult:
     dtypes: tuple[DtypePair, ...] = ()
     others: tuple[str, ...] = ()  # runs of the same cells on other GPU models
 
+    @property
+    def gpu(self) -> str | None:
+        """The name of the GPU. None for a bench on a CPU."""
+        on_gpu = self.environment.get("device_type") == "cuda"
+        return self.environment.get("gpu") if on_gpu else None
+
     def ranking_rows(self) -> list[BenchRow]:
         """Return one row per cell by the ranking measurement, including cells without samples."""
         return [row for row in self.rows if row.measurement in (self.ranking, None)]

@@ -170,7 +170,7 @@ def named_platforms(
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
 ) -> list[Platform]:
-    """Return the places that the options name, one per release, oldest first. Return None if
+    """Return the platforms that the options name, one per release, oldest first. Return None if
     neither `torch` nor `gpu` is given, which selects PyTorch itself. `torch` is `2.8`, `2.9.1`,
     `2.5..2.15` or `2.8,2.10`; None is the installed release. A single release may be unknown to the
     rules. `gpu` is a name, a capability such as sm90, or `cpu`; None is this machine's GPU by NVML.
@@ -264,17 +264,17 @@ def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 def explain_by_rule(
     config: Config,
-    place: Platform,
+    platform: Platform,
     *,
     backends: Sequence[str] = (),
     advice: bool = True,
     asked: str = AUTO,
 ) -> Explanation:
-    """Explain a config on a place by the rules, for `auto` or a setting. `backends` limits the
+    """Explain a config on a platform by the rules, for `auto` or a setting. `backends` limits the
     advice.
     """
-    config = config.resolve(place.device)
-    machine, device, setting = place.machine, place.device, sdpa_setting(asked)
+    config = config.resolve(platform.device)
+    machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
     params = permitted(from_config(config, device), setting)
     prediction = predict(params, machine)
     order = prediction.priority_order or (SDPA_BACKENDS if device == "cuda" else CPU_ORDER)
@@ -291,12 +291,12 @@ def explain_by_rule(
     early = _sets_no_order(asked, machine)
     return Explanation(
         config=config.label,
-        environment=place.environment,
+        environment=platform.environment,
         source="rules",
         priority_order=() if early else prediction.priority_order,
         predicted="unknown" if early else prediction.choice,
         backends=tuple(sides),
-        caveats=(*prediction.hazards, *_caveats(place, params, prediction)),
+        caveats=(*prediction.hazards, *_caveats(platform, params, prediction)),
         error=NO_ORDER if early else None,
         asked=asked,
     )
@@ -324,17 +324,19 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
     return sides
 
 
-def choices_by_rule(configs: Sequence[Config], place: Platform, asked: str = AUTO) -> list[str]:
+def choices_by_rule(configs: Sequence[Config], platform: Platform, asked: str = AUTO) -> list[str]:
     """Return only the choice of `auto` or a setting, one per config."""
-    if _sets_no_order(asked, place.machine):
+    if _sets_no_order(asked, platform.machine):
         return ["unknown"] * len(configs)
-    choose = rule_choice(place.machine, place.device, sdpa_setting(asked))
+    choose = rule_choice(platform.machine, platform.device, sdpa_setting(asked))
     return [choose(config) for config in configs]
 
 
-def matrix(config: Config, places: Sequence[Platform], asked: str = AUTO) -> list[MatrixRow]:
+def matrix(config: Config, platforms: Sequence[Platform], asked: str = AUTO) -> list[MatrixRow]:
     """Explain one config for several releases."""
-    answers = [explain_by_rule(config, place, advice=False, asked=asked) for place in places]
+    answers = [
+        explain_by_rule(config, platform, advice=False, asked=asked) for platform in platforms
+    ]
     rows = [
         MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
         for before, after in pairwise(answers)
@@ -380,13 +382,13 @@ CPU_IGNORES = "On a CPU PyTorch keeps its own order (flash, then math), whatever
 LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
-def _caveats(place: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
+def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
     """Yield uncertain assumptions of the rules, and caveats that apply whenever PyTorch chooses."""
-    machine, on_gpu = place.machine, place.device == "cuda"
+    machine, on_gpu = platform.machine, platform.device == "cuda"
     release = release_text(machine.torch)
     if not machine.known:
         yield _unread([machine.torch])
-    elif on_gpu and place.pinned:
+    elif on_gpu and platform.pinned:
         pypi = RELEASES[machine.torch].cuda == machine.cuda
         wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
         yield (
@@ -399,7 +401,7 @@ def _caveats(place: Platform, params: AttentionParams, prediction: Prediction) -
             "not known here (--cudnn VERSION)."
         )
     if machine.known and prediction.choice == "unknown":
-        yield f"The rules cannot decide this call: {'; '.join(_gaps(place, params, prediction))}."
+        yield f"The rules cannot decide this call: {'; '.join(_gaps(platform, params, prediction))}."
     yield COMPILED
     if params.priority and (not on_gpu or machine.torch >= (2, 9)):
         yield FIRST_CHOICE if on_gpu else CPU_IGNORES
@@ -436,10 +438,10 @@ def _unread(missing: Sequence[Release]) -> str:
     return f"The rules of PyTorch {releases} were not read; known {verb} {names}."
 
 
-def _gaps(place: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
+def _gaps(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
     """Yield what must be known to decide."""
     if not prediction.priority_order:
-        facts = " and ".join(FACTS[name] for name in undecided(params, place.machine))
+        facts = " and ".join(FACTS[name] for name in undecided(params, platform.machine))
         yield f"the order of the backends hangs on {facts}"
     names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
     if names:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def explain_all(
     configs: Sequence[Config],
-    places: Sequence[Platform] = (),
+    platforms: Sequence[Platform] = (),
     *,
     backends: Sequence[str] = (),
     advice: bool = True,
@@ -43,15 +43,15 @@ def explain_all(
     store: Path | None = None,
     asked: str = AUTO,
 ) -> list[Explanation]:
-    """Return one explanation per config and place, for `auto` or a setting. Without places, ask
+    """Return one explanation per config and platform, for `auto` or a setting. Without platforms, ask
     PyTorch on this machine. `backends` limits the advice. A store adds what ran and the gains.
     Raise CaptureError if PyTorch cannot be asked at all.
     """
-    if places:
+    if platforms:
         answers = [
-            explain_by_rule(config, place, backends=backends, advice=advice, asked=asked)
+            explain_by_rule(config, platform, backends=backends, advice=advice, asked=asked)
             for config in configs
-            for place in places
+            for platform in platforms
         ]
     else:
         # starts a worker, which imports torch

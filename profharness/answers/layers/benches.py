@@ -136,9 +136,7 @@ def _require_apart(benches: Sequence[BenchResult]) -> None:
 
 def _fits(program: GpuLayers, bench: BenchResult) -> bool:
     """Return whether a bench ran on the device of the program."""
-    environment = bench.environment
-    gpu = environment.get("gpu") if environment.get("device_type") == "cuda" else None
-    return bool(gpu == program.layers.gpu)
+    return bench.gpu == program.layers.gpu
 
 
 def device_of(bench: BenchResult) -> str:

@@ -74,7 +74,7 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
             name=device if alike[device] == 1 else f"{device} ({layers.run})",
             device=device,
             layers=layers,
-            attention_ns=sum((r.forward_ns or 0) + (r.backward_ns or 0) for r in layers.rows),
+            attention_ns=sum(row.kernel_ns for row in layers.rows),
             changes=software_changes(environments[0], environment),
         )
         for device, layers, environment in zip(devices, maps, environments, strict=True)

@@ -91,6 +91,11 @@ class LayerRow:
     # The configs of calls outside of steps, each with the calls of the program that it represents.
     program_points: tuple[tuple[str, float], ...] = ()
 
+    @property
+    def kernel_ns(self) -> float:
+        """The time of all its kernels, 0 without any."""
+        return (self.forward_ns or 0) + (self.backward_ns or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Regret:
@@ -175,7 +180,7 @@ class LayerMap:
     steps: tuple[StepRow, ...]
     gaps: tuple[GapRow, ...]
     caveats: tuple[str, ...]
-    place: Platform | None = None  # where the rules apply; None if unknown
+    platform: Platform | None = None  # where the rules apply; None if unknown
     gpu: str | None = None  # None for a CPU
     regret: Regret | None = None
     processes: int = 0  # number of observed processes
@@ -220,16 +225,16 @@ def find_layers(
         # a trace without steps is one step, and its calls name none
         inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
         calls = [call for call in calls if call.trace == only.trace and call.step in inside]
-    place = _place(store, run, torch)
+    platform = _platform(store, run, torch)
     name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
     groups = group_calls(calls, observed)
     counts = observed.counts(groups)
     rows = [
-        _row(run, name, group, steps, place, observed, made)
+        _row(run, name, group, steps, platform, observed, made)
         for group, made in zip(groups, counts, strict=True)
     ]
     # descending by time; calls without times by their number
-    rows.sort(key=lambda row: (-_spent(row), row.calls is None, -(row.program_calls or 0)))
+    rows.sort(key=lambda row: (-row.kernel_ns, row.calls is None, -(row.program_calls or 0)))
     problems = [problem.message for problem in store.problems(run)]
     return LayerMap(
         run=run,
@@ -237,21 +242,17 @@ def find_layers(
         steps=tuple(steps),
         gaps=tuple(store.gaps(steps)),
         caveats=(
-            *_caveats(rows, place, observed, problems),
+            *_caveats(rows, platform, observed, problems),
             *problems,
             *store.warnings([run]).get(run, ()),
         ),
-        place=place,
+        platform=platform,
         gpu=next(
             (device.name for device in store.devices(run)),
             None if steps else store.environment(run).get("gpu"),
         ),
         processes=observed.processes,
     )
-
-
-def _spent(row: LayerRow) -> float:
-    return (row.forward_ns or 0) + (row.backward_ns or 0)
 
 
 def group_calls(
@@ -273,18 +274,18 @@ def _site(kind: CallSignature | None) -> str | None:
     return kind.file if kind.line is None else f"{kind.file}:{kind.line}"
 
 
-def _place(store: Store, run: str, torch: str | None) -> Platform | None:
+def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
     """Return the machine of the program for the rules. None if its PyTorch is unknown."""
     environment = store.environment(run)
     devices = store.devices(run)
     if torch is not None:
         gpu = devices[0].name if devices else environment.get("gpu")
-        places = named_platforms(torch, gpu or "cpu")
-        if len(places) > 1 or ".." in torch:
+        platforms = named_platforms(torch, gpu or "cpu")
+        if len(platforms) > 1 or ".." in torch:
             raise UsageError(
                 f"--torch {torch!r} names several releases; a program ran on one, such as 2.11"
             )
-        return places[0]
+        return platforms[0]
     if not rules_know(environment):
         return None
     device = str(environment["device_type"])
@@ -379,7 +380,7 @@ def _row(
     step: str,
     group: Sequence[CallRow],
     steps: Sequence[StepRow],
-    place: Platform | None,
+    platform: Platform | None,
     observed: ObservedCalls,
     made: int | None,
 ) -> LayerRow:
@@ -395,7 +396,7 @@ def _row(
     mask = observed.common_field(first, "mask")
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
         mask = NO_MASK
-    reasons, advice = _because(first, middle, place, ran_there, kind)
+    reasons, advice = _because(first, middle, platform, ran_there, kind)
     has_kernels = any(call.kernels for call in group)
     busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
     kernels = dict.fromkeys(kernel.kernel_short for call in group[:1] for kernel in call.kernels)
@@ -478,7 +479,7 @@ def median_config(configs: Sequence[Config]) -> Config | None:
 def _because(
     call: CallRow,
     config: Config | None,
-    place: Platform | None,
+    platform: Platform | None,
     ran_there: str | None,
     kind: CallSignature | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -487,7 +488,7 @@ def _because(
     advice: list[str] = []
     if kind:
         reasons += _departures(kind, ran_there)
-        advice += _without_mask(kind, config, place, ran_there)
+        advice += _without_mask(kind, config, platform, ran_there)
     if kind and ran_there == kind.asked == "math":
         advice.append(
             "allow other backends: sdpa_kernel or a switch of torch.backends rules them out"
@@ -496,9 +497,9 @@ def _because(
         return tuple(reasons), (EAGER,)
     if call.kind == "flex" and not call.compiled:
         return (*reasons, UNFUSED), (FUSE,)
-    if ran_there != "math" or config is None or place is None:
+    if ran_there != "math" or config is None or platform is None:
         return tuple(reasons), tuple(advice)
-    changes = suggestions(config, place)
+    changes = suggestions(config, platform)
     reasons += [f"{item.backend}: {item.reason}" for item in changes]
     return tuple(reasons), (*advice, *(item.text for item in changes if item.advice))
 
@@ -517,33 +518,33 @@ def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
 
 
 def _without_mask(
-    kind: CallSignature, config: Config | None, place: Platform | None, ran_there: str | None
+    kind: CallSignature, config: Config | None, platform: Platform | None, ran_there: str | None
 ) -> Iterator[str]:
     """Yield the change that makes a mask unnecessary, and PyTorch's choice then."""
     change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}
     if kind.mask not in change:
         return
     then = ""
-    if config is not None and place is not None:
+    if config is not None and platform is not None:
         bare = replace(config, mask="none", mask_shape=None, mask_strides=None)
         bare = replace(bare, causal=bare.causal or kind.mask == "causal")
-        predicted = explain_by_rule(bare, place, advice=False).predicted
+        predicted = explain_by_rule(bare, platform, advice=False).predicted
         then = f", then {predicted} runs" if predicted not in (None, "none", ran_there) else ""
     yield f"{change[kind.mask]}, if it is the same in all calls{then}"
 
 
-def suggestions(config: Config, place: Platform) -> list[Suggestion]:
-    """Return the backends other than math that the rules refuse for a config on a place."""
+def suggestions(config: Config, platform: Platform) -> list[Suggestion]:
+    """Return the backends other than math that the rules refuse for a config on a platform."""
     return [
         Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
-        for side in explain_by_rule(config, place).backends
+        for side in explain_by_rule(config, platform).backends
         if side.backend != "math" and side.eligible is False and side.reasons
     ]
 
 
 def _caveats(
     rows: Iterable[LayerRow],
-    place: Platform | None,
+    platform: Platform | None,
     observed: ObservedCalls,
     problems: Sequence[str],
 ) -> tuple[str, ...]:
@@ -566,7 +567,7 @@ def _caveats(
             "The trace has no modules: record it with with_stack=True; nsys tells none, but under "
             "`observe --profiler nsys` they are told."
         )
-    if place is None and any(row.ran == "math" for row in kept):
+    if platform is None and any(row.ran == "math" for row in kept):
         texts.append("Why math ran depends on PyTorch's release: name it with --torch.")
     if all(row.forward_ns is None for row in kept) and any(row.calls is not None for row in kept):
         texts.append("No kernel of these calls is in the trace, so no time is told.")

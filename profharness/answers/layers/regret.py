@@ -67,6 +67,13 @@ class BenchTimes:
         timed = set.intersection(*(self.backends(label) for label, _ in points))
         return sorted(timed - set(OWN_CHOICE))
 
+    def best(self, points: Sequence[tuple[str, float]], ran: str) -> str:
+        """Return the fastest backend, or what ran if the samples do not show that it is slower. A
+        lower median alone may be noise.
+        """
+        fastest = self.fastest(points)
+        return fastest if self.verdict(points, ran, than=fastest) == "slower" else ran
+
     def fastest(self, points: Sequence[tuple[str, float]]) -> str:
         """Return the backend with the least time per step, among those timed on all points."""
         # among equal times the result must be deterministic
@@ -123,9 +130,9 @@ def _median(row: LayerRow) -> Config:
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
     """Return the changes with which backends support what ran as math, if a config expresses them."""
-    if row.ran != "math" or row.config is None or layers.place is None:
+    if row.ran != "math" or row.config is None or layers.platform is None:
         return []
-    changes = suggestions(_median(row), layers.place)
+    changes = suggestions(_median(row), layers.platform)
     return [item for item in changes if item.advice and item.advice.config]
 
 
@@ -133,8 +140,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
     """Return the map with each row's savings per step, by a bench of its configs. Raise
     NotFoundError for a bench on another device, or without a time of any row.
     """
-    environment = benched.environment
-    gpu = environment.get("gpu") if environment.get("device_type") == "cuda" else None
+    gpu = benched.gpu
     if gpu != layers.gpu:
         raise NotFoundError(
             f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.run} is of "
@@ -183,10 +189,7 @@ def _row(row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTime
     spent = times.total(row.points, actual)
     if spent is None or not calls:
         return row
-    best = times.fastest(row.points)
-    # a lower median alone may be noise
-    if times.verdict(row.points, actual, than=best) != "slower":
-        best = actual
+    best = times.best(row.points, actual)
     least = times.total(row.points, best) or 0.0
     saves = spent - least
     twins = [(replace(parse_config(label), bwd=False).label, part) for label, part in row.points]
@@ -301,7 +304,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
                 f"{name}: {row.ran} is not told apart from {fastest}, which has the lower median; "
                 "sample longer with --max-time"
             )
-        seen = (row.forward_ns or 0) + (row.backward_ns or 0)
+        seen = row.kernel_ns
         alone = (row.ran_ns or 0) * row.calls
         if seen and alone and not 1 / UNLIKE <= seen / alone <= UNLIKE:
             texts.append(
