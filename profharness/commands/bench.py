@@ -263,12 +263,12 @@ def show(
     force: Force = False,
 ) -> None:
     """Print the answer, or write it to a file or a folder."""
-    from profharness.views.classes import classes_document
+    from profharness.views.benches_by_gpu import benches_by_gpu_document
 
     answer, *_ = answers
     path = None if output is None else Path(output)
     with contextlib.nullcontext() if run else measured("bench", "--run", answer.run):
-        page = classes_document(answers, explain=explain, raw=raw)
+        page = benches_by_gpu_document(answers, explain=explain, raw=raw)
         if path is not None and is_folder(path):
             _write_folder(page, path, answer.environment, force=force)
             emit(page, "table")

@@ -48,8 +48,8 @@ from profharness.run import BenchOptions, gpu_names, parse_seconds, require_apar
 from profharness.store import Selection, frame, open_store
 from profharness.views.document import Document
 from profharness.views.layer_benches import benches_document
-from profharness.views.layer_classes import forecasts_document, layer_classes_document
 from profharness.views.layers import layers_document
+from profharness.views.layers_by_gpu import forecasts_document, layers_by_gpu_document
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -328,7 +328,7 @@ def _show_several(
     for each in classes.classes:
         require_recorded(each.layers, gates)
     if beside is None:
-        return layer_classes_document(classes, full=full)
+        return layers_by_gpu_document(classes, full=full)
     return benches_document(classes, beside, full=full)
 
 

@@ -39,7 +39,7 @@ from profharness.jobs import ObserveResult, observe_into_store
 from profharness.parse.observed import ObservedCall
 from profharness.run import ObserveOptions
 from profharness.store import open_store
-from profharness.views.layer_classes import forecasts_document
+from profharness.views.layers_by_gpu import forecasts_document
 from profharness.views.renderers import RENDERERS
 
 FAILED = 1

@@ -10,12 +10,12 @@ from profharness.answers.layers.benches import BenchedCall, GpuBench, LayerBench
 from profharness.answers.layers.by_gpu import LayersByGpu
 from profharness.columns import Column
 from profharness.views.document import Block, Document, Heading, Note, Table, record
-from profharness.views.layer_classes import (
+from profharness.views.layers_by_gpu import (
     LAYER,
     figure_columns,
     figures,
-    layer_classes_document,
     layer_name,
+    layers_by_gpu_document,
 )
 
 
@@ -23,9 +23,9 @@ def benches_document(
     programs: LayersByGpu, benches: LayerBenches, *, full: bool = False
 ) -> Document:
     """The map of each program with what its bench says, the programs beside each other where there are
-    several, then the benches. Keys are those of `layer_classes_document`, `benches` and `benched`.
+    several, then the benches. Keys are those of `layers_by_gpu_document`, `benches` and `benched`.
     """
-    document = layer_classes_document(with_bench_maps(programs, benches), full=full)
+    document = layers_by_gpu_document(with_bench_maps(programs, benches), full=full)
     return replace(
         document,
         blocks=(*document.blocks, *bench_blocks(benches, full=full)),

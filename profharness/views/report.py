@@ -30,14 +30,14 @@ from profharness.views.bench import (
     lengthless,
     rate_blocks,
 )
-from profharness.views.classes import are_classes, class_blocks, class_record
+from profharness.views.benches_by_gpu import gpu_blocks, gpu_record, on_several_gpus
 from profharness.views.devices import device_blocks
 from profharness.views.diff import diff_document
 from profharness.views.document import Block, Chart, Code, Document, Heading, Note, Table
 from profharness.views.glossary import glossary_blocks
 from profharness.views.kernels import cell_record, kernel_record, kernels_document, witness_document
-from profharness.views.layer_classes import layer_class_blocks, layer_class_record
 from profharness.views.layers import layers_document
+from profharness.views.layers_by_gpu import layers_by_gpu_blocks, layers_by_gpu_record
 from profharness.views.predict import against_blocks
 from profharness.views.steps import math_blocks
 from profharness.views.verify import verify_document
@@ -87,11 +87,11 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     programs = find_programs(store, runs)
     maps = {each.layers.run: layers_document(each.layers) for each in programs.classes}
     if len(maps) > 1:
-        blocks += layer_class_blocks(programs)
-        extra["layer_classes"] = layer_class_record(programs)
+        blocks += layers_by_gpu_blocks(programs)
+        extra["layer_classes"] = layers_by_gpu_record(programs)
     if classes := _classes(store, runs):
-        blocks += class_blocks(classes)
-        extra["classes"] = [class_record(answer) for answer in classes]
+        blocks += gpu_blocks(classes)
+        extra["classes"] = [gpu_record(answer) for answer in classes]
     for run in runs:
         cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
         own = _run_blocks(store, run, cells, kernels, extra, bench)
@@ -119,7 +119,7 @@ def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
     for run in runs:
         with contextlib.suppress(NotFoundError):  # a program, or a verification
             timed.append(evaluate_bench(store, run))
-    return timed if are_classes(timed) else []
+    return timed if on_several_gpus(timed) else []
 
 
 def _run_blocks(

@@ -10,7 +10,7 @@ from written_samples import L4, STUDY, answer, cell, steady
 from profharness.answers.bench.evaluation import BenchResult
 from profharness.rows import COLD
 from profharness.views.bench import bench_document
-from profharness.views.classes import classes_document
+from profharness.views.benches_by_gpu import benches_by_gpu_document
 from profharness.views.renderers import render_json
 from profharness.views.terminal import render_table
 
@@ -24,7 +24,7 @@ def on(folder: Path, gpu: str, **times: int) -> BenchResult:
 def test_each_class_is_a_column_and_another_fastest_backend_is_told(tmp_path: Path) -> None:
     old = on(tmp_path / "a", "H100", flash=80_000, cudnn=60_000, math=900_000)
     new = on(tmp_path / "b", "H200", flash=40_000, cudnn=50_000)
-    document = classes_document([old, new])
+    document = benches_by_gpu_document([old, new])
     text = render_table(document, width=160)
     table = text[text.index("classes  2 of them") :].splitlines()
     header, *rows = table[1:]
@@ -44,10 +44,10 @@ def test_each_class_is_a_column_and_another_fastest_backend_is_told(tmp_path: Pa
 def test_the_same_winner_is_no_other_choice(tmp_path: Path) -> None:
     old = on(tmp_path / "a", "H100", flash=80_000, cudnn=60_000)
     new = on(tmp_path / "b", "H200", flash=80_000, cudnn=60_000)
-    text = " ".join(render_table(classes_document([old, new]), width=160).split())
+    text = " ".join(render_table(benches_by_gpu_document([old, new]), width=160).split())
     assert "is the fastest for 0 of 1 configs" in text
 
 
 def test_one_class_is_its_answer_alone(tmp_path: Path) -> None:
     only = on(tmp_path / "a", "H100", flash=80_000)
-    assert classes_document([only]) == bench_document(only)
+    assert benches_by_gpu_document([only]) == bench_document(only)

@@ -13,7 +13,7 @@ from profharness.views.document import Block, Document, Heading, Note, Table, re
 SHOWN = 3
 
 
-def classes_document(
+def benches_by_gpu_document(
     answers: Sequence[BenchResult], *, explain: bool = False, raw: bool = False
 ) -> Document:
     """The answer of each class, and a table with a column a class. Of one class its answer alone. The
@@ -27,21 +27,21 @@ def classes_document(
     return Document(
         first.schema,
         f"Bench of runs {', '.join(answer.run for answer in answers)}",
-        (*blocks, *class_blocks(answers)),
+        (*blocks, *gpu_blocks(answers)),
         first.fields,
         tuple(chain.from_iterable(document.records for document in documents)),
-        {**first.extra, "classes": [class_record(answer) for answer in answers]},
+        {**first.extra, "classes": [gpu_record(answer) for answer in answers]},
     )
 
 
-def are_classes(answers: Sequence[BenchResult]) -> bool:
+def on_several_gpus(answers: Sequence[BenchResult]) -> bool:
     """Whether answers are of several devices, and some cell is in two of them."""
     cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
     alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
     return alike and len({_device(answer) for answer in answers}) > 1
 
 
-def class_record(answer: BenchResult) -> dict[str, object]:
+def gpu_record(answer: BenchResult) -> dict[str, object]:
     """A class for programs."""
     return {
         "run": answer.run,
@@ -56,7 +56,7 @@ def _device(answer: BenchResult) -> str:
     return str(environment.get("gpu") or environment.get("cpu") or answer.run)
 
 
-def class_blocks(answers: Sequence[BenchResult]) -> list[Block]:
+def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
     """Medians by class and how many times as fast the others are as the first."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]

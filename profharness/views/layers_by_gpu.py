@@ -18,7 +18,7 @@ LAYER = (Column("module", "module", shrink=True), Column("config", "config"))
 CALLS = Column("calls", "calls/step", "count")
 
 
-def layer_classes_document(answer: LayersByGpu, *, full: bool = False) -> Document:
+def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Document:
     """The map of each run, and a table with a column a class. The rows are those of all runs; further
     keys are the first one's, and `classes` and `layers`. Of one run its map alone.
     """
@@ -31,15 +31,15 @@ def layer_classes_document(answer: LayersByGpu, *, full: bool = False) -> Docume
         first.title,
         (
             *chain.from_iterable(each.blocks for each in documents),
-            *layer_class_blocks(answer, full),
+            *layers_by_gpu_blocks(answer, full),
         ),
         first.fields,
         tuple(chain.from_iterable(each.records for each in documents)),
-        {**first.extra, **layer_class_record(answer)},
+        {**first.extra, **layers_by_gpu_record(answer)},
     )
 
 
-def layer_class_record(answer: LayersByGpu) -> dict[str, Any]:
+def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
     """The classes and their like layers for programs."""
     return {
         "classes": [_class_record(each) for each in answer.classes],
@@ -95,7 +95,7 @@ def figures(backends: Sequence[str | None], times: Sequence[float | None]) -> di
     return values
 
 
-def layer_class_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
+def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
     """The table with a column a class, what a step takes, and what a class has differently."""
     names = [each.name for each in answer.classes]
     yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
