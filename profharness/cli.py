@@ -1,6 +1,4 @@
-"""The `profharness` command: finds its sub-commands lazily, and is the one boundary that turns
-errors into exit codes.
-"""
+"""The `profharness` command line: imports commands lazily, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -30,61 +28,64 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "kernels": ("profharness.commands.kernels", "Show which kernels each backend launched."),
     "layers": ("profharness.commands.layers", "Show the attention of a program, layer by layer."),
-    "explain": ("profharness.commands.explain", "Say why PyTorch takes the backend that it takes."),
+    "explain": ("profharness.commands.explain", "Explain which backend PyTorch chooses, and why."),
     "predict": (
         "profharness.commands.predict",
-        "Predict what a GPU does with configs, without it.",
+        "Predict backend and time on a GPU that you do not have.",
     ),
     "atlas": (
         "profharness.commands.atlas",
-        "List, add, merge and export what `predict` answers from.",
+        "List, add, merge and export the atlases of `predict`.",
     ),
-    "explain-kernel": ("profharness.commands.explain_kernel", "Say a kernel's name in words."),
+    "explain-kernel": ("profharness.commands.explain_kernel", "Describe a kernel's name in words."),
     "diff": ("profharness.commands.diff", "Compare two backends of a run, or two runs."),
     "ranks": (
         "profharness.commands.ranks",
-        "Compare the ranks of a job: who is slow, who differs.",
+        "Compare the ranks of a job: which is slow, which differs.",
     ),
     "bench": ("profharness.commands.bench", "Time backends on configs, side by side."),
-    "analyze": ("profharness.commands.analyze", "Say what holds each backend back, with evidence."),
-    "verify": ("profharness.commands.verify", "Hold backends against an fp64 reference."),
+    "analyze": (
+        "profharness.commands.analyze",
+        "Find the bottleneck of each backend, with evidence.",
+    ),
+    "verify": ("profharness.commands.verify", "Check backends against an fp64 reference."),
     "report": (
         "profharness.commands.report",
         "Write a report on runs: HTML with charts, Markdown, …",
     ),
     "serve": ("profharness.commands.serve", "Show the store in a browser."),
-    "mcp": ("profharness.commands.mcp", "Serve the answers as tools to other programs."),
+    "mcp": ("profharness.commands.mcp", "Serve read-only MCP tools to other programs."),
     "observe": ("profharness.commands.observe", "Run a program and record the attention in it."),
-    "ingest": ("profharness.commands.ingest", "Take traces and run folders into the store."),
+    "ingest": ("profharness.commands.ingest", "Add traces and run folders to the store."),
     "export": ("profharness.commands.export", "Write a run as a Chrome trace."),
-    "repro": ("profharness.commands.repro", "Write one cell as a script that needs torch alone."),
-    "scrub": ("profharness.commands.scrub", "Make a copy of a run that is fit to publish."),
-    "runs": ("profharness.commands.runs", "List what is stored."),
+    "repro": ("profharness.commands.repro", "Write one cell as a script that needs only torch."),
+    "scrub": ("profharness.commands.scrub", "Make a publishable copy of a run."),
+    "runs": ("profharness.commands.runs", "List stored runs."),
     "backends": (
         "profharness.commands.backends",
-        "List what can run here, and why not the others.",
+        "List which backends run here, and why the others cannot.",
     ),
     "doctor": ("profharness.commands.doctor", "Check what is installed and works."),
     "new-kernel": (
         "profharness.commands.new_kernel",
-        "Start an attention implementation of your own.",
+        "Start your own attention implementation.",
     ),
 }
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# what a shell makes of braces without quotes: several arguments that look like configs
+# Braces without quotes, expanded by a shell: several arguments that look like configs.
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LATE_S = 0.01  # until a lost interrupt is raised again: outside of the callback
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came: what runs is ended as after Ctrl-C. args: the signal."""
+    """The process received SIGTERM or SIGHUP, and ends as after Ctrl-C. `args` has the signal."""
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells it: 143 or 129."""
+        """Return the exit code that a shell reports, 143 or 129."""
         return 128 + int(self.args[0])
 
 
@@ -115,7 +116,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="profharness")
 def cli() -> None:
-    """Which attention kernels ran, why those, what did they cost, and what changed.
+    """Find out which attention kernels ran, why, what they cost, and what changed.
 
     \b
     Example:
@@ -126,8 +127,10 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; exit codes: 0 ok, 1 an error with its remedy, 2 wrong usage, 3 a gate
-    was not met, 130 interrupted, 143 ended by SIGTERM.
+    """Run the command line.
+
+    Exit codes: 0 done, 1 an error with its remedy, 2 wrong usage, 3 a gate was not met, 130
+    interrupted, 143 ended by SIGTERM.
     """
     _open_streams()
     _end_in_order()
@@ -143,11 +146,11 @@ def main() -> None:
 
 
 def _run() -> int:
-    """The exit code of the command line; errors are told. Raises OSError where the machine fails."""
+    """Run the command line, print any error, and return the exit code. Raise OSError if the machine fails."""
     try:
-        # click on its own would print every error its way, and exit with 1 at an interrupt
+        # Click would print errors in its own format, and exit with 1 on an interrupt
         code = cli.main(standalone_mode=False)
-        # a disk that is full shows here, while the exit code can still say so
+        # a full disk raises here, while the exit code can still report it
         sys.stdout.flush()
     except click.ClickException as error:
         shown = io.StringIO()
@@ -160,7 +163,7 @@ def _run() -> int:
         _say("interrupted")
         return _interrupted(stop)
     except BrokenPipeError:
-        _silence(sys.stdout)  # whoever read the output has enough
+        _silence(sys.stdout)  # the reader of the output has closed it
         return 0
     except ProfharnessError as error:
         _say(f"error: {error}")
@@ -169,7 +172,7 @@ def _run() -> int:
 
 
 def _say(text: str) -> None:
-    """A line to stderr; one that takes nothing changes no exit code."""
+    """Print a line to stderr. If stderr cannot be written to, ignore it."""
     try:
         click.echo(printable(text), err=True)
     except OSError:
@@ -177,14 +180,15 @@ def _say(text: str) -> None:
 
 
 def _open_streams() -> None:
-    """A closed stream gets a descriptor again, else the next file that is opened would be written to
-    in its place. What is written to a closed stdout fails, what is written to a closed stderr is lost.
+    """Give closed standard streams a descriptor, so that no file opened later gets theirs.
+
+    Writing to a closed stdout fails. Output to a closed stderr is lost.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, mode)  # takes the lowest number that is free: this one
+            os.open(os.devnull, mode)  # gets the lowest free number, which is this one
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     kinds = io.BufferedWriter | io.FileIO  # the second under PYTHONUNBUFFERED
@@ -195,12 +199,12 @@ def _open_streams() -> None:
         sys.stderr.screen = screen
     old = sys.stdout
     if old is not None and not isinstance(getattr(old, "buffer", None), kinds):
-        return  # a caller's own
+        return  # replaced by the caller
     # opened for reading, so that writing to a closed stdout raises
     number = os.open(os.devnull, os.O_RDONLY) if old is None else old.fileno()
     at_once = bool(old and (old.line_buffering or getattr(old, "write_through", False)))
     sys.stdout = _Printable(
-        # the old stream, which sys.__stdout__ holds, closes the descriptor
+        # the old stream, to which sys.__stdout__ refers, closes the descriptor
         io.BufferedWriter(_Stdout(number, "w", closefd=False)),
         encoding=old.encoding if old else "utf-8",
         errors=old.errors if old else "replace",
@@ -209,7 +213,7 @@ def _open_streams() -> None:
 
 
 class _Stdout(io.FileIO):
-    """stdout, whose errors tell whose they are."""
+    """stdout, with its name in errors."""
 
     def write(self, data: Any) -> int:
         try:
@@ -220,8 +224,9 @@ class _Stdout(io.FileIO):
 
 
 class _Printable(io.TextIOWrapper):
-    """A stream for whatever writes to it, such as warnings and logs of libraries, with escapes for what
-    a terminal would obey. screen: the stream for what moves the cursor on purpose.
+    """A stream that escapes control characters, also those in warnings and logs of libraries.
+
+    `screen` is the stream for output that moves the cursor on purpose.
     """
 
     screen: TextIO
@@ -232,12 +237,12 @@ class _Printable(io.TextIOWrapper):
 
 
 def _silence(stream: TextIO) -> None:
-    """What a stream still holds would raise once more when the interpreter closes it."""
+    """Discard buffered output, which would raise again when the interpreter closes the stream."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _failed(error: OSError) -> int:
-    """Tell what of the machine failed: stdout, the working folder, or a file or TMPDIR."""
+    """Print what failed: stdout, the working folder, a file or TMPDIR. Return the exit code."""
     why = error.strerror or str(error)
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
     text = f"{place}: {why}" if place else why
@@ -260,8 +265,9 @@ def _folder_is_there() -> bool:
 
 
 def _interrupted(stop: BaseException) -> int:
-    """The exit code of an interrupt. Where it left a run folder, says what is kept and how to go on;
-    click hides what it aborted for in the cause.
+    """Return the exit code of an interrupt. If there is a run folder, print how to resume it.
+
+    Click stores the original exception as the cause of its own.
     """
     code = EXIT_INTERRUPTED
     cause: BaseException | None = stop
@@ -275,17 +281,18 @@ def _interrupted(stop: BaseException) -> int:
 
 
 def _going_on(folder: Path) -> str:
-    """What of the run in that folder (which --out is a part of) is kept, and what finishes it in the
-    store that was named and shows it as the command that was interrupted would have.
+    """Return what is kept of the run in a folder, and the command that finishes it.
+
+    The command uses the store of the interrupted command, and shows the result as that would have.
     """
-    # loaded when an interrupt comes, which is seldom
+    # loaded only after an interrupt
     from profharness.run import CAMPAIGN_FILE, read_run
 
     arguments = sys.argv[1:]
     name = next(word for word in arguments if word in COMMANDS)
     rest = arguments[arguments.index(name) + 1 :]
     command = find_command(name)
-    # resilient: no callback looks at -o again
+    # resilient: callbacks do not check -o again
     store = Path(command.make_context(name, rest, resilient_parsing=True).params["store"])
     run = read_run(folder)
     whole = not (folder / CAMPAIGN_FILE).exists()
@@ -304,10 +311,10 @@ def _going_on(folder: Path) -> str:
 
 
 def _end_in_order() -> None:
-    """An ending signal first ends what the process started; an ignored one (nohup) stays so.
+    """Raise an exception on an ending signal, so that child processes are ended first.
 
-    Python drops what is raised within a callback of a weak reference, such as those of its import
-    locks. An interrupt that is lost so is raised once more a moment later.
+    A signal that is ignored (nohup) stays ignored. Python drops exceptions in callbacks of weak
+    references, such as those of its import locks. A lost interrupt is raised again a moment later.
     """
     report = sys.unraisablehook
 

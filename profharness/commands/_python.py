@@ -24,9 +24,9 @@ OBSERVER = "profharness.observer.in_process"  # by name: nothing of the package 
 def observe() -> contextlib.AbstractContextManager[Any]:
     """Record the attention calls of a `with` block in this process. Loads torch.
 
-    The context manager yields an object whose `calls` has a dict per kind of call, and whose
-    `backends` is the set of those that ran. A name that was imported from torch.nn.functional before
-    the first such block keeps the builtin function, whose calls are not recorded.
+    The context manager yields an object. Its `calls` has one dict per kind of call, its `backends` is
+    the set of backends that ran. A name imported from torch.nn.functional before the first such block
+    keeps the builtin function, whose calls are not recorded.
     """
     block: contextlib.AbstractContextManager[Any] = import_module(OBSERVER).observe()
     return block
@@ -41,7 +41,7 @@ def cells(
 ) -> pd.DataFrame:
     """Return one row per cell of a run: status, reasons, latency samples.
 
-    run is an id, a unique prefix, latest, latest~1 or all; None is the latest.
+    `run` is an id, a unique prefix, latest, latest~1 or all. None means the latest.
     """
     with open_store(store_path(store)) as opened:
         rows = opened.cells(
@@ -59,8 +59,8 @@ def launches(
 ) -> pd.DataFrame:
     """Return every launch of a run, in order of its start.
 
-    profiler is torch, nsys, ncu or all; None is the first of them that the run has. Raises UsageError
-    for an unknown profiler.
+    `profiler` is torch, nsys, ncu or all. None means the first of them that the run has. Raise
+    UsageError for an unknown profiler.
     """
     watched = None if profiler in (None, EVERY_PROFILER) else str(profiler)
     require_profilers(watched or ())
@@ -77,7 +77,7 @@ def query(
 ) -> pd.DataFrame:
     """Return the result of a SELECT on the store, such as on the views kernel_launches and kernel_summary.
 
-    Raises UsageError for other SQL.
+    Raise UsageError for other SQL.
     """
     with open_store(store_path(store)) as opened:
         return stores.query(opened, sql, params)

@@ -96,7 +96,7 @@ def add_atlases(
     """Add atlases to the user's own: packed ones, shards of scripts/make_atlas.py, or a store.
 
     New cells of a machine (GPU, torch, CUDA, cuDNN, driver) are added to the user's own atlas of it.
-    Predictions use that and the package's atlas together. If the two disagree on a cell, nothing is
+    Predictions use that atlas together with the package's. If the two disagree on a cell, nothing is
     added and the conflicts are printed.
 
     \b

@@ -124,7 +124,7 @@ UnfinishedRun = Annotated[
 
 @dataclass(frozen=True)
 class CapturedRuns:
-    """The runs of a capture, each as it ends."""
+    """The runs of a capture, yielded as each ends."""
 
     store: Path
     runs: Iterator[Captured]
@@ -166,16 +166,16 @@ def capture(
 ) -> CapturedRuns:
     """Run attention configs on backends under a profiler.
 
-    Without a config it runs an everyday set, smaller on a CPU, which it prints first.
+    Without a config, run an everyday set, which is printed first and is smaller on a CPU.
 
-    Every config runs on every backend in a worker process. The raw traces stay in a run folder,
-    and the run goes into the store. A backend that refuses a config is a result, and so is a cell
-    that fails or kills its worker.
+    Every config runs on every backend in a worker process. The raw traces are kept in a run folder,
+    and the run is added to the store. A backend that refuses a config is a result, and so is a cell
+    that fails or crashes its worker.
 
-    torch and events share one pass over the cells and give the timing samples; nsys and ncu wrap
-    the worker and take a pass of their own each, over the cells that ran. ncu replays one call a
-    cell, kernel by kernel and with cold caches; a cell may take ten times --timeout under it, and
-    twice --timeout under nsys.
+    torch and events share one pass over the cells, which also takes the timing samples. nsys and ncu
+    wrap the worker and take one pass each over the cells that ran. ncu replays one call per cell,
+    kernel by kernel and with cold caches. The time limit of a cell is ten times --timeout under ncu,
+    and twice --timeout under nsys.
 
     \b
     Configs: batch,heads,seq_len,head_dim then, in any order,
@@ -189,14 +189,14 @@ def capture(
       profharness capture --config 2,8,512,64 --profiler torch,ncu --metrics tensor,memory,cache,stalls
       profharness capture --python old/bin/python --python new/bin/python
 
-    In Python the result has one row per cell, also for cells that failed or were refused. configs are texts
-    ("2,8,512,64,bf16"), Config objects or a list of them. Raises UsageError, and CaptureError if no worker
-    starts.
+    In Python the result has one row per cell, including cells that failed or were refused. `configs` are
+    texts ("2,8,512,64,bf16"), Config objects or a list of them. Raise UsageError, and CaptureError if no
+    worker starts.
     """
     path, pythons, where = store_path(store), split_names(python), fleet(scheduler, gpu, insecure)
 
     def runs() -> Iterator[Captured]:
-        # before the imports: the worker loads torch meanwhile
+        # before the imports, so that the worker loads torch at the same time
         wanted = not (resume or pythons or profilers) and where == Fleet()
         with prewarmed_worker(wanted=wanted) as prewarmed:
             from profharness import jobs  # loads what runs workers
@@ -251,9 +251,9 @@ def capture(
 
 @document(capture)
 def show(captured: CapturedRuns) -> None:
-    """Print each run as it ends, and how to compare several.
+    """Print each run as it ends, and the command that compares several.
 
-    Raise CaptureError if a profiler or an interpreter did not do its work.
+    Raise CaptureError if a profiler or an interpreter failed.
     """
     runs: list[str] = []
     failures: list[str] = []
@@ -271,7 +271,7 @@ def show(captured: CapturedRuns) -> None:
 
 
 def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
-    """Return the everyday configs, printed before anything runs."""
+    """Print and return the everyday configs, before anything runs."""
     hint("no config is named, so the everyday set runs; name others, as in --config 2,8,512,64")
     for use, config in everyday.items():
         hint(f"  {use:15}  {config}")
@@ -279,7 +279,7 @@ def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
 
 
 def _print_run(captured: Captured, store: Path) -> list[str]:
-    """Print the run's id and the results of its cells to stdout, and what failed to stderr.
+    """Print the run's id and the results of its cells to stdout, and failures to stderr.
 
     Return the failures of its profilers.
     """
@@ -317,7 +317,7 @@ def resume(
 ) -> pd.DataFrame:
     """Run the cells of an interrupted run that have no result. Return one row per cell, as `capture`.
 
-    run is a run folder, or an id, a unique prefix or `latest` below out. Raises NotFoundError.
+    `run` is a run folder, or the id, a unique prefix or `latest` of one in `out`. Raise NotFoundError.
     """
     return capture(resume=run, store=store, out=out, progress=progress)
 

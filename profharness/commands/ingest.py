@@ -1,4 +1,4 @@
-"""`profharness ingest`: take traces and run folders into the store."""
+"""`profharness ingest`: add traces and run folders to the store."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def _to_frame(results: list[IngestResult]) -> pd.DataFrame:
 def ingest(
     *sources: Sources, strict: Strict = False, scheduler: Scheduler = None, store: Store = None
 ) -> list[IngestResult]:
-    """Take traces and run folders into the store.
+    """Add traces and run folders to the store.
 
-    Run folders, and traces whoever made them: of the PyTorch profiler (Kineto JSON, .json or
+    Sources are run folders, and traces of any program: of the PyTorch profiler (Kineto JSON, .json or
     .json.gz), of Nsight Systems (.nsys-rep, or its export .sqlite) and of Nsight Compute
-    (.ncu-rep, or its .csv). A folder stands for all of these below it.
+    (.ncu-rep, or its .csv). A folder means all of these in it and its subfolders.
 
-    A source that is already there changes nothing. One that cannot be read leaves the store as it
-    was, the others are taken in, and the exit code is 1. Of a run folder whose trace cannot be
-    read the rest is taken in, with a warning. Warnings are stored with the run: `runs` and `kernels`
-    show them.
+    A source that is already stored changes nothing. A source that cannot be read leaves the store
+    unchanged; the others are ingested, and the exit code is 1. If only a trace of a run folder cannot
+    be read, the rest is ingested, with a warning. Warnings are stored with the run, and `runs` and
+    `kernels` show them.
 
-    With --scheduler local many sources are read at a time, and taken in one after another in the same
-    order; the store is the same as without. A source is stored whole or not at all: after Ctrl-C, or
-    whatever ended it, the same command goes on with those that are missing.
+    With --scheduler local, several sources are read in parallel and stored in the same order, with the
+    same result. A source is stored completely or not at all: after Ctrl-C or a crash, the same command
+    ingests the missing ones.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def ingest(
       profharness ingest traces/step100 --scheduler local && profharness ranks
       profharness ingest profile.nsys-rep counters.ncu-rep
 
-    In Python the result has one row per run, with the status new, unchanged or replaced. Raises
+    In Python the result has one row per run, with the status new, unchanged or replaced. Raise
     TraceFormatError for the first source that cannot be read.
     """
     path, paths = store_path(store), list(map(Path, sources))
@@ -105,7 +105,7 @@ def _ingest_each(
 ) -> list[IngestResult]:
     """Ingest each source and print its result. Raise ProfharnessError at the end if one failed."""
     cpus = readers_of(scheduler) if scheduler else []
-    # once, instead of once a source
+    # once, instead of once per source
     require_folder(store)
     paths: list[Path] = []
     failed = done = warned = 0
@@ -117,7 +117,7 @@ def _ingest_each(
             hint(f"error: {error}")
     taken: list[IngestResult] = []
     outcomes = _in_parallel(store, paths, cpus) if cpus else _in_turn(store, paths)
-    # closed at once, whatever ends the loop: readers end with it
+    # closed when the loop ends for any reason, which ends the readers
     with contextlib.closing(outcomes):
         for outcome in outcomes:
             if outcome.error is not None:
@@ -131,7 +131,7 @@ def _ingest_each(
     if taken:
         stores.require_stored(store, taken, failed)
         hint(_shown_by(store, list(dict.fromkeys(result.run for result in taken))))
-    # only now: one bad source keeps no other out of the store
+    # only now, so that one bad source does not prevent the others
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
     if strict and warned:
@@ -140,7 +140,7 @@ def _ingest_each(
 
 
 def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, None, None]:
-    """What became of each source, read by this process."""
+    """Yield the outcome of each source, read by this process."""
     for source in paths:
         try:
             with _progress(source) as progress:
@@ -158,7 +158,7 @@ def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, Non
 def _in_parallel(
     store: Path, paths: Sequence[Path], cpus: Sequence[int]
 ) -> Generator[IngestOutcome, None, None]:
-    """What became of each source, read by a process a CPU; a line tells how far that is."""
+    """Yield the outcome of each source, read by one process per CPU, and show the progress."""
     hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
     progress = _Countdown([_size(path) for path in paths])
     done = 0
@@ -185,8 +185,9 @@ def _size(path: Path) -> int:
 
 
 class _Countdown:
-    """How many sources are done and how long the others take, by their bytes: a line that is kept up to
-    date where stderr is a terminal, else a line every REPORT_S.
+    """Shows how many sources are done, and the remaining time by their bytes.
+
+    On a terminal one line is updated; otherwise a line is printed every REPORT_S.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -195,7 +196,7 @@ class _Countdown:
         self.begin = self.told = time.monotonic()
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more finished source."""
         self.done += 1
         self.tell()
 
@@ -221,7 +222,7 @@ class _Countdown:
 
 
 def _shown_by(store: Path, taken: Sequence[str]) -> str:
-    """The command that shows what was taken in."""
+    """Return the command that shows the ingested runs."""
     with open_store(store) as opened:
         ranks = {row.rank for row in opened.runs() if row.run in set(taken)} - {None}
         if len(ranks) > 1:
@@ -231,9 +232,9 @@ def _shown_by(store: Path, taken: Sequence[str]) -> str:
 
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:
-    """A line on each run: its name, whether it is new, and what of it is stored."""
+    """Print a line per run: its name, its status, and what was stored."""
     for warning in [text for result in results for text in result.warnings]:
-        # a lone trace's own name need not stand twice
+        # do not repeat the name of a single trace
         hint(f"warning: {shown(source)}: {warning.removeprefix(f'{shown(source.name)}: ')}")
     with quiet_stdout() as stream:
         for result in results:
@@ -246,8 +247,9 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
 
 @contextlib.contextmanager
 def _progress(source: Path) -> Iterator[Progress | None]:
-    """A line that counts launches where stderr is a terminal, else one line that says what is
-    read. How long nsys may take is told in both cases.
+    """Show a line that counts launches on a terminal, otherwise print one line with the source.
+
+    In both cases print how long nsys may take.
     """
     if source.suffix == SUFFIX:
         hint(f"{shown(source)}: nsys exports it, for {export_limit_s(source):.0f} s at most")

@@ -46,7 +46,7 @@ FAILED = 1
 
 
 def check_rank(text: str) -> None:
-    """Raise UsageError for what is neither a number nor `all`."""
+    """Raise UsageError for anything but a number or `all`."""
     if text != "all" and not text.isdecimal():
         raise UsageError(f"--rank {text!r} is neither a number nor all")
 
@@ -93,7 +93,7 @@ GpuNames = Annotated[
 
 @dataclass(frozen=True)
 class ObservedProgram:
-    """The result of a program that ran, and the machines to predict its layers for."""
+    """The result of an observed program, and the machines for which to predict its layers."""
 
     result: ObserveResult
     places: list[tuple[Place, str]]
@@ -101,7 +101,7 @@ class ObservedProgram:
 
     @property
     def code(self) -> int:
-        """The exit code: the program's, or 1 if none of its processes could be watched."""
+        """Return the program's exit code, or 1 if none of its processes could be observed."""
         observed = self.result.observed
         if observed.why is None or observed.reported:
             return observed.code
@@ -126,24 +126,24 @@ def observe_program(
 ) -> ObservedProgram:
     """Run a program unchanged, and record the attention in it.
 
-    Each call of scaled_dot_product_attention and flex_attention is counted by kind: the module's
-    dotted path, file and line, tensors, what the mask masks, the backends allowed, and the one that
-    computed it. All Python processes that the program starts are watched. A profiler records a few
-    steps, once three steps brought nothing new: a step ends with an optimizer's step, or begins where
-    the first attention of the model comes again. Streams, signals and the exit code are the program's.
+    Calls of scaled_dot_product_attention and flex_attention are counted by kind: the module's dotted
+    path, file and line, tensors, the effect of the mask, the allowed backends, and the one that
+    computed it. All Python processes started by the program are observed. After three steps without
+    new kinds, a profiler records a few steps. A step ends with an optimizer's step, or begins when the
+    model's first attention is called again. Streams, signals and the exit code are the program's own.
 
-    --fail-on and --expect hold for all calls that were seen, once the program has ended; what was
-    not recorded fails a gate that is about it. A program that fails keeps its own exit code.
+    --fail-on and --expect apply to all observed calls, when the program has ended. A gate fails if what
+    it checks was not recorded. A program that fails keeps its own exit code.
 
-    --gpu shows the map of another GPU at the end, on stderr, as `layers --gpu` does: on a CPU, or with
-    tensors on the device `meta`, which hold nothing. Calls are those that the program makes here, in
-    the dtypes that it makes them in.
+    --gpu prints a prediction for another GPU at the end, on stderr, as `layers --gpu` does. The program
+    may run on a CPU, or with tensors on the device `meta`, which contain no data. The calls are those
+    that the program makes here, with their dtypes.
 
-    A program without attention leaves no run. It keeps its exit code; where none of its processes
-    could be watched, 0 becomes 1.
+    A program without attention leaves no run. It keeps its exit code, but 0 becomes 1 if none of its
+    processes could be observed.
 
-    Not seen: Python with -I, -E or -S; attention that does not call the function from Python, such as
-    nn.TransformerEncoder's fast path, which the recorded steps show all the same.
+    Not observed: Python with -I, -E or -S, and attention that does not call the function from Python,
+    such as the fast path of nn.TransformerEncoder. The recorded steps do show the latter.
 
     \b
     Examples:
@@ -171,7 +171,7 @@ def observe_program(
 
 @document(observe_program)
 def show(observed: ObservedProgram, *, driver: Driver = None, atlas: AtlasFolder = None) -> None:
-    """Print a summary to stderr, for stdout is the program's."""
+    """Print a summary to stderr, since stdout belongs to the program."""
     _print_summary(observed.result, observed.store)
     if observed.places and observed.result.observed.why is None:
         options = {"--driver": driver, "--atlas": atlas}
@@ -193,8 +193,9 @@ def _print_forecast(
     store: Path,
     options: Mapping[str, object],
 ) -> None:
-    """The map of other GPUs; the program's own exit code stays where nothing can be predicted. options
-    are those that `layers` needs too.
+    """Print the predictions for other GPUs. Without any, the program's exit code is unchanged.
+
+    `options` are those to repeat for `layers`.
     """
     run = watched.observed.run.run
     try:
@@ -210,7 +211,7 @@ def _print_forecast(
 
 
 def _check(watched: ObserveResult, gates: Gates, store: Path) -> None:
-    """Raises GateError where a gate is not met and the program itself did not fail."""
+    """Raise GateError if a gate is not met and the program itself did not fail."""
     observed = watched.observed
     try:
         if observed.why is not None:
@@ -240,7 +241,7 @@ def _print_summary(watched: ObserveResult, store: Path) -> None:
 
 
 def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
-    """How many calls there were, and which backends computed them."""
+    """Return the number of calls and the backends that computed them, as lines."""
     total = sum(item.count for item in calls)
     processes = len({item.pid for item in calls})
     ran = Counter[str]()

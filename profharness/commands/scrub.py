@@ -1,4 +1,4 @@
-"""`profharness scrub`: make a copy of a run or a trace that is fit to publish."""
+"""`profharness scrub`: make a publishable copy of a run or a trace."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def scrub_run(
     check: OnlyCheck = False,
     store: Store = None,
 ) -> Scrubbed | Audit:
-    """Make a copy of a run or a trace that is fit to publish.
+    """Make a publishable copy of a run or a trace.
 
-    The run is a stored one (an id, a unique prefix, latest, latest~1) or a run folder; the trace
-    is a file.
+    The run is a stored one (an id, a unique prefix, latest or latest~1) or a run folder; the trace is
+    a file.
 
     The copy keeps what is known to be harmless: kernels, operators, modules, shapes, times, versions
-    and known messages. All other text is replaced by `removed_1`, `removed_2` and so on, the same
-    number for the same text. A raw report of nsys or ncu is replaced by its export: the one beside it
-    if it is newer, else a new one. Other files are left out. The source is never changed, and a copy
-    that fails its audit is deleted.
+    and known messages. All other text is replaced by `removed_1`, `removed_2` and so on, with the same
+    number for the same text. A raw report of nsys or ncu is replaced by its export: the existing one
+    if it is newer than the report, else a new one. Other files are left out. The source is never
+    changed, and a copy that fails its audit is deleted.
 
     \b
     Example:
