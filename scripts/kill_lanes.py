@@ -193,12 +193,21 @@ class Trial:
         if client.wait(PATIENCE_S) and self.run_folder() is None:
             # killed while it probed the interpreter of the workers: nothing was planned yet
             client = self.first()
+        elif client.returncode and self.gave_up_lanes():
+            client = self.start("--resume", "latest")
         code = client.wait(PATIENCE_S)
         if code and "is finished" not in self.log() and "has anything left" not in self.log():
             faults.append(f"the client ended with {code}: {self.log()[-1500:]}")
         if left := self.orphans():
             faults.append(f"orphans at the end: {left}")
         return faults + self.wrong_cells()
+
+    def gave_up_lanes(self) -> bool:
+        """Return whether the client ended because of kills in a row on its last lane."""
+        *_, last = self.log().splitlines() or [""]
+        # three lost groups, or two workers killed at their start
+        hits = len(self.killed) - self.killed.count("client")
+        return last.startswith("error: no lane is left") and hits >= 2
 
     def log(self) -> str:
         return (self.place / "client.log").read_text(errors="replace")
