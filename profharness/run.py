@@ -275,11 +275,11 @@ def _with_groups(folder: Path, run: Run) -> Run:
         cells=tuple(results.get(cell.cell, cell) for cell in run.cells),
         traces=tuple(traces),
         problems=tuple(dict.fromkeys(problems)),
-        environment=_one_environment(environments),
+        environment=_merge_environments(environments),
     )
 
 
-def _one_environment(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merge_environments(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the first environment, with the keys of all GPUs that were used."""
     keys = sorted({environment["gpu_key"] for environment in each if "gpu_key" in environment})
     return (dict(each[0]) if each else {}) | ({"gpu_key": ",".join(keys)} if keys else {})
@@ -302,19 +302,19 @@ def with_result(cell: Cell, result: Cell) -> Cell:
     return replace(
         cell,
         process=result.process,
-        samples=_appended(cell.samples, result.samples),
-        turns=_appended(cell.turns, result.turns),
-        clocks=_merged_clocks(cell.clocks, result.clocks),
+        samples=_append_lists(cell.samples, result.samples),
+        turns=_append_lists(cell.turns, result.turns),
+        clocks=_merge_clocks(cell.clocks, result.clocks),
         duration_ns=(cell.duration_ns or 0) + (result.duration_ns or 0),
         warnings=tuple(dict.fromkeys((*cell.warnings, *result.warnings))),
     )
 
 
-def _appended(first: dict[str, list[T]], more: dict[str, list[T]]) -> dict[str, list[T]]:
+def _append_lists(first: dict[str, list[T]], more: dict[str, list[T]]) -> dict[str, list[T]]:
     return {name: [*first.get(name, ()), *more.get(name, ())] for name in {**first, **more}}
 
 
-def _merged_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def _merge_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Merge the clocks of two processes.
 
     Take the extremes and all throttle reasons of both, and weight the medians by the number of
@@ -511,7 +511,7 @@ def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
     Raise UsageError for an empty name and for a class that is named twice.
     """
     names = gpu_names(given)
-    require_apart(names, list(map(class_word, names)))
+    require_distinct(names, list(map(class_word, names)))
     return names
 
 
@@ -524,7 +524,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def require_apart(names: Sequence[str], meant: Sequence[str]) -> None:
+def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
     """Raise UsageError if two names stand for one class; `meant` has the class of each name."""
     for place, word in enumerate(meant):
         first = meant.index(word)

@@ -44,7 +44,7 @@ from profharness.config import split_names
 from profharness.errors import NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.jobs import Listener, time_layers
-from profharness.run import BenchOptions, gpu_names, parse_seconds, require_apart
+from profharness.run import BenchOptions, gpu_names, parse_seconds, require_distinct
 from profharness.store import Selection, frame, open_store
 from profharness.views.document import Document
 from profharness.views.layer_benches import benches_document
@@ -351,7 +351,7 @@ def find_places(
     """
     entries, names = known_atlases(None if atlas is None else Path(atlas)), gpu_names(gpus)
     places = [find_place(entries, name, torch, driver=driver) for name in names]
-    require_apart(names, [place.gpu for place, _ in places])
+    require_distinct(names, [place.gpu for place, _ in places])
     return places
 
 

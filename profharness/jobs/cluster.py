@@ -72,11 +72,11 @@ class Cluster:
         check_address(url, insecure=insecure)
         self._url = url
         self._lanes: dict[str, _Worker] = {}
-        self._left: set[str] = set()  # names of vanished lanes
-        self._asked: set[str] = set()  # addresses of workers without a description yet
-        self._told: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self._vanished: set[str] = set()  # names of vanished lanes
+        self._awaited: set[str] = set()  # addresses of workers without a description yet
+        self._descriptions: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[str, Future, Plain | None]] = queue.SimpleQueue()
-        self._looked = 0.0
+        self._updated = 0.0
         self._client = _connect(url)
 
     def lanes(self) -> list[Plain]:
@@ -84,8 +84,8 @@ class Cluster:
 
         A worker that Dask has restarted is a new lane.
         """
-        if not self._lanes or time.monotonic() - self._looked >= LOOK_S:
-            self._look()
+        if not self._lanes or time.monotonic() - self._updated >= LOOK_S:
+            self._update_lanes()
         return [worker.description for worker in self._lanes.values()]
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:  # noqa: ARG002
@@ -98,7 +98,7 @@ class Cluster:
         spec = {
             **spec,
             "gpu_key": lane.get("gpu_key"),
-            "seen": self._seen(home.parent),
+            "seen": self._campaign_file(home.parent),
             "scratch": f"{worker.scratch}/{home.parent.name}",
         }
         future = worker.future = self._client.submit(
@@ -123,7 +123,7 @@ class Cluster:
             self._done.put((name, future, outcome))
 
         # a thread per group: a worker that ends before its result is fetched never answers
-        _aside(wait)
+        _in_thread(wait)
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
         """Return the next finished group and its lane, or None after the timeout.
@@ -139,7 +139,7 @@ class Cluster:
             return None  # the lane was given up
         worker.future = None
         if outcome is None:
-            raise self._gone()
+            raise self._scheduler_gone()
         return name, outcome
 
     def _outcome(self, address: str, future: Future, home: Path) -> Plain | None:
@@ -166,7 +166,7 @@ class Cluster:
             return outcome | {"error": outcome["error"] or str(error)}
         # only after unpacking, so that nothing is lost
         if not failed:
-            self._ask(shutil.rmtree, address, outcome["folder"], True)
+            self._call(shutil.rmtree, address, outcome["folder"], True)
         return outcome
 
     def end(self, lane: Plain) -> None:
@@ -175,67 +175,69 @@ class Cluster:
         if worker is not None:
             worker.ends += 1
             address, at_once = worker.address, worker.ends > 1
-            _aside(lambda: self._ask(end_groups, address, at_once))
+            _in_thread(lambda: self._call(end_groups, address, at_once))
 
     def close(self) -> None:
         """Disconnect from the scheduler."""
         with contextlib.suppress(*FAILURES):
             self._client.close(timeout=CONNECT_S)
 
-    def _look(self) -> None:
+    def _update_lanes(self) -> None:
         """Update the lanes from the scheduler's list of workers.
 
         Cancel the groups of vanished workers: they would wait for their address forever.
         """
         try:
-            here = _timely(lambda: self._client.scheduler_info(n_workers=-1)["workers"])
+            here = _with_timeout(lambda: self._client.scheduler_info(n_workers=-1)["workers"])
         except FAILURES:
-            raise self._gone() from None
+            raise self._scheduler_gone() from None
         if self._client.status != "running":
-            raise self._gone()
-        self._looked = time.monotonic()
+            raise self._scheduler_gone()
+        self._updated = time.monotonic()
         for name, worker in list(self._lanes.items()):
             if worker.address not in here:
                 del self._lanes[name]
-                self._left.add(name)
+                self._vanished.add(name)
                 if worker.future is not None:
                     worker.future.cancel()
-        self._asked &= set(here)
-        known = {worker.address for worker in self._lanes.values()} | self._asked
+        self._awaited &= set(here)
+        known = {worker.address for worker in self._lanes.values()} | self._awaited
         for address in here.keys() - known:
-            self._introduce(address)
+            self._request_description(address)
         # wait for all descriptions only if there are no lanes yet
         patience_s = 0.0 if self._lanes else ANSWER_S
-        while self._asked:
+        while self._awaited:
             try:
-                address, answer = self._told.get(timeout=min(STEP_S, patience_s))
+                address, answer = self._descriptions.get(timeout=min(STEP_S, patience_s))
             except queue.Empty:
                 let_through()
-                if time.monotonic() - self._looked >= patience_s:
+                if time.monotonic() - self._updated >= patience_s:
                     return
                 continue
-            if address in self._asked and answer is not None:
-                name = self._name(str(here[address]["name"]))
-                described = {**_described(answer), "lane": name, "address": address}
+            if address in self._awaited and answer is not None:
+                name = self._unused_name(str(here[address]["name"]))
+                described = {**_as_description(answer), "lane": name, "address": address}
                 scratch = str(PurePath(here[address]["local_directory"]).parent / "profharness")
                 self._lanes[name] = _Worker(address, described, scratch)
-            self._asked.discard(address)
+            self._awaited.discard(address)
 
-    def _introduce(self, address: str) -> None:
+    def _request_description(self, address: str) -> None:
         """Query a worker's description in a thread, without waiting."""
-        self._asked.add(address)
-        _aside(lambda: self._told.put((address, self._ask(describe_lane, address))))
+        self._awaited.add(address)
+        _in_thread(lambda: self._descriptions.put((address, self._call(describe_lane, address))))
 
-    def _name(self, wanted: str) -> str:
+    def _unused_name(self, wanted: str) -> str:
         """Return an unused name: Dask gives a restarted worker the name of its predecessor."""
         names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
-        return next(name for name in names if name not in self._lanes and name not in self._left)
+        return next(
+            name for name in names if name not in self._lanes and name not in self._vanished
+        )
 
-    def _seen(self, campaign: Path) -> str:
+    def _campaign_file(self, campaign: Path) -> str:
         """Return the campaign file that a lane sees if it has the same storage."""
         return str(campaign / CAMPAIGN_FILE)
 
-    def _ask(self, function: Callable[..., Any], address: str, *given: Any) -> object:
+    def _call(self, function: Callable[..., Any], address: str, *given: Any) -> object:
         """Run a function on a worker, even while it runs a group, and return the result.
 
         The result may be an exception, or None if the worker is gone. This may block forever: call
@@ -249,7 +251,7 @@ class Cluster:
             return None
         return answers.get(address)
 
-    def _gone(self) -> CaptureError:
+    def _scheduler_gone(self) -> CaptureError:
         return CaptureError(
             f"--scheduler {self._url}: the scheduler is gone; groups that were done are kept: start "
             "it and its workers again, then go on with the campaign"
@@ -304,17 +306,17 @@ def _connect(url: str) -> Client:
             ) from None
 
 
-def _described(answer: object) -> Plain:
+def _as_description(answer: object) -> Plain:
     """Return a worker's description, or a problem if it raised an exception."""
     return answer if isinstance(answer, dict) else {"problems": [_reason(answer)]}
 
 
-def _aside(work: Callable[[], object]) -> None:
+def _in_thread(work: Callable[[], object]) -> None:
     """Run work that may never end in a daemon thread."""
     threading.Thread(target=work, daemon=True, name="cluster").start()
 
 
-def _timely(call: Callable[[], T]) -> T:
+def _with_timeout(call: Callable[[], T]) -> T:
     """Return the result of a call. Raise TimeoutError after ANSWER_S, and what the call raises."""
     answer: futures.Future[T] = futures.Future()
 
@@ -324,7 +326,7 @@ def _timely(call: Callable[[], T]) -> T:
         except Exception as error:
             answer.set_exception(error)
 
-    _aside(work)
+    _in_thread(work)
     deadline = time.monotonic() + ANSWER_S
     while not futures.wait((answer,), STEP_S).done and time.monotonic() < deadline:
         let_through()

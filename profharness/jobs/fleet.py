@@ -27,7 +27,7 @@ from profharness.jobs.local import LocalLanes, local_lanes
 from profharness.jobs.scheduler import CampaignScheduler, Transport, is_of_class
 from profharness.processes import PrewarmedWorker
 from profharness.run import Fleet, Run, class_word, read_record, read_run
-from profharness.runner.capture import RunFolder, finished, write_folder
+from profharness.runner.capture import RunFolder, finished_message, write_folder
 from profharness.runner.supervise import Progress
 
 SCHEDULERS = "local, local:2, tls://head:8786"
@@ -196,7 +196,7 @@ def resume_on_lanes(
     `capture` raises.
     """
     run, campaign = read_run(folder), read_campaign(folder)
-    if why := why_not_resumed(folder, run):
+    if why := why_campaign_not_resumed(folder, run):
         raise UsageError(f"--resume: {why}")
     device = run.protocol.device
     left = open_groups(folder, campaign)
@@ -213,7 +213,7 @@ def resume_on_lanes(
     return resumed
 
 
-def why_not_resumed(folder: Path, run: Run) -> str | None:
+def why_campaign_not_resumed(folder: Path, run: Run) -> str | None:
     """Return why a campaign cannot be resumed, or None if it can.
 
     It can if a group is left, or if a client was killed before it merged the results.
@@ -221,4 +221,4 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
     merged = all(cell.status != "pending" for cell in read_record(folder).cells)
     if not merged or open_groups(folder, read_campaign(folder)):
         return None
-    return finished(folder, run)
+    return finished_message(folder, run)

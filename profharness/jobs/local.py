@@ -36,7 +36,7 @@ def local_lanes(count: int | None, device: str) -> list[Plain]:
     gpus = visible_gpus() if device != "cpu" else ()
     if not gpus:
         number = count or 1
-        cores = shared_out([sorted(os.sched_getaffinity(0))] * number, 1)
+        cores = split_cores([sorted(os.sched_getaffinity(0))] * number, 1)
         described = describe_lane() | {"gpu": None, "gpu_key": None, "memory_bytes": None}
         return [
             {**described, "lane": f"cpu {index}", "cpus": cpus} for index, cpus in enumerate(cores)
@@ -63,7 +63,7 @@ def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]
             text = (sysfs / "bus/pci/devices" / gpu.bus / "local_cpulist").read_text("ascii")
             cores = (parse_cores(text) & allowed) or allowed
         near.append(_by_core(cores, sysfs))
-    return shared_out(near, CORES)
+    return split_cores(near, CORES)
 
 
 def parse_cores(text: str) -> set[int]:
@@ -88,7 +88,7 @@ def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
     return sorted(cpus, key=place)
 
 
-def shared_out(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
+def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
     """Split the cores equally among the lanes that are close to the same ones.
 
     Return empty lists if some lane would have fewer than `least` cores.
@@ -115,7 +115,7 @@ class LocalLanes:
         self._lanes = {lane["lane"]: {**lane, **warning} for lane in lanes}
         self._done: queue.SimpleQueue[tuple[str, Plain]] = queue.SimpleQueue()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._told: set[int] = set()  # pids of children that got SIGTERM
+        self._terminated: set[int] = set()  # pids of children that got SIGTERM
 
     def lanes(self) -> list[Plain]:
         """Return all lanes, in order."""
@@ -150,8 +150,8 @@ class LocalLanes:
         """
         child = self._children.get(lane["lane"])
         if child is not None:
-            first = child.pid not in self._told
-            self._told.add(child.pid)
+            first = child.pid not in self._terminated
+            self._terminated.add(child.pid)
             kill_group(child, signal.SIGTERM if first else signal.SIGKILL)
 
     def close(self) -> None:

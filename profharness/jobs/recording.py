@@ -292,7 +292,7 @@ def _latest_unfinished(out: Path) -> Path:
     reasons = []
     for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
         folder = path.parent
-        check = fleet.why_not_resumed if is_campaign(folder) else why_not_resumed
+        check = fleet.why_campaign_not_resumed if is_campaign(folder) else why_not_resumed
         reason = check(folder, read_run(folder))
         if reason is None:
             return path.parent

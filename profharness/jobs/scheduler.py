@@ -150,17 +150,19 @@ class CampaignScheduler:
             for group in open_groups(loaded.folder, loaded.campaign)
         )
         self._lanes: dict[str, _Lane] = {}
-        self._out: dict[str, str] = {}  # lane -> why it gets no groups
+        self._rejected: dict[str, str] = {}  # lane -> why it gets no groups
         self._warned: set[str] = set()
-        self._some_left = False  # whether a lane has disappeared
-        self._missed: set[str | None] = set()  # GPU classes already reported as having no lane
+        self._some_vanished = False  # whether a lane has disappeared
+        self._classes_without_lane: set[str | None] = (
+            set()
+        )  # GPU classes already reported as having no lane
         self._groups = sum(len(loaded.campaign.groups) for loaded in self.campaigns)
         self._groups_done = self._groups - len(self._queue)
         self._total = sum(
             len(each.run.cells) * each.run.protocol.processes for each in self.campaigns
         )
         self._done = self._total - sum(map(_steps, self._queue))
-        self._seen = time.monotonic()  # when a waiting group last had a suitable lane
+        self._suitable_at = time.monotonic()  # when a waiting group last had a suitable lane
         self._estimated = self._measured = 0.0
 
     def carry_out(self) -> list[Run]:
@@ -194,21 +196,21 @@ class CampaignScheduler:
             while self._queue or self._busy():
                 try:
                     let_through()
-                    self._look()
+                    self._update_lanes()
                     if feeding:
                         self._feed()
                     elif not self._busy():
                         raise Interrupted(self._unfinished())
                     done = self.transport.next_done(POLL_S)
                     if done is not None:
-                        self._take(*done)
+                        self._process_outcome(*done)
                     self._require_lanes()
                 except KeyboardInterrupt as stop:
                     # SIGTERM, SIGHUP and a second interrupt end the groups immediately
                     if not feeding or type(stop) is not KeyboardInterrupt:
                         raise Interrupted(self._unfinished()) from stop
                     feeding = False
-                    self._say(
+                    self._notify(
                         f"no new group is begun; {len(self._busy())} of them end first, Ctrl-C once "
                         "more ends them now"
                     )
@@ -239,26 +241,26 @@ class CampaignScheduler:
     def _busy(self) -> list[_Lane]:
         return [lane for lane in self._lanes.values() if lane.task is not None]
 
-    def _look(self) -> None:
+    def _update_lanes(self) -> None:
         """Add new lanes, and put the groups of lanes that are gone back into the queue."""
         here = {description["lane"]: description for description in self.transport.lanes()}
         for name, description in here.items():
-            if name in self._lanes or name in self._out:
+            if name in self._lanes or name in self._rejected:
                 continue
             why = "; ".join(description.get("problems") or ()) or self._why_not(description)
             if why:
-                self._leave_out(name, why)
+                self._reject(name, why)
                 continue
             self._lanes[name] = _Lane(description)
             warning = description.get("warning")
             if warning and warning not in self._warned:
                 self._warned.add(warning)
-                self._say(f"warning: {warning}")
+                self._notify(f"warning: {warning}")
         for name in [name for name in self._lanes if name not in here]:
-            self._some_left = True
+            self._some_vanished = True
             lane = self._lanes.pop(name)
             if (task := lane.release()) is not None:
-                self._failed(lane, task, "its lane is gone")
+                self._retry_or_give_up(lane, task, "its lane is gone")
 
     def _feed(self) -> None:
         for name, lane in tuple(self._lanes.items()):
@@ -276,21 +278,21 @@ class CampaignScheduler:
         """
         for task in tuple(self._queue):
             if not task.loaded.takes(lane.description) or (
-                name in task.failed_on and not self._fitting(task) <= task.failed_on
+                name in task.failed_on and not self._suitable(task) <= task.failed_on
             ):
                 continue
             self._queue.remove(task)
             if not task.folder.is_dir():
                 return task
             # another lane has finished it
-            self._count(task)
+            self._count_finished(task)
         return None
 
-    def _fitting(self, task: _Task) -> set[str]:
+    def _suitable(self, task: _Task) -> set[str]:
         """Return the names of the lanes of a group's GPU class."""
         return {name for name, lane in self._lanes.items() if task.loaded.takes(lane.description)}
 
-    def _take(self, name: str, outcome: Mapping[str, Any]) -> None:
+    def _process_outcome(self, name: str, outcome: Mapping[str, Any]) -> None:
         lane = self._lanes.get(name)
         if lane is None or lane.task is None or lane.task.group.group != outcome["group"]:
             return  # the lane was given up
@@ -303,18 +305,18 @@ class CampaignScheduler:
             lane.failed.clear()
             self._estimated += task.group.seconds
             self._measured += float(outcome["seconds"])
-            self._count(task)
-            self._say(self._standing(name, float(outcome["seconds"])))
+            self._count_finished(task)
+            self._notify(self._summary(name, float(outcome["seconds"])))
             return
         why = str(error or "it left no run folder")
         if outcome.get("lost"):
             del self._lanes[name]
-            self._leave_out(name, why)
+            self._reject(name, why)
             self._queue.appendleft(task)  # does not count as a failure of the group
             return
-        self._failed(lane, task, why)
+        self._retry_or_give_up(lane, task, why)
 
-    def _failed(self, lane: _Lane, task: _Task, why: str) -> None:
+    def _retry_or_give_up(self, lane: _Lane, task: _Task, why: str) -> None:
         """Put a failed group at the end of the queue, or give it up after TRIES failures."""
         name = lane.description["lane"]
         lane.failed.append(task.group.group)
@@ -323,19 +325,19 @@ class CampaignScheduler:
         if len(set(lane.failed)) >= LANE_TRIES and name in self._lanes:
             # different groups failed there, so the lane is at fault: forget its failures
             del self._lanes[name]
-            self._leave_out(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
+            self._reject(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
             busy = (other.task for other in self._busy() if other.task)
             for waiting in (task, *self._queue, *busy):
                 kept = [text for text in waiting.errors if not text.startswith(f"{name}: ")]
                 waiting.errors[:] = kept
         if len(task.errors) < TRIES:
-            self._say(f"{name}: group {task.group.group} failed, and is tried again: {why}")
+            self._notify(f"{name}: group {task.group.group} failed, and is tried again: {why}")
             self._queue.append(task)
             return
         words = f"the group failed {TRIES} times; the last time: {task.errors[-1]}"
-        self._say(f"group {task.group.group} is given up: {words}")
+        self._notify(f"group {task.group.group} is given up: {words}")
         fail_group(task.loaded.folder, _spec(task), words)
-        self._count(task)
+        self._count_finished(task)
 
     def _require_lanes(self) -> None:
         """Warn about GPU classes without a lane.
@@ -343,19 +345,23 @@ class CampaignScheduler:
         Raise CaptureError if no remaining group has a lane.
         """
         waiting = {task.loaded.campaign.gpu: task for task in self._queue}
-        without = {gpu for gpu, task in waiting.items() if not self._fitting(task)}
+        without = {gpu for gpu, task in waiting.items() if not self._suitable(task)}
         if self._busy() or without < waiting.keys() or not waiting:
-            self._seen = time.monotonic()
+            self._suitable_at = time.monotonic()
         # lanes that disappeared may come back, rejected ones do not
-        patience_s = LANES_S if self._some_left or self._lanes or not self._out else 0.0
-        over = time.monotonic() - self._seen > patience_s
-        for gpu in sorted(filter(None, without - self._missed)) if self._lanes or over else ():
-            self._missed.add(gpu)
+        patience_s = LANES_S if self._some_vanished or self._lanes or not self._rejected else 0.0
+        over = time.monotonic() - self._suitable_at > patience_s
+        for gpu in (
+            sorted(filter(None, without - self._classes_without_lane))
+            if self._lanes or over
+            else ()
+        ):
+            self._classes_without_lane.add(gpu)
             count = sum(task.loaded.campaign.gpu == gpu for task in self._queue)
-            self._say(f"warning: no lane is a {gpu}: its {count} group(s) wait for one")
+            self._notify(f"warning: no lane is a {gpu}: its {count} group(s) wait for one")
         if not over or not without:
             return
-        reasons = "; ".join(f"{name}: {why}" for name, why in self._out.items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in self._rejected.items())
         classes = ", ".join(sorted(filter(None, without)))
         raise CaptureError(
             f"no lane is left for {len(self._queue)} group(s){f' of {classes}' if classes else ''}"
@@ -363,16 +369,16 @@ class CampaignScheduler:
             f"profharness capture --resume {self._unfinished()}"
         )
 
-    def _leave_out(self, name: str, why: str) -> None:
-        self._out[name] = why
-        self._say(f"warning: {name} gets no more groups: {why}")
+    def _reject(self, name: str, why: str) -> None:
+        self._rejected[name] = why
+        self._notify(f"warning: {name} gets no more groups: {why}")
 
-    def _count(self, task: _Task) -> None:
+    def _count_finished(self, task: _Task) -> None:
         self._groups_done += 1
         self._done += _steps(task)
         self._on_group(task.folder)
 
-    def _standing(self, name: str, seconds: float) -> str:
+    def _summary(self, name: str, seconds: float) -> str:
         """Describe the progress, and estimate the remaining time from the finished groups."""
         text = f"{name}: {self._groups_done} of {self._groups} groups, {seconds:.1f} s"
         rest = sum(task.group.seconds for task in self._queue)
@@ -392,18 +398,18 @@ class CampaignScheduler:
         if cell is None:
             return
         if row["notice"]:
-            self._say(f"{name}: {row['notice']}")
+            self._notify(f"{name}: {row['notice']}")
             return
         lane.done = row["done"]
         now = Cell(cell.cell, cell.config, cell.backend, row["status"], case=cell.case)
-        self._progress(Step(self._so_far(), self._total, now, row["stage"], lane=name))
+        self._progress(Step(self._finished_cells(), self._total, now, row["stage"], lane=name))
 
-    def _so_far(self) -> int:
+    def _finished_cells(self) -> int:
         return min(self._total, self._done + sum(lane.done for lane in self._busy()))
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         cell = self.campaigns[0].run.cells[0]
-        self._progress(Step(self._so_far(), self._total, cell, "", notice=text))
+        self._progress(Step(self._finished_cells(), self._total, cell, "", notice=text))
 
 
 def _spec(task: _Task) -> Plain:

@@ -51,7 +51,7 @@ from profharness.run import (
     write_plan,
     write_run,
 )
-from profharness.runner.gpu_lock import gpu_held
+from profharness.runner.gpu_lock import gpu_locked
 from profharness.runner.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
 
 LOCK_FILE = ".lock"
@@ -179,10 +179,10 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
     left = left or any(cell.status == "pending" for cell in run.cells)
     if left or (folder / JOURNAL_FILE).exists():
         return None
-    return finished(folder, run)
+    return finished_message(folder, run)
 
 
-def finished(folder: Path, run: Run) -> str:
+def finished_message(folder: Path, run: Run) -> str:
     """Return the message about a run that needs no resuming."""
     return (
         f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result; "
@@ -209,7 +209,7 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
 
     Raise UsageError for unknown names, or if there is no config.
     """
-    _require(configs)
+    _require_configs(configs)
     unique = find_backends(backends)
     # duplicate configs make one cell
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
@@ -223,7 +223,7 @@ def plan_checks(
     configs: Sequence[Config], backends: Sequence[str], cases: Sequence[str], *, grad: bool
 ) -> tuple[Cell, ...]:
     """Return one pending cell per config, case and backend. Raise UsageError for unknown cases."""
-    _require(configs)
+    _require_configs(configs)
     planned = [
         (config, case, backend)
         for config in dict.fromkeys(configs)
@@ -236,7 +236,7 @@ def plan_checks(
     )
 
 
-def _require(configs: Sequence[Config]) -> None:
+def _require_configs(configs: Sequence[Config]) -> None:
     if not configs:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
 
@@ -309,8 +309,8 @@ def _carry_out(
     progress: Progress | None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> RunFolder:
-    python = _python(folder)
-    record = RunRecord(folder, run, progress, _code(folder, run))
+    python = _read_python(folder)
+    record = RunRecord(folder, run, progress, _backend_code(folder, run))
     # save early, so that a killed run can be resumed
     record.save()
     profilers = find_profilers(run.profilers)
@@ -318,12 +318,12 @@ def _carry_out(
     try:
         with (
             interrupts_name(folder),
-            _writes(folder),
+            _folder_writable(folder),
             deferred(),
-            gpu_held(run.protocol.device, record.notify) as inherited,
+            gpu_locked(run.protocol.device, record.notify) as inherited,
         ):
             if inside or not profilers:
-                command = partial(worker_argv, program=_program(folder, run), python=python)
+                command = partial(worker_argv, program=_worker_program(folder, run), python=python)
                 for process in range(run.protocol.processes):
                     run_cells(
                         folder,
@@ -349,7 +349,7 @@ def _carry_out(
 
 
 @contextlib.contextmanager
-def _writes(folder: Path) -> Iterator[None]:
+def _folder_writable(folder: Path) -> Iterator[None]:
     """Convert an OSError of the block into a CaptureError that names the run folder or TMPDIR."""
     try:
         yield
@@ -366,14 +366,14 @@ def interrupts_name(folder: Path) -> Iterator[None]:
         raise Interrupted(folder) from stop
 
 
-def _program(folder: Path, run: Run) -> tuple[str, ...]:
+def _worker_program(folder: Path, run: Run) -> tuple[str, ...]:
     """Return the module of the worker that verifies or benchmarks; none for a capture."""
     if any(cell.case is not None for cell in run.cells):
         return ("profharness.worker.verify",)
     return () if read_plan(folder) is None else ("profharness.worker.bench",)
 
 
-def _python(folder: Path) -> str | None:
+def _read_python(folder: Path) -> str | None:
     """Return the interpreter that a run was started with, or None for this one.
 
     Raise CaptureError if it is gone.
@@ -389,7 +389,7 @@ def _python(folder: Path) -> str | None:
     return python
 
 
-def _code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
+def _backend_code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
     """Return the hashes and commits of the backends, under the keys of the environment."""
     sources = read_sources(folder)
     backends = []

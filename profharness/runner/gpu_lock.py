@@ -15,7 +15,7 @@ from profharness.processes import STEP_S, let_through
 
 
 @contextlib.contextmanager
-def gpu_held(
+def gpu_locked(
     device: str, notify: Callable[[str], None], folder: Path = LOCKS
 ) -> Iterator[tuple[int, ...]]:
     """Hold the lock of the GPU that a worker on this device would use.

@@ -51,7 +51,7 @@ def main() -> None:
     part, error, lost = Path(spec["part"]), None, None
     try:
         make_part(part, spec)
-        _wait_for(part)
+        _wait_for_predecessor(part)
         _carry_on(part)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGTERM)
@@ -59,7 +59,7 @@ def main() -> None:
         error = lost = str(failure)
     except ProfharnessError as failure:
         error = str(failure)
-    if lost is None and (lost := _lost(spec.get("gpu_key"), part, error)):
+    if lost is None and (lost := _lost_gpu(spec.get("gpu_key"), part, error)):
         # results on a failed GPU say nothing about the cells
         shutil.rmtree(part, ignore_errors=True)
         error = lost
@@ -131,7 +131,7 @@ def results_in(part: Path) -> int:
     return -1
 
 
-def _wait_for(part: Path) -> None:
+def _wait_for_predecessor(part: Path) -> None:
     """Wait while a lane that was just killed still ends what it ran."""
     deadline = time.monotonic() + LEAVING_S
     while time.monotonic() < deadline:
@@ -141,7 +141,7 @@ def _wait_for(part: Path) -> None:
         time.sleep(QUIET_S)
 
 
-def _lost(gpu_key: str | None, part: Path, error: str | None) -> str | None:
+def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
     """Return why the lane's GPU is unusable, if a cell failed and the GPU does not answer."""
     if gpu_key is None:
         return None

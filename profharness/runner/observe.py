@@ -68,8 +68,8 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     profilers = () if options.profiler == "none" else (options.profiler,)
     run = new_run(OBSERVE, NOT_CAPTURED, (), profilers, options.note)
     folder = write_folder(options.out, run, ())
-    told = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
-    (folder / OPTIONS_FILE).write_text(json.dumps(told), encoding="utf-8")
+    shared = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
+    (folder / OPTIONS_FILE).write_text(json.dumps(shared), encoding="utf-8")
     environment = program_environment(os.environ, folder)
     report = folder / "nsys-1.nsys-rep"
     try:
@@ -88,7 +88,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
         return Observed(folder, run, code, why, reported)
     problems = _export(report, tools[NSYS].path) if tools else ()
     problems = (*problems, *_window_problems(folder, options))
-    return Observed(folder, finished(folder, replace(run, problems=problems)), code)
+    return Observed(folder, write_observed_run(folder, replace(run, problems=problems)), code)
 
 
 def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -124,7 +124,7 @@ def with_own_environment(
     return ["env", *unset, *(f"{name}={own[name]}" for name in changed if name in own), *argv]
 
 
-def finished(folder: Path, run: Run) -> Run:
+def write_observed_run(folder: Path, run: Run) -> Run:
     """Add traces and environment to the run, write it, and return it."""
     traces = [TraceFile(TORCH, path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
     traces += [TraceFile(NSYS, path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]

@@ -214,7 +214,7 @@ class WorkerProcess:
         """Return the time in seconds on a clock that stops while the worker is stopped."""
         return time.monotonic() - (self.process.paused_s if self.process else 0.0)
 
-    def take(self) -> None:
+    def read_journal(self) -> None:
         """Process the journal entries written since the last call."""
         for entry in self.journal.entries():
             if entry.event == "environment":
@@ -250,10 +250,10 @@ class WorkerProcess:
         cell = self.pending.pop(str(self.cell))
         if self.returncode is None:
             status = "timeout"
-            message = f"no answer during {_phase(self.stage)}; the worker was ended (see --timeout)"
+            message = f"no answer during {_describe_stage(self.stage)}; the worker was ended (see --timeout)"
         else:
             status, tail = "crashed", self._stderr_tail()
-            message = f"the worker died during {_phase(self.stage)}: {_how(self.returncode)}"
+            message = f"the worker died during {_describe_stage(self.stage)}: {_describe_exit(self.returncode)}"
             message += f"; its last words: {tail}" if tail else ""
         result = replace(cell, status=status, message=message)
         entry = JournalEntry("end", cell=cell.cell, result=result)
@@ -262,7 +262,11 @@ class WorkerProcess:
 
     def failure(self) -> CaptureError:
         """Return the error of a worker that did not start."""
-        how = "it gave no sign of life" if self.returncode is None else _how(self.returncode)
+        how = (
+            "it gave no sign of life"
+            if self.returncode is None
+            else _describe_exit(self.returncode)
+        )
         tail = self._stderr_tail()
         return CaptureError(
             f"the worker process did not start ({how}){f': {tail}' if tail else ''}; {self.remedy}"
@@ -272,7 +276,7 @@ class WorkerProcess:
         """Wait for the process. Return its exit code, or None if it takes too long."""
         timeout_s = self.protocol.timeout_s
         while not has_ended(process):
-            self.take()
+            self.read_journal()
             let_through()
             limit = timeout_s if self.cell is not None else max(START_TIMEOUT_S, timeout_s)
             if self._now() - self.since > limit:
@@ -333,12 +337,12 @@ class WorkerProcess:
         return " / ".join(lines[-2:])[:500]
 
 
-def _phase(stage: str) -> str:
+def _describe_stage(stage: str) -> str:
     """Describe a stage in a sentence. Plain Python is not compiled, but loaded and called too."""
     return {"compile": "loading, compiling or the first call"}.get(stage, stage)
 
 
-def _how(returncode: int) -> str:
+def _describe_exit(returncode: int) -> str:
     number = -returncode if returncode < 0 else returncode - 128  # shells and nsys return 128 + n
     try:
         return signal.Signals(number).name
@@ -381,7 +385,7 @@ def run_cells(
                 start.run(command(folder))
             finally:
                 # entries may have been written since the last poll
-                start.take()
+                start.read_journal()
                 if not start.at_once:
                     on_outcome(start.close())
         finally:
@@ -413,7 +417,7 @@ def worker_environment(
     if python is not None:
         start.remedy = f"try `{shlex.quote(python)} -c 'import torch'`"
     start.run(worker_argv(folder, python=python))
-    start.take()
+    start.read_journal()
     if not entries or entries[0].environment is None:
         raise start.failure()
     return entries[0].environment
@@ -487,10 +491,10 @@ class RunRecord:
     def add_entry(self, entry: JournalEntry) -> None:
         """Process one journal entry."""
         if entry.environment is not None:
-            self._environment(entry.environment)
+            self._add_environment(entry.environment)
             return
         if entry.problem is not None:
-            self._disturbed(entry.problem)
+            self._add_disturbance(entry.problem)
             return
         profiler, finished, total = self._pass
         cell = self._cells[str(entry.cell)]
@@ -498,7 +502,7 @@ class RunRecord:
         result = entry.result
         if result is not None:
             if result.case is not None:
-                result = _checked(result, str(self.run.environment.get("device_type", "cpu")))
+                result = _resolve_check(result, str(self.run.environment.get("device_type", "cpu")))
             else:  # if the cell ended its worker, the result has the config as requested
                 result = replace(result, config=cell.config)
             if profiler is None or cell.status == "pending":
@@ -523,7 +527,7 @@ class RunRecord:
             return 0
         return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes
 
-    def _disturbed(self, problem: Problem) -> None:
+    def _add_disturbance(self, problem: Problem) -> None:
         """Record a possible disturbance of the times once, with a warning."""
         if problem not in self.problems:
             self.problems.append(problem)
@@ -563,7 +567,7 @@ class RunRecord:
         if outcome != Outcome():
             self.save()
 
-    def _environment(self, environment: dict[str, Any]) -> None:
+    def _add_environment(self, environment: dict[str, Any]) -> None:
         device = str(environment.get("device_type", "cpu"))
         self._cells = {
             name: replace(cell, config=cell.config.resolve(device))
@@ -582,7 +586,7 @@ class RunRecord:
         self._saved = time.monotonic()
 
 
-def _checked(result: Cell, device: str) -> Cell:
+def _resolve_check(result: Cell, device: str) -> Cell:
     """Resolve the dtypes of a verified cell. A worker that died or hung failed its check."""
     resolved = parse_config(result.asked or result.config.label).resolve(device).label
     checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)

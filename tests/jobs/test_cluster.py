@@ -156,7 +156,7 @@ def config_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the campaign's folder from the lanes, so that finished groups come back packed."""
-    monkeypatch.setattr(Cluster, "_seen", lambda *_: str(tmp_path / "nowhere"))
+    monkeypatch.setattr(Cluster, "_campaign_file", lambda *_: str(tmp_path / "nowhere"))
 
 
 def test_lanes_describe_themselves(hosts: Hosts) -> None:
@@ -220,7 +220,7 @@ def test_hanging_worker_blocks_no_other_lane(
     mark, hanging = tmp_path / "hangs", hosts.workers[1]
     # a worker that does not even describe itself; the scheduler answers, however late
     monkeypatch.setattr(clusters, "time", Clock(mark))
-    monkeypatch.setattr(clusters, "_timely", lambda call: call())
+    monkeypatch.setattr(clusters, "_with_timeout", lambda call: call())
     hanging.send_signal(signal.SIGSTOP)
     mark.write_text(str(hanging.pid))
     with contextlib.closing(Cluster(hosts.url)) as cluster:

@@ -18,7 +18,7 @@ from profharness.answers.diff.result import environment_changes
 from profharness.environment import VisibleGpu, gpu_name, gpu_present, visible_gpus
 from profharness.errors import UsageError
 from profharness.files import locked_now, opened_to_lock
-from profharness.jobs.local import gpu_cores, local_lanes, parse_cores, shared_out
+from profharness.jobs.local import gpu_cores, local_lanes, parse_cores, split_cores
 from profharness.runner import gpu_lock
 
 
@@ -133,10 +133,10 @@ def test_parse_cores_reads_the_format_of_the_kernel() -> None:
 
 def test_lanes_split_the_cores_that_they_have_in_common() -> None:
     low, high = list(range(8)), list(range(8, 16))
-    assert shared_out([low, low, high], 2) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert shared_out([[0, 1, 2], [0, 1, 2]], 2) == [[], []]
-    assert shared_out([[0, 1], [0, 1]], 1) == [[0], [1]]
-    assert shared_out([], 1) == []
+    assert split_cores([low, low, high], 2) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert split_cores([[0, 1, 2], [0, 1, 2]], 2) == [[], []]
+    assert split_cores([[0, 1], [0, 1]], 1) == [[0], [1]]
+    assert split_cores([], 1) == []
 
 
 def test_lane_gets_whole_cores_close_to_its_gpu(
@@ -167,11 +167,11 @@ def test_second_process_waits_for_the_gpu_with_a_notice(
     held = threading.Event()
 
     def second() -> None:
-        with gpu_lock.gpu_held("auto", said.append, tmp_path) as inherited:
+        with gpu_lock.gpu_locked("auto", said.append, tmp_path) as inherited:
             assert len(inherited) == 1
             held.set()
 
-    with gpu_lock.gpu_held("cuda", said.append, tmp_path):
+    with gpu_lock.gpu_locked("cuda", said.append, tmp_path):
         waiting = threading.Thread(target=second)
         waiting.start()
         until(lambda: said)
@@ -187,7 +187,7 @@ def test_child_that_outlives_its_parent_keeps_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
-    with gpu_lock.gpu_held("cuda", str, tmp_path) as (descriptor,):
+    with gpu_lock.gpu_locked("cuda", str, tmp_path) as (descriptor,):
         inherited = os.dup(descriptor)
     other = opened_to_lock(gpu_lock.lock_file(GPU, tmp_path))
     assert other is not None
@@ -199,10 +199,10 @@ def test_child_that_outlives_its_parent_keeps_the_lock(
 
 def test_no_lock_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
-    with gpu_lock.gpu_held("cpu", str, tmp_path) as inherited:
+    with gpu_lock.gpu_locked("cpu", str, tmp_path) as inherited:
         assert inherited == ()
     monkeypatch.setattr(gpu_lock, "visible_gpus", tuple)
-    with gpu_lock.gpu_held("auto", str, tmp_path) as inherited:
+    with gpu_lock.gpu_locked("auto", str, tmp_path) as inherited:
         assert inherited == ()
     assert list(tmp_path.iterdir()) == []
 
