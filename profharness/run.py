@@ -209,7 +209,7 @@ def write_run(folder: Path, run: Run) -> None:
 def unwritable(folder: Path, why: str | None) -> UnwritableError:
     """Return the error for a run folder that cannot be written to."""
     return UnwritableError(
-        f"{folder}: cannot be written to: {why}; mend that, then go on with what is kept: "
+        f"{folder}: cannot be written to: {why}; fix that, then resume the run: "
         f"profharness capture --resume {shlex.quote(str(folder))}"
     )
 
@@ -520,7 +520,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else tuple(given)
     names = tuple(name.strip() for text in texts for name in text.split(","))
     if not all(map(class_word, names)):
-        raise UsageError(f"--gpu {','.join(texts)!r}: a class has no name; say them as H100,H200")
+        raise UsageError(f"--gpu {','.join(texts)!r}: a class has no name; write H100,H200")
     return names
 
 

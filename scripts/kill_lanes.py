@@ -174,10 +174,13 @@ class Trial:
         client = self.first()
         faults: list[str] = []
         begin = time.monotonic()
-        while client.poll() is None and time.monotonic() - begin < PATIENCE_S:
+        while len(self.killed) < kills and time.monotonic() - begin < PATIENCE_S:
+            if client.poll() is not None:
+                if self.run_folder() is not None:
+                    break
+                # a kill ended the probe of the workers' interpreter: nothing was planned yet
+                client = self.first()
             time.sleep(self.random.uniform(0.0, 1.2))
-            if len(self.killed) >= kills:
-                break
             before = len(self.killed)
             client_killed = self.kill_one(client)
             if not self.torch and len(self.killed) > before:
@@ -191,7 +194,6 @@ class Trial:
         if not self.torch:
             (self.place / "permits").rename(self.place / "unused permits")
         if client.wait(PATIENCE_S) and self.run_folder() is None:
-            # killed while it probed the interpreter of the workers: nothing was planned yet
             client = self.first()
         elif client.returncode and self.gave_up_lanes():
             client = self.start("--resume", "latest")

@@ -264,14 +264,14 @@ def check_address(url: str, *, insecure: bool) -> None:
     try:
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise UsageError(f"--scheduler {url}: {error}; say host and port, {EXAMPLE}") from None
+        raise UsageError(f"--scheduler {url}: {error}; give host and port, {EXAMPLE}") from None
     # Dask would resolve all of user@host as a host name
     if parts.scheme not in ("tls", "tcp") or not host or port is None or "@" in parts.netloc:
-        raise UsageError(f"--scheduler {url}: say host and port, {EXAMPLE}")
+        raise UsageError(f"--scheduler {url}: give host and port, {EXAMPLE}")
     if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
         raise UsageError(
             f"--scheduler {url}: whoever reaches that port can run programs on the lanes; use tls://, "
-            "for which docs/scale.md says how to make the certificates, or say --insecure"
+            "for which docs/scale.md shows how to make the certificates, or pass --insecure"
         )
 
 
@@ -289,7 +289,7 @@ def _connect(url: str) -> Client:
         if missing:
             raise UsageError(
                 f"--scheduler {url}: Dask's configuration names no certificate: set "
-                f"{', '.join(missing)}; docs/scale.md says how to make one"
+                f"{', '.join(missing)}; docs/scale.md shows how to make one"
             )
     # it logs tracebacks about connections, which are raised as errors below
     for name in ("distributed", "distributed.client"):

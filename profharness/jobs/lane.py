@@ -167,8 +167,8 @@ def _in_child(
     if outcome is None:
         how = child.wait()
         name = signal.Signals(-how).name if how < 0 else f"exit code {how}"
-        tail = f"; its last words: {' / '.join(words.splitlines()[-2:])}" if words else ""
-        outcome = {"error": f"what ran the group died: {name}{tail}", "lost": None}
+        tail = f"; its last output: {' / '.join(words.splitlines()[-2:])}" if words else ""
+        outcome = {"error": f"the process of the group died: {name}{tail}", "lost": None}
     return outcome
 
 

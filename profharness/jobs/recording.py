@@ -318,7 +318,7 @@ def find_source(text: str, store: Path) -> Path:
         run = opened.resolve(text)
         source = next(Path(row.path) for row in opened.runs() if row.run == run)
     if not source.exists():
-        raise NotFoundError(f"run {run} was taken in from {source}, which is gone")
+        raise NotFoundError(f"run {run} was ingested from {source}, which no longer exists")
     return source
 
 

@@ -58,11 +58,15 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
         part.mkdir(parents=True)
         _extract(data, part)
         if content_hash(part) != expected:
-            raise CaptureError(f"{folder.name}: what the lane sent has another hash than it said")
+            raise CaptureError(
+                f"{folder.name}: the archive sent by the lane does not match its hash"
+            )
         read_run(part)
         return publish(part, folder)
     except (tarfile.TarError, TraceFormatError) as error:
-        raise CaptureError(f"{folder}: what the lane sent is no run folder: {error}") from None
+        raise CaptureError(
+            f"{folder}: the archive sent by the lane is no run folder: {error}"
+        ) from None
     except OSError as error:
         # name the campaign's folder, which the user can resume
         raise unwritable(folder.parent.parent, f"{folder.name}: {error.strerror}") from None
@@ -78,13 +82,15 @@ def _extract(data: bytes, part: Path) -> None:
             # `_files` skips hidden names, so the hash does not cover them
             hidden = any(part.startswith(".") for part in name.parts)
             if not plain or name.is_absolute() or hidden or not name.parts:
-                raise CaptureError(f"what the lane sent holds {member.name!r}, which is refused")
+                raise CaptureError(
+                    f"the archive sent by the lane contains {member.name!r}, which is refused"
+                )
             path = part.joinpath(*name.parts)
             path.parent.mkdir(parents=True, exist_ok=True)
             content = archive.extractfile(member)
             assert content is not None
             if path.exists():
-                raise CaptureError(f"what the lane sent holds {member.name!r} twice")
+                raise CaptureError(f"the archive sent by the lane contains {member.name!r} twice")
             with content, path.open("xb") as file:
                 shutil.copyfileobj(content, file, BLOCK)
 

@@ -211,8 +211,8 @@ class CampaignScheduler:
                         raise Interrupted(self._unfinished()) from stop
                     feeding = False
                     self._notify(
-                        f"no new group is begun; {len(self._busy())} of them end first, Ctrl-C once "
-                        "more ends them now"
+                        f"no new group starts; waiting for {len(self._busy())} running group(s), "
+                        "Ctrl-C again ends them now"
                     )
         finally:
             self._end_all()
@@ -358,14 +358,14 @@ class CampaignScheduler:
         ):
             self._classes_without_lane.add(gpu)
             count = sum(task.loaded.campaign.gpu == gpu for task in self._queue)
-            self._notify(f"warning: no lane is a {gpu}: its {count} group(s) wait for one")
+            self._notify(f"warning: no lane has a {gpu}: {count} group(s) are waiting for one")
         if not over or not without:
             return
         reasons = "; ".join(f"{name}: {why}" for name, why in self._rejected.items())
         classes = ", ".join(sorted(filter(None, without)))
         raise CaptureError(
             f"no lane is left for {len(self._queue)} group(s){f' of {classes}' if classes else ''}"
-            f"{f' ({reasons})' if reasons else ''}; what is done is kept, go on with: "
+            f"{f' ({reasons})' if reasons else ''}; finished groups are kept, resume with: "
             f"profharness capture --resume {self._unfinished()}"
         )
 

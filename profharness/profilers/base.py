@@ -166,7 +166,7 @@ def quoted(text: str) -> str:
     tail = " / ".join(lines[-LAST_LINES:])
     if len(tail) > LAST_CHARACTERS:
         tail = "…" + tail[-LAST_CHARACTERS:]
-    return f"; it said: {tail}" if tail else ""
+    return f"; its output: {tail}" if tail else ""
 
 
 def how_ended(returncode: int) -> str:

@@ -135,7 +135,7 @@ RULES = Rules(
         Rule(
             "unknown_set",
             r"No metrics to collect found in sections",
-            "the set or sections asked for hold no metrics",
+            "the requested set or sections contain no metrics",
             "`ncu --list-sets` and `ncu --list-sections` list them",
         ),
         Rule(
@@ -178,7 +178,7 @@ RULES = Rules(
             "target_failed",
             r"^==ERROR== The application returned an error code \((?P<exit>\d+)\)",
             "the profiled program ended with code {exit} before ncu wrote {report}",
-            "run the program without ncu and mend it first",
+            "run the program without ncu and fix it first",
             quoted=True,
             written=False,
         ),

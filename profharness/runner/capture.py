@@ -172,9 +172,11 @@ def carry_on(folder: Path, progress: Progress | None = None) -> None:
 def why_not_resumed(folder: Path, run: Run) -> str | None:
     """Return why a run cannot be resumed, or None if it can. Ignore the lock of its folder."""
     if any(cell.case is not None for cell in run.cells):
-        return f"run {run.run} is one of `profharness verify`, which begins anew each time"
+        return (
+            f"run {run.run} is one of `profharness verify`, which always starts from the beginning"
+        )
     if run.kind == OBSERVE:
-        return f"run {run.run} is one of `profharness observe`, which runs the program anew"
+        return f"run {run.run} is one of `profharness observe`, which always runs the whole program"
     left = any(problem.profiler != GPU for problem in run.problems)
     left = left or any(cell.status == "pending" for cell in run.cells)
     if left or (folder / JOURNAL_FILE).exists():
@@ -238,7 +240,7 @@ def plan_checks(
 
 def _require_configs(configs: Sequence[Config]) -> None:
     if not configs:
-        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+        raise UsageError("no config: pass --config 2,8,512,64 (or --configs FILE)")
 
 
 def new_run(

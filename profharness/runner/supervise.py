@@ -236,7 +236,7 @@ class WorkerProcess:
             return entry
         text = f"stopped (Ctrl-Z) for {paused_s - self.reported_s:.1f} s while it was measured"
         self.reported_s = paused_s
-        warnings = (*entry.result.warnings, f"{text}: a sample may hold that time")
+        warnings = (*entry.result.warnings, f"{text}: a sample may include that time")
         return replace(entry, result=replace(entry.result, warnings=warnings))
 
     def close(self) -> Outcome:
@@ -254,7 +254,7 @@ class WorkerProcess:
         else:
             status, tail = "crashed", self._stderr_tail()
             message = f"the worker died during {_describe_stage(self.stage)}: {_describe_exit(self.returncode)}"
-            message += f"; its last words: {tail}" if tail else ""
+            message += f"; its last output: {tail}" if tail else ""
         result = replace(cell, status=status, message=message)
         entry = JournalEntry("end", cell=cell.cell, result=result)
         self.journal.append(entry)

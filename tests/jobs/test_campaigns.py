@@ -181,7 +181,7 @@ def test_interrupt_lets_groups_end_and_campaign_resumes(tmp_path: Path) -> None:
     os.killpg(client.pid, signal.SIGINT)
     assert client.wait() == 130
     assert trial.orphans() == {}
-    assert "no new group is begun" in trial.log()
+    assert "no new group starts" in trial.log()
     assert "--resume" in trial.log()
     folder = trial.run_folder()
     assert folder is not None
@@ -455,7 +455,7 @@ def test_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         made.carry_out()
     assert lanes.ended == ["a"]
-    assert any("Ctrl-C once more" in text for text in said)
+    assert any("Ctrl-C again" in text for text in said)
     assert not group_folder(made.campaigns[0].folder, "g0").exists()
 
 

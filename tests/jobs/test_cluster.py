@@ -363,10 +363,10 @@ def test_different_lanes_are_reported() -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("tls://head", "say host and port"),
-        ("tls://head:x", "say host and port"),
-        ("http://head:8786", "say host and port"),
-        ("tcp://x@localhost:8786", "say host and port"),
+        ("tls://head", "give host and port"),
+        ("tls://head:x", "give host and port"),
+        ("http://head:8786", "give host and port"),
+        ("tcp://x@localhost:8786", "give host and port"),
         ("tcp://head:8786", "--insecure"),
         ("tcp://10.0.0.7:8786", "--insecure"),
     ],

@@ -138,7 +138,7 @@ def sabotaged(job, bench, stage):
     if seq == 5: {HANG}
     if seq == 6:
         os.fork() or time.sleep(3600)
-        sys.stderr.write("the last words\\n"); sys.stderr.flush(); os._exit(3)
+        sys.stderr.write("the last output\\n"); sys.stderr.flush(); os._exit(3)
     if seq == 7: raise failing.DeadContextError(failing.failure(job, bench, [], RuntimeError("CUDA error: dead")))
     return run_cell(job, bench, stage)
 cell.run_cell = sabotaged
@@ -182,7 +182,7 @@ def test_cell_that_kills_its_process_costs_no_other_cell(tmp_path: Path) -> None
     assert "during sabotage" in str(ends["c3"].message)
     assert "SIGABRT" in str(ends["c4"].message)
     assert "--timeout" in str(ends["c5"].message)
-    assert "the last words" in str(ends["c6"].message)
+    assert "the last output" in str(ends["c6"].message)
     left = [
         int(path.name)
         for path in Path("/proc").iterdir()
