@@ -36,7 +36,7 @@ LAST_WORDS = 500
 ENDED_S = 2.0
 
 Plain = dict[str, Any]
-_children: set[subprocess.Popen[bytes]] = set()  # running groups for this process
+_children: set[subprocess.Popen[bytes]] = set()  # that run groups
 
 
 def describe_lane(uuid: str | None = None) -> Plain:

@@ -153,9 +153,8 @@ class CampaignScheduler:
         self._rejected: dict[str, str] = {}  # lane -> why it gets no groups
         self._warned: set[str] = set()
         self._some_vanished = False  # whether a lane has disappeared
-        self._classes_without_lane: set[str | None] = (
-            set()
-        )  # GPU classes already reported as having no lane
+        # GPU classes already reported as having no lane
+        self._classes_without_lane: set[str | None] = set()
         self._groups = sum(len(loaded.campaign.groups) for loaded in self.campaigns)
         self._groups_done = self._groups - len(self._queue)
         self._total = sum(
