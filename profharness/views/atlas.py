@@ -1,4 +1,4 @@
-"""The view of `profharness atlas list`."""
+"""Show the answer of `atlas list`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 def atlas_document(entries: Sequence[Entry]) -> Document:
-    """A row an atlas."""
+    """Return the document of `atlas list`: one row per atlas."""
     records = tuple(map(entry_record, entries))
     table = Table.of(COLUMNS, records)
     note = Note("none; `profharness atlas add FILE` takes one")

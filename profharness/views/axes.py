@@ -1,6 +1,4 @@
-"""The axes of a bench as blocks: a statement and charts for each sweep, dtype against dtype, and peak
-memory over the length.
-"""
+"""Show the sweeps of a benchmark: statements, charts, dtype pairs, and peak memory over length."""
 
 from __future__ import annotations
 
@@ -23,13 +21,15 @@ from profharness.answers.bench.evaluation import BenchResult
 from profharness.config import parse_config
 from profharness.views.document import Block, Chart, Heading, Mark, Note
 
-SHOWN_SWEEPS = 4  # of an axis: statements and charts, the longest first
+SHOWN_SWEEPS = 4
+"""Statements and charts per axis, the longest sweeps first."""
 SHOWN_MARKS = 5
-SHOWN_PAIRS = 24  # rows of the chart of dtypes
+SHOWN_PAIRS = 24
+"""Rows of the chart of dtypes."""
 
 
 def axis_blocks(answer: BenchResult) -> Iterator[Block]:
-    """What happens along each axis, in a sentence or two a sweep, and dtype against dtype."""
+    """Yield statements on each sweep and on pairs of dtypes."""
     if not answer.sweeps and not answer.dtypes:
         return
     yield Heading("Along each axis", "configs that differ in it alone")
@@ -48,7 +48,7 @@ def axis_blocks(answer: BenchResult) -> Iterator[Block]:
 
 
 def axis_charts(answer: BenchResult) -> Iterator[Chart]:
-    """Peak memory over the length, and dtypes side by side; latency and rates are `sweep_charts`."""
+    """Yield charts of peak memory over length, and of dtypes side by side."""
     memory = [
         {
             "label": row.config,
@@ -87,8 +87,10 @@ def sweep_charts(
     found: Sequence[Sweep] = (),
     events: Collection[str] = (),
 ) -> list[Chart]:
-    """Lines over each axis, one chart for each sweep; rows have `label`, a config's, `backend` and the
-    unit. events: which kinds of them in found are marked.
+    """Return a chart of lines for each sweep over each axis.
+
+    Rows contain `label` (of the config), `backend` and a value under the key `unit`. Events in
+    `found` whose kind is in `events` are marked.
     """
     charts = []
     for axis in axes:

@@ -1,4 +1,5 @@
-"""Charts to SVG and PNG through Vega-Altair and vl-convert, without a browser or a network.
+"""Draw charts as SVG and PNG with Vega-Altair and vl-convert, without a browser or a network.
+
 Importing this module raises MissingExtraError without the extra `report`.
 """
 
@@ -17,8 +18,8 @@ from typing import Any
 from profharness.errors import MissingExtraError, one_line
 from profharness.views.document import Chart
 
-# Altair brings in jsonschema, which would compile a grammar of IRIs for 2 seconds where that
-# optional package happens to be installed; no format is checked here.
+# Altair imports jsonschema, which compiles a grammar of IRIs for 2 seconds if this optional package
+# is installed. No format is checked here.
 _SLOW = "rfc3987_syntax"
 _HIDDEN = _SLOW not in sys.modules
 if _HIDDEN:
@@ -33,8 +34,8 @@ finally:
     if _HIDDEN:
         del sys.modules[_SLOW]
 
-# Each has a contrast of at least 3 to 1 on the light and on the dark background (a test holds it);
-# hues after Okabe and Ito, which stay apart for the colour-blind.
+# Each colour has a contrast of at least 3 to 1 on the light and on the dark background (tested).
+# The hues are those of Okabe and Ito, which people with colour blindness can distinguish.
 PALETTE = ("#0080c8", "#d55e00", "#008f68", "#b0609a", "#a37700", "#5d7fd0", "#c04848", "#777777")
 BLUE, ORANGE, GREEN, PURPLE, BROWN, INDIGO, RED, GREY = PALETTE
 SHAPES = (
@@ -68,15 +69,15 @@ STYLES = {
 OTHER_STYLES = tuple(
     style for style in itertools.product(PALETTE, SHAPES) if style not in STYLES.values()
 )
-OF_BACKENDS = ("lines", "dots", "roofline")  # the kinds of chart whose series are backends
+OF_BACKENDS = ("lines", "dots", "roofline")  # kinds whose series are backends
 LIGHT, DARK = ("#ffffff", "#1b1b1b"), ("#14171c", "#e4e6ea")  # background and ink of each theme
-DATA = alt.NamedData(name="rows")  # put in at the end: Altair copies what it holds dozens of times
-INK = "#0a0b0c"  # stands for the ink of the page until the SVG is finished
+DATA = alt.NamedData(name="rows")  # inserted last: Altair copies its data dozens of times
+INK = "#0a0b0c"  # placeholder for the text colour of the page
 WIDTH = 620
-LINES_HEIGHT, LANE = 340, 15  # pixels of `lines`, and of a line of text in it
-STEP = 22  # pixels a row of a chart with labels
+LINES_HEIGHT, LANE = 340, 15  # heights of `lines` and of a line of text in it, in pixels
+STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL = 320
-# of the same widths, so that text takes the room that it was given when it is shown
+# fonts of the same widths, so that the text fits where it was measured
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 _THEME_STYLE = (
     f"<style>svg{{color:{LIGHT[1]};background:{LIGHT[0]}}}"
@@ -88,7 +89,7 @@ _CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
 
 
 def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
-    """The chart as Altair knows it."""
+    """Convert a chart to an Altair chart."""
     chart = _printable(chart)
     drawn = DRAWERS[chart.kind](chart)
     return drawn.properties(title=chart.title).configure(
@@ -110,7 +111,7 @@ def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
 
 
 def chart_spec(chart: Chart) -> dict[str, Any]:
-    """The chart as Vega-Lite takes it, its rows in it. Nothing is validated: tests do that."""
+    """Convert a chart to a Vega-Lite specification with its rows. It is validated in tests only."""
     with debug_mode(False):
         spec: dict[str, Any] = altair_chart(chart).to_dict(validate=False)
     spec.setdefault("datasets", {})[DATA.name] = _rows(_printable(chart))
@@ -118,10 +119,12 @@ def chart_spec(chart: Chart) -> dict[str, Any]:
 
 
 def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
-    """The chart as one `<svg>` element with a `<title>` a mark. number keeps the ids of several
-    charts apart. alone: a file whose colours follow the reader's theme.
+    """Draw a chart as one `<svg>` element with a `<title>` per mark.
+
+    `number` makes the ids of several charts on one page distinct. With `alone`, the result is a
+    file whose colours follow the theme of the reader.
     """
-    # no address is allowed: a chart needs nothing from the network
+    # no URL is allowed: a chart needs nothing from the network
     svg = str(vl_convert.vegalite_to_svg(chart_spec(chart), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
     svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
@@ -133,15 +136,15 @@ def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
 
 
 def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
-    """The chart as a PNG on the light background."""
+    """Draw a chart as PNG on the light background."""
     spec = chart_spec(chart)
     spec["config"]["background"] = LIGHT[0]
     return bytes(vl_convert.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
 
 
 def series_colors(names: Sequence[str]) -> list[str]:
-    """A colour for each name, the same for a backend in every chart."""
-    # the colour of a backend that is shown goes to no other series
+    """Return a colour for each name. A backend has the same colour in every chart."""
+    # the colour of a shown backend is not given to another series
     taken = {STYLES[name][0] for name in names if name in STYLES}
     free = [color for color in PALETTE if color not in taken] or PALETTE
     rest = [name for name in names if name not in STYLES]
@@ -150,8 +153,10 @@ def series_colors(names: Sequence[str]) -> list[str]:
 
 
 def backend_styles(names: Sequence[str]) -> list[tuple[str, str]]:
-    """A colour and a shape for each backend, the same in every chart; those of an implementation that
-    STYLES does not have follow from its name. No two in one chart are alike.
+    """Return a colour and a shape for each backend, distinct within a chart.
+
+    They are the same in every chart. Those of a backend that is not in STYLES are derived from its
+    name.
     """
     styles: dict[str, tuple[str, str]] = {}
     for name in names:
@@ -184,7 +189,7 @@ def _printable(chart: Chart) -> Chart:
 
 
 def _rows(chart: Chart) -> list[dict[str, Any]]:
-    """What the marks show, one row each."""
+    """Return one row per mark, with the text that it shows."""
     rows, names = chart.plain_rows(), _names(chart)
     for row in rows:
         row["place"] = names.index(row["series"])
@@ -217,7 +222,7 @@ def _color(chart: Chart) -> Any:
 
 
 def _shape(chart: Chart) -> Any:
-    """A shape a series too, so that colour is not the only thing that tells them apart."""
+    """Encode the series by shape, so that they differ by more than colour."""
     names = _names(chart)
     shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
     if chart.kind in OF_BACKENDS:
@@ -233,8 +238,11 @@ def _log(
     values: Sequence[Any] = (),
     ends: tuple[float, float] | None = None,
 ) -> Any:
-    """A logarithmic axis; values: the only places with a tick; ends: just from here to there."""
-    # a unit that has a prefix (µs, TFLOP/s) takes no second one
+    """Return a logarithmic axis.
+
+    `values` are its only ticks, by default all. `ends` limits the axis.
+    """
+    # a unit with a prefix (µs, TFLOP/s) gets no second one
     axis: dict[str, Any] = {"format": "d" if values else "~s" if title == "FLOP/s" else "~g"}
     scale: dict[str, Any] = {"type": "log", "nice": not values and ends is None}
     if values:
@@ -251,8 +259,8 @@ def _rows_axis(chart: Chart) -> Any:
 
 
 def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
-    """Marks of the series' colours and shapes: outlines, the first series' the largest, so that marks
-    at one place show inside each other.
+    """Return outlined marks, the largest for the first series, so that marks at one place show
+    inside each other.
     """
     parts = [
         part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + 50 * behind)
@@ -263,7 +271,7 @@ def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
 
 
 def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
-    """The part of each series in the order in which they are drawn, and how many come after it."""
+    """Return the layer of each series in drawing order, with the number of series above it."""
     count = len(_names(chart))
     return [
         (base.transform_filter(f"datum.place == {place}"), count - 1 - place)
@@ -272,7 +280,7 @@ def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
 
 
 def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
-    """A line from low to high along an axis through each mark that has them."""
+    """Return lines from low to high along an axis, for the marks that have both."""
     if all(row["low"] is None for row in chart.plain_rows()):
         return []
     ends = {axis: "low:Q", f"{axis}2": "high:Q"}
@@ -285,7 +293,7 @@ def _lines(chart: Chart) -> Any:
     shown = places if len(places) <= 12 else ()
     axes = {"x": _log("X", "x", chart.x_title, values=shown), "y": _y_axis(chart)}
     base = alt.Chart(DATA).encode(**axes, color=_color(chart))
-    # what lies below shows in the gaps of what lies above
+    # lower lines show in the gaps of upper ones
     lines = [
         part.mark_line(aria=False, strokeDash=[8, 4 * place])
         for place, (part, _) in enumerate(_by_series(chart, base))
@@ -300,7 +308,7 @@ def _lines(chart: Chart) -> Any:
 
 
 def _y_axis(chart: Chart) -> Any:
-    """The axis of `lines`, with room above the points for a line of text for each mark."""
+    """Return the y axis of `lines`, with room above the points for the texts of marks."""
     rows = chart.plain_rows()
     if not chart.marks or not rows:
         return _log("Y", "y", chart.y_title)
@@ -311,7 +319,7 @@ def _y_axis(chart: Chart) -> Any:
 
 
 def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[Any]:
-    """A dashed line down from each mark's text; each text has a line of its own, beside its line."""
+    """Yield a dashed line down from the text of each mark. Every text has a row of its own."""
     middle = math.sqrt(places[0] * places[-1]) if places else 0.0
     for number, mark in enumerate(chart.marks):
         top = (number + 0.6) * LANE
@@ -375,8 +383,8 @@ def _map(chart: Chart) -> Any:
 
 
 def by_number(text: str) -> list[tuple[int, str]]:
-    """A sort key that puts 64 before 128, and `d64` before `d128`."""
-    parts = _NUMBER.split(text)  # text and numbers in turns
+    """Return a sort key that puts 64 before 128, and `d64` before `d128`."""
+    parts = _NUMBER.split(text)  # text and numbers alternate
     return [(int(part), "") if n % 2 else (0, part) for n, part in enumerate(parts)]
 
 

@@ -1,4 +1,4 @@
-"""The one table of a device: sizes, clocks, ceilings and ridge points, with the source of each."""
+"""Show the figures of a device: sizes, clocks, limits and ridge points, with the source of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = (
 
 
 def device_blocks(name: str | None, facts: Sequence[DeviceFact]) -> list[Block]:
-    """A section on a device; empty where nothing is known of it."""
+    """Return the section about a device. Empty if nothing is known of it."""
     if not facts:
         return []
     rows = tuple((fact.name, _text(fact.value), fact.unit, fact.source) for fact in facts)
@@ -30,5 +30,5 @@ def _text(value: float | str) -> str:
 
 
 def device_record(name: str | None, facts: Sequence[DeviceFact]) -> dict[str, Any]:
-    """The JSON record of a device."""
+    """Return the JSON record of a device."""
     return {"device": name, "facts": [fact._asdict() for fact in facts]}

@@ -1,4 +1,4 @@
-"""The answers of `doctor` and `backends` as Documents."""
+"""Show the answers of `doctor` and `backends`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ LEVELS = {"missing": "error", "warning": "warning"}
 
 
 def doctor_document(checks: Sequence[Check], lanes: Sequence[Mapping[str, Any]] = ()) -> Document:
-    """One row a check, and the remedies below. JSON has what each lane told of itself too."""
+    """Return the document of `doctor`: one row per check, then remedies. JSON also contains what
+    each lane reported.
+    """
     columns = (
         Column("name", "check"),
         Column("state", "state"),
@@ -36,7 +38,7 @@ def doctor_document(checks: Sequence[Check], lanes: Sequence[Mapping[str, Any]] 
 
 
 def backends_document(states: Sequence[BackendState]) -> Document:
-    """One row a backend, and below it why the others do not run."""
+    """Return the document of `backends`: one row per backend, then why some are unavailable."""
     columns = (
         Column("backend", "backend"),
         Column("runs", "runs here"),

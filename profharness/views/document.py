@@ -1,4 +1,4 @@
-"""A Document: headings, tables, notes, code and charts for people, records for machines."""
+"""Documents: headings, tables, notes, code and charts for people, and records for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import msgspec
 from profharness.columns import Column
 from profharness.errors import one_line
 
-# kind -> what it is; `charts.DRAWERS` has one function for each.
 KINDS: dict[str, str] = {
     "lines": "y over x on two logarithmic axes, a line and a mark a series",
     "dots": "one row a label (y), a mark a series at x on a logarithmic axis",
@@ -21,11 +20,12 @@ KINDS: dict[str, str] = {
     "roofline": "FLOP/s (y) over FLOP per byte (x), logarithmic, below the roofs",
     "dumbbell": "one row a label (y) with two marks (series) at x, joined; logarithmic",
 }
+"""Kinds of charts and what they show. `charts.DRAWERS` contains a function for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """The ceiling of a roofline: bytes a second times intensity, up to FLOP a second."""
+    """The limit of a roofline: bandwidth times intensity, up to the peak rate."""
 
     label: str
     bytes_per_s: float
@@ -34,7 +34,7 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A text at a place of the x axis of `lines`, such as where two lines cross."""
+    """A text at a position on the x axis of `lines`, such as a crossover of two lines."""
 
     x: float
     text: str
@@ -42,26 +42,32 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """kind is a key of KINDS; x, y and series name keys of each row, in the unit of the axis title.
-    low and high name those of an interval (of y in `lines`, of x in `dots`), label that of a text
-    which a mark says; rows may lack these. roofs belong to the kind `roofline`, marks to `lines`. Text formats leave
-    charts out: a table has their figures.
+    """A chart of rows. Text formats omit charts: a table of the document has their figures.
+
+    All names of values below are keys of each row.
     """
 
     kind: str
+    """A key of KINDS."""
     title: str
     rows: tuple[Mapping[str, Any], ...]
     x: str
+    """Name of the x values, in the unit of the axis title."""
     y: str
     series: str
     x_title: str = ""
     y_title: str = ""
     caption: str = ""
     roofs: tuple[Roof, ...] = ()
+    """For the kind `roofline`."""
     low: str = ""
+    """Name of the lower end of an interval: of y in `lines`, of x in `dots`. Rows may lack it."""
     high: str = ""
+    """Name of its upper end."""
     label: str = ""
+    """Name of the text of a mark. Rows may lack it."""
     marks: tuple[Mark, ...] = ()
+    """For the kind `lines`."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -72,8 +78,10 @@ class Chart:
                 raise ValueError(f"a row of chart {self.title!r} has no {', '.join(missing)}")
 
     def plain_rows(self) -> list[dict[str, Any]]:
-        """The rows under names of their own, which no drawing library reads as a path or an
-        expression. low and high are both there or both None.
+        """Return the rows with fixed keys, which no drawing library parses as a path or an
+        expression.
+
+        `low` and `high` are either both numbers or both None.
         """
         plain = []
         for row in self.rows:
@@ -99,16 +107,17 @@ NO_VALUES = (None, "", ())
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A line above what follows it. level 2 opens a section, 3 a part of one."""
+    """A line above the blocks that follow."""
 
     text: str
     detail: str = ""
     level: int = 2
+    """2 for a section, 3 for a part of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of raw values, one a column: durations in ns, sizes in bytes, shares 0 to 1."""
+    """Rows of raw values: times in ns, sizes in bytes, shares from 0 to 1."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -120,7 +129,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[Column], items: Iterable[Any]) -> Table:
-        """A row for each item: the attributes, or a dict's values, that the columns' keys name."""
+        """Build a table with one row per item, from its attributes or dict values by column key."""
         return cls(
             tuple(columns),
             tuple(tuple(_value(item, column.key) for column in columns) for item in items),
@@ -149,21 +158,23 @@ def _value(item: Any, key: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One remark. level is `note`, `warning` or `error`; label names its subject (a backend)."""
+    """One remark."""
 
     text: str
     label: str = ""
+    """The subject, such as a backend."""
     level: str = "note"
+    """`note`, `warning` or `error`."""
 
 
 def status_note(status: str, reason: str | None, label: str) -> Note:
-    """Why something did not run. A refusal is an answer, anything else an error."""
+    """Return a note on why a cell did not run. A refusal is a result, anything else an error."""
     return Note(f"{status}: {reason}", label, "note" if status == "refused" else "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Lines of Python to copy, which no renderer wraps or cuts."""
+    """Lines of Python to copy. Renderers neither wrap nor cut them."""
 
     text: str
 
@@ -173,16 +184,19 @@ Block = Heading | Table | Note | Code | Chart
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """blocks are for people; records and extra (further top-level JSON keys) are for machines.
-    schema is `profharness.<what>/<version>`; fields are the record keys in order.
-    """
+    """The result of a command, independent of the output format."""
 
     schema: str
+    """`profharness.<what>/<version>`."""
     title: str
     blocks: tuple[Block, ...]
+    """For people."""
     fields: tuple[str, ...]
+    """Keys of the records in order."""
     records: tuple[Mapping[str, Any], ...]
+    """For programs."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further top-level keys of the JSON output."""
 
 
 def _count(value: Any) -> str:
@@ -190,10 +204,10 @@ def _count(value: Any) -> str:
 
 
 def _figures(value: float) -> str:
-    """Four significant figures without an exponent: `0.001514`, `12.35`, `1,235`."""
+    """Format with four significant figures and without an exponent: `0.001514`, `12.35`, `1,235`."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
-    # a float has 15 digits that can be relied on
+    # a float has 15 reliable digits
     digits = min(max(3 - math.floor(math.log10(abs(value))), 0), 15)
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -216,27 +230,25 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def field_names(row_type: Any) -> tuple[str, ...]:
-    """The fields of a dataclass in order."""
+    """Return the names of the fields of a dataclass in order."""
     return tuple(item.name for item in fields(row_type))
 
 
 def record(item: object, names: Iterable[str] = ()) -> dict[str, Any]:
-    """A dataclass in JSON's types, nested ones too. names: these fields alone, in this order."""
+    """Convert a dataclass, with nested ones, to JSON types. `names` selects and orders the fields."""
     plain: dict[str, Any] = msgspec.to_builtins(item)
     return {name: plain[name] for name in names} if names else plain
 
 
 def format_value(column: Column, value: Any) -> str:
-    """The text of one value, on one line; None (not known) is `-`, text is what it is in any column:
-    "" where nothing applies.
-    """
+    """Format one value on one line. None becomes `-`; strings ignore the format of the column."""
     if value is None:
         return MISSING
     return one_line(value if isinstance(value, str) else FORMATS[column.format](value))
 
 
 def formatted_rows(table: Table) -> list[list[str]]:
-    """All rows as text. A repeated value is left out while everything left of it is the same too."""
+    """Format all rows. A repeated value is omitted if all values to its left repeat as well."""
     result: list[list[str]] = []
     previous: list[str] = []
     for row in table.rows:

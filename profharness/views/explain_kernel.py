@@ -1,4 +1,4 @@
-"""The view of `profharness explain-kernel`: names of kernels in words."""
+"""Show the answer of `explain-kernel`: kernel names in words."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ COLUMNS = (
 
 
 def described(names: Sequence[str]) -> list[Description]:
-    """What each name means. Raises UsageError for an empty one."""
+    """Return the description of each name. Raise UsageError for an empty one."""
     if not all(name.strip() for name in names):
         raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
     return [describe(name) for name in names]
 
 
 def names_document(descriptions: Sequence[Description]) -> Document:
-    """Each name with what its parts mean and what it leaves open."""
+    """Return the document of `explain-kernel`: the meaning of the parts of each name, and what they
+    leave open.
+    """
     blocks = [block for description in descriptions for block in _blocks(description)]
     records = tuple(map(name_record, descriptions))
     return Document(SCHEMA, "Kernel names in words", tuple(blocks), FIELDS, records)
 
 
 def name_record(description: Description) -> dict[str, Any]:
-    """The JSON record of one name."""
+    """Return the JSON record of one name."""
     kernel = description.kernel
     return {
         "name": kernel.name,

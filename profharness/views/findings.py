@@ -1,4 +1,4 @@
-"""Findings, remedies and advice of an analysis as notes and tables, for reading."""
+"""Show the findings, remedies and advice of an analysis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Covered = Set[tuple[str, str, object]]
 
 
 def evidence_text(evidence: Sequence[Evidence], shown: int | None = None) -> str:
-    """`name value unit (source); …` of the first ones, for reading."""
+    """Format the first `shown` pieces of evidence as `name value unit (source); …`."""
     parts = [
         f"{item.name} {_value(item.value)}{' ' + item.unit if item.unit else ''} ({item.source})"
         for item in evidence[:shown]
@@ -42,7 +42,7 @@ def _value(value: float | str) -> str:
 
 
 def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
-    """The findings that are told of a cell: full, all of them but what the bottleneck says again."""
+    """Return the findings to show for a cell: with `full`, all that the bottleneck does not repeat."""
     named = analysis.finding("bottleneck")
     if named is None:
         return [each for each in analysis.findings if full or each.severity != "note"]
@@ -60,7 +60,7 @@ def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
 def cell_notes(
     analysis: CellAnalysis, label: str, *, full: bool, covered: Covered = frozenset()
 ) -> list[Note]:
-    """What is said of one cell but what is covered elsewhere."""
+    """Return the notes on one cell, without those that are covered by another section."""
     if analysis.status != "ok":
         return [status_note(analysis.status, analysis.message or "no reason recorded", label)]
     place = (analysis.run, analysis.cell)
@@ -94,7 +94,7 @@ def _remedy_note(remedy: Remedy, label: str, measured: str = "Measured:") -> Not
 
 
 def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covered]:
-    """A section on what cells of several configs have in common, and what it covers."""
+    """Return a section on what cells of several configs have in common, and what it covers."""
     findings = common_findings(
         [(each, item) for each in analyses for item in shown_findings(each, full=False)]
     )
@@ -110,8 +110,9 @@ def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covere
 
 
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
-    """Which backend is best for what, from the cells at hand; what to capture where they tell nothing.
-    Empty where no config has several backends.
+    """Return which backend is best for what, judged by these cells, or what to capture to find out.
+
+    Empty if no config has several backends.
     """
     made = choices(analyses)
     if not made:

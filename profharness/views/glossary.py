@@ -43,14 +43,14 @@ GLOSSARY = {
 
 
 def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """The words that the blocks use, with their meanings; nothing where they use none."""
+    """Return the terms that the blocks use, with their meanings. Empty if they use none."""
     words = words_of("\n".join(_texts(blocks)))
     notes = [Note(meaning, word) for word, meaning in words.items()]
     return [Heading("What the words mean"), *notes] if notes else []
 
 
 def words_of(text: str) -> dict[str, str]:
-    """The words of the glossary that a text uses, with their meanings."""
+    """Return the terms of the glossary that a text uses, with their meanings."""
     return {
         word: meaning
         for word, meaning in GLOSSARY.items()
@@ -59,7 +59,7 @@ def words_of(text: str) -> dict[str, str]:
 
 
 def _texts(blocks: Iterable[Block]) -> Iterator[str]:
-    """What people read, but for code."""
+    """Yield the texts that people read, except code."""
     for block in blocks:
         if isinstance(block, Heading):
             yield f"{block.text}\n{block.detail}"

@@ -1,5 +1,7 @@
-"""The HTML renderer: one file that needs no network, with charts as inline SVG, a table of
-contents, and tables that sort and filter."""
+"""Render a document as one HTML file that needs no network.
+
+Charts are inline SVG. The page has a table of contents, and its tables can be sorted and filtered.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,22 @@ from profharness.views.document import (
     format_value,
 )
 
-FILTER_FROM = 8  # a table with fewer rows is read faster than it is filtered
-DEEPEST = 3  # level of the headings in the table of contents
+FILTER_FROM = 8  # a table with fewer rows needs no filter
+DEEPEST = 3  # lowest heading level in the table of contents
 LONGEST_ENTRY = 120  # characters of a heading in the table of contents
 
 
 def render_html(document: Document) -> str:
-    """A whole page that opens from disk; its policy forbids the network. Raises MissingExtraError
-    for charts without the extra `report`.
+    """Render a page whose policy forbids network access.
+
+    Raise MissingExtraError for charts without the extra `report`.
     """
     style, script = _asset("page.css"), _asset("page.js")
     page = _Page()
     body = "\n".join(page.block(block) for block in document.blocks)
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        # the page's own script, by its hash: nothing that came with the data runs
+        # only the script of the page runs, identified by its hash, and nothing from the data
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
@@ -59,13 +62,13 @@ def _asset(name: str) -> str:
 
 
 def _text(value: str) -> str:
-    """Text as HTML shows it as it stands, in an element or a quoted attribute."""
+    """Escape a text for an element or a quoted attribute."""
     return escape(one_line(value), quote=True)
 
 
 @dataclass
 class _Page:
-    """What has been rendered so far: the headings with their anchors, and the number of charts."""
+    """The state of rendering: headings with their anchors, and the number of charts."""
 
     headings: list[tuple[str, Heading]] = field(default_factory=list)
     anchors: set[str] = field(default_factory=set)
@@ -83,7 +86,7 @@ class _Page:
             case Note():
                 return _note(block)
             case Code(text):
-                # not _text: the lines of code stay lines
+                # not _text: line breaks in code are kept
                 return f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>'
             case Chart():
                 return self._chart(block)
@@ -96,7 +99,7 @@ class _Page:
         return f'<{tag} id="{anchor}">{_text(heading.text)}{_detail(heading)} {link}</{tag}>'
 
     def _anchor(self, text: str) -> str:
-        """An id made of letters, digits and hyphens, unlike all before it."""
+        """Return a new id made of letters, digits and hyphens."""
         stem = re.sub(r"[^a-z0-9]+", "-", text[:LONGEST_ENTRY].lower()).strip("-") or "part"
         name, count = stem, 1
         while name in self.anchors or name in ("content", "theme"):
@@ -115,7 +118,7 @@ class _Page:
 
 
 def _contents(headings: Sequence[tuple[str, Heading]]) -> str:
-    """The table of contents: sections, and their parts one level below."""
+    """Return the table of contents: sections and, one level below, their parts."""
     if len(headings) < 2:
         return ""
     items = "".join(
@@ -136,7 +139,9 @@ def _detail(heading: Heading, *, short: bool = False) -> str:
 
 
 def shortened(text: str) -> str:
-    """At most LONGEST_ENTRY characters, both ends kept: a range may be named by a whole page."""
+    """Cut the middle of a text that is longer than LONGEST_ENTRY. The name of a range may fill a
+    page.
+    """
     half = LONGEST_ENTRY // 2
     return text if len(text) <= LONGEST_ENTRY else f"{text[: half - 1]}…{text[-half:]}"
 
@@ -169,7 +174,9 @@ def _table(table: Table, ident: str, named: str) -> str:
 
 
 def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
-    """Repeated values are shown too, for sorting; data-v holds the number to sort by."""
+    """Yield the cells of a row. Repeated values are shown for sorting; data-v is the number to sort
+    by.
+    """
     for column, value in zip(columns, row, strict=True):
         text = _text(format_value(column, value))
         number = _sort_number(value)
@@ -182,7 +189,7 @@ def _sort_number(value: Any) -> float | int | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        return value if value == value else None  # NaN sorts as what is not known
+        return value if value == value else None  # NaN sorts like an unknown value
     if isinstance(value, tuple) and len(value) == 3 and all(isinstance(n, int) for n in value):
         # a grid sorts by its size
         return math.prod(value)

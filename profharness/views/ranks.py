@@ -1,4 +1,4 @@
-"""The ranks of a job as a Document: what sets some apart, then a line a rank."""
+"""Show the ranks of a job: findings, then one row per rank."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ COLUMNS = (
     Column("attention", "attention", "names", shrink=True),
     Column("findings", "findings", "names"),
 )
-ROWS_SHOWN = 32  # of a larger job those that are set apart come first
+ROWS_SHOWN = 32  # in a larger job, ranks with findings come first
 LABELS_SHOWN = 8
 
 
 def ranks_document(answer: RankComparison, *, full: bool = False) -> Document:
-    """The answer of `profharness ranks`. full: every rank, where there are many."""
+    """Return the document of `ranks`. With `full`, it contains every rank of a large job."""
     lines = [_line(row) for row in answer.rows]
     apart = [line for line in lines if line["findings"]]
     others = [line for line in lines if not line["findings"]]
@@ -74,7 +74,9 @@ def _line(row: RankFigures) -> dict[str, Any]:
 
 
 def _summary(answer: RankComparison) -> str:
-    """`8 of 8 ranks on 2 hosts, compute within 0.4 %; collectives 12 % of the span, 3 % exposed`."""
+    """Return a line such as `8 of 8 ranks on 2 hosts, compute within 0.4 %; collectives 12 % of the
+    span, 3 % exposed`.
+    """
     rows = answer.rows
     of = f" of {answer.world_size}" if answer.world_size else ""
     where = f" on {answer.hosts} hosts" if answer.hosts and answer.hosts > 1 else ""

@@ -1,4 +1,4 @@
-"""The renderers: each turns a Document into text; RENDERERS names them for `--format`."""
+"""Render documents as text. RENDERERS contains a function for each `--format`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from profharness.views.document import (
     formatted_rows,
 )
 
-TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as the store's views do
+TRIPLES = ("grid", "block")  # split into _x, _y, _z in a CSV, as in the views of the store
 
 
 def _plain(value: Any) -> Any:
-    """The value in JSON's types; NaN and the infinities, which JSON does not have, become null."""
+    """Convert a value to JSON types. NaN and infinities, which JSON lacks, become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
 
 
 def render_json(document: Document) -> str:
-    """`{"schema": …, "rows": […], …}`, one record a line, so that it greps and diffs well."""
+    """Render `{"schema": …, "rows": […], …}` with one record per line, for grep and diff."""
     rows = ",\n".join(f"  {_dumps(record)}" for record in document.records)
     parts = [
         f'"schema": {_dumps(document.schema)}',
@@ -49,12 +49,12 @@ def render_json(document: Document) -> str:
 
 
 def render_jsonl(document: Document) -> str:
-    """The records alone, one JSON object a line; what stands beside them is in `json` only."""
+    """Render the records alone, one JSON object per line."""
     return "".join(f"{_dumps(record)}\n" for record in document.records)
 
 
 def _dumps(value: Any) -> str:
-    # names stay readable; what does not print must not reach a terminal, and some of it no encoding takes
+    # names stay readable; unprintable characters must not reach a terminal, and some cannot be encoded
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
     if text.isprintable():
         return text
@@ -62,11 +62,12 @@ def _dumps(value: Any) -> str:
 
 
 def render_csv(document: Document) -> str:
-    """The records under a header row; null is empty, grid and block take three columns each. Texts
-    are harmless to spreadsheets and terminals (`harmless`).
+    """Render the records under a header row. null is empty; grid and block have three columns each.
+
+    Texts are escaped by `harmless`.
     """
     out = io.StringIO()
-    # csv's own line end is \r\n
+    # the csv module writes \r\n by default
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for key in document.fields for name in _csv_names(key)])
     for record in document.records:
@@ -93,15 +94,17 @@ def _csv_cells(key: str, value: Any) -> list[Any]:
     return ["" if value is None else value]
 
 
-# As OWASP has it ("CSV Injection"): a spreadsheet computes what begins with one of = + - @ in any width,
-# also behind what it does not show, and takes a tab or a line break for the border of a cell.
+# From OWASP ("CSV Injection"): a spreadsheet evaluates a text that starts with = + - or @ in any width,
+# also after invisible characters, and takes a tab or a line break for the end of a cell.
 _FIRST = re.compile(r"[\s\u200b-\u200f\u2060-\u2064\ufeff]*+(.)", re.DOTALL)
 _SIGNS = frozenset("=+-@")
 
 
 def harmless(text: str) -> str:
-    """The text of a CSV's cell: what a spreadsheet would take for a formula gets an apostrophe in
-    front, what does not print becomes its escape, a line ends with a newline alone.
+    """Escape the text of a CSV cell for spreadsheets and terminals.
+
+    A text that a spreadsheet could take for a formula gets a leading apostrophe. Unprintable
+    characters become escapes, line ends a single newline.
     """
     # Python before 3.13 does not quote a lone carriage return.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -111,19 +114,18 @@ def harmless(text: str) -> str:
     return f"'{text}" if sign in _SIGNS or text.startswith(("\t", "\n")) else text
 
 
-# An underscore inside a word is plain text in GitHub's Markdown; everywhere else it may open
-# emphasis.
+# An underscore inside a word is plain text in GitHub's Markdown. Elsewhere it may start emphasis.
 _MARKDOWN_SPECIAL = re.compile(r"[\\`*|\[\]~]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def escape_markdown(text: str) -> str:
-    """Text that GitHub-flavoured Markdown shows as it stands, also inside a table cell."""
+    """Escape a text so that GitHub-flavoured Markdown shows it unchanged, also inside a table cell."""
     text = _MARKDOWN_SPECIAL.sub(lambda match: "\\" + match.group(), one_line(text))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
-    """GitHub-flavoured Markdown; images are the addresses of the charts' pictures in order."""
+    """Render GitHub-flavoured Markdown. `images` are the paths of the charts in order."""
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
     for block in document.blocks:
@@ -146,7 +148,7 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
         case Code(text):
             return f"```python\n{printable(text)}\n```"
         case Chart():
-            # in angle brackets an address may hold blanks and parentheses
+            # in angle brackets a path may contain blanks and parentheses
             image = next(images, None)
             return f"![{escape_markdown(block.title)}](<{image}>)" if image else ""
         case Table(columns):
@@ -158,18 +160,18 @@ def _markdown_block(block: Block, images: Iterator[str]) -> str:
 
 
 def _render_table(document: Document, **options: Any) -> str:
-    from profharness.views.terminal import render_table  # loads rich, for this format alone
+    from profharness.views.terminal import render_table  # imports rich
 
     return render_table(document, **options)
 
 
 def _render_html(document: Document) -> str:
-    from profharness.views.html import render_html  # templates and hashes, for this format alone
+    from profharness.views.html import render_html  # imports templates and hashes
 
     return render_html(document)
 
 
-# Each takes a Document and returns the whole text; `table` takes render_table's options too.
+# Each returns the whole text of a Document.
 RENDERERS: dict[str, Callable[..., str]] = {
     "table": _render_table,
     "json": render_json,

@@ -1,4 +1,4 @@
-"""The answer of `runs` as a Document, and what every answer says of a run with warnings."""
+"""Show the answer of `runs`, and the warnings of runs in all answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN_COLUMNS = pick(
 
 
 def runs_document(rows: Sequence[RunRow]) -> Document:
-    """The answer of `profharness runs`, in the given order."""
+    """Return the document of `runs`, in the given order."""
     notes = warning_notes({row.run: row.warnings for row in rows if row.warnings})
     ranked = any(row.rank is not None for row in rows)
     columns = [column for column in RUN_COLUMNS if ranked or column.key != "rank"]
@@ -33,7 +33,7 @@ def runs_document(rows: Sequence[RunRow]) -> Document:
 
 
 def with_warnings(document: Document, warnings: Mapping[str, Sequence[str]]) -> Document:
-    """A document with a line on each run whose traces gave warnings, and all of them beside its rows."""
+    """Add the warnings of runs to a document: a note per run, and all texts in JSON."""
     blocks = (*document.blocks, *warning_notes(warnings))
     texts_of_runs = [
         {"run": run, "text": text} for run, texts in warnings.items() for text in texts
@@ -42,7 +42,9 @@ def with_warnings(document: Document, warnings: Mapping[str, Sequence[str]]) -> 
 
 
 def warning_notes(warnings: Mapping[str, Sequence[str]]) -> list[Note]:
-    """A line a run: how many warnings its traces gave, the first one, and where the others are."""
+    """Return one note per run: the number of its warnings, the first one, and where to see the
+    others.
+    """
     notes = []
     for run, texts in warnings.items():
         count = f"{len(texts)} warnings, the first: " if len(texts) > 1 else ""

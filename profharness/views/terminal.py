@@ -1,4 +1,4 @@
-"""The terminal renderer: tables that keep every number whole in any width, drawn with rich."""
+"""Render documents for terminals with rich. Numbers are never cut, whatever the width."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from profharness.views.document import (
 
 GAP = 2
 MIN_SHRUNK = 12
-MAX_LABEL = 44  # of a note; longer labels run into its first line, and leave the others their room
-ROUNDS = 4  # of telling cut names apart; names of one kind need two
+MAX_LABEL = 44  # of a note; a longer label extends into the first line of the text
+ROUNDS = 4  # attempts to make cut names distinct; names of one kind need two
 _WORD_END = re.compile(r"[^\W_]*$")
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 
@@ -36,8 +36,9 @@ NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
 def render_table(
     document: Document, *, width: int = 100, cut: bool = False, color: bool = False
 ) -> str:
-    """Headings, aligned tables and notes wrapped at width. Tables with the same columns share their
-    widths. cut: names are cut so that tables fit the width, numbers never are.
+    """Render headings, aligned tables and notes, wrapped at `width`.
+
+    Tables with the same columns share their widths. With `cut`, names are cut so that tables fit.
     """
     tables = [block for block in document.blocks if isinstance(block, Table)]
     widths = _shared_widths(tables, width if cut else None)
@@ -49,14 +50,14 @@ def render_table(
         force_terminal=color,
         color_system="standard" if color else None,
         legacy_windows=False,
-        # rich would look for COLUMNS and NO_COLOR, which the caller has weighed already
+        # rich would read COLUMNS and NO_COLOR, which the caller already considered
         _environ={},
     )
     labels = (len(b.label) for b in document.blocks if isinstance(b, Note))
     label_width = min(max(labels, default=0), MAX_LABEL)
     previous: Block | None = None
     for block in document.blocks:
-        # a chart's figures stand in a table of the same document
+        # a table of the document has the figures of a chart
         if isinstance(block, Chart):
             continue
         if isinstance(block, Heading):
@@ -66,7 +67,7 @@ def render_table(
         elif isinstance(block, Code):
             for line in printable(block.text).splitlines():
                 text = f"    {line}" if line else ""
-                # brackets in code are no styles
+                # brackets in code are not styles
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif isinstance(block, Table):
             if isinstance(previous, Note):
@@ -76,14 +77,14 @@ def render_table(
             _print_note(console, block, label_width, width)
         previous = block
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    # rich fills cells up with blanks
+    # rich pads cells with blanks
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n" if text else ""
 
 
 def _shared_widths(
     tables: Iterable[Table], width: int | None
 ) -> dict[tuple[Column, ...], list[int]]:
-    """Column widths by column set, shrinkable columns cut to fit width; None: nothing is cut."""
+    """Return column widths by column set. With a width, shrinkable columns are cut to fit it."""
     natural: dict[tuple[Column, ...], list[int]] = {}
     for table in tables:
         sizes = natural.setdefault(
@@ -97,7 +98,7 @@ def _shared_widths(
 
 
 def fit_widths(columns: tuple[Column, ...], sizes: list[int], width: int) -> list[int]:
-    """The widths with shrinkable columns cut, the widest first, down to MIN_SHRUNK."""
+    """Cut shrinkable columns to fit the width, the widest first, down to MIN_SHRUNK."""
     sizes = list(sizes)
     excess = sum(sizes) + GAP * (len(sizes) - 1) - width
     shrinkable = [index for index, column in enumerate(columns) if column.shrink]
@@ -140,8 +141,9 @@ def _print_table(console: Console, table: Table, widths: list[int]) -> None:
 
 
 def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
-    """The texts longer than width, each with its cut. Where two cuts would be the same, they show
-    where the texts differ instead of their ends.
+    """Return the cut of each text longer than `width`.
+
+    Texts with the same beginning are cut so that their differences show.
     """
     cuts = {text: f"{_fitting(text, width - 1)}…" for text in texts if cell_len(text) > width}
     for _ in range(ROUNDS):
@@ -155,9 +157,9 @@ def distinct_cuts(texts: Iterable[str], width: int) -> dict[str, str]:
 
 
 def _from_difference(text: str, group: Sequence[str], width: int) -> str:
-    """The start that the group shares, and the text from the word in which the group differs."""
+    """Return the common start of the group, and the text from the first word that differs."""
     shared = min(group)
-    other = max(group)  # of sorted texts, the first and the last share the least
+    other = max(group)  # of sorted texts, the first and the last share the shortest start
     while not other.startswith(shared):
         shared = shared[:-1]
     head = _fitting(shared, width // 3)
@@ -170,7 +172,7 @@ def _from_difference(text: str, group: Sequence[str], width: int) -> str:
 
 
 def _fitting(text: str, width: int) -> str:
-    """The longest start of the text that takes no more than width places."""
+    """Return the longest start of the text that fits `width` columns."""
     end = min(len(text), max(width, 0))
     while cell_len(text[:end]) > width:
         end -= 1
@@ -185,7 +187,7 @@ def _print_note(console: Console, note: Note, label_width: int, width: int) -> N
         width=max(width, indent + 20),
         initial_indent=lead,
         subsequent_indent=" " * indent,
-        # a path that is broken up cannot be copied
+        # a broken path cannot be copied
         break_long_words=False,
         break_on_hyphens=False,
     )

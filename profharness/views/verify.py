@@ -1,6 +1,4 @@
-"""The checks of `profharness verify` as a Document: a line a config and backend, then every check that
-failed and every case that was left out.
-"""
+"""Show the answer of `verify`: a row per config and backend, failed checks, and skipped cases."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ CHECKS = (
     Column("relative_allowance", "allowance", right=True),
     Column("passed", "verdict"),
 )
-SHOWN = 3  # cases of one wrong backend, without --full
+SHOWN = 3  # cases per wrong backend, without --full
 VERDICTS = {True: "passed", False: "FAILED", None: "skipped"}
 
 
 def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> Document:
-    """The answer of `profharness verify`. full: a table line for every check."""
+    """Return the document of `verify`. With `full`, the table has a row for every check."""
     blocks: list[Block] = []
     for config, group in groupby(rows, key=lambda row: row.asked):
         blocks += _config_blocks(config, list(group), full)
@@ -64,7 +62,7 @@ def _config_blocks(config: str, rows: list[VerificationRow], full: bool) -> Iter
 
 
 def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:
-    """What is wrong with a backend: of each case the first failed check in full."""
+    """Yield notes on the faults of a backend: the first failed check of each case in full."""
     cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: row.case)]
     shown = cases if full else cases[:SHOWN]
     for case, (first, *others) in shown:
@@ -96,13 +94,15 @@ def _number(value: float | None) -> str | None:
 
 
 def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
-    """What was skipped and why, and other messages; cases with the same message stand together."""
+    """Yield skipped cases with their reasons, and other messages. Cases with one message share a
+    note.
+    """
     cases: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
         if row.passed is None and row.message:
             key = "skipped ", row.message.removeprefix("skipped: ")
         elif row.passed and row.message:
-            # without the figure, which differs from case to case
+            # without the figure, which differs between cases
             text = row.message.partition(" differ by up to")[0]
             key = "", f"passed, but {text.removesuffix(': two calls on the same inputs')}"
         else:
