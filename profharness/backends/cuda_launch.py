@@ -27,23 +27,12 @@ _STICKY = (
     "CUDA_ERROR_INVALID_PC",
     "CUDA_ERROR_LAUNCH_FAILED",
 )
-_LEGACY_STREAM = 1  # CU_STREAM_LEGACY; torch calls the default stream 0
 _MAX_CONFIGS = 256
 Convert = Callable[[Any], Any]
 
 
 class LaunchError(ImplementationError):
     """A kernel cannot be loaded or launched."""
-
-
-class TorchStream:
-    """A stream of torch in cuda.core's stream protocol."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle or _LEGACY_STREAM
 
 
 class CudaKernel:
@@ -63,6 +52,7 @@ class CudaKernel:
         self._stream = _stream_getter()
         self._converters: dict[tuple[type, ...], list[Convert]] = {}
         self._configs: dict[tuple[Any, ...], Any] = {}
+        self._streams: dict[int, Any] = {}
         attributes = kernel.attributes[device]
         self.registers: int = attributes.num_regs
         self.local_bytes: int = attributes.local_size_bytes
@@ -89,7 +79,7 @@ class CudaKernel:
         types = tuple(map(type, args))
         converters = self._converters.get(types) or self._learn(types, args)
         values = [convert(arg) for convert, arg in zip(converters, args, strict=True)]
-        stream = TorchStream(self._stream(self.device))
+        stream = self._core_stream(self._stream(self.device))
         shape = (grid, block, cluster, cooperative, overlap)
         try:
             try:
@@ -103,6 +93,14 @@ class CudaKernel:
         except Exception as error:  # cuda.core's exception types are private
             what = f"{self.name} with grid {grid}, block {block}, cluster {cluster or self.cluster}"
             raise LaunchError(f"{what}, {self.shared_bytes} B shared: {reason(error)}") from error
+
+    def _core_stream(self, handle: int) -> Any:
+        """Return torch's stream as cuda.core's. torch calls the default stream 0."""
+        stream = self._streams.get(handle)
+        if stream is None:
+            legacy, wrap = self._core.LEGACY_DEFAULT_STREAM, self._core.Stream.from_handle
+            stream = self._streams[handle] = wrap(handle) if handle else legacy
+        return stream
 
     def max_active_clusters(self, grid: Dim, block: Dim, cluster: Dim) -> int:
         """Return how many clusters of such a launch fit on the device at once."""
@@ -165,16 +163,26 @@ def load_kernel(
     try:
         core.Device(device).set_current()
         kernel = core.ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.names[name])
-        attributes = kernel.attributes[device]
         if shared_bytes > DEFAULT_SHARED_BYTES:
             what = f"{name} with {shared_bytes} B of shared memory"
-            attributes.max_dynamic_shared_size_bytes = shared_bytes
+            _set_attribute(kernel, device, "MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_bytes)
         if cluster > PORTABLE_CLUSTER:
             what = f"{name} with clusters of {cluster}"
-            attributes.non_portable_cluster_size_allowed = True
+            _set_attribute(kernel, device, "NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
         return CudaKernel(kernel, name, device, shared_bytes, cluster)
     except Exception as error:  # cuda.core's exception types are private
         raise LaunchError(f"{what}: {reason(error)}") from error
+
+
+def _set_attribute(kernel: Any, device: int, name: str, value: int) -> None:
+    """Set an attribute, which cuda.core 1.2 can only read. Raise LaunchError if the driver refuses."""
+    from cuda.bindings import driver
+
+    attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    handle = driver.CUkernel(int(kernel.handle))
+    (code,) = driver.cuKernelSetAttribute(attribute, value, handle, driver.CUdevice(device))
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(code.name)
 
 
 def reason(error: Exception) -> str:
