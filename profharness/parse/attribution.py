@@ -113,7 +113,7 @@ class Linked:
     launch: Ints
 
 
-class Doubts:
+class TraceWarnings:
     """Counts of missing and contradictory data in a trace."""
 
     def __init__(self) -> None:
@@ -147,12 +147,12 @@ class Doubts:
 
 
 def linked_chunks(
-    source: Source, doubts: Doubts | None = None, *, rows: int = CHUNK_ROWS
+    source: Source, doubts: TraceWarnings | None = None, *, rows: int = CHUNK_ROWS
 ) -> Iterator[Linked]:
     """Yield GPU rows in file order with their launch calls. The first of equal correlations
     counts.
     """
-    doubts = doubts or Doubts()
+    doubts = doubts or TraceWarnings()
     for blocks in _groups(source.tables.gpu, rows):
         gpu = source.gpu(blocks)
         count = len(gpu.correlation)
@@ -341,14 +341,16 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
 
 
 def device_chunks(
-    source: Source, stacks: Stacks, doubts: Doubts, rows: int
+    source: Source, stacks: Stacks, doubts: TraceWarnings, rows: int
 ) -> Iterator[tuple[Linked, Ints]]:
     """Yield GPU rows with their launch calls and op stacks."""
     for chunk in linked_chunks(source, doubts, rows=rows):
         yield chunk, stacks.lookup(chunk.thread, chunk.launch)
 
 
-def op_chunks(stacks: Stacks, ranges: Ranges, doubts: Doubts) -> Iterator[tuple[Linked, Ints]]:
+def op_chunks(
+    stacks: Stacks, ranges: Ranges, doubts: TraceWarnings
+) -> Iterator[tuple[Linked, Ints]]:
     """Yield ops with their own time, by end, and their stacks. An op that continues in the next
     slice is yielded there.
     """

@@ -447,7 +447,7 @@ def _assemble(
     ranges, calls, steps = attribution.contexts(tables, flows, threads, base)
     calls = replayed(source, calls, steps, threads, base)
     output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
-    stacks, doubts = attribution.Stacks(source, rows=rows[1]), attribution.Doubts()
+    stacks, doubts = attribution.Stacks(source, rows=rows[1]), attribution.TraceWarnings()
     if tables.gpu:
         kernels, configs = list(tables.kernels), list(tables.configs)
         chunks = attribution.device_chunks(source, stacks, doubts, rows[0])

@@ -16,18 +16,16 @@ from profharness.errors import TraceFormatError
 from profharness.parse.columns import MAX_NS, Ids, whole
 from profharness.parse.demangle import canonical_names
 from profharness.parse.devices import make_device
-from profharness.parse.ncu_csv import (
+from profharness.parse.ncu_csv import DEFAULT_DOMAIN, DURATION, read_csv_file
+from profharness.parse.ncu_launches import (
     CONSTANTS,
-    DEFAULT_DOMAIN,
     DEVICE_PREFIX,
-    DURATION,
     NcuLaunch,
     NcuReport,
     Triple,
-    read_csv_file,
+    check_shape,
 )
 from profharness.parse.ncu_readers import read_report
-from profharness.parse.ncu_values import check_shape
 from profharness.profilers.ncu import check_file
 from profharness.rows import NCU
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, Trace, range_cell

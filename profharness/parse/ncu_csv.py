@@ -11,8 +11,8 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
@@ -20,12 +20,20 @@ from typing import NamedTuple
 
 from profharness.errors import TraceFormatError
 from profharness.parse import NCU_HEADER, lines_of
-from profharness.parse.ncu_values import Values, check_shape
+from profharness.parse.ncu_launches import (
+    CONSTANTS,
+    ENTRY_PLACES,
+    LAUNCH_PLACES,
+    LaunchCompactor,
+    NcuLaunch,
+    NcuReport,
+    NvtxRange,
+    Triple,
+    check_shape,
+)
 
 DEFAULT_DOMAIN = "<default domain>"
 DURATION = "gpu__time_duration.sum"
-DEVICE_PREFIX = "device__attribute_"
-CONSTANTS = (DEVICE_PREFIX, "nvlink__")  # constants of the machine, the same for every kernel
 
 PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
 START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
@@ -50,90 +58,10 @@ _PROFILED = '==PROF== Profiling "'  # ncu prints this per result, before the tab
 ITEM_TAIL = 5  # parts between a range's name and its message: payload, colour, type of message
 MAX_DOMAIN_PARTS = 8  # parts of a domain's name, which may contain colons
 MOST = 0.9  # fraction of the kernels: a metric that so many have is missing in the others
-# Limits on the size of a report, in slots of 8 bytes: a multiple of the file's size, and a minimum.
-PLACES_A_BYTE, MIN_PLACES = 0.25, 1 << 24
-LAUNCH_PLACES, RANGE_PLACES, ENTRY_PLACES = 48, 24, 16  # slots per launch, range and dict entry
-
-Triple = tuple[int, int, int]
-
-
-class NvtxRange(NamedTuple):
-    """An NVTX range that was open at a launch."""
-
-    domain: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class NcuLaunch:
-    """A profiled kernel.
-
-    `name` is the mangled name, or ncu's demangled text if a CSV has no other. `values` are the
-    numeric metrics in the units of the report, `texts` the others. Device attributes are only in
-    the first launch of each device. `push_pop` has each domain's stack, outermost first. `grid` and
-    `block` are columns of a CSV, and None otherwise.
-    """
-
-    name: str
-    values: Mapping[str, float]
-    texts: dict[str, str]
-    device: int = 0
-    stream: int | None = None
-    start_end: tuple[NvtxRange, ...] = ()
-    push_pop: tuple[NvtxRange, ...] = ()
-    grid: Triple | None = None
-    block: Triple | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NcuReport:
-    """A report's kernels, and units by metric.
-
-    `skipped` counts profiled ranges and graphs. `warnings` describe unreadable or incomplete parts
-    of the file.
-    """
-
-    launches: list[NcuLaunch]
-    units: dict[str, str]
-    skipped: int = 0
-    warnings: tuple[str, ...] = ()
-
-
-class Keeper:
-    """Stores launches compactly, and refuses a report that would fill the memory."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._path = path
-        self._most = self._left = max(MIN_PLACES, int(size * PLACES_A_BYTE))
-        self._places: dict[str, int] = {}
-        self._devices: set[int] = set()
-
-    def take(self, places: int) -> None:
-        """Allocate slots. Raise TraceFormatError if none are left."""
-        self._left -= places
-        if self._left < 0:
-            message = f"more values than a report of its size has ({self._most:,} places are full)"
-            raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
-
-    def has(self, device: int) -> bool:
-        """Return whether a launch of the device was kept, so that its constants are known."""
-        return device in self._devices
-
-    def keep(self, launch: NcuLaunch) -> NcuLaunch:
-        """Return the launch in its compact form."""
-        ranges = len(launch.start_end) + len(launch.push_pop)
-        self.take(LAUNCH_PLACES + ENTRY_PLACES * len(launch.texts) + RANGE_PLACES * ranges)
-        if launch.device not in self._devices:
-            self._devices.add(launch.device)  # its first launch has all constants
-            self.take(ENTRY_PLACES * len(launch.values))
-            return launch
-        values = Values(self._places, launch.values)
-        self.take(len(self._places))
-        return replace(launch, values=values)
 
 
 @dataclass(slots=True)
-class Doubts:
+class TableWarnings:
     """Doubtful findings in a table, each with its count and its first line, counted from the
     header.
     """
@@ -176,21 +104,21 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
     """
     table = Table(source, path)
     size = len(source) if isinstance(source, str) else source.stat().st_size
-    keeper = Keeper(path, size)
+    compactor = LaunchCompactor(path, size)
     kernels = (row for row in table.rows if row.cells[0])
     ids: list[int] = []
     if table.is_long:
-        units, gathered = _gathered(table, kernels, keeper)
+        units, gathered = _gathered(table, kernels, compactor)
         ids += (block.id for block in gathered)
         mark = decimal_mark(cell for block in gathered for _, cell in block.metrics)
-        launches, doubts = _launches(gathered, mark, units, path, keeper)
+        launches, doubts = _launches(gathered, mark, units, path, compactor)
     else:
         units, metrics = table.units()
         again = Table(source, path)
         values = (row.cells[place] for row in again.rows if row.cells[0] for place in metrics)
         mark = decimal_mark(values)
         blocks = _blocks(table, _distinct(kernels, table.doubts), metrics, ids)
-        launches, doubts = _launches(blocks, mark, units, path, keeper)
+        launches, doubts = _launches(blocks, mark, units, path, compactor)
     counted = _doubt_ids(ids, table.lines.profiled)
     warnings = (*table.doubts.texts(), *counted.texts(), *table.odd.texts(), *doubts.texts())
     return NcuReport(launches, units, warnings=warnings)
@@ -254,7 +182,10 @@ class Table:
 
     def __init__(self, source: str | Path, path: Path) -> None:
         self.path = path
-        self.doubts, self.odd = Doubts(), Doubts()  # findings about lines, and about the header
+        self.doubts, self.odd = (
+            TableWarnings(),
+            TableWarnings(),
+        )  # findings about lines, and about the header
         self.lines = Lines(source, path)
         lines = iter(self.lines)
         header = next((line.strip() for line, _ in lines if NCU_HEADER.match(line)), None)
@@ -365,7 +296,7 @@ def _records(
     lines: Iterator[tuple[str, bool]],
     columns: list[str],
     path: Path,
-    doubts: Doubts,
+    doubts: TableWarnings,
     *,
     header: str,
 ) -> Iterator[Row]:
@@ -421,7 +352,7 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
     return TraceFormatError(path, message, expected=EXPECTED)
 
 
-class Block(NamedTuple):
+class KernelCells(NamedTuple):
     """A kernel: the cells of ncu's own columns, and names and cells of its metrics."""
 
     line: int
@@ -430,7 +361,7 @@ class Block(NamedTuple):
     metrics: Iterable[tuple[str, str]]
 
 
-def _distinct(rows: Iterable[Row], doubts: Doubts) -> Iterator[Row]:
+def _distinct(rows: Iterable[Row], doubts: TableWarnings) -> Iterator[Row]:
     """Yield the rows except exact copies of earlier ones, which a file written twice contains."""
     seen: set[int] = set()
     for row in rows:
@@ -443,19 +374,19 @@ def _distinct(rows: Iterable[Row], doubts: Doubts) -> Iterator[Row]:
 
 def _blocks(
     table: Table, rows: Iterable[Row], places: list[int], ids: list[int]
-) -> Iterator[Block]:
+) -> Iterator[KernelCells]:
     """Yield the kernels of the wide form. Append their numbers to `ids`."""
     own = [(index, name) for index, name in enumerate(table.columns) if name in OWN_COLUMNS]
     names = [table.columns[place] for place in places]
     for line, cells in rows:
         ids.append(int(cells[0]))
         metrics = zip(names, map(cells.__getitem__, places), strict=True)
-        yield Block(line, ids[-1], {name: cells[index] for index, name in own}, metrics)
+        yield KernelCells(line, ids[-1], {name: cells[index] for index, name in own}, metrics)
 
 
 def _gathered(
-    table: Table, rows: Iterable[Row], keeper: Keeper
-) -> tuple[dict[str, str], list[Block]]:
+    table: Table, rows: Iterable[Row], compactor: LaunchCompactor
+) -> tuple[dict[str, str], list[KernelCells]]:
     """Return the units and kernels of the long form. Rows without a metric are advice and left
     out.
     """
@@ -468,7 +399,7 @@ def _gathered(
         line, cells = row
         name, unit = sys.intern(cells[name_at]), cells[unit_at]
         first, metrics = kernels.setdefault(int(cells[0]), (row, {}))
-        keeper.take(ENTRY_PLACES if metrics else LAUNCH_PLACES + ENTRY_PLACES * len(cells))
+        compactor.allocate(ENTRY_PLACES if metrics else LAUNCH_PLACES + ENTRY_PLACES * len(cells))
         if any(first.cells[index] != cells[index] for key, index in own if key != "ID"):
             table.doubts.add(
                 "{n} rows disagree with the first row of their kernel, which counts", line
@@ -492,13 +423,15 @@ def _gathered(
     check_shape(table.path, len(filled), len(units), sum(map(len, filled)))
     _check_metrics(filled, table.doubts)
     blocks = [
-        Block(row.line, number, {key: row.cells[index] for key, index in own}, metrics.items())
+        KernelCells(
+            row.line, number, {key: row.cells[index] for key, index in own}, metrics.items()
+        )
         for number, (row, metrics) in kernels.items()
     ]
     return units, blocks
 
 
-def _check_metrics(kernels: list[dict[str, str]], doubts: Doubts) -> None:
+def _check_metrics(kernels: list[dict[str, str]], doubts: TableWarnings) -> None:
     """Report kernels that lack metrics that nearly all others have, such as the last of a
     truncated file.
     """
@@ -510,9 +443,9 @@ def _check_metrics(kernels: list[dict[str, str]], doubts: Doubts) -> None:
             doubts.counts["{n} values are missing that nearly all other kernels have"] += missing
 
 
-def _doubt_ids(ids: list[int], profiled: int) -> Doubts:
+def _doubt_ids(ids: list[int], profiled: int) -> TableWarnings:
     """Report gaps and repetitions in the ids, and fewer kernels than ncu profiled."""
-    doubts = Doubts()
+    doubts = TableWarnings()
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
         doubts.counts["the ids of kernels have gaps: {n} are missing"] = gaps
@@ -526,18 +459,22 @@ def _doubt_ids(ids: list[int], profiled: int) -> Doubts:
 
 
 def _launches(
-    blocks: Iterable[Block], mark: str, units: dict[str, str], path: Path, keeper: Keeper
-) -> tuple[list[NcuLaunch], Doubts]:
+    blocks: Iterable[KernelCells],
+    mark: str,
+    units: dict[str, str],
+    path: Path,
+    compactor: LaunchCompactor,
+) -> tuple[list[NcuLaunch], TableWarnings]:
     constants = frozenset(name for name in units if name.startswith(CONSTANTS))
-    doubts = Doubts()
+    doubts = TableWarnings()
     numeric: set[str] = set()
     launches, lines = [], []
     for block in blocks:
         device = _device(block, path)
-        left_out = constants if keeper.has(device) else frozenset()
+        left_out = constants if compactor.has(device) else frozenset()
         launch = _launch(block, mark, device, left_out, doubts)
         numeric.update(launch.values)
-        launches.append(keeper.keep(launch))
+        launches.append(compactor.compact(launch))
         lines.append(block.line)
     for line, launch in zip(lines, launches, strict=True):
         for name, text in launch.texts.items():
@@ -546,7 +483,7 @@ def _launches(
     return launches, doubts
 
 
-def _device(block: Block, path: Path) -> int:
+def _device(block: KernelCells, path: Path) -> int:
     text = block.own.get("Device", "")
     if text and not _WHOLE.fullmatch(text):
         raise _bad_row(path, block.line, f"has {text[:40]!r} for a device")
@@ -554,7 +491,7 @@ def _device(block: Block, path: Path) -> int:
 
 
 def _launch(
-    block: Block, mark: str, device: int, left_out: frozenset[str], doubts: Doubts
+    block: KernelCells, mark: str, device: int, left_out: frozenset[str], doubts: TableWarnings
 ) -> NcuLaunch:
     """Return the launch of a kernel. `left_out`: metrics already in an earlier launch of the
     device.
@@ -583,7 +520,7 @@ def _launch(
     )
 
 
-def _stream(block: Block, doubts: Doubts) -> int | None:
+def _stream(block: KernelCells, doubts: TableWarnings) -> int | None:
     text = block.own.get("Stream", "")
     if not text or _WHOLE.fullmatch(text):
         return int(text) if text else None
@@ -591,7 +528,7 @@ def _stream(block: Block, doubts: Doubts) -> int | None:
     return None
 
 
-def _triple(block: Block, column: str, doubts: Doubts) -> Triple | None:
+def _triple(block: KernelCells, column: str, doubts: TableWarnings) -> Triple | None:
     text = block.own.get(column, "").strip()
     match = _TRIPLE.fullmatch(text)
     if match:

@@ -22,7 +22,13 @@ from typing import Any
 import msgspec
 
 from profharness.files import read_input
-from profharness.parse.ncu_csv import CONSTANTS, Keeper, NcuLaunch, NcuReport, NvtxRange
+from profharness.parse.ncu_launches import (
+    CONSTANTS,
+    LaunchCompactor,
+    NcuLaunch,
+    NcuReport,
+    NvtxRange,
+)
 from profharness.processes import child_environment, run_group
 
 MODULE = "ncu_report"
@@ -90,7 +96,7 @@ def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | Non
     """
     size = path.stat().st_size
     seconds = math.ceil(CPU_S + CPU_S_PER_MB * size / 1e6)
-    until, keeper = _children_s() + seconds, Keeper(path, size)
+    until, compactor = _children_s() + seconds, LaunchCompactor(path, size)
     launches: list[NcuLaunch] = []
     units: dict[str, str] = {}
     skipped = unreadable = 0
@@ -100,7 +106,7 @@ def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | Non
         part = _read_part(path, folder, first, left) if left > 0 else _failure(None, seconds)
         if not isinstance(part, _Report):
             return part
-        launches += map(keeper.keep, _unpacked(part, keeper))
+        launches += map(compactor.compact, _unpacked(part, compactor))
         units.update(zip(part.names, part.units, strict=True))
         skipped, unreadable = skipped + part.skipped, unreadable + part.unreadable
         first = part.rest
@@ -146,11 +152,11 @@ def _failure(code: int | None, seconds: int) -> str:
     return f"failed with code {code}"
 
 
-def _unpacked(report: _Report, keeper: Keeper) -> Iterator[NcuLaunch]:
+def _unpacked(report: _Report, compactor: LaunchCompactor) -> Iterator[NcuLaunch]:
     names = report.names
     for launch in report.launches:
         # each child reads the constants of a device again
-        left_out = CONSTANTS if keeper.has(launch.device) else ()
+        left_out = CONSTANTS if compactor.has(launch.device) else ()
         kept = [place for place in launch.values if not names[place].startswith(left_out)]
         yield NcuLaunch(
             name=launch.name,

@@ -14,17 +14,14 @@ from pathlib import Path
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError
 from profharness.files import read_input
-from profharness.parse.ncu_csv import (
+from profharness.parse.ncu_csv import OWN_COLUMNS, PUSH_POP, START_END, read_csv_text
+from profharness.parse.ncu_launches import (
     CONSTANTS,
     DEVICE_PREFIX,
-    OWN_COLUMNS,
-    PUSH_POP,
-    START_END,
     NcuLaunch,
     NcuReport,
     NvtxRange,
     Triple,
-    read_csv_text,
 )
 from profharness.parse.ncu_native import find_extras, has_package, read_native
 from profharness.processes import run_group

@@ -15,7 +15,7 @@ from test_ncu_csv import METRICS, NOW, START, UNITS
 from profharness import files
 from profharness.config import MAX_CONFIGS, expand_configs, parse_config_lines
 from profharness.errors import TraceFormatError, UsageError
-from profharness.parse import chrome, ncu_csv, ncu_native, open_trace
+from profharness.parse import chrome, ncu_csv, ncu_launches, ncu_native, open_trace
 from profharness.parse.chrome import parse_chrome
 from profharness.parse.ncu import parse_ncu
 from profharness.parse.ncu_csv import read_csv_text
@@ -200,7 +200,7 @@ def test_a_table_takes_linear_time(text: str, tmp_path: Path) -> None:
 
 
 def test_a_table_with_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ncu_csv, "MIN_PLACES", 1 << 16)  # instead of a file of 4 MB
+    monkeypatch.setattr(ncu_launches, "MIN_PLACES", 1 << 16)  # instead of a file of 4 MB
     header = 'ID,"Kernel Name","gpu__time_duration.sum"\n,,ns\n'
     rows = "".join(f"{n},k,1\n" for n in range(4_000))
     with pytest.raises(TraceFormatError, match="more values than a report of its size has"):

@@ -14,15 +14,13 @@ from profharness.parse import open_trace
 from profharness.parse.ncu_csv import (
     PUSH_POP,
     START_END,
-    NcuLaunch,
-    NcuReport,
-    NvtxRange,
     decimal_mark,
     number,
     nvtx_ranges,
     read_csv_file,
     read_csv_text,
 )
+from profharness.parse.ncu_launches import NcuLaunch, NcuReport, NvtxRange
 from profharness.parse.ncu_readers import write_csv
 from profharness.trace import NONE, LaunchConfig, Trace
 

@@ -11,7 +11,8 @@ from test_demangle import bomb
 from test_ncu_csv import LONG, METRICS, NOW, START, UNITS, read, value
 
 from profharness.errors import TraceFormatError
-from profharness.parse.ncu_csv import NvtxRange, nvtx_ranges
+from profharness.parse.ncu_csv import nvtx_ranges
+from profharness.parse.ncu_launches import NvtxRange
 from profharness.trace import NONE
 
 TRACES = Path(__file__).parents[2] / "traces"

@@ -13,7 +13,7 @@ import pytest
 
 from profharness.config import parse_config
 from profharness.parse import open_trace
-from profharness.parse.ncu_csv import NcuLaunch, NcuReport, NvtxRange
+from profharness.parse.ncu_launches import NcuLaunch, NcuReport, NvtxRange
 from profharness.parse.ncu_readers import write_csv
 from profharness.run import Cell, Problem, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store, query, to_frame
