@@ -1,4 +1,4 @@
-"""The answer of `profharness analyze` as a document: figures, findings, remedies, sweeps."""
+"""Show the answer of `analyze`: figures, findings, remedies and sweeps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PHASE_COLUMNS = (
     Column("bound", "bound by"),
 )
 
-# What ncu counted, a row a kernel; a column that nothing was counted for is left out.
+# What ncu counted, one row per kernel. Columns without a value are dropped.
 COUNTER_COLUMNS = (
     Column("backend", "backend", repeat=False),
     Column("kernel", "kernel", shrink=True),
@@ -90,12 +90,13 @@ TRAFFIC_COLUMNS = (
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),
 )
-COUNTED_SHARE = 0.01  # of a cell's kernel time, below which a kernel has no row of counters
+COUNTED_SHARE = 0.01  # share of a cell's kernel time below which a kernel has no row
 
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
-    """One section a config, one sweep table a group; full shows every finding with all of its
-    evidence.
+    """Return the document of `analyze`: one section per config, one table per sweep.
+
+    With `full`, it contains every finding with all of its evidence.
     """
     blocks: list[Block] = [Note(text) for text in _peak_notes(analyses)]
     several = len({analysis.run for analysis in analyses}) > 1
@@ -137,7 +138,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
 
 
 def _peaks(analyses: Sequence[CellAnalysis]) -> list[Peaks]:
-    """Each device's peaks once."""
+    """Return the peaks of each device once."""
     roofs_by_device: dict[tuple[str, str], Peaks] = {}
     for analysis in analyses:
         if peaks := analysis.machine.peaks:
@@ -163,7 +164,7 @@ def _scaled(value: float | None, by: float) -> float | None:
 
 
 def _values(analysis: CellAnalysis) -> dict[str, Any]:
-    """Everything that a row of one of the tables may show."""
+    """Return all values that a table may show for a cell."""
     figures, main = analysis.figures, analysis.main
     assert figures is not None
     return {
@@ -185,7 +186,7 @@ def _values(analysis: CellAnalysis) -> dict[str, Any]:
 
 
 def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
-    """The phases of each way of execution once, under the backends that took it."""
+    """Return the phases of each way of execution once, under the backends that use it."""
     ways: dict[tuple[Any, ...], list[str]] = {}
     for analysis in own:
         if analysis.phases:
@@ -198,7 +199,7 @@ def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
 
 
 def _counter_rows(own: Sequence[CellAnalysis]) -> list[dict[str, Any]]:
-    """The kernels that ncu saw, with what it counted of each; one of no weight is left out."""
+    """Return the counters of the kernels that ncu recorded, without kernels of negligible time."""
     rows = []
     for analysis in own:
         for kernel in analysis.kernels:
@@ -232,7 +233,7 @@ def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
 
 
 def _changed_problems(analyses: Sequence[CellAnalysis]) -> list[Note]:
-    """A warning for configs that one could take for a sweep over head_dim."""
+    """Return warnings for configs that look like a sweep over head_dim but are not."""
     return [
         Note(
             f"head_dim is {', '.join(map(str, each.head_dims))} here, and batch x heads x queries x keys "
@@ -247,7 +248,9 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> list[Note]:
 
 
 def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Chart]:
-    """TFLOP/s over each number that was swept, a line a backend (and config, if there are several)."""
+    """Return charts of TFLOP/s over each swept number, with one line per backend (and config, if
+    there are several).
+    """
     charts = []
     for name in dict.fromkeys(name for name, _ in sweeps):
         groups = [group for swept, group in sweeps if swept == name]
@@ -273,8 +276,10 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> list[Char
 
 
 def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
-    """The intensity of a cell on the bytes that ncu counted in each memory, and on compulsory bytes,
-    all over ncu's own time; empty where it counted none.
+    """Return the intensity of a cell for the bytes that ncu counted in each memory, and for
+    compulsory bytes.
+
+    All rates use the time under ncu. Empty if ncu counted no bytes.
     """
     figures = analysis.figures
     if figures is None or not figures.ncu_ns or figures.dram_bytes is None:
@@ -302,7 +307,7 @@ def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
 
 
 def _past_l1(own: Sequence[CellAnalysis]) -> list[Note]:
-    """Why some have no bytes of L1."""
+    """Return notes on why some cells have no bytes of L1."""
     names: dict[str, list[str]] = {}
     for each in own:
         if each.figures is None or not each.figures.past_l1:
@@ -320,7 +325,7 @@ _Roofs = list[tuple[str, Peaks, float]]
 
 
 def _roofs(analyses: Iterable[CellAnalysis]) -> _Roofs:
-    """The roof of each cell's device and dtype, where its peaks are known."""
+    """Return the roof for the device and dtype of each cell with known peaks."""
     return [
         (f"{peaks.device} {figures.rate}, {peaks.source}", peaks, peaks.flops_per_s[figures.rate])
         for analysis in analyses
@@ -329,9 +334,9 @@ def _roofs(analyses: Iterable[CellAnalysis]) -> _Roofs:
 
 
 def _traffic_roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
-    """All cells that ncu saw, a point for each memory whose bytes it counted."""
+    """Return a roofline of the cells that ncu recorded, with one point per memory."""
     rows = [
-        # a series a memory, so that marks tell which is which; a point's label names its cell
+        # one series per memory, so that marks differ; the label of a point is its cell
         point
         | {"backend": f"{point['level']} bytes", "label": f"{point['backend']} {point['label']}"}
         for analysis in analyses
@@ -350,7 +355,7 @@ def _traffic_roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
 
 
 def _roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
-    """All cells below the roofs of their device and dtype; empty without peaks."""
+    """Return a roofline of all cells for their devices and dtypes. Empty without peaks."""
     shown = [
         analysis
         for analysis in analyses

@@ -1,4 +1,6 @@
-"""A bench as a Document: figures, why some are missing or doubtful, regret, and what follows."""
+"""Show the answer of `bench`: figures, reasons for missing or doubtful ones, regret and
+conclusions.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ MEANS = {
 OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
 SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: ""}
-LOG_LINES = 6  # of what a compiler said
+LOG_LINES = 6
+"""Lines of compiler output to show."""
 COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend"),
@@ -100,8 +103,9 @@ LOSS_COLUMNS = (
 def bench_document(
     answer: BenchResult, *, explain: bool = False, raw: bool = False, charts: bool = True
 ) -> Document:
-    """The answer of `profharness bench`. explain: every refusal reason; raw: samples in the
-    records.
+    """Return the document of `bench`.
+
+    With `explain`, it contains every reason for a refusal, with `raw` the samples in its records.
     """
     environment, replaced = answer.environment, replacements(answer.cells)
     device = environment.get("gpu") or environment.get("cpu") or "unknown device"
@@ -112,7 +116,7 @@ def bench_document(
         Note(_header(answer), "figures"),
         Note(_measured(answer), "measured"),
         *_marks(answer),
-        # cells whose figures are SDPA's and not those of the form that was asked for
+        # cells that timed SDPA instead of the requested form
         *(Note(text, where, "warning") for where, text in replacement_notes(replaced)),
         *_failed(answer, explain),
         *_warnings(answer),
@@ -146,7 +150,9 @@ def bench_document(
 
 
 def _charts(answer: BenchResult) -> Iterator[Block]:
-    """Latency, rates and memory over each axis, and the roofline; a wrong backend is in none."""
+    """Yield charts of latency, rates and memory over each axis, and the roofline. Wrong backends
+    are left out.
+    """
     medians = [
         (row.config, row.backend, row.median_ns)
         for row in answer.ranking_rows()
@@ -187,7 +193,7 @@ def _header(answer: BenchResult) -> str:
 
 
 def _opening_facts(answer: BenchResult, device: str) -> list[str]:
-    """On what, when, from how many samples, and what speed-ups are told against."""
+    """Return the device, the date, the number of samples and the baselines of speed-ups."""
     facts = [device, f"torch {answer.environment.get('torch')}", answer.created[:10]]
     facts.append(_sample_counts(answer))
     baselines = dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline)
@@ -203,7 +209,7 @@ def _sample_counts(answer: BenchResult) -> str:
 
 
 def _measured(answer: BenchResult) -> str:
-    """What it takes to measure the same again: when, how, and on what."""
+    """Describe how to repeat the measurement: protocol and machine."""
     parts = [answer.created, _sample_counts(answer)]
     if several := max((row.processes or 0 for row in answer.figures()), default=0):
         parts.append(f"in {several} process{'es' if several > 1 else ''}")
@@ -233,14 +239,14 @@ def _main_table(answer: BenchResult) -> Table:
         for name in (*GPU_MEASUREMENTS, EVENT):
             values[name] = others.get((row.config, row.backend, name), "")
         values[HOST] = hosts.get((row.config, row.backend), "")
-        # one batch makes it the inverse of the time
+        # with a single batch it is only the inverse of the time
         values["sequences"] = row.sequences_per_s if len(batches) > 1 else ""
         lines.append(values)
     return Table.of(filled_columns(COLUMNS, lines, OPTIONAL), lines)
 
 
 def _line(answer: BenchResult, row: BenchRow, doubt: int | None) -> dict[str, Any]:
-    """The values of one line, by column; a row without samples shows its status instead."""
+    """Return the values of one row by column. A row without samples shows its status instead."""
     values: dict[str, Any] = {"config": row.config, "backend": row.backend}
     median_ns = row.median_ns
     if median_ns is None:
@@ -278,7 +284,9 @@ def _scaled(value: float | None, unit: float) -> float | None:
 
 
 def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
-    """Doubts by (config, backend), each once; another measurement's bear its name."""
+    """Return the doubts about each (config, backend) once. Those about another measurement start
+    with its name.
+    """
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
         lead = "" if row.measurement == answer.ranking else f"{row.measurement}: "
@@ -308,7 +316,9 @@ def _marks(answer: BenchResult) -> Iterator[Note]:
 
 
 def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
-    """Why cells have no figure, once a reason; with explain every reason, those by rule included."""
+    """Yield why cells have no figure, once per reason. With `explain`, every reason, including
+    those of the rules.
+    """
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
         if cell.status == "ok":
@@ -329,7 +339,9 @@ def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
 
 
 def _warnings(answer: BenchResult) -> Iterator[Note]:
-    """What workers warned of, once a backend; a doubt tells of shared cores."""
+    """Yield the warnings of workers, once per backend. Shared cores are reported as a doubt
+    instead.
+    """
     configs: dict[tuple[str, str], list[str]] = {}
     for cell in answer.cells:
         for text in cell.warnings:
@@ -341,7 +353,9 @@ def _warnings(answer: BenchResult) -> Iterator[Note]:
 
 
 def _opening(message: str) -> str:
-    """The first line; what a compiler said too, where that line announces it by a colon."""
+    """Return the first line and, if it ends with a colon, the first lines of compiler output after
+    it.
+    """
     first, *rest = message.splitlines() or [""]
     said = [line.strip() for line in rest if line.strip()][:LOG_LINES]
     return " ".join([first, *said]) if first.endswith(":") else first
@@ -380,8 +394,10 @@ def latency_charts(
     axes: Sequence[Axis] = (LENGTH,),
     found: Sequence[Sweep] = (),
 ) -> list[Chart]:
-    """Lines over the axes for each sweep, dots for other configs; medians: label, backend, ns;
-    intervals: the ns from and to, by label and backend. Crossovers in found are marked.
+    """Return lines over the axes for each sweep, and dots for other configs.
+
+    `medians` are (config label, backend, ns). `intervals` are (low, high) in ns by label and
+    backend. Crossovers in `found` are marked.
     """
     rows: list[dict[str, Any]] = []
     for label, backend, ns in medians:
@@ -407,7 +423,7 @@ def time_charts(
     what: str,
     intervals: Mapping[tuple[str, str], tuple[float, float]],
 ) -> list[Chart]:
-    """`latency_charts` over every axis."""
+    """Return `latency_charts` over every axis."""
     return latency_charts(times, what, intervals, axes=AXES)
 
 
@@ -420,8 +436,9 @@ def roofline_chart(
     x_title: str = "",
     y_title: str = "",
 ) -> list[Chart]:
-    """Rates below the roofs (label, peaks, FLOP/s) of their devices; empty where no roof is known.
-    Roofs of the same height are one, so that no label covers another.
+    """Return a chart of rates below the roofs (label, peaks, FLOP/s) of their devices.
+
+    Empty if no roof is known. Roofs of equal height are merged, so that no label covers another.
     """
     labels: dict[tuple[float, float], dict[str, None]] = {}
     for label, peaks, rate in roofs:
@@ -448,8 +465,10 @@ def rate_blocks(
     axes: Sequence[Axis] = (LENGTH,),
     found: Sequence[Sweep] = (),
 ) -> list[Block]:
-    """Charts of FLOP/s for medians: config label, backend, ns. wrong (config label, backend) is
-    left out. tf32: fp32 products may use the tensor cores. Drops in found are marked.
+    """Return charts of FLOP/s for `medians`, which are (config label, backend, ns).
+
+    `wrong` contains the (config label, backend) to leave out. With `tf32`, fp32 products may use
+    the tensor cores. Drops in `found` are marked.
     """
     rows: list[dict[str, Any]] = [
         {

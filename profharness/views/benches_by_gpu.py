@@ -1,4 +1,4 @@
-"""Benches of the same cells on several classes of GPU, side by side."""
+"""Compare benchmarks of the same cells on several kinds of GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ SHOWN = 3
 def benches_by_gpu_document(
     answers: Sequence[BenchResult], *, explain: bool = False, raw: bool = False
 ) -> Document:
-    """The answer of each class, and a table with a column a class. Of one class its answer alone. The
-    rows are those of all runs; further keys are the first one's, and `classes`.
+    """Return the document of `bench` for each GPU, and a table with one column per GPU.
+
+    The rows are those of all runs. Further JSON keys are those of the first run, and `classes`. A
+    single answer has its usual document.
     """
     documents = [bench_document(answer, explain=explain, raw=raw) for answer in answers]
     first = documents[0]
@@ -35,14 +37,14 @@ def benches_by_gpu_document(
 
 
 def on_several_gpus(answers: Sequence[BenchResult]) -> bool:
-    """Whether answers are of several devices, and some cell is in two of them."""
+    """Return whether the answers have several devices, and some cell in common."""
     cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
     alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
     return alike and len({_device(answer) for answer in answers}) > 1
 
 
 def gpu_record(answer: BenchResult) -> dict[str, object]:
-    """A class for programs."""
+    """Return the JSON record of one GPU."""
     return {
         "run": answer.run,
         "device": _device(answer),
@@ -57,7 +59,7 @@ def _device(answer: BenchResult) -> str:
 
 
 def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
-    """Medians by class and how many times as fast the others are as the first."""
+    """Return the medians on each GPU, and speed-ups against the first one."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
     columns += [Column(f"us{at}", f"{name} µs", "us") for at, name in enumerate(names)]
@@ -82,12 +84,12 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
 
 
 def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
-    """Where another backend is the fastest than on the first class."""
+    """Return sentences on the configs for which another backend is fastest than on the first GPU."""
     best = [{winner.config: winner for winner in answer.winners} for answer in answers]
     texts = []
     for answer, each in zip(answers[1:], best[1:], strict=True):
         both = [config for config in best[0] if config in each]
-        # one that is not told apart from the fastest is no other choice
+        # a backend without a significant difference from the fastest is not another choice
         apart = [
             config
             for config in both

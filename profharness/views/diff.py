@@ -1,5 +1,6 @@
-"""A Diff as a Document: first what differs between the environments, then per config the paired
-kernels, as in a patch."""
+"""Show the answer of `diff`: environments first, then the paired kernels of each config as in a
+patch.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +66,16 @@ LAYER_COLUMNS = (
     Column("verdict", "verdict"),
 )
 
-# not as the roles of kernels are called
+# distinct from the names of roles
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
 UNTOLD = "is not told: a side does not name its PyTorch"
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
-    """The answer of `profharness diff`: - is the baseline, + the candidate; full shows whole kernel
-    names. changed_first: what is the same stands last, in one line.
+    """Return the document of `diff`. `-` marks the baseline and `+` the candidate.
+
+    With `full`, kernel names are not shortened. With `changed_first`, configs without a difference
+    come last, one line each.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
@@ -88,7 +91,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
     costs: dict[tuple[str, ...], list[Cost]] = {}
     for cost in diff.costs:
-        # that a side refuses stands in the row of how the cells ended
+        # a refusal is shown in the row on how the cells ended
         if cost.verdict != "same" and cost.what != REFUSED:
             costs.setdefault(pair(cost), []).append(cost)
     same = [
@@ -114,7 +117,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
 
 
 def cost_text(cost: Cost) -> str:
-    """The verdict on a cost, and both sides' values."""
+    """Format the verdict on a cost with the values of both sides."""
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
     kind, unit = ("kib", " KiB at the peak") if cost.what == MEMORY else ("count", " a call")
@@ -130,13 +133,13 @@ def _cost_note(cost: Cost) -> Note:
 
 
 def layer_text(row: LayerDiff) -> str:
-    """The verdict on a layer, what the times say behind it, and what ran."""
+    """Format the verdict on a layer, that on its times, and the backends that ran."""
     verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
     return f"{', '.join(verdicts)}: {_both(row, lambda side: side.ran) or 'what ran is not told'}"
 
 
 def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
-    """Attention layer by layer, `before → after` where the sides differ."""
+    """Return attention layer by layer, with `before → after` if the sides differ."""
     if not layers:
         return []
     counts = Counter(row.verdict for row in layers).most_common()
@@ -173,7 +176,7 @@ def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
 
 
 def _both(row: LayerDiff, value: Callable[[LayerSide], str | None]) -> str | None:
-    """`before → after`, once where they are the same; None where neither is known."""
+    """Return `before → after`, or one value if both are equal. None if neither is known."""
     before, after = (value(side) if side else None for side in (row.baseline, row.candidate))
     return before if before == after else f"{before or MISSING} → {after or MISSING}"
 
@@ -204,7 +207,7 @@ def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
 
 
 def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
-    """One line a kernel and side; ratio and verdict stand on the first line of their row only."""
+    """Yield one line per kernel and side. The first line of a row has ratio and verdict."""
     lines: list[tuple[str, KernelRow | None, float | None]] = []
     for mark, kernels, time_ns in (
         ("-", row.baseline, row.baseline_ns),

@@ -1,4 +1,4 @@
-"""The views of `profharness explain`: answers one by one, releases, maps and bisections."""
+"""Show the answers of `explain`: single configs, releases, maps and bisections."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ COLUMNS = (
     Column("source", "source"),
     Column("message", "what it says", shrink=True),
 )
-FIRST = "first"  # marks the reason that PyTorch stops at
+FIRST = "first"  # marks the reason at which PyTorch stops
 _STATES = {True: "yes", False: "no", None: "unknown"}
 
 
 def explain_document(
     answers: Sequence[Explanation], *, full: bool = False, named: Sequence[str] = ()
 ) -> Document:
-    """Configs one by one. full shows messages whole; named are the backends that were asked about."""
+    """Return the document of `explain` for single configs.
+
+    With `full`, messages are not cut. `named` are the backends given on the command line.
+    """
     blocks = [b for answer in answers for b in answer_blocks(answer, full=full, named=named)]
     records = tuple(map(explanation_record, answers))
     return Document(SCHEMA, "Why this kernel", tuple(blocks), FIELDS, records)
@@ -48,8 +51,9 @@ def explain_document(
 def answer_blocks(
     answer: Explanation, *, full: bool = False, named: Sequence[str] = ()
 ) -> list[Block]:
-    """Heading, verdict, table, advice and doubts of one config. Advice on a backend that takes the
-    config anyhow is shown where it is named, or where its gain is known.
+    """Return heading, verdict, table, advice and doubts of one config.
+
+    Advice on an eligible backend is shown only if the backend is named or its gain is known.
     """
     blocks: list[Block] = [Heading(answer.config, environment_text(answer)), Note(verdict(answer))]
     if answer.prediction is not None:
@@ -75,7 +79,7 @@ def answer_blocks(
 
 
 def verdict(answer: Explanation) -> str:
-    """One sentence: what `auto` or the setting runs, why, and why not each of the others."""
+    """Return one sentence on what `auto` or the setting runs, why, and why not the others."""
     choice = chosen(answer)
     if _nothing_known(answer):
         return f"what {answer.asked} runs is not known, nor which backends take this config."
@@ -110,7 +114,7 @@ def verdict(answer: Explanation) -> str:
 
 
 def _nothing_known(answer: Explanation) -> bool:
-    """Whether the rules were asked about a release that they do not know; a caveat says so."""
+    """Return whether the rules do not cover the release. A caveat states this."""
     return answer.choice is None and unread([answer]) is not None
 
 
@@ -163,7 +167,7 @@ def _table(backends: Sequence[BackendAnswer]) -> Table:
 
 
 def _witnesses(answer: Explanation) -> Note:
-    """What the rules, PyTorch and a stored run say."""
+    """Return a note with the answers of the rules, of PyTorch and of a stored run."""
     witnesses = {
         "the rules predict": answer.predicted,
         "PyTorch says": answer.choice,
@@ -206,8 +210,10 @@ FLIP = "►"
 def matrix_document(
     matrices: Sequence[Sequence[MatrixRow]], *, full: bool = False, backends: Sequence[str] = ()
 ) -> Document:
-    """Releases side by side, oldest first; ► marks a release whose choice differs from the one
-    before. full adds every release's own answer; backends are those that have a column.
+    """Return the document for several releases, oldest first.
+
+    `►` marks a release with another choice than the one before. With `full`, it contains the answer
+    for every release. `backends` are those with a column.
     """
     shown = backends or FUSED_BACKENDS
     columns = (
@@ -248,7 +254,7 @@ def matrix_document(
 
 
 def _state(side: BackendAnswer) -> str:
-    """`yes`, `unknown`, or why not."""
+    """Return `yes`, `unknown`, or the reason for a refusal."""
     if side.eligible is False and side.reasons:
         return f"no: {side.reasons[0].code}"
     return _STATES[side.eligible]
@@ -257,8 +263,9 @@ def _state(side: BackendAnswer) -> str:
 def map_document(
     maps: Sequence[Map], answers: Sequence[Explanation], *, where: str, full: bool = False
 ) -> Document:
-    """Maps with their legend and edges; the records are the answers behind them. full adds every
-    config's own answer.
+    """Return the document of maps with legends and edges. Its records are the answers.
+
+    With `full`, it contains the answer for every config.
     """
     blocks = [block for drawn in maps for block in map_blocks(drawn, where)]
     if full:
@@ -271,7 +278,7 @@ def map_document(
 
 
 def map_record(drawn: Map) -> dict[str, Any]:
-    """Axes, choices row by row (null: not asked), and edges."""
+    """Return the JSON record of a map: axes, choices row by row (null if not evaluated) and edges."""
     return {
         "fixed": dict(drawn.fixed),
         "shared": dict(drawn.shared),
@@ -285,7 +292,7 @@ def map_record(drawn: Map) -> dict[str, Any]:
 
 
 def map_table(drawn: Map, texts: Sequence[Sequence[str | None]]) -> Table:
-    """A table with the axes of a map and a text for each of its cells."""
+    """Return a table with the axes of a map and a text per cell."""
     columns = (
         Column(f"c{index}", value_text(value), right=True)
         for index, value in enumerate(drawn.column_values)
@@ -297,7 +304,7 @@ def map_table(drawn: Map, texts: Sequence[Sequence[str | None]]) -> Table:
 
 
 def map_blocks(drawn: Map, where: str) -> list[Block]:
-    """Heading, letters, legend and edges of a map of choices."""
+    """Return heading, letters, legend and edges of a map of choices."""
     head = f"{drawn.rows} \\ {drawn.columns}" if drawn.rows else drawn.columns
     letters = [[LETTERS.get(choice, choice) for choice in line] for line in drawn.choices]
     used = sorted(set(drawn.cells.values()))
@@ -329,7 +336,9 @@ def _edge_text(edge: Edge, drawn: Map) -> str:
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
-    """The stretches between flips of each bisection, and how many values were asked."""
+    """Return the document of bisections: stretches between flips, and the number of evaluated
+    values.
+    """
     columns = (
         Column("first", "from", right=True),
         Column("last", "to", right=True),
@@ -358,7 +367,9 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
 
 
 def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[str, str, str, str]]:
-    """Table rows; two stretches that come again and again at one distance are one pair of rows."""
+    """Return table rows. Two stretches that alternate in equal steps are folded into one pair of
+    rows.
+    """
     folded = []
     place = 0
     while place < len(rows):
@@ -375,7 +386,7 @@ def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[str, str, str, s
 
 
 def _repeats(rows: Sequence[tuple[int, int, str]], place: int) -> int:
-    """How often the two stretches at `place` come one after the other, in equal steps."""
+    """Return how often the two stretches at `place` alternate in equal steps."""
     count = 1
     while following := rows[place + 2 * count : place + 2 * count + 2]:
         move = count * (rows[place + 2][0] - rows[place][0])
@@ -389,7 +400,7 @@ def _repeats(rows: Sequence[tuple[int, int, str]], place: int) -> int:
 
 
 def _probes_text(bisection: Bisection) -> str:
-    """How sure the stretches are."""
+    """Describe how certain the stretches are."""
     count, flips = len(bisection.asked), len(bisection.flips)
     exact = f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"
     if count == bisection.possible:

@@ -1,5 +1,6 @@
-"""Kernels of cells as a Document: a heading and a table for each config, and a line for each backend
-without kernels. With several profilers, their figures stand side by side.
+"""Show the answer of `kernels`: a table per config, and a note per backend without kernels.
+
+For several profilers, the table has their figures side by side.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from profharness.views.document import (
 SCHEMA = "profharness.kernels/1"
 KERNEL = columns_of(KernelRow)
 CELL = columns_of(CellRow)
-# JSON has these fields behind `share`, and the computed ones last.
+# In JSON, these fields follow `share`, and computed ones come last.
 _BEHIND_SHARE = ("cell", "kernel_kind", "min_ns", "max_ns")
 _COMPUTED = ("call_ns", "dram_bytes_per_s")
 _names = [name for name in KERNEL if name not in (*_BEHIND_SHARE, *_COMPUTED)]
@@ -83,15 +84,17 @@ _COUNTERS = (
     Column("value", "value", "count"),
     Column("unit", "unit"),
 )
-# What ncu knows of the launch and the machine; it lists these beside what it counted.
+# Prefixes of launch and machine attributes, which ncu lists among its counters.
 _ATTRIBUTES = ("c2clink__", "device__", "launch__", "numa__", "nvlink__", "pcie__", "profiler__")
 
-# A heading's scope: run, and the config, or for a foreign trace the range.
+# The scope of a heading: run, config, and for a foreign trace the range instead.
 _Scope = tuple[str, str | None, str | None]
 
 
 def kernel_record(row: KernelRow) -> dict[str, Any]:
-    """The JSON record of one kernel: durations in ns, sizes in bytes, grid and block as [x, y, z]."""
+    """Return the JSON record of one kernel: times in ns, sizes in bytes, grid and block as [x, y,
+    z].
+    """
     plain = record(row)
     plain |= {name: getattr(row, name) for name in _COMPUTED}
     plain["metrics"] = {
@@ -101,15 +104,17 @@ def kernel_record(row: KernelRow) -> dict[str, Any]:
 
 
 def cell_record(cell: CellRow) -> dict[str, Any]:
-    """The JSON record of one cell, without its raw samples."""
+    """Return the JSON record of one cell, without its raw samples."""
     return record(cell, CELL_FIELDS)
 
 
 def kernels_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """The answer of `profharness kernels`. Configs keep the order of their first mention, kernels
-    that of their first launch. full shows whole kernel names.
+    """Return the document of `kernels` for one profiler.
+
+    Configs are in the order of the cells, kernels in that of their first launch. With `full`,
+    kernel names are not shortened.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
@@ -136,12 +141,12 @@ def kernels_document(
 
 
 def is_minor(row: KernelRow) -> bool:
-    """Whether a row is an op on the CPU (a view, an allocation) that takes next to no time."""
+    """Return whether a row is a CPU op of negligible time, such as a view or an allocation."""
     return row.kernel_kind == "op" and row.share is not None and row.share < MINOR_SHARE
 
 
 def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
-    """One line per backend with minor ops: how many there are, and what they take together."""
+    """Return one note per backend with minor ops: their number and their share of the time."""
     minor: dict[str, list[KernelRow]] = {}
     for row in filter(is_minor, rows):
         minor.setdefault(row.backend or "", []).append(row)
@@ -154,15 +159,15 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """The columns for these rows: profiler and device only where they differ, the part of shared
-    memory only where it is known.
+    """Return the columns for these rows. Profiler and device are shown if they differ, the share of
+    shared memory if it is known.
     """
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
     hidden = {"kernel_short" if full else "kernel"}
     hidden |= {"backend", "launches_per_call", "call_ns"} if foreign else {"launches", "total_ns"}
     hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
-    if all(row.shared_share is None for row in rows):  # nobody knows the device
+    if all(row.shared_share is None for row in rows):  # the device is unknown
         hidden.add("shared_share")
     return tuple(column for column in ROW_COLUMNS if column.key not in hidden)
 
@@ -172,7 +177,7 @@ def _scope(row: KernelRow) -> _Scope:
 
 
 def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
-    """The lines below the table: missing kernels, replacements, disagreements, warnings."""
+    """Return the notes below a table: missing kernels, replacements, disagreements and warnings."""
     notes: list[Note] = []
     if cell.status != "ok":
         notes.append(status_note(cell.status, _reason(cell), cell.backend))
@@ -194,7 +199,7 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
 
 def _reason(cell: CellRow) -> str:
     texts = [refusal.message for refusal in cell.refusals]
-    # of a refused cell the message is its first reason once more
+    # the message of a refused cell repeats its first reason
     if cell.message and (cell.status != "refused" or not texts):
         texts.insert(0, cell.message)
     return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
@@ -203,12 +208,13 @@ def _reason(cell: CellRow) -> str:
 def witness_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Three profilers side by side, rows newest run first; full shows whole kernel names, and lists
-    every counter that ncu took.
+    """Return the document of `kernels --profiler all`; rows come newest run first.
+
+    With `full`, kernel names are not shortened, and every counter of ncu is listed.
     """
     joined = join_kernels(rows)
     blocks: list[Block] = []
-    # cells first: a config that launched nothing keeps its place
+    # cells first, so that a config without launches keeps its place
     configs = dict.fromkeys(
         [*(cell.config for cell in cells), *(kernel.config for kernel in joined)]
     )
@@ -234,7 +240,7 @@ def witness_document(
 
 
 def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
-    """The JSON record of one kernel: what each profiler says, and where they disagree."""
+    """Return the JSON record of one kernel: the figures of each profiler, and their disagreements."""
     names = ("config", "backend", "kernel", "grid", "block")
     return {
         **record(kernel, names),
@@ -246,7 +252,6 @@ def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
 
 
 def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
-    """One line a kernel; a column that no kernel here has a value for is left out."""
     hidden = "kernel_short" if full else "kernel"
     columns = [column for column in JOINED_COLUMNS if column.key != hidden]
     lines = [_values(kernel) for kernel in joined]
@@ -288,7 +293,7 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
 
 
 def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
-    """Every metric of every kernel that ncu saw, counted ones first."""
+    """Return all metrics of the kernels that ncu recorded, counters first."""
     blocks: list[Block] = []
     for kernel in joined:
         metrics = kernel.rows[NCU].metrics if NCU in kernel.rows else {}
@@ -305,7 +310,7 @@ def _place(metric: str) -> tuple[bool, str]:
 
 
 def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[Note]:
-    """Which profilers are missing from the whole table, and how to read ncu's times."""
+    """Return notes on missing profilers, and on how to read the times of ncu."""
     notes = []
     absent = set(TRACE_PROFILERS) - {row.profiler for row in rows}
     if absent and rows:

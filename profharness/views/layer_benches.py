@@ -1,4 +1,4 @@
-"""What benches on several classes of GPU say of a program's layers, with a column a class."""
+"""Show benchmarks of a program's layers on several kinds of GPU, with one column per GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from profharness.views.layers_by_gpu import (
 def benches_document(
     programs: LayersByGpu, benches: LayerBenches, *, full: bool = False
 ) -> Document:
-    """The map of each program with what its bench says, the programs beside each other where there are
-    several, then the benches. Keys are those of `layers_by_gpu_document`, `benches` and `benched`.
+    """Return the map of each program with its benchmark, then the benchmarks side by side.
+
+    JSON keys are those of `layers_by_gpu_document`, `benches` and `benched`.
     """
     document = layers_by_gpu_document(with_bench_maps(programs, benches), full=full)
     return replace(
@@ -34,7 +35,7 @@ def benches_document(
 
 
 def bench_record(answer: LayerBenches) -> dict[str, Any]:
-    """The benches and what each says of the layers, for programs."""
+    """Return the JSON keys of the benchmarks, and of their figures for each layer."""
     return {
         "benches": [_class_record(each) for each in answer.classes],
         "benched": [
@@ -62,7 +63,7 @@ def _class_record(item: GpuBench) -> dict[str, Any]:
 
 
 def bench_blocks(answer: LayerBenches, *, full: bool = False) -> Iterator[Block]:
-    """The table with a column a class, sums of all layers, and what is not told."""
+    """Yield the table with one column per GPU, sums over all layers, and what is unknown."""
     names = [each.name for each in answer.classes]
     yield Heading(
         "classes in benches", f"µs of one call; {', '.join(map(_bench_text, answer.classes))}"
@@ -71,7 +72,7 @@ def bench_blocks(answer: LayerBenches, *, full: bool = False) -> Iterator[Block]
     both = zip(answer.rows, answer.calls, strict=True)
     for row, calls in sorted(both, key=lambda pair: -_spent(pair[1])):
         side = next(filter(None, row.sides))
-        # of what a backward recomputes the forward alone is timed
+        # for recomputed calls only the forward is timed
         middle = side.points[(len(side.points) - 1) // 2][0] if side.points else side.config
         place = {"module": layer_name(row, full=full), "config": middle}
         lines.append(place | _line(calls, answer.classes))
@@ -90,7 +91,7 @@ def bench_blocks(answer: LayerBenches, *, full: bool = False) -> Iterator[Block]
 
 
 def _bench_text(item: GpuBench) -> str:
-    """`NVIDIA H200: kernel times of run ID`."""
+    """Return a text such as `NVIDIA H200: kernel times of run ID`."""
     if item.run is None:
         return f"{item.name}: no bench"
     return f"{item.name}: {item.measurement} times of run {item.run}"
@@ -103,7 +104,7 @@ def _best_columns(names: Sequence[str]) -> Iterator[Column]:
 
 
 def _line(calls: Sequence[BenchedCall], classes: Sequence[GpuBench]) -> dict[str, Any]:
-    """The values of all columns of a layer; no speed-up where something else was measured."""
+    """Return the values of a layer for all columns. Different measurements have no speed-up."""
     best = [(f"best{at}", call.best) for at, call in enumerate(calls)]
     best_us = [(f"best_us{at}", call.best_ns) for at, call in enumerate(calls)]
     ran = figures([call.backend for call in calls], [call.ns for call in calls])
@@ -116,12 +117,12 @@ def _line(calls: Sequence[BenchedCall], classes: Sequence[GpuBench]) -> dict[str
 
 
 def _spent(calls: Sequence[BenchedCall]) -> float:
-    """The time of all calls on the first class that tells one."""
+    """Return the time of all calls on the first GPU that has it."""
     return next(filter(None, map(_total, calls)), 0)
 
 
 def _sums(answer: LayerBenches) -> Iterator[str]:
-    """What all layers take on each class, and what the fastest backends save of it."""
+    """Yield sentences on the time of all layers on each GPU, and on what the fastest backends save."""
     sides = [side for row in answer.rows for side in row.sides if side]
     whole = "a step" if all(side.calls is not None for side in sides) else "the whole program"
     first, *others = answer.classes

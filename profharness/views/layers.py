@@ -1,5 +1,5 @@
-"""The map of a program's attention as a Document: a line a group of like layers, then why and what
-would help, then the steps and where the GPU waited.
+"""Show the attention of a program: a row per group of like layers, reasons and advice, steps and
+gaps.
 """
 
 from __future__ import annotations
@@ -73,11 +73,13 @@ FORECAST = (
     Column("predicted_best", "best"),
     Column("predicted_saves_ns", "saves µs", "us"),
 )
-MODULES_SHOWN = 2  # of the modules around a call; --full shows all
+MODULES_SHOWN = 2  # modules around a call without --full
 
 
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
-    """The answer of `profharness layers`. full: whole module names, kernels and gaps."""
+    """Return the document of `layers`. With `full`, it contains whole module names, kernels and
+    gaps.
+    """
     lines = [line_of(row, full) for row in layers.rows]
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
@@ -114,14 +116,14 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
 
 
 def forecast_record(forecast: Forecast) -> dict[str, Any]:
-    """A forecast for programs, without its rows."""
+    """Return the JSON record of a prediction without its rows."""
     return record(forecast, OF_FORECAST)
 
 
 def _forecast_blocks(
     forecast: Forecast, lines: Sequence[dict[str, Any]], full: bool
 ) -> Iterator[Block]:
-    """What the other GPU would do, dearest first, and what follows from it."""
+    """Yield the prediction for another GPU, largest time first, and its conclusions."""
     where = forecast.machine or f"{forecast.gpu}, torch {forecast.torch}, no atlas"
     whole = "a step" if forecast.of == "step" else "the whole program"
     yield Heading(f"Predicted for {where}", f"µs and saving of {whole}")
@@ -141,12 +143,12 @@ def _forecast_blocks(
 
 
 def record_of(row: Any) -> dict[str, Any]:
-    """A named tuple in JSON's types."""
+    """Convert a named tuple to a dict."""
     return dict(row._asdict())
 
 
 def line_of(row: LayerRow, full: bool) -> dict[str, Any]:
-    """A row of the map as its table shows it."""
+    """Return the values that the table shows for a row."""
     line = {column.key: getattr(row, column.key) for column in (*COLUMNS, *REGRET)}
     if not full:
         line["module"] = short_module(row.module)
@@ -161,7 +163,7 @@ def line_of(row: LayerRow, full: bool) -> dict[str, Any]:
 
 
 def short_module(module: str | None) -> str | None:
-    """The innermost modules of a chain; a number of a layer with the list that it counts."""
+    """Return the innermost modules of a path. The number of a layer keeps the name of its list."""
     parts = (module or "").split(".")
     if "{" in parts[0] or not module:
         return module
@@ -170,7 +172,9 @@ def short_module(module: str | None) -> str | None:
 
 
 def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:
-    """`dims q 8x64, k v 32x64` of what no config says; None where no dims are told."""
+    """Return a text such as `dims q 8x64, k v 32x64` for a call without a config. None without
+    dims.
+    """
     names: dict[str, list[str]] = {}
     for name, sizes in zip(("q", "k", "v", "mask"), dims, strict=False):
         if sizes:
@@ -188,7 +192,7 @@ def _config(row: LayerRow) -> str | None:
 
 
 def _summary(layers: LayerMap) -> str:
-    """`step 8.08 ms, GPU busy 1.57 ms (19 %), attention 0.10 ms`."""
+    """Return a text such as `step 8.08 ms, GPU busy 1.57 ms (19 %), attention 0.10 ms`."""
     if not layers.steps:
         made = sum(row.program_calls or 0 for row in layers.rows)
         return f"{made:,} calls of {layers.processes} process(es), counted" if made else ""

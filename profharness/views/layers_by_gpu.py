@@ -1,4 +1,4 @@
-"""The map of a program's attention with a column a class of GPU: measured on each, or predicted."""
+"""Show the attention of a program with one column per kind of GPU, measured or predicted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ CALLS = Column("calls", "calls/step", "count")
 
 
 def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Document:
-    """The map of each run, and a table with a column a class. The rows are those of all runs; further
-    keys are the first one's, and `classes` and `layers`. Of one run its map alone.
+    """Return the map of each run, and a table with one column per GPU.
+
+    The rows are those of all runs. Further JSON keys are those of the first run, `classes` and
+    `layers`. A single run has its usual document.
     """
     documents = [layers_document(each.layers, full=full) for each in answer.classes]
     first = documents[0]
@@ -40,7 +42,7 @@ def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Docume
 
 
 def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
-    """The classes and their like layers for programs."""
+    """Return the JSON keys of the GPUs and of the matched layers."""
     return {
         "classes": [_class_record(each) for each in answer.classes],
         "layers": [record(row) for row in answer.rows],
@@ -48,7 +50,9 @@ def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
 
 
 def forecasts_document(layers: LayerMap, *, full: bool = False) -> Document:
-    """The map with what other GPUs would do; of several of them with a column each, and `classes`."""
+    """Return the map with predictions for other GPUs. For several, each has a column, and JSON the
+    key `classes`.
+    """
     document = layers_document(layers, full=full)
     if len(layers.forecasts) < 2:
         return document
@@ -61,7 +65,7 @@ def forecasts_document(layers: LayerMap, *, full: bool = False) -> Document:
 
 
 def _class_record(item: GpuLayers) -> dict[str, object]:
-    """A class for programs. Times are those of a step."""
+    """Return the JSON record of one GPU. Times are per step."""
     return {
         "run": item.layers.run,
         "device": item.device,
@@ -74,7 +78,9 @@ def _class_record(item: GpuLayers) -> dict[str, object]:
 
 
 def figure_columns(names: Sequence[str], does: Sequence[str]) -> list[Column]:
-    """What computes the calls and how long it takes on each class; speed-ups of those after the first."""
+    """Return columns for the backend and its time on each GPU, and for the speed-ups against the
+    first.
+    """
     columns = []
     for at, (name, verb) in enumerate(zip(names, does, strict=True)):
         columns.append(Column(f"ran{at}", f"{name} {verb}"))
@@ -86,7 +92,7 @@ def figure_columns(names: Sequence[str], does: Sequence[str]) -> list[Column]:
 
 
 def figures(backends: Sequence[str | None], times: Sequence[float | None]) -> dict[str, Any]:
-    """The values of those columns; the first is what the others are held against."""
+    """Return the values of `figure_columns`. Speed-ups are relative to the first GPU."""
     values: dict[str, Any] = {f"ran{at}": backend for at, backend in enumerate(backends)}
     base = times[0]
     for at, ns in enumerate(times):
@@ -96,7 +102,9 @@ def figures(backends: Sequence[str | None], times: Sequence[float | None]) -> di
 
 
 def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
-    """The table with a column a class, what a step takes, and what a class has differently."""
+    """Yield the table with one column per GPU, the times per step, and differences between the
+    GPUs.
+    """
     names = [each.name for each in answer.classes]
     yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
     rows = []
@@ -118,14 +126,16 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
 
 
 def layer_name(row: MatchedLayers, *, full: bool) -> str | None:
-    """The module of the first program that has the layers, with their direction unless it is forward."""
+    """Return the module in the first program with these layers, and the direction unless it is
+    forward.
+    """
     side = next(filter(None, row.sides))
     name = side.module if full else short_module(side.module)
     return f"{name or ''} ({row.direction})" if row.direction != "forward" else name
 
 
 def _spent(row: MatchedLayers) -> float:
-    """The time of a step on the first class that tells one, or of a call where no step is recorded."""
+    """Return the time per step on the first GPU that has it, or per call without recorded steps."""
     spent = (
         ns * (side.calls or 1)
         for side, ns in zip(row.sides, row.call_ns, strict=True)
@@ -135,7 +145,9 @@ def _spent(row: MatchedLayers) -> float:
 
 
 def _step_texts(answer: LayersByGpu) -> Iterator[str]:
-    """What a step takes on each class, and where another backend runs than on the first."""
+    """Yield sentences on the time per step on each GPU, and on rows with another backend than on
+    the first.
+    """
     first, *others = answer.classes
     for at, other in enumerate(others, 1):
         shared = [
@@ -162,7 +174,7 @@ def _step_texts(answer: LayersByGpu) -> Iterator[str]:
 
 
 def _reasons(row: MatchedLayers, names: Sequence[str]) -> Iterator[str]:
-    """What a row has differently on a class, or that a class has no such layers."""
+    """Yield how a row differs between GPUs, or that a GPU has no such layers."""
     for name, side, reasons in zip(names, row.sides, row.reasons, strict=True):
         if side is None:
             yield f"{name} has no such layer of these sizes"
@@ -173,7 +185,7 @@ def _reasons(row: MatchedLayers, names: Sequence[str]) -> Iterator[str]:
 
 
 def _forecast_blocks(layers: LayerMap, full: bool) -> Iterator[Block]:
-    """A column a class, after what was measured where the program ran."""
+    """Yield the table with one column per predicted GPU, after the measured times of the program."""
     forecasts = layers.forecasts
     spent = [
         None if row.forward_ns is None else row.forward_ns + (row.backward_ns or 0)

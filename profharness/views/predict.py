@@ -1,4 +1,4 @@
-"""The views of `profharness predict`: a config with its backends and kernels, or maps over ranges."""
+"""Show the answer of `predict`: a config with its backends and kernels, or maps over ranges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from profharness.views.explain import map_blocks, map_record, map_table
 
 SCHEMA = "profharness.predict/1"
 TITLE = "What a GPU would do"
-Answer = tuple[Predicted, ...]  # of a config, a row a backend
+Answer = tuple[Predicted, ...]  # one row per backend of a config
 BACKEND_COLUMNS = (
     Column("backend", "backend"),
     Column("choice", "takes"),
@@ -62,9 +62,9 @@ LOSS_COLUMNS = (
     Column("regret", "loses%", "percent"),
     Column("source", "source"),
 )
-MUCH = 0.1  # a regret from which a config is told of
+MUCH = 0.1  # the regret from which a config is mentioned
 SHOWN_LOSSES = 12
-SHOWN_CHARTS = 4  # maps that are drawn, of each kind
+SHOWN_CHARTS = 4  # maps drawn of each kind
 SHOWN_OUTSIDE = 4
 REGRETS = ((0.01, "none"), (0.1, "to 10 %"), (0.5, "to 50 %"), (1.0, "to 2x"))
 MOST = "over 2x"
@@ -79,8 +79,10 @@ def predict_document(
     full: bool = False,
     charts: bool = False,
 ) -> Document:
-    """One config with its kernels, several as maps. backends are those that have a row; full shows each
-    config by itself. charts: for a format that draws them.
+    """Return one config with its kernels, or several as maps.
+
+    `backends` are those with a row. With `full`, each config has its own section. `charts` draws
+    the maps.
     """
     blocks: list[Block] = []
     extra: dict[str, Any] = {"atlas": atlas_record(place)}
@@ -100,7 +102,9 @@ def predict_document(
 
 
 def atlas_record(place: Place) -> dict[str, Any] | None:
-    """The machine that the atlas was measured on, and its cells; null without an atlas."""
+    """Return the JSON record of the atlas: the machine it was measured on, and its cells. None
+    without one.
+    """
     if place.atlas is None:
         return None
     machine = place.atlas.machine
@@ -111,14 +115,15 @@ def atlas_record(place: Place) -> dict[str, Any] | None:
 def config_blocks(
     answer: Answer, place: Place, backends: Sequence[str], *, full: bool = False
 ) -> list[Block]:
-    """Verdict, backends, kernels and refusals of a config. Where all backends are meant, kernels of `auto` and
-    of the best one are shown, with full those of all.
+    """Return verdict, backends, kernels and refusals of a config.
+
+    If all backends are shown, only `auto` and the best one show their kernels, unless `full`.
     """
     some = {AUTO, answer[0].best} if len(backends) == len(answer) and not full else {*backends}
     shown = [row for row in answer if row.backend in backends]
     blocks: list[Block] = [Heading(answer[0].config, place.text), Note(statement(answer))]
     if ran := [row for row in shown if row.status == "ok"]:
-        # a measured time has no interval of a prediction
+        # measured times have no prediction interval
         measured = all(row.source == "measured" for row in ran)
         hidden = INTERVAL if measured else ()
         columns = [each for each in BACKEND_COLUMNS if each.key not in hidden]
@@ -145,7 +150,7 @@ def config_blocks(
 
 
 def _unreasoned(row: Predicted) -> str:
-    """What stands for reasons that nobody tells."""
+    """Return the text for a refusal without a recorded reason."""
     if row.status == "unknown":
         return "the rules of this release do not tell"
     return (
@@ -162,7 +167,7 @@ def _of(answer: Answer, backend: str) -> Predicted:
 
 
 def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
-    """What `auto` loses over all configs, and where the figures are from."""
+    """Yield what `auto` loses over all configs, and where the figures come from."""
     autos = [answer[0] for answer in answers]
     sources = Counter(row.source for row in autos)
     known = [row for row in autos if row.regret is not None]
@@ -188,7 +193,7 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
 
 
 class _Drawn:
-    """A map of choices with the rows behind its cells."""
+    """A map of choices, and the predictions of its cells."""
 
     def __init__(self, drawn: Map, rows: list[list[Predicted | None]], place: Place) -> None:
         self.map, self.rows, self.place = drawn, rows, place
@@ -277,7 +282,7 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
         for row in rows
         if row.low_ns is not None and row.high_ns is not None
     }
-    from profharness.views.bench import time_charts  # loads the store and all of bench
+    from profharness.views.bench import time_charts  # imports the store and all of bench
 
     return time_charts(medians, "kernel time, predicted", intervals)
 
@@ -298,7 +303,7 @@ AGAINST_COLUMNS = (
 
 
 def against_blocks(rows: Sequence[dict[str, Any]]) -> list[Block]:
-    """What a run's kernels took against its machine's atlas; nothing where there is none."""
+    """Return the times of a run's kernels next to the atlas of its machine. Empty without an atlas."""
     if not rows:
         return []
     words = {True: "yes", False: "no", None: None}

@@ -1,4 +1,4 @@
-"""A report on stored runs as one Document: a part for each run, and for two of them what changed."""
+"""Build a report on stored runs: a part for each run, and for two runs what changed."""
 
 from __future__ import annotations
 
@@ -72,9 +72,11 @@ FIELDS = (
 
 
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
-    """The report on the runs that refs name, each once. bench: with the figures of `bench`; None:
-    for a run that `bench` made, as long as its folder is there. Beside the records stand the diff
-    of two runs, the layers of programs, and all kernels and cells. Raises NotFoundError.
+    """Return the report on the runs that `refs` name, each once.
+
+    `bench` adds the figures of `bench`; None adds them for a run that `bench` made while its folder
+    exists. JSON also contains the diff of two runs, the layers of programs, and all kernels and
+    cells. Raise NotFoundError for an unknown run.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     blocks: list[Block] = []
@@ -111,13 +113,13 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
 
 
 def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
-    """The times of the same cells on several kinds of GPU; none where the runs are of one."""
+    """Return the times of the same cells on several kinds of GPU. Empty for a single kind."""
     environments = map(store.environment, runs)
     if len({each.get("gpu") or each.get("cpu") for each in environments}) < 2:
         return []
     timed = []
     for run in runs:
-        with contextlib.suppress(NotFoundError):  # a program, or a verification
+        with contextlib.suppress(NotFoundError):  # programs and verifications have no times
             timed.append(evaluate_bench(store, run))
     return timed if on_several_gpus(timed) else []
 
@@ -130,7 +132,7 @@ def _run_blocks(
     extra: dict[str, Any],
     bench: bool | None,
 ) -> list[Block]:
-    """The sections of one run in reading order: what came of it first, where it ran last."""
+    """Return the sections of one run in reading order, from results to the environment."""
     environment, wrong = store.environment(run), store.wrong(run)
     name, medians = charted_medians(cells)
     summary = summarize_run(store, run, cells)
@@ -154,7 +156,7 @@ def _run_blocks(
     if kernels:
         view = witness_document if len(profilers) > 1 else kernels_document
         blocks += [Heading("Kernels"), *_deeper(view(kernels, cells).blocks)]
-    # of one profiler: several saw the same launches
+    # of one profiler, as several recorded the same launches
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     blocks += disagreement_blocks(cells, kernels)
@@ -175,7 +177,7 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
 
 
 def summary_blocks(summary: Summary) -> list[Block]:
-    """The answer ahead of all else; nothing for a run without cells."""
+    """Return the summary at the top. Empty for a run without cells."""
     if not summary.sentences:
         return []
     code = [Code(summary.code)] if summary.code else []
@@ -183,7 +185,7 @@ def summary_blocks(summary: Summary) -> list[Block]:
 
 
 def change_blocks(diff: Diff) -> list[Block]:
-    """How many of the compared are how, in a sentence each."""
+    """Return one sentence per verdict with the number of its rows."""
     verdicts = ", ".join(f"{count} {name}" for name, count in diff.verdicts().most_common())
     sentences = [f"{diff.baseline} → {diff.candidate}: {verdicts or 'nothing pairs'}."]
     costs = Counter(f"{row.what} {row.verdict}" for row in diff.costs if row.verdict != "same")
@@ -196,7 +198,7 @@ def change_blocks(diff: Diff) -> list[Block]:
 
 
 def diff_blocks(diff: Diff) -> list[Block]:
-    """A diff with a chart of the calls that both sides timed; nothing where nothing pairs."""
+    """Return a diff with a chart of the calls that both sides timed. Empty if nothing is paired."""
     if not diff.rows:
         return []
     points = tuple(
@@ -215,7 +217,7 @@ def diff_blocks(diff: Diff) -> list[Block]:
 
 
 def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
-    """One a cell and measurement; a cell without samples has one, with null in their place."""
+    """Yield one record per cell and measurement. A cell without samples has one, with nulls."""
     for cell in cells:
         for figures in latencies(cell) or [dict.fromkeys(_LATENCY)]:
             yield {
@@ -224,7 +226,7 @@ def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
 
 
 def latencies(cell: CellRow) -> list[dict[str, Any]]:
-    """The figures of a cell's raw samples, in ns, one for each of CALL_MEASUREMENTS that it has."""
+    """Return the figures of a cell's raw samples in ns, for each of its CALL_MEASUREMENTS."""
     rows = []
     for name in CALL_MEASUREMENTS:
         if samples := cell.samples.get(name):
@@ -235,7 +237,7 @@ def latencies(cell: CellRow) -> list[dict[str, Any]]:
 
 
 def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
-    """Every cell with its status, what ran, and why it did not where it did not."""
+    """Return every cell with its status, the backend that ran, or the reason why it did not."""
     if not cells:
         return []
     counts = Counter(cell.status for cell in cells)
@@ -252,7 +254,7 @@ def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
 
 
 def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
-    """The table of all measurements."""
+    """Return the table of all measurements."""
     rows = [
         {"config": cell.config, "backend": cell.backend} | figures
         for cell in cells
@@ -270,7 +272,7 @@ def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
 
 
 def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
-    """The measurement that most cells have, and config, backend, median ns of each that has it."""
+    """Return the measurement that most cells have, and (config, backend, median ns) of those cells."""
     name = max(
         CALL_MEASUREMENTS, key=lambda name: sum(bool(cell.samples.get(name)) for cell in cells)
     )
@@ -282,7 +284,7 @@ def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str,
 
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
-    """What `auto` took for each shape; nothing for fewer than two shapes."""
+    """Return the backend that `auto` selected for each shape. Empty for fewer than two shapes."""
     rows = []
     for cell in cells:
         if cell.backend != "auto":
@@ -311,7 +313,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
 
 
 def disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> list[Block]:
-    """Where rules, PyTorch's answer, op and kernels do not name the same backend."""
+    """Return the cells for which rules, PyTorch, op and kernels do not name the same backend."""
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
         by_cell.setdefault(row.cell, []).append(row)
@@ -327,7 +329,7 @@ def disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> 
 
 
 def problem_blocks(problems: Sequence[Problem]) -> list[Block]:
-    """What the profilers failed to do, with its remedy; nothing where all went well."""
+    """Return the problems of profilers with their remedies. Empty without problems."""
     if not problems:
         return []
     notes = [
@@ -338,7 +340,7 @@ def problem_blocks(problems: Sequence[Problem]) -> list[Block]:
 
 
 def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
-    """All keys that the run recorded, in its order."""
+    """Return all keys of the recorded environment, in its order."""
     columns = (Column("key", "what"), Column("value", "value"))
     rows = tuple((key, _plain(value)) for key, value in environment.items() if key not in OF_A_FILE)
     if not rows and environment:

@@ -1,4 +1,5 @@
-"""The store in a browser: Datasette, read-only, with ready queries and a report of each run.
+"""Serve the store with Datasette, read-only, with prepared queries and a report on each run.
+
 Importing this module raises MissingExtraError without the extra `web`.
 """
 
@@ -49,16 +50,16 @@ except ImportError:
     raise MissingExtraError("`profharness serve`", "web") from None
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-DATABASE = "profharness"  # what the store is called in addresses, whatever its file is called
+DATABASE = "profharness"  # name of the store in addresses, whatever its file is called
 MAX_RUNS = 30
-MAX_VALUE_BYTES = 8 << 20  # of one text or blob in an answer
+MAX_VALUE_BYTES = 8 << 20  # for one text or blob in a response
 MAX_ERROR = 1000
 TELLTALE = ("database_list", "fts3_tokenizer", "load_extension")
-REPORT = "/-/report/"  # its pages carry a policy of their own, which allows their one script
-REGRET = f"/{DATABASE}/regret"  # computed by `bench`, as a report is
+REPORT = "/-/report/"  # its pages have their own policy, which allows their one script
+REGRET = f"/{DATABASE}/regret"  # computed by `bench`, like a report
 
 
-# name -> (title, what it answers, SQL over the store's views)
+# name -> (title, description, SQL over the views of the store)
 QUERIES: dict[str, tuple[str, str, str]] = {
     "stored_runs": (
         "Runs",
@@ -141,9 +142,10 @@ QUERIES: dict[str, tuple[str, str, str]] = {
 
 
 class BenchLosses:
-    """The SQL function `bench_losses(run)`: what `auto` cost in a run, as a JSON array. run may be
-    empty (the newest with an answer) or `all`. A run is computed once for each state of the store's
-    file: the intervals of a bench take time.
+    """The SQL function `bench_losses(run)`: what `auto` cost in a run, as a JSON array.
+
+    `run` may be empty (the newest with an answer) or `all`. The result for a run is cached until
+    the store changes, because the intervals of a benchmark take time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,13 +167,13 @@ class BenchLosses:
         try:
             return [store.resolve(run)]
         except (NotFoundError, UsageError):
-            return []  # as any query that asks for what is not there
+            return []  # like any query for missing rows
 
     def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
-        """Computed again whenever a run or a check was added or deleted."""
+        """Return the losses of a run from a cache that added or deleted runs and checks invalidate."""
         files = (self.path, file_beside(self.path, "-wal"))
         stats = [file.stat() for file in files if file.exists()]
-        # readers make an empty log and delete it again
+        # readers create an empty log and delete it again
         state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
         if run not in self.computed or self.computed[run][0] != state:
             losses = []
@@ -186,9 +188,11 @@ class BenchLosses:
 def serve(
     path: Path, *, host: str = "127.0.0.1", port: int = 8001, say: Callable[[str], None]
 ) -> None:
-    """Serve the store until Ctrl-C. say gets a line with the address as soon as it answers, and one
-    for each error that is not the client's. Raises NotFoundError without a store, UsageError for an
-    address that cannot be had.
+    """Serve the store until Ctrl-C.
+
+    `say` gets a line with the address once the server answers, and one for each error that is not
+    the client's. Raise NotFoundError without a store, UsageError for an address that is
+    unavailable.
     """
     app = application(path, host, say)
     with _listen(host, port) as listener:
@@ -199,7 +203,7 @@ def serve(
             http="h11",
             ws="none",
             lifespan="off",
-            # an answer that is broken off, by a signal too, would be an error with a traceback
+            # an interrupted response would be logged as an error with a traceback
             log_level="critical",
             timeout_graceful_shutdown=0,
         )
@@ -208,13 +212,13 @@ def serve(
         try:
             asyncio.run(_run(server, listener, lambda: say(ready)))
         except KeyboardInterrupt as stop:
-            if type(stop) is not KeyboardInterrupt:  # SIGTERM has an exit code of its own
+            if type(stop) is not KeyboardInterrupt:  # SIGTERM has its own exit code
                 raise
 
 
 async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
-    # uvicorn has a flag for its start, no event
+    # uvicorn signals its start by a flag, not by an event
     while not server.started and not task.done():
         await asyncio.sleep(0.02)
     if server.started:
@@ -224,10 +228,12 @@ async def _run(server: Any, listener: socket.socket, started: Callable[[], None]
 
 @contextlib.contextmanager
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket, bound before anything is told, so that a taken port is an error here."""
+    """Yield a listening socket. It is bound before any output, so that a taken port is an error
+    here.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
-        # else the port of a server that just ended stays taken for a while
+        # otherwise the port of a server that just ended stays taken for a while
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
@@ -241,15 +247,15 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def application(path: Path, host: str, say: Callable[[str], None]) -> App:
-    """The web application on a store. Raises NotFoundError or StoreError."""
+    """Return the web application for a store. Raise NotFoundError or StoreError."""
     return guarded(Site(path, say), LOOPBACK if host in LOOPBACK else None, REPORT)
 
 
 class StoreFile(Database):  # type: ignore[misc]
-    """The store for Datasette, read-only; its path may hold any sign."""
+    """The store as a read-only database of Datasette. Its path may contain any character."""
 
     def __init__(self, datasette: Any, path: Path, losses: BenchLosses) -> None:
-        # mutable: runs come in while it is served
+        # mutable: runs are added while it is served
         super().__init__(datasette, path=path.name, is_mutable=True)
         self.file, self.losses = path, losses
 
@@ -257,25 +263,25 @@ class StoreFile(Database):  # type: ignore[misc]
         if write:
             raise UsageError("the store is served read-only")
         connection = connect(self.file, write=False)
-        # what a query sorts counts as its memory, and fills no disk
+        # sorting uses memory, which is limited, and no disk
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.set_authorizer(_allowed)
         connection.create_function("bench_losses", 1, self.losses)
-        # Datasette closes what stands in this list
+        # Datasette closes the connections in this list
         self._all_file_connections.append(connection)
         return connection
 
     def close(self) -> None:
-        """Close the connection; the next query opens the file that then has the store's name."""
+        """Close the connection. The next query opens the file that has the name of the store then."""
         super().close()
         self._read_connection = None
 
     async def attached_databases(self) -> list[Any]:
-        # Datasette would ask PRAGMA database_list, which tells the path
+        # Datasette would use PRAGMA database_list, which reveals the path
         return []
 
-    # What asks for the path shows it; these are what the file itself is needed for.
+    # Other readers of the path would show it; these need the file itself.
     @property
     def size(self) -> int:
         return self.file.stat().st_size
@@ -286,18 +292,18 @@ class StoreFile(Database):  # type: ignore[misc]
 
 
 def _allowed(action: int, name: str | None, function: str | None, *_: object) -> int:
-    """SQLite's answer to a part of a query: what tells a path or an address in memory is denied."""
+    """Authorize a part of a query. Deny what would reveal a path or a memory address."""
     subject = name if action == sqlite3.SQLITE_PRAGMA else function
     return sqlite3.SQLITE_DENY if (subject or "").lower() in TELLTALE else sqlite3.SQLITE_OK
 
 
 class Site:
-    """Datasette on a store, with the reports; see `Pages`. Raises NotFoundError or StoreError."""
+    """Datasette with the reports, as `Pages`. Raises NotFoundError or StoreError."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.path, self.say = path, say
         self.queries = Queue(most=6, limit_s=10, fair_s=2, memory_bytes=1 << 30)
-        # their work is known, but may be much
+        # their work is bounded but may be large
         self.reports = Queue(most=3, limit_s=300, fair_s=300, memory_bytes=4 << 30)
         self.losses = BenchLosses(path)
         ready = {
@@ -310,12 +316,12 @@ class Site:
             "databases": {DATABASE: {"queries": ready}},
         }
         self._send: Send = _drop
-        # With rich at hand Datasette formats pages of traceback for every mistyped query.
+        # If rich is installed, Datasette prints long tracebacks for every mistyped query.
         pm.get_plugin("datasette.handle_exception").rich = None
         self.datasette = Datasette(
             [],
             metadata=self.metadata,
-            # facets would be suggested by a query over each column
+            # suggesting facets takes a query per column
             settings={"allow_download": False, "suggest_facets": False, "num_sql_threads": 0},
         )
         self.datasette.remove_database("_memory")
@@ -323,9 +329,9 @@ class Site:
         self.datasette.add_database(self.store, name=DATABASE)
         self._register_plugin()
         self.app = self.datasette.app()
-        # the first request loads templates and looks at the schema, which the others need not
+        # the first request loads templates and reads the schema for all others
         asyncio.run(self.answer(_request(f"/{DATABASE}", b"sql=select+1"), _drop))
-        # looking for garbage in what is loaded takes long at the end, and copies it in each process
+        # collecting garbage among loaded modules takes long at exit, and copies their memory in each process
         gc.freeze()
 
     def queue(self, path: str) -> Queue:
@@ -347,7 +353,7 @@ class Site:
             if scope["path"] == "/":
                 self.metadata["description_html"] = _front(self.path)
             await self.app(scope, _receive, send_when_closed)
-        except Exception as error:  # outside of Datasette's pages
+        except Exception as error:  # not within a page of Datasette
             response = await self._failed(error)
             await response.asgi_send(send)
 
@@ -358,7 +364,7 @@ class Site:
             self.say(f"error: {message['text']}")
 
     def _register_plugin(self) -> None:
-        """Teach Datasette `/-/report/RUN`, and how errors are shown."""
+        """Add `/-/report/RUN` and the error pages to Datasette."""
 
         async def report(request: Any) -> Any:
             run = request.url_vars["run"]
@@ -372,21 +378,21 @@ class Site:
             return [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
 
         def handle_exception(exception: Exception) -> Any:
-            # Datasette has pages for what is wrong with a request
+            # Datasette has pages for invalid requests
             if isinstance(exception, Base400 | DatasetteError):
                 return None
             return self._failed(exception)
 
-        plugin = ModuleType("profharness_site")  # Datasette asks a plugin for its __name__
+        plugin = ModuleType("profharness_site")  # Datasette requires a __name__
         plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
         plugin.handle_exception = hookimpl(handle_exception)  # type: ignore[attr-defined]
-        # plugins are the process's, whatever application they came with
+        # plugins are global to the process
         if pm.has_plugin(plugin.__name__):
             pm.unregister(name=plugin.__name__)
         pm.register(plugin, name=plugin.__name__)
 
     async def _failed(self, error: Exception) -> Any:
-        """The answer for an error that nobody expected here; only the terminal is told the cause."""
+        """Return the response for an unexpected error. Only the terminal shows its cause."""
         if isinstance(error, MemoryError):
             return Response.text("this takes too much memory; ask for less", status=400)
         told = str(error) if isinstance(error, ProfharnessError) else _place(error)
@@ -397,13 +403,13 @@ class Site:
 
 
 def _place(error: BaseException) -> str:
-    """What and where an unexpected error is."""
+    """Return the type and the location of an unexpected error."""
     code = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return f"{error!r} in {code.co_filename}:{code.co_name}"
 
 
 def _request(path: str, query: bytes = b"") -> Scope:
-    """An HTTP request in ASGI's form."""
+    """Return an HTTP request as an ASGI scope."""
     return {
         "type": "http",
         "method": "GET",
@@ -424,7 +430,7 @@ async def _drop(_: Message) -> None:
 
 
 def _front(path: Path) -> str:
-    """Links to the queries and to the reports of the newest runs."""
+    """Return links to the queries, and to the reports on the newest runs."""
     with open_store(path) as store:
         runs = store.runs()
     reports = "".join(
@@ -440,8 +446,9 @@ def _front(path: Path) -> str:
 
 
 def _report(path: Path, run: str) -> str | None:
-    """The page of one run, None if there is none; without charts, and with a note, where their extra
-    is missing.
+    """Return the page of one run, None if there is none.
+
+    Without the extra for charts, the page has a note instead of them.
     """
     with open_store(path) as store:
         try:

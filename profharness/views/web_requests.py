@@ -1,7 +1,7 @@
-"""Which requests of browsers are answered, and how: each by a process of its own.
+"""Accept or refuse requests of browsers, and answer each in its own process.
 
-Nothing interrupts SQLite inside of one of its functions, or a library that draws. A process can be
-killed at any point, and all that it held goes with it.
+Nothing interrupts SQLite inside one of its functions, or a library that draws. A process can be
+killed at any point, which frees all of its memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_WAITING = 64
 FRAME_BYTES = 1 << 16
-GRACE_S = 2.0  # for a page of Datasette's that tells of its own limit
+GRACE_S = 2.0  # for a page of Datasette about its own limit
 POLL_S = 0.1
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d+)?", re.IGNORECASE)
 POLICY = (
@@ -45,17 +45,16 @@ FOREIGN = "a page of another site made this request; open the address yourself"
 
 @dataclass
 class Queue:
-    """Requests of one kind. most: how many are answered at a time; limit_s: how long an answer may take
-    before it begins, and between its parts; fair_s: after how long it gives way to one that waits;
-    memory_bytes: how much its process may take.
-
-    The newest is answered first: whoever sent it waits for it.
-    """
+    """Requests of one kind. The newest is answered first, because its client still waits."""
 
     most: int
+    """How many are answered at a time."""
     limit_s: float
+    """How long a response may take before it starts, and between its parts."""
     fair_s: float
+    """After how long it yields to a waiting request."""
     memory_bytes: int
+    """How much memory its process may use."""
     running: int = 0
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
 
@@ -70,7 +69,7 @@ class Queue:
         return await self.waiting[-1]
 
     def leave(self) -> None:
-        """Give the turn to the newest that waits."""
+        """Give the turn to the newest waiting request."""
         if self.waiting:
             self.waiting.pop().set_result(True)
         else:
@@ -78,30 +77,31 @@ class Queue:
 
 
 class Pages(Protocol):
-    """What answers requests."""
+    """An application that answers requests."""
 
     def queue(self, path: str) -> Queue:
         """Return the queue for requests of a path."""
 
     async def answer(self, scope: Scope, send: Send) -> None:
-        """Answer one request. This process does nothing else, and ends afterwards."""
+        """Answer one request. The process does nothing else and exits afterwards."""
 
     def learn(self, message: Message) -> None:
-        """Take a message of a type outside of HTTP, which `answer` sent in another process."""
+        """Process a message with a type outside HTTP, which `answer` sent from another process."""
 
 
 @dataclass
 class _Answer:
-    """An answer on its way to a client. moved: when a part of it was last passed on."""
+    """A response on its way to a client."""
 
     reader: asyncio.StreamReader
     send: Send
     learn: Callable[[Message], None]
     moved: float
+    """When a part was last forwarded."""
     started: bool = False
 
     async def pass_on(self) -> None:
-        """Pass on all messages of a process. Raises IncompleteReadError if it ends too early."""
+        """Forward all messages of a process. Raise IncompleteReadError if it ends too early."""
         while True:
             size = int.from_bytes(await self.reader.readexactly(4), "big")
             message = pickle.loads(await self.reader.readexactly(size))
@@ -116,9 +116,11 @@ class _Answer:
 
 
 def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) -> App:
-    """An application that answers requests that only read, under a policy, and only to these names
-    (None: to any): a page elsewhere that points its own name at this machine must not read the store
-    through the reader's browser. Below the path free_of_policy pages carry their own.
+    """Wrap the pages in an application that only accepts read requests, to these host names (None:
+    any).
+
+    Otherwise a page elsewhere that resolves its own name to this machine could read the store
+    through the browser. Below the path `free_of_policy`, pages set their own policy.
     """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,9 +149,9 @@ def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) ->
 
 
 def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
-    """The status and text for a request that is not answered; 0 for one that is."""
+    """Return the status and text for a refused request; status 0 for an accepted one."""
     headers = dict(scope["headers"])
-    # latin-1 takes any byte, so that a strange name is refused and no error
+    # latin-1 decodes any byte, so that a malformed name is refused without an error
     host = headers.get(b"host", b"")
     name = HOST.fullmatch(host.decode("latin-1"))
     if name is None or (names and name[1].strip("[]").lower() not in names):
@@ -162,14 +164,14 @@ def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
 
 
 def _is_foreign(headers: dict[bytes, bytes], host: bytes) -> bool:
-    """Whether a browser sends the request for a page of another origin."""
+    """Return whether a browser sends the request for a page of another origin."""
     origin = headers.get(b"origin", b"//" + host).partition(b"//")[2]
     site = headers.get(b"sec-fetch-site", b"none")
     return origin.lower() != host.lower() or site not in (b"same-origin", b"none")
 
 
 def _follows_link(headers: dict[bytes, bytes], scope: Scope) -> bool:
-    """Whether the browser goes to a page as for a link, one that brings no query along."""
+    """Return whether the browser follows a link without a query."""
     kind = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
     return kind == (b"navigate", b"document") and not scope["query_string"]
 
@@ -181,20 +183,22 @@ async def _send_text(send: Send, status: int, text: str) -> None:
 
 
 def is_last(message: Message) -> bool:
-    """Whether a message ends an answer."""
+    """Return whether a message ends a response."""
     return message["type"] == "http.response.body" and not message.get("more_body")
 
 
 async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request by a process of its own. It is killed when it takes too long, when its client
-    leaves, and when this is cancelled.
+    """Answer a request in its own process.
+
+    The process is killed if it takes too long, if the client disconnects, and if this task is
+    cancelled.
     """
     mine, its = socket.socketpair()
     with mine, its:
         parent = os.getpid()
         try:
             pid = os.fork()
-        except OSError:  # no memory, too many processes
+        except OSError:  # out of memory, or too many processes
             await _send_text(send, 503, BUSY)
             return
         if pid == 0:
@@ -214,7 +218,7 @@ async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, se
 
 
 async def _passed_on(answer: _Answer, queue: Queue, receive: Receive) -> tuple[int, str] | None:
-    """Pass an answer on to its client; the status and text for it where there is none."""
+    """Forward a response to its client. Return status and text of an error if there is none."""
     begun = answer.moved
     done, gone = tasks = [
         asyncio.ensure_future(answer.pass_on()),
@@ -247,13 +251,13 @@ async def _wait_until_left(receive: Receive) -> None:
 def _become_child(
     pages: Pages, scope: Scope, channel: socket.socket, parent: int, memory_bytes: int
 ) -> NoReturn:
-    """Answer a request in a process that was just forked for it, and end."""
+    """Answer a request in a process that was just forked, and exit."""
     try:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         end_with_parent(parent)
         os.dup2(channel.fileno(), 1)
-        # connections of other clients would last until this process ends
+        # connections of other clients would stay open until this process ends
         for path in list(Path("/proc/self/fd").iterdir()):
             if int(path.name) > 2:
                 with contextlib.suppress(OSError):
@@ -261,7 +265,7 @@ def _become_child(
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-        # libraries print tracebacks and queries
+        # libraries would print tracebacks and queries
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         asyncio.run(pages.answer(scope, _send_up))
     finally:
@@ -269,7 +273,7 @@ def _become_child(
 
 
 async def _send_up(message: Message) -> None:
-    """Write a message for `_Answer.pass_on`, a long body in parts."""
+    """Write a message for `_Answer.pass_on`; a long body is split."""
     body, begin = message.get("body", b""), 0
     while len(body) - begin > FRAME_BYTES:
         part = body[begin : begin + FRAME_BYTES]
