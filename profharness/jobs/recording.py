@@ -55,7 +55,6 @@ from profharness.run import (
     Fleet,
     ObserveOptions,
     Protocol,
-    Run,
     VerifyOptions,
     check_protocol,
     make_plan,
@@ -97,37 +96,30 @@ class Listener:
 SILENT = Listener()
 
 
-@dataclass(frozen=True)
-class Use:
-    """A common use of attention: a config for a GPU, and one that a CPU computes in milliseconds."""
-
-    name: str
-    cuda: str
-    cpu: str
-
-
-EVERYDAY = (
-    Use("prefill", "4,16,2048,128,bf16,causal", "1,8,512,64,fp32,causal"),
-    Use("decode", "16,16,4096,128,bf16,seq_q=1", "4,8,1024,64,fp32,seq_q=1"),
-    Use("training", "4,16,1024,64,bf16,causal,bwd", "1,8,256,64,fp32,causal,bwd"),
-    Use("a mask", "4,16,1024,64,bf16,mask=bool", "1,8,256,64,fp32,mask=bool"),
-    Use("grouped queries", "4,32,1024,128,bf16,causal,kv_heads=8", "1,8,256,64,fp32,kv_heads=2"),
-)
-"""The configs of a capture that names none."""
+# One config for a GPU, and one that a CPU computes in milliseconds.
+EVERYDAY = {
+    "prefill": {"cuda": "4,16,2048,128,bf16,causal", "cpu": "1,8,512,64,fp32,causal"},
+    "decode": {"cuda": "16,16,4096,128,bf16,seq_q=1", "cpu": "4,8,1024,64,fp32,seq_q=1"},
+    "training": {"cuda": "4,16,1024,64,bf16,causal,bwd", "cpu": "1,8,256,64,fp32,causal,bwd"},
+    "a mask": {"cuda": "4,16,1024,64,bf16,mask=bool", "cpu": "1,8,256,64,fp32,mask=bool"},
+    "grouped queries": {
+        "cuda": "4,32,1024,128,bf16,causal,kv_heads=8",
+        "cpu": "1,8,256,64,fp32,kv_heads=2",
+    },
+}
+"""Common uses of attention: the configs of a capture that names none."""
 
 
 def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[str, Config]:
     """Return the configs of EVERYDAY by their uses, for a device or the lanes if they are named."""
     kind = device_type(fleet.lanes_device(lanes or Fleet(), device))
-    return {use.name: parse_config(getattr(use, kind)) for use in EVERYDAY}
+    return {use: parse_config(configs[kind]) for use, configs in EVERYDAY.items()}
 
 
 @dataclass(frozen=True)
-class Captured:
-    """The result of a capture."""
+class Captured(RunFolder):
+    """A run folder, and what the store ingested from it."""
 
-    folder: Path
-    run: Run
     ingested: list[IngestResult]
     others: tuple[Captured, ...] = ()  # the runs of further GPU classes
 
