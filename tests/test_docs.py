@@ -17,7 +17,8 @@ import profharness
 from profharness import config, kernel_names, stats
 from profharness import run as record
 from profharness.answers.agreement import check_expected_names
-from profharness.answers.diff.result import COSTS, VERDICTS, DiffRow
+from profharness.answers.changes import VERDICTS
+from profharness.answers.diff.result import COSTS, DiffRow
 from profharness.answers.ranks.comparison import CODES
 from profharness.backends import ALL, KERNELS, find_backend
 from profharness.cli import COMMANDS, cli

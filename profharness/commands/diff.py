@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from profharness import stats
+from profharness.answers.changes import VERDICTS
 from profharness.answers.diff.compare import diff_cells
-from profharness.answers.diff.result import BACKEND_CHANGED, COSTS, VERDICTS, Diff, Side
+from profharness.answers.diff.result import BACKEND_CHANGED, COSTS, Diff, Side
 from profharness.answers.diff.sides import find_sides, nothing_compared
 from profharness.commands._command import Option, command, declaration_of, document, gate, one_of
 from profharness.commands._output import hint

@@ -10,16 +10,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from profharness.answers.diff.result import (
-    LAUNCHES,
-    MEMORY,
-    REFUSED,
-    Cost,
-    Diff,
-    DiffRow,
-    LayerDiff,
-    LayerSide,
-)
+from profharness.answers.diff.result import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
+from profharness.answers.layers.matching import LayerDiff, LayerSide
 from profharness.columns import Column, pick
 from profharness.rows import KernelRow
 from profharness.views.document import (

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from profharness.answers.diff.result import MatchedLayers
 from profharness.answers.layers.by_gpu import GpuLayers, LayersByGpu
 from profharness.answers.layers.layer_map import LayerMap
+from profharness.answers.layers.matching import MatchedLayers
 from profharness.columns import Column
 from profharness.views.document import Block, Document, Heading, Note, Table, record
 from profharness.views.layers import forecast_record, layers_document, line_of, short_module

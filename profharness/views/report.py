@@ -13,8 +13,9 @@ from profharness.answers.agreement import backend_that_ran, disagreements, with_
 from profharness.answers.analyze.figures import run_machine
 from profharness.answers.atlas.rows import against
 from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
+from profharness.answers.changes import OF_A_FILE
 from profharness.answers.diff.compare import diff_cells
-from profharness.answers.diff.result import OF_A_FILE, Diff
+from profharness.answers.diff.result import Diff
 from profharness.answers.diff.sides import find_sides
 from profharness.answers.layers.by_gpu import find_programs
 from profharness.answers.summary import Summary, summarize_run

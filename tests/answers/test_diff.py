@@ -12,8 +12,9 @@ from h200_rows import cell, kernel_rows, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profharness.answers.changes import environment_changes
 from profharness.answers.diff.compare import diff_cells
-from profharness.answers.diff.result import Diff, DiffRow, Side, environment_changes
+from profharness.answers.diff.result import Diff, DiffRow, Side
 from profharness.rows import KERNEL, SHARED_CORES, CellRow, KernelRow, Refusal
 from profharness.stats import Series
 

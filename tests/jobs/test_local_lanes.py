@@ -14,7 +14,7 @@ import pytest
 from waiting import until
 
 from profharness import environment
-from profharness.answers.diff.result import environment_changes
+from profharness.answers.changes import environment_changes
 from profharness.environment import VisibleGpu, gpu_name, gpu_present, visible_gpus
 from profharness.errors import UsageError
 from profharness.files import locked_now, opened_to_lock

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from view_rows import CONFIG, kernel
 
-from profharness.answers.diff.result import Change, Cost, Diff, DiffRow, EnvChange
+from profharness.answers.changes import EnvChange
+from profharness.answers.diff.result import Change, Cost, Diff, DiffRow
 from profharness.views.diff import diff_document
 from profharness.views.renderers import RENDERERS
 

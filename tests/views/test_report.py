@@ -16,7 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.answers.bench.axes import LENGTH, family
-from profharness.answers.diff.result import Diff, DiffRow, Verdict
+from profharness.answers.changes import Verdict
+from profharness.answers.diff.result import Diff, DiffRow
 from profharness.cli import find_command
 from profharness.columns import Column
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS

@@ -9,18 +9,9 @@ from typing import Any
 
 from profharness import stats
 from profharness.answers.bench.measurements import clock_doubts, host_doubts
+from profharness.answers.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict, environment_changes
 from profharness.answers.diff.resource_costs import launch_cost, memory_cost, refusal_cost
-from profharness.answers.diff.result import (
-    MIN_LAUNCHES,
-    RESOLUTION_NS,
-    Change,
-    Cost,
-    Diff,
-    DiffRow,
-    Side,
-    Verdict,
-    environment_changes,
-)
+from profharness.answers.diff.result import Change, Cost, Diff, DiffRow, Side
 from profharness.answers.layers.matching import diff_layers
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.kernel_names import parse_kernel_name

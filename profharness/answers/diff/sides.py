@@ -7,18 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from profharness.answers.diff.result import (
-    BACKEND_CHANGED,
-    LAUNCHES,
-    MEMORY,
-    Diff,
-    DiffRow,
-    LayerDiff,
-    Program,
-    Side,
-)
-from profharness.answers.layers.observed_calls import ObservedCalls
-from profharness.config import Config, parse_config, setting_name
+from profharness.answers.diff.result import BACKEND_CHANGED, LAUNCHES, MEMORY, Diff, DiffRow, Side
+from profharness.answers.layers.matching import LayerDiff, find_program
+from profharness.config import Config, setting_name
 from profharness.errors import NotFoundError, few
 from profharness.store import Need, Selection, Store
 
@@ -104,26 +95,6 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         environment=dict(gpus) | store.environment(run),
         program=find_program(store, run, configs),
     )
-
-
-def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
-    """Return the attention calls of a run without cells, restricted to these configs if any."""
-    if store.cells(run):
-        return None
-    calls = store.calls(run)
-    observed = ObservedCalls(store.templates(run), calls)
-    untraced = observed.untraced()
-    if configs:
-        kept = {call.config for call in (*calls, *untraced) if call.config}
-        selected = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
-        calls, untraced = (
-            [call for call in made if call.config in selected] for made in (calls, untraced)
-        )
-    if not calls and not untraced:
-        return None
-    steps, devices = store.steps(run) if calls else (), store.devices(run)
-    device = devices[0].name if devices else None
-    return Program(tuple(calls), tuple(steps), device, tuple(untraced), observed)
 
 
 # why two sides with equal cells may have no value of this cost in common

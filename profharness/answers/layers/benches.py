@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from profharness.answers.bench.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
-from profharness.answers.diff.result import LayerSide, MatchedLayers
 from profharness.answers.layers.by_gpu import GpuLayers, LayersByGpu, software_changes
 from profharness.answers.layers.layer_map import LayerMap
+from profharness.answers.layers.matching import LayerSide, MatchedLayers
 from profharness.answers.layers.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.config import AUTO, SDPA_BACKENDS
 from profharness.errors import NotFoundError, UsageError

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from profharness.answers.diff.result import MatchedLayers, environment_changes
-from profharness.answers.diff.sides import find_program
+from profharness.answers.changes import environment_changes
 from profharness.answers.layers.layer_map import LayerMap, find_layers
-from profharness.answers.layers.matching import match_layers
+from profharness.answers.layers.matching import MatchedLayers, find_program, match_layers
 from profharness.errors import NotFoundError, UsageError
 from profharness.store import Store
 

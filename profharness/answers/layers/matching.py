@@ -7,21 +7,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 from typing import Any
 
 from profharness import stats
-from profharness.answers.diff.result import (
-    MIN_LAUNCHES,
-    RESOLUTION_NS,
-    LayerDiff,
-    LayerSide,
-    MatchedLayers,
-    Program,
-    Verdict,
-)
+from profharness.answers.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.answers.layers.layer_map import (
     NUMBER,
     actual_backend,
@@ -31,11 +23,83 @@ from profharness.answers.layers.layer_map import (
     phase_of,
     points_of,
 )
+from profharness.answers.layers.observed_calls import ObservedCalls
 from profharness.config import Config, parse_config
-from profharness.rows import UNTRACED, CallRow
+from profharness.rows import UNTRACED, CallRow, StepRow
+from profharness.store import Store
 
 # Wrappers around a model that are not layers of it: torch.compile, DistributedDataParallel.
 WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The attention calls of a program."""
+
+    calls: tuple[CallRow, ...]  # in traces
+    steps: tuple[StepRow, ...] = ()
+    device: str | None = None  # name of its GPU, if known
+    # one call for each observed kind of which some calls are in no trace
+    untraced: tuple[CallRow, ...] = ()
+    observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSide:
+    """Equal calls of equal layers on one side. config, phase, mode and sdpa_op are those of the
+    call of median length.
+    """
+
+    module: str | None  # layer numbers in braces
+    config: str | None
+    calls: float | None  # per step; None without a recorded step
+    phase: str | None
+    mode: str
+    ran: str | None  # what computed the calls; None if unknown
+    sdpa_op: str | None
+    forward_ns: float | None  # median of one call's kernels, like backward_ns
+    backward_ns: float | None
+    asked: str | None = None  # recorded by the observer, like choice, mask and program_calls
+    choice: str | None = None
+    mask: str | None = None
+    program_calls: int | None = None
+    # The configs to time instead of the calls, with the number of calls per step, else of the whole
+    # program. Empty if no config replays them.
+    points: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedLayers:
+    """Equal layers of several programs, None for a program without them."""
+
+    direction: str
+    sides: tuple[LayerSide | None, ...]
+    call_ns: tuple[float | None, ...]  # medians of one call's kernels; None if unknown
+    basis: str | None  # what was timed on all that have times
+    reasons: tuple[tuple[str, ...], ...]  # differences of each from the first that has the layers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDiff:
+    """Equal layers on both sides, None for a side without them."""
+
+    direction: str
+    baseline: LayerSide | None = None
+    candidate: LayerSide | None = None
+    ratio: float | None = None  # time of a call, candidate over baseline
+    basis: str | None = None  # what was timed
+    verdict: Verdict = "unknown"  # `changed` if another backend or mode ran, else speed
+    speed: Verdict = "unknown"  # the verdict on the times
+    changed: bool = False
+    backend_changed: bool = False  # both are known and differ
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layers' module, else the config of their calls."""
+        side = self.baseline or self.candidate
+        assert side is not None
+        return side.module or side.config or "a call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +138,26 @@ _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
     lambda site: (site.pattern, site.core),
     lambda site: (site.tail, site.core),
 )
+
+
+def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
+    """Return the attention calls of a run without cells, restricted to these configs if any."""
+    if store.cells(run):
+        return None
+    calls = store.calls(run)
+    observed = ObservedCalls(store.templates(run), calls)
+    untraced = observed.untraced()
+    if configs:
+        kept = {call.config for call in (*calls, *untraced) if call.config}
+        selected = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
+        calls, untraced = (
+            [call for call in made if call.config in selected] for made in (calls, untraced)
+        )
+    if not calls and not untraced:
+        return None
+    steps, devices = store.steps(run) if calls else (), store.devices(run)
+    device = devices[0].name if devices else None
+    return Program(tuple(calls), tuple(steps), device, tuple(untraced), observed)
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profharness.answers.diff.result import environment_changes
+from profharness.answers.changes import environment_changes
 from profharness.answers.ranks.comparison import (
     LATE,
     MISSING,
