@@ -1,4 +1,6 @@
-"""Charts drawn by the real libraries: marks, colours, labels, and nothing that reaches outside."""
+"""Draw charts with the real libraries, and check marks, colours, labels and the lack of external
+references.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ from profharness.views.document import KINDS, Chart, Mark
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 SVG = "{http://www.w3.org/2000/svg}"
-WHITE = "#ffffff"  # the words on the tiles of a map
+WHITE = "#ffffff"  # text on the tiles of a map
 
 
 def luminance(color: str) -> float:
-    """Relative luminance as WCAG 2 defines it."""
+    """Return the relative luminance as defined by WCAG 2."""
     parts = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
     linear = [
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
@@ -55,7 +57,7 @@ def test_every_kind_has_a_drawer_and_a_sample() -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_chart_is_valid_and_has_a_mark_a_row(kind: str) -> None:
+def test_chart_is_valid_and_has_one_mark_per_row(kind: str) -> None:
     chart = SAMPLES[kind]
     altair_chart(chart).to_dict(validate=True)
     tree = ElementTree.fromstring(draw_svg(chart, 3))
@@ -68,7 +70,7 @@ def test_a_chart_is_valid_and_has_a_mark_a_row(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_an_svg_asks_for_nothing_and_runs_nothing(kind: str) -> None:
+def test_svg_loads_nothing_and_runs_nothing(kind: str) -> None:
     svg = draw_svg(SAMPLES[kind])
     tree = ElementTree.fromstring(svg)
     assert {each.tag for each in tree.iter()} <= {
@@ -97,7 +99,7 @@ def test_marks_at_one_place_show_inside_each_other(kind: str) -> None:
     assert len({mark.get("d") for mark in marks}) == 3
 
 
-def test_intervals_are_drawn_and_marks_say_their_config() -> None:
+def test_intervals_are_drawn_and_marks_show_their_config() -> None:
     medians = [(f"b2-h8-s{s}-d64-fp16", "flash", 1000.0 * s) for s in (128, 256)]
     known = {(label, name): (0.9 * ns, 1.2 * ns) for label, name, ns in medians}
     (without,) = latency_charts(medians, "event")
@@ -109,7 +111,7 @@ def test_intervals_are_drawn_and_marks_say_their_config() -> None:
     assert "b2-h8-s128-d64-fp16" in svg
 
 
-def test_a_map_is_in_the_order_of_its_numbers() -> None:
+def test_map_is_sorted_by_number() -> None:
     lengths = ("1024", "128", "64", "1×4096", "256")
     rows = tuple({"s": s, "d": d, "took": "math"} for s in lengths for d in ("b2-d128", "b2-d64"))
     spec = altair_chart(Chart("map", "Map", rows, "s", "d", "took")).to_dict()
@@ -118,7 +120,7 @@ def test_a_map_is_in_the_order_of_its_numbers() -> None:
     assert axes["y"]["sort"] == ["b2-d64", "b2-d128"]
 
 
-def test_a_chart_says_its_title_to_those_who_cannot_see_it() -> None:
+def test_chart_has_its_title_as_accessible_name() -> None:
     chart = SAMPLES["lines"]
     named = Chart(chart.kind, NASTY, chart.rows, chart.x, chart.y, chart.series, caption="rising")
     tree = ElementTree.fromstring(draw_svg(named))
@@ -126,13 +128,13 @@ def test_a_chart_says_its_title_to_those_who_cannot_see_it() -> None:
     assert tree.get("aria-label") == f"{NASTY}. rising"
 
 
-def test_a_file_of_its_own_follows_the_theme() -> None:
+def test_standalone_svg_follows_the_theme() -> None:
     tree = ElementTree.fromstring(draw_svg(SAMPLES["map"], alone=True))
     style = tree.findtext(f"{SVG}style") or ""
     assert "prefers-color-scheme:dark" in style and LIGHT[0] in style and DARK[1] in style
 
 
-def test_a_png_is_one_and_its_size_follows_the_scale() -> None:
+def test_png_size_follows_the_scale() -> None:
     small, large = (draw_png(SAMPLES["map"], scale) for scale in (1.0, 2.0))
     for content in (small, large):
         assert content.startswith(b"\x89PNG\r\n")
@@ -141,35 +143,35 @@ def test_a_png_is_one_and_its_size_follows_the_scale() -> None:
 
 
 @pytest.mark.parametrize("color", PALETTE)
-def test_colors_are_seen_on_both_backgrounds(color: str) -> None:
+def test_colors_contrast_with_both_backgrounds(color: str) -> None:
     for background, _ in (LIGHT, DARK):
         assert contrast(color, background) >= 3
-    assert contrast(color, WHITE) >= 3  # its words on a tile of a map
+    assert contrast(color, WHITE) >= 3  # text on a tile of a map
 
 
-def test_ink_is_read_on_its_background() -> None:
+def test_text_contrasts_with_its_background() -> None:
     for background, ink in (LIGHT, DARK):
         assert contrast(ink, background) >= 7
 
 
-def test_a_backend_keeps_its_color() -> None:
+def test_backend_keeps_its_color() -> None:
     alone = series_colors(["math"])
     assert series_colors(["flash", "mine", "math"])[2] == alone[0]
 
 
 @given(st.lists(st.sampled_from(["auto", "math", "mine", "yours", "third"]), unique=True))
-def test_a_few_series_have_different_colors(names: list[str]) -> None:
+def test_few_series_have_different_colors(names: list[str]) -> None:
     assert len(set(series_colors(names))) == len(names)
 
 
 @given(
     st.lists(st.one_of(st.sampled_from([*STYLES]), st.text(max_size=3)), unique=True, max_size=30)
 )
-def test_no_two_backends_of_a_chart_look_alike(names: list[str]) -> None:
+def test_backends_of_a_chart_look_different(names: list[str]) -> None:
     assert len(set(backend_styles(names))) == len(names)
 
 
-def test_a_backend_looks_alike_in_every_chart() -> None:
+def test_backend_looks_the_same_in_every_chart() -> None:
     every = dict(zip([*STYLES, "mine"], backend_styles([*STYLES, "mine"]), strict=True))
     for name, style in every.items():
         assert backend_styles(["math", name])[-1] == style
@@ -178,14 +180,14 @@ def test_a_backend_looks_alike_in_every_chart() -> None:
 
 
 @pytest.mark.parametrize("kind", OF_BACKENDS)
-def test_a_chart_of_backends_is_drawn_in_their_colors(kind: str) -> None:
+def test_chart_of_backends_uses_their_colors(kind: str) -> None:
     names = dict.fromkeys(str(row[SAMPLES[kind].series]) for row in SAMPLES[kind].rows)
     svg = draw_svg(SAMPLES[kind])
     for color, _ in backend_styles([*names]):
         assert f'stroke="{color}"' in svg
 
 
-def test_marks_have_a_line_each_above_all_points() -> None:
+def test_each_mark_has_a_line_above_all_points() -> None:
     sample = SAMPLES["lines"]
     texts = ("math overtakes flash between 128 and 256", "flash does 3.1x less work at 512")
     marks = (Mark(181.0, texts[0]), Mark(512, texts[1]))
@@ -204,7 +206,7 @@ def test_marks_have_a_line_each_above_all_points() -> None:
     assert min(heights) > max(lanes)
 
 
-def test_a_wrong_chart_is_refused() -> None:
+def test_invalid_chart_is_refused() -> None:
     with pytest.raises(ValueError, match="kind 'pie'"):
         Chart("pie", "", (), "x", "y", "s")
     with pytest.raises(ValueError, match="has no s"):
@@ -230,5 +232,5 @@ def test_importing_the_block_draws_nothing() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_backends_of_the_samples_are_told_apart() -> None:
+def test_backends_of_the_samples_differ() -> None:
     assert len(set(series_colors(BACKENDS))) == len(BACKENDS)

@@ -1,4 +1,4 @@
-"""A diff as a document, against golden files."""
+"""Compare the document of a diff with golden files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_environment_comes_before_any_kernel() -> None:
     assert text.index("2.11.0") < text.index(CONFIG) < text.index("flash_fwd_splitkv")
 
 
-def test_json_is_the_diffs_own() -> None:
+def test_json_is_that_of_the_diff() -> None:
     diff = sample()
     assert json.loads(RENDERERS["json"](diff_document(diff))) == json.loads(
         json.dumps(diff.to_json())
@@ -66,7 +66,7 @@ def test_full_shows_whole_names() -> None:
     assert kernel().kernel in RENDERERS["table"](diff_document(sample(), full=True))
 
 
-def test_memory_and_launches_that_differ_are_told_with_their_config() -> None:
+def test_differences_of_memory_and_launches_name_their_config() -> None:
     costs = (
         Cost(CONFIG, "flash", "auto", "memory", 1024.0, 3072.0, "more", 3.0),
         Cost(CONFIG, "flash", "auto", "launches", 1.0, 1.0, "same", 1.0),

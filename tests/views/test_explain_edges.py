@@ -1,4 +1,4 @@
-"""Bisections and maps: what is found is true of the function that was asked, whatever it is."""
+"""Check that bisections and maps describe any function correctly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_value(name: str, answer: Callable[[int], str]) -> Callable[[Sequence[Conf
 
 
 def holds(found: Bisection, answer: Callable[[int], str]) -> None:
-    """Stretches cover everything without a gap, and are true at every value that was asked."""
+    """Check that stretches leave no gap and are true at every evaluated value."""
     for one, other in zip(found.stretches, found.stretches[1:], strict=False):
         assert other.first == one.last + 1
         assert one.choice != other.choice
@@ -61,7 +61,7 @@ def test_one_threshold_is_found_exactly(threshold: int) -> None:
 
 @given(st.lists(st.integers(1, 5000), max_size=6), st.integers(1, 4000), st.integers(0, 4000))
 @settings(max_examples=40)
-def test_what_is_told_is_true_of_any_function(cuts: list[int], low: int, width: int) -> None:
+def test_bisection_is_true_of_any_function(cuts: list[int], low: int, width: int) -> None:
     def answer(value: int) -> str:
         return ("flash", "cudnn", "efficient")[sum(value >= cut for cut in cuts) % 3]
 
@@ -73,7 +73,7 @@ def test_what_is_told_is_true_of_any_function(cuts: list[int], low: int, width: 
 
 
 def test_head_dims_that_are_not_multiples_of_8_are_found_on_an_h200() -> None:
-    """Against every single value: the choice is not monotonic."""
+    """Compare with every single value: the choice is not monotonic."""
     (found,) = bisect_all(
         expand_configs("2,8,512,1:1024:*1024,fp16"), "head_dim", lambda c: choices_by_rule(c, H200)
     )
@@ -90,8 +90,8 @@ def told_in_lines(found: Bisection) -> list[tuple[str, ...]]:
     return list(table.rows)
 
 
-def test_a_rule_modulo_128_is_found_up_to_the_end_and_told_in_few_lines() -> None:
-    """cuDNN before 9.26 on SM90 in training with 2.15: lengths of 64 modulo 128 are refused."""
+def test_rule_modulo_128_is_found_and_printed_in_few_lines() -> None:
+    """cuDNN before 9.26 on SM90 refuses lengths of 64 modulo 128 in training with 2.15."""
     (place,) = named_platforms("2.15", "H200", cudnn="9.25")
     config = parse_config("2,8,512,64,bf16,bwd")
     (found,) = bisect_all([config], "seq_kv", lambda many: choices_by_rule(many, place))
@@ -103,7 +103,7 @@ def test_a_rule_modulo_128_is_found_up_to_the_end_and_told_in_few_lines() -> Non
     assert ("flash", "every 128 up to 65,344") in [row[2:] for row in lines]
 
 
-def test_multiples_of_8_that_go_on_counting_are_asked_to_the_end() -> None:
+def test_multiples_of_8_are_evaluated_to_the_end() -> None:
     def answer(value: int) -> str:
         return "efficient" if value % 8 == 0 else "math"
 
@@ -117,7 +117,7 @@ def test_multiples_of_8_that_go_on_counting_are_asked_to_the_end() -> None:
     ]
 
 
-def test_ends_are_those_of_the_range_else_1_to_65536() -> None:
+def test_range_defaults_to_1_to_65536() -> None:
     def choose(configs: Sequence[Config]) -> list[str]:
         return ["flash"] * len(configs)
 
@@ -129,7 +129,7 @@ def test_ends_are_those_of_the_range_else_1_to_65536() -> None:
     assert len(several) == 4
 
 
-def test_only_heads_that_kv_heads_divides_are_asked() -> None:
+def test_only_heads_divisible_by_kv_heads_are_evaluated() -> None:
     asked: list[Config] = []
 
     def choose(configs: Sequence[Config]) -> list[str]:
@@ -144,7 +144,7 @@ def test_only_heads_that_kv_heads_divides_are_asked() -> None:
     assert divisors.asked == (1, 2, 3, 4, 6, 12)
 
 
-def test_what_cannot_be_bisected_is_told() -> None:
+def test_what_cannot_be_bisected_is_an_error() -> None:
     for name, text in (("dtype", "is a word"), ("sequence", "is no property")):
         with pytest.raises(UsageError, match=text):
             numeric_name(name)
@@ -153,7 +153,7 @@ def test_what_cannot_be_bisected_is_told() -> None:
         bisect_all(unlike, "seq", lambda configs: ["flash"] * len(configs))
 
 
-def test_a_property_may_have_the_name_of_the_tables_or_of_a_config() -> None:
+def test_property_may_have_its_table_or_config_name() -> None:
     names = {
         "seq_len": "seq",
         "num_heads": "heads",
@@ -167,13 +167,13 @@ def test_a_property_may_have_the_name_of_the_tables_or_of_a_config() -> None:
     assert found.name == "seq"
 
 
-def test_a_short_range_is_asked_whole() -> None:
+def test_short_range_is_evaluated_completely() -> None:
     assert first_indices(range(1, ALL_OF + 1)) == list(range(ALL_OF))
     assert len(first_indices(range(1, 65_537))) < 4000
 
 
 @given(st.sampled_from(NUMERIC), st.integers(1, 4096))
-def test_a_property_that_is_put_is_got(name: str, value: int) -> None:
+def test_property_that_is_set_is_returned(name: str, value: int) -> None:
     config = put(parse_config("2,8,512,64,head_dim_v=32"), name, value)
     if config is None:
         assert (name == "kv_heads" and 8 % value) or (name == "kv_batch" and value not in (1, 2))
@@ -196,7 +196,7 @@ def test_varying_properties(text: str, names: list[str]) -> None:
     assert varying(expand_configs(text)) == names
 
 
-def test_a_map_has_every_config_once_and_its_edges() -> None:
+def test_map_has_every_config_once_and_its_edges() -> None:
     configs = expand_configs("2,8,{64,512},{64,96,100,128},{fp16,bf16},mask={none,bool}")
     choices = choices_by_rule(configs, H200)
     maps = draw_maps(configs, choices)
@@ -216,14 +216,14 @@ def test_a_map_has_every_config_once_and_its_edges() -> None:
     assert (up.before, up.after, up.choice_after) == (100, 128, "cudnn")
 
 
-def test_a_map_says_what_all_its_configs_share() -> None:
+def test_map_shows_what_all_its_configs_share() -> None:
     configs = expand_configs("2,8,{64,512},{64,100},bf16,causal,kv_heads={8,4}")
     maps = draw_maps(configs, ["flash"] * len(configs))
     shared = "batch=2, heads=8, dtype=bf16, causal=yes"
     assert [each.title for each in maps] == [f"head_dim={n}, {shared}" for n in (64, 100)]
 
 
-def test_one_property_makes_a_single_row_and_a_partial_edge_says_where() -> None:
+def test_one_property_makes_one_row_and_a_partial_edge_shows_where() -> None:
     configs = expand_configs("2,8,512,{64,100}")
     (row,) = draw_maps(configs, ["cudnn", "flash"])
     assert (row.rows, row.columns, len(row.row_values)) == ("", "head_dim", 1)
@@ -235,7 +235,7 @@ def test_one_property_makes_a_single_row_and_a_partial_edge_says_where() -> None
     }
 
 
-def test_combinations_that_were_not_asked_make_no_edge() -> None:
+def test_missing_combinations_make_no_edge() -> None:
     configs = [parse_config(text) for text in ("2,8,64,64", "2,8,128,100")]
     (each,) = draw_maps(configs, ["cudnn", "flash"])
     assert each.edges == ()

@@ -1,4 +1,4 @@
-"""The answer's words: verdict, witnesses, advice, letters, and code that no renderer changes."""
+"""Check the texts of explanations: verdict, witnesses, advice, map letters, and unchanged code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODE = "with sdpa_kernel([X]):\n    out = call(\n        " + "q, " * 60 + "\n   
 
 
 def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object) -> Explanation:
-    """An answer in which the refused backends have one reason each."""
+    """Return an explanation in which each refused backend has one reason."""
     sides = tuple(
         BackendAnswer(name, name not in refused, (NO_MASK,) if name in refused else ())
         for name in ORDER
@@ -64,11 +64,11 @@ def answer(took: str = "cudnn", refused: tuple[str, ...] = (), **changes: object
         (answer("math", priority_order=()), "auto runs math, because it takes this config"),
     ],
 )
-def test_the_verdict_says_what_and_why(made: Explanation, starts: str) -> None:
+def test_verdict_has_choice_and_reason(made: Explanation, starts: str) -> None:
     assert verdict(made).startswith(starts)
 
 
-def test_the_verdict_tells_of_each_other_backend() -> None:
+def test_verdict_mentions_each_other_backend() -> None:
     said = verdict(answer("cudnn", ("flash",)))
     assert "flash would be refused: Flash Attention does not support non-null attn_mask;" in said
     assert "efficient and math take it too, but come later" in said
@@ -76,13 +76,13 @@ def test_the_verdict_tells_of_each_other_backend() -> None:
     assert "whether flash takes it is not known" in verdict(unknown)
 
 
-def test_backends_that_the_order_does_not_have_stay_out_of_the_verdict() -> None:
+def test_verdict_omits_backends_outside_the_order() -> None:
     made = answer("flash", ("cudnn", "efficient"), priority_order=("flash", "math"))
     assert "cudnn" not in verdict(made)
     assert "cudnn" in render_table(explain_document([made]))
 
 
-def test_what_one_witness_says_otherwise_is_a_warning() -> None:
+def test_disagreeing_witness_is_a_warning() -> None:
     made = answer(predicted="flash", agree=False, observed="cudnn")
     (note,) = [b for b in answer_blocks(made) if isinstance(b, Note) and b.label == "agree"]
     assert note.level == "warning"
@@ -97,7 +97,7 @@ def test_what_one_witness_says_otherwise_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("gain", "text"), [(1.5, "measured 1.50x faster"), (0.5, "measured 2.00x slower")]
 )
-def test_advice_says_what_was_checked_and_measured(gain: float, text: str) -> None:
+def test_advice_shows_what_was_checked_and_measured(gain: float, text: str) -> None:
     advice = Advice("pad it.", CODE, None, True, "cudnn", gain)
     side = BackendAnswer("cudnn", False, (NO_MASK,), (advice,))
     said = render_table(explain_document([answer("flash", backends=(side,))]))
@@ -105,7 +105,7 @@ def test_advice_says_what_was_checked_and_measured(gain: float, text: str) -> No
     assert "pad it; asked again: eligible; auto then runs cudnn" in " ".join(said.split())
 
 
-def test_advice_on_a_backend_that_takes_it_anyhow_is_shown_where_it_is_named() -> None:
+def test_advice_on_an_eligible_backend_is_shown_if_named() -> None:
     side = BackendAnswer("flash", True, (), (Advice("name it", "", None, True, "flash"),))
     made = answer(backends=(side,))
     for named, shown in (((), False), (("flash",), True)):
@@ -135,7 +135,7 @@ def test_records_have_the_promised_keys() -> None:
     assert not [value for value in flat.values() if isinstance(value, list | dict | tuple)]
 
 
-def test_an_error_is_shown() -> None:
+def test_error_is_shown() -> None:
     lost = answer(choice=None, agree=None, error="PyTorch could not be asked: it died")
     said = render_table(explain_document([lost]))
     assert "PyTorch could not be asked: it died" in said

@@ -1,4 +1,4 @@
-"""Number formats, columns without values, and columns declared at the fields of rows."""
+"""Check number formats, columns without values, and columns declared at fields."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_columns_without_a_value_are_left_out() -> None:
     assert "tflops" not in [each.key for each in filled_columns(COLUMNS, [row], ("tflops",))]
 
 
-def test_a_field_declares_its_column() -> None:
+def test_field_declares_its_column() -> None:
     columns = columns_of(KernelRow)
     assert columns["duration_ns"] == Column(
         "duration_ns", "µs", "us", right=True, meaning="median time of one launch"

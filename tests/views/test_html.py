@@ -1,4 +1,4 @@
-"""The HTML page as a parser reads it: any text stays text, headings have anchors, nothing is fetched."""
+"""Parse the HTML page: texts stay texts, headings have anchors, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOID = {"meta", "link", "input", "br", "hr"}
 
 
 class Page(HTMLParser):
-    """Elements with their attributes and text; fails where tags do not match."""
+    """Collect elements with attributes and text. Fail if tags do not match."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -86,22 +86,22 @@ def test_markup_in_names_is_escaped_everywhere() -> None:
     assert Page(html).text_of("title") == [NASTY]
 
 
-def test_headings_have_anchors_of_their_own_and_stand_in_the_contents() -> None:
+def test_headings_have_distinct_anchors_and_are_in_the_contents() -> None:
     page = Page(render_html(document("flash & math")))
     anchors = [page.named(tag)[0]["id"] for tag in ("h2", "h3")]
     assert anchors == ["flash-math", "flash-math-2"]
     links = [each["href"] for each in page.named("a")]
     for anchor in anchors:
-        assert links.count(f"#{anchor}") == 2  # beside the heading, and in the contents
+        assert links.count(f"#{anchor}") == 2  # next to the heading, and in the contents
     identities = [each["id"] for _, each in page.elements if "id" in each]
     assert len(identities) == len(set(identities))
 
 
-def test_a_heading_of_a_page_is_short_in_the_contents() -> None:
+def test_long_heading_is_short_in_the_contents() -> None:
     long = "range " + "x" * 100_000
     html = render_html(Document("t/1", "t", (Heading(long), Heading("h")), (), ()))
     assert len(html) < 150_000
-    assert html.count("x" * 1000) == 100  # whole where it stands
+    assert html.count("x" * 1000) == 100  # the heading itself is not cut
     assert max(map(len, (str(each["href"]) for each in Page(html).named("a")))) < 200
 
 
@@ -125,7 +125,7 @@ def test_nothing_is_fetched_and_the_policy_forbids_it() -> None:
 
 
 @pytest.mark.parametrize(("rows", "filters"), [(2, 0), (8, 1)])
-def test_a_long_table_has_a_filter(rows: int, filters: int) -> None:
+def test_long_table_has_a_filter(rows: int, filters: int) -> None:
     page = Page(render_html(document("x", rows)))
     assert len(page.named("input")) == filters
     if filters:
@@ -147,7 +147,7 @@ def test_values_are_sorted_by_number_not_by_text() -> None:
     assert page.text_of("td")[:3] == ["4,2,8", "1234.57", "-"]
 
 
-def test_a_value_that_repeats_is_still_shown() -> None:
+def test_repeated_value_is_still_shown() -> None:
     table = Table((Column("b", "b", repeat=False),), (("flash",), ("flash",)))
     page = Page(render_html(Document("t/1", "t", (table,), (), ())))
     assert page.text_of("td") == ["flash", "flash"]
@@ -162,7 +162,7 @@ def test_charts_are_inline_and_their_ids_differ() -> None:
     assert NASTY not in html
 
 
-def test_text_formats_leave_charts_out() -> None:
+def test_text_formats_omit_charts() -> None:
     with_chart = Document(
         "t/1", "t", (Heading("h"), SAMPLES["map"], Note("n")), ("a",), ({"a": 1},)
     )
@@ -171,14 +171,14 @@ def test_text_formats_leave_charts_out() -> None:
         assert RENDERERS[name](with_chart) == RENDERERS[name](without), name
 
 
-def test_markdown_points_to_its_pictures() -> None:
+def test_markdown_links_to_its_pictures() -> None:
     blocks = (SAMPLES["map"], Note("n"), SAMPLES["dots"])
     text = render_markdown(Document("t/1", "t", blocks, (), ()), images=["out-1.svg", "a b-2.svg"])
     assert "![Map](<out-1.svg>)\n\n- n\n\n![By config](<a b-2.svg>)" in text
 
 
 @given(st.lists(st.text()))
-def test_jsonl_is_one_record_a_line(names: list[str]) -> None:
+def test_jsonl_has_one_record_per_line(names: list[str]) -> None:
     records = tuple({"name": name} for name in names)
     text = RENDERERS["jsonl"](Document("t/1", "t", (), ("name",), records))
     assert [json.loads(line) for line in text.split("\n") if line] == list(records)

@@ -1,4 +1,4 @@
-"""The tables of kernels: whole names, what every profiler saw, and columns that add up."""
+"""Check the tables of kernels: whole names, the figures of every profiler, and sums."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shown(*words: str) -> list[str]:
     return [sys.executable, "-m", "profharness", "kernels", "--config", CONFIG, *words]
 
 
-def test_a_pipe_has_whole_names_at_any_width(store: Path) -> None:
+def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
     environment = os.environ | {"COLUMNS": "60"}
     call = shown("--profiler", "all", "--store", str(store))
     text = subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout
@@ -50,7 +50,7 @@ def test_a_pipe_has_whole_names_at_any_width(store: Path) -> None:
         assert name in text
 
 
-def test_a_terminal_cuts_names_and_tells_them_apart(store: Path, rows: list[KernelRow]) -> None:
+def test_terminal_cuts_names_to_distinct_ones(store: Path, rows: list[KernelRow]) -> None:
     ours, theirs = pty.openpty()
     call = shown("--backend", "math", "--store", str(store))
     environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
@@ -60,7 +60,7 @@ def test_a_terminal_cuts_names_and_tells_them_apart(store: Path, rows: list[Kern
         while True:
             try:
                 text += os.read(ours, 1 << 16)
-            except OSError:  # the other end is closed
+            except OSError:  # the reader closed its end
                 break
     os.close(ours)
     assert child.returncode == 0
@@ -71,7 +71,7 @@ def test_a_terminal_cuts_names_and_tells_them_apart(store: Path, rows: list[Kern
     assert len(set(names)) == len([name for name in short if len(name) > MIN_SHRUNK])
 
 
-def test_every_witness_under_its_whole_name_and_with_its_counters(rows: list[KernelRow]) -> None:
+def test_full_witnesses_have_whole_names_and_counters(rows: list[KernelRow]) -> None:
     text = render_table(witness_document(rows, full=True))
     for row in rows:
         assert row.kernel in text
@@ -84,17 +84,17 @@ def test_every_witness_under_its_whole_name_and_with_its_counters(rows: list[Ker
     promised = {DRAM_READ, DRAM_WRITE, ACTIVE_WARPS, "gpu__time_duration.sum"}
     for table in counters:
         assert promised <= {row[0] for row in table.rows}
-        assert table.rows[0][0] == DRAM_READ  # what was counted stands first
+        assert table.rows[0][0] == DRAM_READ  # counters come first
 
 
-def test_whole_names_of_steps(store: Path) -> None:
+def test_full_steps_have_whole_names(store: Path) -> None:
     with open_store(store) as opened:
         torch, cells = opened.rows(Selection("latest", profilers=("torch",)), by_op=True)
     full = render_table(steps_document(torch, cells, full=True))
     assert all(row.kernel in full for row in torch)
 
 
-def test_records_of_steps_have_what_the_table_of_backends_has(store: Path) -> None:
+def test_records_of_steps_contain_the_figures_of_backends(store: Path) -> None:
     with open_store(store) as opened:
         torch, cells = opened.rows(Selection("latest", profilers=("torch",)))
     records = steps_document(torch, cells).records
@@ -104,17 +104,17 @@ def test_records_of_steps_have_what_the_table_of_backends_has(store: Path) -> No
     assert square["score_matrices"] == square["peak_memory_bytes"] / (16 * 512 * 512 * 4)
     own = [row for row in records if row["cell"] == square["cell"] and row["kernels"]]
     assert square["kernels_ns"] == pytest.approx(sum(row["call_ns"] for row in own))
-    # a step has the launch of its longest kernel, and what is no kernel has none
+    # a step has the launch configuration of its longest kernel, and other parts have none
     off = [row for row in records if (row["config"], row["backend"]) == (LABEL, "all-disabled")]
     assert (off[0]["grid"], off[0]["block"]) == ((64, 1, 1), (384, 1, 1))
     assert (off[0]["shared_bytes"], off[0]["occupancy"]) == (134144, 0.1875)
     assert {row["grid"] is None for row in off if not row["kernels"]} == {True}
-    # one query: scores are a row a head, and the peak is of K and V, repeated and cast
+    # one query: scores are one row per head, and the peak consists of repeated and cast K and V
     assert (decode["growth"], by_cell[DECODE, "flash"]["growth"]) == ("S_kv", "S_q")
     assert decode["score_matrices"] is None and decode["peak_over_output"] > 1000
 
 
-def test_time_a_call_adds_up_to_the_share(rows: list[KernelRow]) -> None:
+def test_time_per_call_adds_up_to_the_share(rows: list[KernelRow]) -> None:
     own = [row for row in rows if row.backend == "math" and row.profiler == "torch"]
     for config in {row.config for row in own}:
         mine = [row for row in own if row.config == config]
@@ -123,7 +123,7 @@ def test_time_a_call_adds_up_to_the_share(rows: list[KernelRow]) -> None:
             assert (row.call_ns or 0) / whole == pytest.approx(row.share, rel=1e-6)
 
 
-def test_a_foreign_trace_has_totals_for_nobody_knows_its_calls() -> None:
+def test_foreign_trace_has_totals_instead_of_times_per_call() -> None:
     foreign = kernel(cell=None, config=None, backend=None, launches_per_call=None, launches=7)
     assert kernel_record(foreign)["call_ns"] is None
     assert kernel_record(kernel())["call_ns"] == pytest.approx(36960 / 5)
@@ -132,7 +132,7 @@ def test_a_foreign_trace_has_totals_for_nobody_knows_its_calls() -> None:
         assert title in [column.title for column in table.columns]
 
 
-def test_times_of_a_cpu_are_called_wall() -> None:
+def test_times_of_a_cpu_are_named_wall() -> None:
     op = kernel(kernel_kind="op", kernel="aten::mul", op_path=None, sdpa_op=None)
     text = render_table(steps_document([op], [cell(samples={"wall": (9000, 9100)})]))
     assert "wall µs" in text
@@ -156,10 +156,10 @@ def test_times_of_a_cpu_are_called_wall() -> None:
         ({"event": (20_000,)}, {"launch gaps, cold refill, waiting for the host": 12_608}),
     ],
 )
-def test_steps_tell_gaps_host_and_refill_apart(
+def test_steps_separate_gaps_host_and_refill(
     samples: dict[str, tuple[int, ...]], beyond: dict[str, float]
 ) -> None:
-    """As far as the run measured them; shares are of the call, which has no refill in it."""
+    """Separate them as far as the run measured them. Shares are of the call, which has no refill."""
     steps = find_steps(cell(samples=samples), [kernel()])
     assert {each.step: each.call_ns for each in steps if not each.kernels} == pytest.approx(beyond)
     assert sum(each.share or 0 for each in steps) == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""Every renderer against golden files, and the properties that must hold for any text."""
+"""Compare every renderer with golden files, and check its properties for any text."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_json_has_no_nan() -> None:
     assert json.loads(text)["rows"][0]["share"] is None
 
 
-def test_an_empty_answer_still_has_its_shape() -> None:
+def test_empty_answer_has_all_keys() -> None:
     document = kernels_document([])
     assert json.loads(RENDERERS["json"](document)) == {
         "schema": "profharness.kernels/1",
@@ -89,7 +89,7 @@ def test_an_empty_answer_still_has_its_shape() -> None:
     assert RENDERERS["csv"](document).splitlines()[0].startswith("run,config,backend")
 
 
-def test_a_terminal_table_fits_and_keeps_numbers_whole() -> None:
+def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
     text = RENDERERS["table"](kernels_document(*sample()), width=100, cut=True)
     assert max(map(len, text.splitlines())) <= 100
     for number in ("65535,16,1", "1234.57", "2.5", "48.0", "12.5"):
@@ -105,7 +105,7 @@ def test_numbers_survive_any_width(width: int) -> None:
     assert "1234.57" in text
 
 
-def test_color_is_only_there_when_asked_for() -> None:
+def test_color_is_only_used_on_request() -> None:
     document = kernels_document(*sample())
     colored = RENDERERS["table"](document, color=True)
     plain = RENDERERS["table"](document)
@@ -114,7 +114,7 @@ def test_color_is_only_there_when_asked_for() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored).split() == plain.split()
 
 
-def test_one_long_label_leaves_the_other_notes_their_room() -> None:
+def test_long_label_does_not_indent_other_notes() -> None:
     notes = (Note("a b " * 30, "short"), Note("said", "long " * 19 + "long"))
     text = RENDERERS["table"](Document("t/1", "t", notes, ("a",), ()))
     assert len(text.splitlines()) == 4
@@ -129,7 +129,7 @@ def _document(text: str) -> Document:
 
 
 @given(st.text())
-def test_any_text_comes_back_from_json_and_csv(text: str) -> None:
+def test_any_text_survives_json_and_csv(text: str) -> None:
     document = _document(text)
     assert json.loads(RENDERERS["json"](document))["rows"] == [{"name": text}]
     rows = list(csv.reader(io.StringIO(RENDERERS["csv"](document), newline="")))
@@ -151,14 +151,14 @@ def test_any_text_comes_back_from_json_and_csv(text: str) -> None:
         ("a\rb", "a\nb"),
     ],
 )
-def test_a_cell_of_a_csv_is_harmless(text: str, cell: str) -> None:
+def test_csv_cell_is_harmless(text: str, cell: str) -> None:
     document = _document(text)
     rows = list(csv.reader(io.StringIO(RENDERERS["csv"](document), newline="")))
     assert rows[1:] == [[cell]]
 
 
 @given(st.text(st.characters(exclude_categories=())))
-def test_no_text_reaches_a_terminal_raw_in_formats_for_machines(text: str) -> None:
+def test_machine_formats_escape_control_characters(text: str) -> None:
     for name in ("json", "jsonl", "csv"):
         shown = RENDERERS[name](_document(text))
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", shown)
@@ -172,7 +172,7 @@ def test_numbers_of_a_csv_stay_numbers() -> None:
 
 
 @given(st.text())
-def test_no_text_breaks_a_table_or_reaches_the_terminal_raw(text: str) -> None:
+def test_no_text_breaks_a_table_or_controls_the_terminal(text: str) -> None:
     document = _document(text)
     markdown = RENDERERS["md"](document)
     rows = [line for line in markdown.splitlines() if line.startswith("| ")]
@@ -182,12 +182,12 @@ def test_no_text_breaks_a_table_or_reaches_the_terminal_raw(text: str) -> None:
     assert all(char.isprintable() for char in table.replace("\n", ""))
 
 
-def test_markdown_escapes_what_it_would_take_for_markup() -> None:
+def test_markdown_escapes_markup() -> None:
     assert escape_markdown("a<b|c>*") == "a&lt;b\\|c&gt;\\*"
     assert escape_markdown("flash_fwd _x_") == "flash_fwd \\_x\\_"
 
 
-def test_a_table_refuses_ragged_rows() -> None:
+def test_table_refuses_ragged_rows() -> None:
     with pytest.raises(ValueError, match="2 values in 1 columns"):
         Table((Column("a", "a"),), ((1, 2),))
 
@@ -198,7 +198,7 @@ def test_shrinking_stops_before_a_name_is_gone() -> None:
 
 
 @given(width=st.integers(1, 200))
-def test_a_name_is_whole_unless_a_terminal_cuts_it(width: int) -> None:
+def test_name_is_whole_unless_a_terminal_cuts_it(width: int) -> None:
     assert "n" * 80 in RENDERERS["table"](_document("n" * 80), width=width)
 
 
@@ -216,7 +216,7 @@ def test_cut_names_of_real_kernels_stay_apart(width: int) -> None:
     assert max(map(len, shown)) <= width
 
 
-def test_a_cut_shows_where_names_differ() -> None:
+def test_cut_shows_where_names_differ() -> None:
     names = ["elementwise<4, mul>", "elementwise<4, add>", "another_elementwise"]
     assert list(distinct_cuts(names, 12).values()) == [
         "elem…4, mul>",
@@ -226,7 +226,7 @@ def test_a_cut_shows_where_names_differ() -> None:
 
 
 @given(texts=st.lists(st.text(min_size=1), unique=True), width=st.integers(MIN_SHRUNK, 40))
-def test_a_cut_never_takes_more_than_its_width(texts: list[str], width: int) -> None:
+def test_cut_never_exceeds_its_width(texts: list[str], width: int) -> None:
     assert all(cell_len(cut) <= width for cut in distinct_cuts(texts, width).values())
 
 

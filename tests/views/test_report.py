@@ -1,4 +1,4 @@
-"""`profharness report` over the captured runs and over a made one: sections, formats, files."""
+"""Check sections, formats and files of reports on captured runs and on a made one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def swept(tmp_path: Path) -> Path:
-    """A run over three sequence lengths; math refuses the longest, and a profiler failed."""
+    """Return a store with a run over three lengths. Math refuses the longest, and a profiler
+    failed.
+    """
     cells = []
     for place, length in enumerate((128, 256, 512)):
         config = parse_config(f"2,8,{length},64,fp16")
@@ -96,7 +98,7 @@ def invoke(*args: object) -> Result:
     return CliRunner().invoke(command, [str(arg) for arg in args])
 
 
-def test_a_run_with_traces_has_its_sections(captured: Path) -> None:
+def test_run_with_traces_has_its_sections(captured: Path) -> None:
     document = report(captured)
     assert headings(document) == [
         *("In short", "Selection map", "Cells", "Latency", "Kernels", "Steps of math"),
@@ -111,7 +113,7 @@ def test_a_run_with_traces_has_its_sections(captured: Path) -> None:
     assert "b2-h8-s512-d64-fp16" in headings(document, 3)
 
 
-def test_two_runs_have_a_part_each_and_a_diff(captured: Path) -> None:
+def test_two_runs_have_one_part_each_and_a_diff(captured: Path) -> None:
     document = report(captured, "latest~1", "latest", "latest")
     names = headings(document)
     assert names[:2] == ["In short", "What changed"]
@@ -121,9 +123,7 @@ def test_two_runs_have_a_part_each_and_a_diff(captured: Path) -> None:
     assert len(document.extra["runs"]) == 2 and document.extra["diff"]["rows"]
 
 
-def test_the_same_cells_on_two_classes_of_gpu_stand_side_by_side(
-    swept: Path, tmp_path: Path
-) -> None:
+def test_same_cells_on_two_gpus_are_side_by_side(swept: Path, tmp_path: Path) -> None:
     run = read_run(tmp_path / "swept")
     other = replace(run, run="20260102-h100", environment={"gpu": "NVIDIA H100 PCIe"})
     (tmp_path / "other").mkdir()
@@ -134,7 +134,7 @@ def test_the_same_cells_on_two_classes_of_gpu_stand_side_by_side(
     assert [each["device"] for each in document.extra["classes"]] == [
         *("NVIDIA H200", "NVIDIA H100 PCIe"),
     ]
-    # two runs of one class have none
+    # two runs on one kind of GPU have none
     again = replace(run, run="20260103-h200")
     (tmp_path / "again").mkdir()
     write_run(tmp_path / "again", again)
@@ -142,7 +142,7 @@ def test_the_same_cells_on_two_classes_of_gpu_stand_side_by_side(
     assert "classes" not in headings(report(swept, run.run, again.run))
 
 
-def test_the_steps_of_math_add_up(captured: Path) -> None:
+def test_steps_of_math_add_up(captured: Path) -> None:
     document = report(captured)
     place = document.blocks.index(
         next(b for b in document.blocks if getattr(b, "text", "") == "Steps of math")
@@ -158,7 +158,7 @@ def test_the_steps_of_math_add_up(captured: Path) -> None:
     assert ("b2-h8-s512-d64-fp16", "flash") not in shares
 
 
-def test_records_hold_every_cell_and_the_json_all_the_rest(captured: Path) -> None:
+def test_records_contain_every_cell_and_json_the_rest(captured: Path) -> None:
     read = json.loads(RENDERERS["json"](report(captured)))
     assert read["schema"] == "profharness.report/1"
     assert list(read["rows"][0]) == list(FIELDS)
@@ -170,7 +170,7 @@ def test_records_hold_every_cell_and_the_json_all_the_rest(captured: Path) -> No
     assert read["kernels"] and read["runs"][0]["environment"]["gpu"] == "NVIDIA H200"
 
 
-def test_a_sweep_is_drawn_as_lines(swept: Path) -> None:
+def test_sweep_is_drawn_as_lines(swept: Path) -> None:
     document = report(swept)
     found = charts(document)
     (latency,) = [each for title, each in found.items() if title.startswith("Latency")]
@@ -185,13 +185,13 @@ def test_a_sweep_is_drawn_as_lines(swept: Path) -> None:
 
 
 def notes_below(document: Document, heading: str) -> list[str]:
-    """The notes between a heading and the next block that is none."""
+    """Return the notes between a heading and the next block of another kind."""
     place = next(n for n, b in enumerate(document.blocks) if getattr(b, "text", "") == heading)
     below = itertools.takewhile(lambda b: isinstance(b, Note), document.blocks[place + 1 :])
     return [block.text for block in below if isinstance(block, Note)]
 
 
-def test_the_answer_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> None:
+def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> None:
     document = report(captured)
     told = notes_below(document, "In short")
     assert 3 <= len(told) <= 6
@@ -201,7 +201,7 @@ def test_the_answer_comes_first_in_a_few_sentences(captured: Path, swept: Path) 
     assert told[2] == "auto took cudnn on 3 configs, flash on 1 config."
     assert "nothing to change" in told[3]
     assert [item["sentences"] for item in document.extra["summary"]] == [told]
-    # charts stand ahead of all tables
+    # charts come before all tables
     kinds = [type(block) for block in document.blocks]
     assert kinds.index(Chart) < kinds.index(Table)
 
@@ -212,7 +212,7 @@ def test_the_answer_comes_first_in_a_few_sentences(captured: Path, swept: Path) 
     assert any(isinstance(block, Code) for block in report(swept).blocks)
 
 
-def test_the_glossary_has_the_words_of_the_page_alone() -> None:
+def test_glossary_has_only_words_of_the_page() -> None:
     columns = (Column("waves", "waves"), Column("a", "occ%"))
     blocks = [Heading("A"), Table(columns, ((1.0, 2.0),)), Note("regret% of them")]
     heading, *notes = glossary_blocks(blocks)
@@ -223,14 +223,14 @@ def test_the_glossary_has_the_words_of_the_page_alone() -> None:
         assert word and meaning and "\n" not in meaning
 
 
-def test_problems_come_early_and_reasons_are_told(swept: Path) -> None:
+def test_problems_come_early_with_reasons(swept: Path) -> None:
     document = report(swept)
     assert headings(document)[1] == "Problems"
     assert Note("no rights; ask root", "ncu no_counters", "error") in document.blocks
     assert "too &lt;large&gt;" in RENDERERS["html"](document)
 
 
-def test_the_selection_map_says_what_auto_took(swept: Path) -> None:
+def test_selection_map_shows_what_auto_took(swept: Path) -> None:
     with open_store(swept) as store:
         blocks = selection_blocks(store.cells())
         assert selection_blocks(store.cells(configs=[parse_config("2,8,128,64,fp16")])) == []
@@ -239,7 +239,7 @@ def test_the_selection_map_says_what_auto_took(swept: Path) -> None:
     assert [row[1] for row in table.rows] == ["math", "flash", "flash"]
 
 
-def test_what_is_wrong_has_no_rate() -> None:
+def test_wrong_backend_has_no_rate() -> None:
     medians = [("b2-h8-s128-d64-fp16", name, 1000.0) for name in ("flash", "mine")]
     medians += [("b2-h8-s256-d64-fp16", name, 2000.0) for name in ("flash", "mine")]
     wrong = {("b2-h8-s128-d64-fp16", "mine"), ("b2-h8-s256-d64-fp16", "mine")}
@@ -248,7 +248,7 @@ def test_what_is_wrong_has_no_rate() -> None:
     assert isinstance(note, Note) and note.level == "error" and "mine" in note.text
 
 
-def test_decode_steps_are_a_family_of_their_own() -> None:
+def test_decode_steps_are_a_separate_family() -> None:
     square, decode = parse_config("1,8,256,64,fp16"), parse_config("1,8,1,64,fp16,seq_kv=256")
     assert family(square.label, LENGTH.token) == "b1-h8-d64-fp16"
     assert family(decode.label, LENGTH.token) == "b1-h8-sq1-d64-fp16"
@@ -256,7 +256,7 @@ def test_decode_steps_are_a_family_of_their_own() -> None:
     assert chart.kind == "dots"
 
 
-def test_figures_of_bench_come_when_asked_for(captured: Path) -> None:
+def test_figures_of_bench_are_added_on_request(captured: Path) -> None:
     document = report(captured, bench=True)
     assert "Bench" in headings(document)
     assert {row["measurement"] for row in document.extra["bench"]} >= {"event", "graph"}
@@ -281,13 +281,13 @@ def test_checks_have_a_section(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_goes_to_stdout(swept: Path, name: str) -> None:
+def test_every_format_can_be_printed(swept: Path, name: str) -> None:
     result = invoke("--store", swept, "--format", name)
     assert result.exit_code == 0, result.output
     assert "b2-h8-s128-d64-fp16" in result.stdout
 
 
-def test_the_suffix_names_the_format(swept: Path, tmp_path: Path) -> None:
+def test_suffix_selects_the_format(swept: Path, tmp_path: Path) -> None:
     assert set(SUFFIX_FORMATS.values()) == set(FORMATS)
     for suffix in SUFFIX_FORMATS:
         result = invoke("--store", swept, "-o", tmp_path / f"out{suffix}")
@@ -301,7 +301,7 @@ def test_the_suffix_names_the_format(swept: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "start"), [("svg", b"<svg"), ("png", b"\x89PNG")])
-def test_markdown_has_its_pictures_beside_it(
+def test_markdown_has_its_pictures_next_to_it(
     swept: Path, tmp_path: Path, kind: str, start: bytes
 ) -> None:
     result = invoke("--store", swept, "-o", tmp_path / "out.md", "--images", kind)
@@ -314,7 +314,7 @@ def test_markdown_has_its_pictures_beside_it(
         assert picture.read_bytes().startswith(start)
 
 
-def test_a_picture_in_the_way_stops_it_before_anything_is_written(
+def test_existing_picture_is_an_error_before_anything_is_written(
     swept: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out-2.svg").write_text("mine")
@@ -325,7 +325,7 @@ def test_a_picture_in_the_way_stops_it_before_anything_is_written(
 
 
 def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
-    code = (  # a fresh process
+    code = (  # in a new process
         "import sys\nfrom profharness.cli import find_command\ncommand = find_command('report')\n"
         f"command.main(['--store', {str(swept)!r}, '--no-charts', '-o', 'o.html'], standalone_mode=False)\n"
         "assert not {'altair', 'vl_convert', 'pandas', 'torch'} & set(sys.modules)"
@@ -334,7 +334,7 @@ def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
     assert "<svg" not in (tmp_path / "o.html").read_text()
 
 
-def test_a_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) -> None:
+def test_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nsys.modules['altair'] = None\nfrom profharness.cli import main\n"
         f"sys.argv = ['profharness', 'report', '--store', {str(swept)!r}, '-o', 'o.html']\nmain()"
@@ -347,7 +347,7 @@ def test_a_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("o.html"))
 
 
-def test_what_changed_stands_before_what_is_the_same() -> None:
+def test_changes_come_before_equal_rows() -> None:
     labels = ("b1-h1-s64-d64-fp16", "b2-h1-s64-d64-fp16", "b3-h1-s64-d64-fp16")
     verdicts: tuple[Verdict, ...] = ("same", "slower", "same")
     rows = [
@@ -361,17 +361,17 @@ def test_what_changed_stands_before_what_is_the_same() -> None:
     assert notes[-2:] == [f"{labels[0]} flash", f"{labels[2]} flash"]
 
 
-def test_a_trace_that_says_nothing_of_its_machine_has_no_environment() -> None:
+def test_trace_without_machine_has_no_environment() -> None:
     blocks = environment_blocks({"schemaVersion": 1, "trace_id": "AB12"})
     assert [type(block) for block in blocks] == [Heading, Note]
     table = environment_blocks({"schemaVersion": 1, "gpu": "H200"})[1]
     assert isinstance(table, Table) and table.rows == (("gpu", "H200"),)
 
 
-def test_a_run_that_is_not_there(swept: Path) -> None:
+def test_unknown_run_is_an_error(swept: Path) -> None:
     with pytest.raises(NotFoundError, match="no run 'nope'"):
         report(swept, "nope")
 
 
-def test_a_report_on_both_captured_runs_is_small(captured: Path) -> None:
+def test_report_on_both_captured_runs_is_small(captured: Path) -> None:
     assert len(RENDERERS["html"](report(captured, "latest~1", "latest"))) < 2_000_000

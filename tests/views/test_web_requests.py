@@ -1,4 +1,4 @@
-"""Requests that are answered in processes of their own: limits, turns, and what ends them."""
+"""Check requests that are answered in their own processes: limits, turns and what ends them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def queue(**options: Any) -> Queue:
 
 @dataclass
 class Pages:
-    """Pages whose paths say what they do; lessons are what their processes sent."""
+    """Pages whose paths name their behaviour. `lessons` contains the messages of their processes."""
 
     only: Queue
     lessons: list[Message] = field(default_factory=list)
@@ -60,7 +60,7 @@ Ask = Callable[[str], Awaitable[tuple[int, bytes]]]
 
 
 def asking(pages: Pages, left: asyncio.Event) -> Ask:
-    """Ask the application; the client leaves when `left` is set."""
+    """Send a request to the application. The client disconnects when `left` is set."""
     app = guarded(pages, None, "/-/own/")
 
     async def receive() -> Message:
@@ -103,7 +103,7 @@ def test_answer_of_a_process_is_passed_on(path: str, status: int, text: bytes) -
 
 
 def children() -> set[str]:
-    """Return the processes that this thread has forked and that are not reaped; other tests have some."""
+    """Return the processes that this thread forked and that are not reaped. Other tests have some."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
@@ -118,7 +118,7 @@ def test_process_that_takes_too_long_is_killed(
         return await asking(Pages(queue(limit_s=0.5)), asyncio.Event())(path)
 
     got, body = asyncio.run(run())
-    # a slow machine may not have begun the answer
+    # on a slow machine the answer may not have started
     assert got in (status, 504)
     assert body in (b"half", b"this took more than 0 s and was ended; ask for less\n")
     assert children() <= before
@@ -154,7 +154,7 @@ def test_long_answers_give_way_to_the_newest_and_the_oldest_are_turned_away(
         left = asyncio.Event()
         ask = asking(Pages(queue(fair_s=0.0)), left)
         tasks = [asyncio.ensure_future(ask("/hang")) for _ in range(9)]
-        await asyncio.sleep(0)  # each task has asked
+        await asyncio.sleep(0)  # each task has sent its request
         status, _ = await ask("/")
         ended = [task.result()[0] for task in tasks if task.done()]
         left.set()
@@ -163,5 +163,5 @@ def test_long_answers_give_way_to_the_newest_and_the_oldest_are_turned_away(
 
     ended, status = asyncio.run(run())
     assert status == 200
-    # of nine, two began, three waited, and four made room
+    # of nine, two started, three waited, and four were dropped
     assert len(ended) >= 5 and set(ended) == {503}

@@ -1,4 +1,4 @@
-"""Rows as the store answers them, built by hand for the views' tests."""
+"""Build rows for tests of views by hand, as the store returns them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONFIG = "b2-h8-s512-d64-fp16"
 
 
 def kernel(**changes: Any) -> KernelRow:
-    """A flash kernel of the cell `0`."""
+    """Return a flash kernel of the cell `0`."""
     values: dict[str, Any] = {
         "run": RUN,
         "config": CONFIG,
@@ -48,7 +48,7 @@ def kernel(**changes: Any) -> KernelRow:
 
 
 def cell(**changes: Any) -> CellRow:
-    """The cell `0`, which ran flash attention."""
+    """Return the cell `0`, which ran flash attention."""
     values: dict[str, Any] = {
         "run": RUN,
         "cell": "0",
@@ -66,7 +66,7 @@ def cell(**changes: Any) -> CellRow:
 
 
 def math_kernels() -> list[KernelRow]:
-    """The kernels of the cell `1`, which ran math: two matrix products around a softmax."""
+    """Return the kernels of the cell `1`, which ran math: two matrix products around a softmax."""
     op = "aten::_scaled_dot_product_attention_math"
     common = {"cell": "1", "backend": "math", "range": "profharness:1", "sdpa_op": op}
     product: dict[str, Any] = {"kernel": "gemm<a|b>*", "kernel_short": "gemm", "family": "gemm"}
@@ -90,7 +90,7 @@ def math_kernels() -> list[KernelRow]:
 
 
 def sample() -> tuple[list[KernelRow], list[CellRow]]:
-    """Two backends that ran, one refused, one crashed, and a range of a foreign trace."""
+    """Return two backends that ran, one refused, one crashed, and a range of a foreign trace."""
     op = "aten::_scaled_dot_product_attention_math"
     cells = [
         cell(warnings=("clocks moved by 12 % while it was timed",)),
