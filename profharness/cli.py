@@ -16,9 +16,7 @@ from typing import Any, TextIO
 import click
 
 from profharness import __version__
-from profharness.commands._output import on_terminal
 from profharness.errors import Interrupted, ProfharnessError, printable
-from profharness.files import shell_command
 
 # name -> (module with a `command`, help line); the module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -103,10 +101,6 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         return find_command(cmd_name)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with on_terminal():
-            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -286,6 +280,7 @@ def _going_on(folder: Path) -> str:
     The command uses the store of the interrupted command, and shows the result as that would have.
     """
     # loaded only after an interrupt
+    from profharness.files import shell_command
     from profharness.run import CAMPAIGN_FILE, read_run
 
     arguments = sys.argv[1:]

@@ -17,7 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from profharness import __version__
-from profharness.commands._command import Declaration, Parameter
+from profharness.commands._command import Declaration
+from profharness.commands._options import Parameter
 from profharness.commands._output import on_terminal
 from profharness.config import grammar_lines
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable

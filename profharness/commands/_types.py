@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import click
 
-from profharness.commands._command import Option
+from profharness.commands._options import Option
 from profharness.commands._output import FORMATS, check_file
 from profharness.config import Config, expand_configs, parse_config_lines
 from profharness.errors import UsageError

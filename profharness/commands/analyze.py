@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from profharness.answers.analyze.cells import ANALYZED, analyze_here, prepare_peaks
 from profharness.answers.analyze.figures import FIELDS, CellAnalysis, analyze_record
 from profharness.answers.analyze.programs import analyze_program, analyze_selected, selected_program
-from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import hint, is_command_line
 from profharness.commands._types import (
     Backends,

@@ -17,14 +17,8 @@ from profharness.answers.atlas.catalog import (
 from profharness.answers.atlas.data import SUFFIX, write_atlas
 from profharness.answers.atlas.merge import add, atlases_of_store, merge
 from profharness.answers.atlas.shards import format_lines
-from profharness.commands._command import (
-    CommandGroup,
-    Option,
-    as_is,
-    command,
-    declaration_of,
-    document,
-)
+from profharness.commands._command import CommandGroup, as_is, command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import hint
 from profharness.commands._types import (
     AtlasFolder,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 
 from profharness.answers.bench.measurements import BenchRow
-from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import (
     STDOUT,
     SUFFIX_FORMATS,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import echo, hint, is_command_line, run_listener
 from profharness.commands._types import (
     Backends,

@@ -11,7 +11,8 @@ from profharness.answers.changes import VERDICTS
 from profharness.answers.diff.compare import diff_cells
 from profharness.answers.diff.result import BACKEND_CHANGED, COSTS, Diff, Side
 from profharness.answers.diff.sides import find_sides, nothing_compared
-from profharness.commands._command import Option, command, declaration_of, document, gate, one_of
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
 from profharness.commands._types import (
     Configs,

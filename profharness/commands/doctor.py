@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 
 from profharness import __version__
-from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
 from profharness.commands._types import Store, store_path
 from profharness.doctor import Check, check_lanes, run_checks
 from profharness.run import Fleet

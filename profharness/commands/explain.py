@@ -28,7 +28,8 @@ from profharness.answers.explain.explanations import (
     with_store,
 )
 from profharness.answers.explain.maps import bisect_all, draw_maps, numeric_name
-from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, hint
 from profharness.commands._types import (
     Configs,

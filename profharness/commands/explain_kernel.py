@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._types import Names
 from profharness.kernel_names.parts import Description
 from profharness.store import frame

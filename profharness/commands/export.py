@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from profharness.answers.export import choose_profilers, find_exported, write_run, write_run_file
-from profharness.commands._command import Option, as_is, command, declaration_of, document
+from profharness.commands._command import as_is, command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import Force, OutputFile, Store, complete_runs, store_path
 from profharness.store import open_store

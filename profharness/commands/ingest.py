@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 import profharness.store as stores
-from profharness.commands._command import Option, command, declaration_of
+from profharness.commands._command import command, declaration_of
+from profharness.commands._options import Option
 from profharness.commands._output import hint, is_command_line, live, quiet_stdout
 from profharness.commands._types import PathLike, Store, store_path
 from profharness.errors import ProfharnessError, printable, shown

@@ -14,7 +14,8 @@ from profharness.answers.agreement import (
     predicted_rows,
     unmet_expectations,
 )
-from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
 from profharness.commands._output import (
     capture_progress,
     chosen_format,

@@ -23,7 +23,8 @@ from profharness.answers.layers.gates import (
 )
 from profharness.answers.layers.layer_map import LayerMap, find_layers, replay_lines
 from profharness.answers.layers.regret import timed_configs
-from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, echo, hint, measured
 from profharness.commands._types import (
     RUN_TOOL,

@@ -13,7 +13,8 @@ import click
 from profharness.backends import ALL, BACKENDS
 from profharness.backends.sources import FOLDER, implementation_names
 from profharness.backends.templates import check_text, kernel_text
-from profharness.commands._command import Option, as_is, command, declaration_of
+from profharness.commands._command import as_is, command, declaration_of
+from profharness.commands._options import Option
 from profharness.commands._output import echo
 from profharness.commands._types import PathLike
 from profharness.errors import CaptureError, UsageError

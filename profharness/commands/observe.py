@@ -14,14 +14,8 @@ import click
 from profharness.answers.atlas.answer import Place
 from profharness.answers.layers.gates import Gates, check_gates, parse_gates
 from profharness.answers.layers.layer_map import NO_MASK_EFFECT, find_layers
-from profharness.commands._command import (
-    Option,
-    as_is,
-    command,
-    declaration_of,
-    document,
-    gate,
-)
+from profharness.commands._command import as_is, command, declaration_of, document, gate
+from profharness.commands._options import Option
 from profharness.commands._output import DEFAULT_WIDTH, hint
 from profharness.commands._types import AtlasFolder, Driver, OutFolder, Store, store_path
 from profharness.commands.capture import RunNote

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from profharness.answers.atlas.answer import flat_record
 from profharness.answers.atlas.catalog import Asked, predicted
-from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import chosen_format, hint
 from profharness.commands._types import (
     AtlasFolder,

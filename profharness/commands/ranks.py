@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from profharness import stats
 from profharness.answers.ranks import compare_ranks
 from profharness.answers.ranks.comparison import CODES, RankComparison
-from profharness.commands._command import Option, command, declaration_of, document, gate, one_of
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option, one_of
 from profharness.commands._types import (
     PathLike,
     PositiveNumber,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import emit
 from profharness.commands._types import (
     Force,

@@ -10,7 +10,8 @@ import click
 
 from profharness.answers.repro import asked_cell, repro_script, stored_cell
 from profharness.backends import stored_names
-from profharness.commands._command import Option, as_is, command, declaration_of, document
+from profharness.commands._command import as_is, command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import (
     Backends,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from profharness.commands._command import Option, command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
 from profharness.commands._output import hint
 from profharness.commands._types import Names, Store, store_path
 from profharness.config import split_names

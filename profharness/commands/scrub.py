@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import PathLike, Store, complete_runs, store_path
 from profharness.errors import GateError, UsageError, printable

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import click
 
-from profharness.commands._command import Option, as_is, command, declaration_of
+from profharness.commands._command import as_is, command, declaration_of
+from profharness.commands._options import Option
 from profharness.commands._output import hint
 from profharness.commands._types import Store, store_path
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from profharness.cases import VerificationRow, failures
-from profharness.commands._command import Option, command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
 from profharness.commands._output import measured, run_listener
 from profharness.commands._types import (
     Backends,

@@ -1,0 +1,162 @@
+"""The options of commands, as the annotations of parameters contain them."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from profharness.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Option:
+    """The option or argument of a parameter on the command line and of an MCP tool.
+
+    `click` has further settings of Click, such as `{"is_eager": True}`.
+    """
+
+    flags: tuple[str, ...] = ()
+    """If empty, the parameter is a positional argument."""
+    help: str = ""
+    metavar: str | None = None
+    type: click.ParamType[Any] | None = None
+    """If None, it is derived from the annotation."""
+    complete: Callable[..., list[str]] | None = None
+    multiple: bool = False
+    file_flag: str = ""
+    """A second option that reads more values from a file, using `read_file`."""
+    file_help: str = ""
+    read_file: Callable[[Path], list[Any]] | None = None
+    check: Callable[[Any], object] | None = None
+    """Raise UsageError for a value that the command cannot take. Not called for None."""
+    tool: str = ""
+    """The description of the MCP tool's parameter. If empty, the tool lacks the parameter."""
+    tool_name: str = ""
+    """If empty, the name on the command line."""
+    tool_examples: tuple[str, ...] = ()
+    tool_value: Callable[[str], Any] | None = None
+    """Convert the text that an MCP client sends."""
+    click: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the name on the command line, without dashes; empty for an argument."""
+        long = [flag for flag in self.flags if flag.startswith("--")]
+        return long[0].removeprefix("--").partition("/")[0] if long else ""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a command's function. `base` is its type without None and the `Option`."""
+
+    name: str
+    base: Any
+    default: Any
+    option: Option
+    variadic: bool = False
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty and not self.variadic
+
+    @property
+    def tool_name(self) -> str:
+        return self.option.tool_name or self.option.name or self.name
+
+    def click_parameters(self) -> Iterator[click.Parameter]:
+        """Yield the Click parameters that set this one."""
+        settings = {"shell_complete": self.option.complete, **self.option.click}
+        kind = self.option.type or _click_type(self.base)
+        if not self.option.flags:
+            count = {"nargs": -1, "required": settings.pop("required", False)}
+            settings |= count if self.variadic else {"required": self.required}
+            yield click.Argument([self.name], type=kind, metavar=self.option.metavar, **settings)
+            return
+        if self.base is bool:
+            settings |= {"is_flag": True} if "/" not in self.option.flags[0] else {}
+        elif self.option.multiple:
+            settings["multiple"] = True
+        else:
+            settings["type"] = kind
+        if self.default is not inspect.Parameter.empty and not self.option.multiple:
+            settings.setdefault("default", self.default)
+            settings.setdefault("show_default", self.default not in (None, False, ""))
+        names = (self.name, *self.option.flags)
+        yield click.Option(names, help=self.option.help, metavar=self.option.metavar, **settings)
+        if self.option.file_flag:
+            path = click.Path(exists=True, dir_okay=False, path_type=Path)
+            names = (f"{self.name}_file", self.option.file_flag)
+            yield click.Option(names, type=path, metavar="FILE", help=self.option.file_help)
+
+    def value(self, given: dict[str, Any]) -> Any:
+        """Remove the value from what Click parsed, and return it."""
+        value = given.pop(self.name)
+        if self.option.file_flag:
+            path = given.pop(f"{self.name}_file")
+            if path is not None:
+                assert self.option.read_file
+                value = (*value, *self.option.read_file(path))
+        return value
+
+    def require_valid(self, value: Any) -> None:
+        """Raise UsageError for a value that the command cannot take."""
+        if value is not None and self.option.check is not None:
+            self.option.check(value)
+
+
+def option_parameters(function: Callable[..., Any], skip: int = 0) -> Iterator[Parameter]:
+    """Yield the parameters that carry an `Option`."""
+    for parameter in list(inspect.signature(function).parameters.values())[skip:]:
+        annotation = evaluated(function, parameter.annotation)
+        option = next(
+            (each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Option)),
+            None,
+        )
+        if option is not None:
+            base = _without_none(typing.get_args(annotation)[0])
+            variadic = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+            yield Parameter(parameter.name, base, parameter.default, option, variadic)
+
+
+def evaluated(function: Callable[..., Any], annotation: Any) -> Any:
+    """Evaluate an annotation that may be a string."""
+    return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+
+
+def _without_none(kind: Any) -> Any:
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        rest = [each for each in typing.get_args(kind) if each is not types.NoneType]
+        return rest[0] if len(rest) == 1 else str
+    return kind
+
+
+def _click_type(base: Any) -> click.ParamType[Any] | None:
+    if typing.get_origin(base) is Literal:
+        return click.Choice(typing.get_args(base))
+    named: dict[Any, click.ParamType[Any]] = {
+        int: click.INT,
+        float: click.FLOAT,
+        Path: click.Path(path_type=Path),
+    }
+    return named.get(base)
+
+
+def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
+    """Return a check that raises UsageError for unknown names, separated by commas or repeated."""
+    from profharness.config import split_names  # parses numbers of configs too
+
+    names = tuple(known)
+
+    def check(value: Any) -> None:
+        for name in split_names(value):
+            if name not in names:
+                raise UsageError(f"{flag} {name!r}: not one of {', '.join(names)}")
+
+    return check
