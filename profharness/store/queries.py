@@ -158,9 +158,10 @@ class Store:
         wanted = set(runs)
         return {run: texts for run, texts in stored.items() if run in wanted}
 
-    def resolve(self, ref: str) -> str:
+    def resolve(self, ref: str | None) -> str:
         """Return the id of a run given by an id, a unique prefix, `latest` or `latest~N`.
 
+        None is `latest`.
         Raises NotFoundError, which lists candidates, if no run or more than one matches.
         """
         return self.find_run(Selection(ref), "run")
@@ -257,9 +258,6 @@ class Store:
             for row, whole, values in zip(rows, wholes, metrics, strict=True)
         ]
 
-    def _named(self, run: str | None) -> str:
-        return self.find_run(Selection(run), "run")
-
     def _selected(self, run: str | None, need: Need) -> list[str] | None:
         """Return the selected run as a filter: None for `all`."""
         name = self.find_runs(Selection(run), need)
@@ -323,7 +321,7 @@ class Store:
         row = self.connection.execute(
             "SELECT e.data FROM environments e JOIN runs r ON r.environment_id = e.id "
             "WHERE r.run = ?",
-            (self._named(run),),
+            (self.resolve(run),),
         ).fetchone()
         data: dict[str, Any] = json.loads(row[0])
         return data
@@ -347,7 +345,7 @@ class Store:
 
     def verifications(self, run: str | None = None) -> list[VerificationRow]:
         """Return the checks of a run of `verify` in its order. None selects the latest run."""
-        return verification_rows(self.connection, self._named(run))
+        return verification_rows(self.connection, self.resolve(run))
 
     def verdicts(self, run: str | None = None) -> dict[tuple[str, str], bool]:
         """Return whether each (config label, backend) of the run's cells passed its checks.
@@ -355,7 +353,7 @@ class Store:
         Only checks on the same device with the same torch and code count. Unchecked cells are
         omitted.
         """
-        return verdicts(self.connection, self._named(run))
+        return verdicts(self.connection, self.resolve(run))
 
     def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
         """Return the (config label, backend) of cells with failed checks. Never rank these."""
@@ -365,12 +363,9 @@ class Store:
         """Return problems of a run's profilers, with remedies. A foreign trace has none."""
         from profharness.run import Problem
 
-        row = self.connection.execute(
-            "SELECT problems FROM runs WHERE run = ?", (self._named(run),)
-        ).fetchone()
         return tuple(
             Problem(**{**problem, "cells": tuple(problem["cells"])})
-            for problem in json.loads(row[0])
+            for problem in self._decoded("problems", run)
         )
 
     def devices(self, run: str | None = None) -> list[Device]:
@@ -378,21 +373,21 @@ class Store:
         rows = self.connection.execute(
             f"SELECT {_DEVICE_COLUMNS} FROM devices d JOIN runs r ON r.id = d.run_id "
             "WHERE r.run = ? ORDER BY device_index",
-            (self._named(run),),
+            (self.resolve(run),),
         )
         return list(starmap(Device, rows))
 
     def calls(self, run: str | None = None) -> list[CallRow]:
         """Return the attention calls of a traced program."""
-        return call_rows(self.connection, self._named(run))
+        return call_rows(self.connection, self.resolve(run))
 
     def templates(self, run: str | None = None) -> list[CallSignature]:
         """Return the distinct calls of an observed program, with their counts."""
-        return template_rows(self.connection, self._named(run))
+        return template_rows(self.connection, self.resolve(run))
 
     def steps(self, run: str | None = None) -> list[StepRow]:
         """Return the steps of a run's traces, with how long the GPU was busy in each."""
-        return step_rows(self.connection, self._named(run))
+        return step_rows(self.connection, self.resolve(run))
 
     def gaps(self, steps: Sequence[StepRow]) -> list[GapRow]:
         """Return the largest idle times of GPUs within steps."""
@@ -430,17 +425,18 @@ class Store:
 
     def protocol(self, run: str) -> dict[str, Any]:
         """Return the fields of a run's `run.Protocol`. A foreign trace has none."""
-        (text,) = self.connection.execute(
-            "SELECT protocol FROM runs WHERE run = ?", (self.resolve(run),)
-        ).fetchone()
-        return json.loads(text) if text else {}
+        return self._decoded("protocol", run) or {}
 
     def bench_plan(self, run: str) -> dict[str, Any]:
         """Return the fields of a run's `run.BenchPlan`. Only runs of `bench` have them."""
+        return self._decoded("bench", run) or {}
+
+    def _decoded(self, column: str, run: str | None) -> Any:
+        """Return the JSON value of a column of `runs`, None for NULL."""
         (text,) = self.connection.execute(
-            "SELECT bench FROM runs WHERE run = ?", (self.resolve(run),)
+            f"SELECT {column} FROM runs WHERE run = ?", (self.resolve(run),)
         ).fetchone()
-        return json.loads(text) if text else {}
+        return json.loads(text) if text else None
 
     def launch_metrics(self, launch_id: int) -> Metrics:
         """Return the hardware counters of one launch, with their units, by ncu's names."""
@@ -456,7 +452,7 @@ class Store:
             "g.parent_id, c.cell, g.iteration FROM ranges g JOIN traces t ON t.id = g.trace_id "
             "JOIN runs r ON r.id = t.run_id JOIN range_names n ON n.id = g.name_id "
             "LEFT JOIN cells c ON c.id = g.cell_id WHERE r.run = ? ORDER BY g.id",
-            (self._named(run),),
+            (self.resolve(run),),
         )
         return list(map(RangeRow._make, rows))
 
