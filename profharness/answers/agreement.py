@@ -133,11 +133,11 @@ def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
     """Return the witnesses of a cell that have a result, from the prediction to the kernels."""
     clauses = {
-        "rules": _rules(cell),
+        "rules": _predicted_clause(cell),
         "choice": _choice(cell),
         "op": _op(cell, rows),
         "kernels": _kernels(cell, rows),
-        "status": _status(cell),
+        "status": _failure_clause(cell),
     }
     return [
         Witness(name, frozenset(clause[0]), clause[1]) for name, clause in clauses.items() if clause
@@ -157,7 +157,7 @@ def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
 _Clause = tuple[set[str], str]  # the backends of a witness, and its text
 
 
-def _rules(cell: CellRow) -> _Clause | None:
+def _predicted_clause(cell: CellRow) -> _Clause | None:
     """Return the prediction. A forced backend without one is compared with its own name."""
     if leaves_choice(cell.backend):
         if cell.predicted is None:
@@ -203,7 +203,7 @@ def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
     return ran, f"the kernels are of family {', '.join(sorted(named))}"
 
 
-def _status(cell: CellRow) -> _Clause | None:
+def _failure_clause(cell: CellRow) -> _Clause | None:
     """Return the clause of a failed cell of a known backend. Running out of memory is no evidence
     about the choice.
     """

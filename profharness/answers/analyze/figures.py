@@ -380,8 +380,11 @@ def cell_figures(
     rate = flop_peak(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None
     flops_per_s = work / duration * 1e9 if duration else None
     bytes_per_s = moved / duration * 1e9 if duration else None
-    dram, ncu_ns = _of_call(kernels, _dram_bytes), _of_call(kernels, lambda kernel: kernel.ncu_ns)
-    l1 = _of_call(kernels, lambda kernel: kernel.l1_bytes)
+    dram, ncu_ns = (
+        _sum_of_call(kernels, _dram_bytes),
+        _sum_of_call(kernels, lambda kernel: kernel.ncu_ns),
+    )
+    l1 = _sum_of_call(kernels, lambda kernel: kernel.l1_bytes)
     top = peaks.bandwidth_bytes_per_s if peaks else None
     one_head = config.seq_len_kv * (config.head_dim + config.value_dim)
     return Figures(
@@ -410,7 +413,7 @@ def cell_figures(
         cold_ns=times.get(COLD),
         eager_ns=times.get(EAGER),
         host_ns=times.get(HOST),
-        l2_bytes=_of_call(kernels, lambda kernel: kernel.l2_bytes),
+        l2_bytes=_sum_of_call(kernels, lambda kernel: kernel.l2_bytes),
         l1_bytes=l1,
         ncu_ns=ncu_ns,
         past_l1=bool(kernels_past_l1(kernels)) or (l1 is not None and l1 < moved),
@@ -519,7 +522,7 @@ def _kernel(
     )
 
 
-def _of_call(
+def _sum_of_call(
     kernels: Sequence[KernelFigures], value: Callable[[KernelFigures], float | None]
 ) -> float | None:
     """Return ncu's sum over a call. None unless ncu recorded every kernel other than copies."""

@@ -265,10 +265,10 @@ def split_overhead(facts: Facts) -> list[Finding]:
         us("kernel time", facts.figures.kernels_ns or 0, BASIS_SOURCE["kernel"]),
         share("share", part, "trace"),
     )
-    return [_overhead("split_overhead", text, part, SPLIT_MAJOR, evidence)]
+    return [_avoidable("split_overhead", text, part, SPLIT_MAJOR, evidence)]
 
 
-def _overhead(
+def _avoidable(
     code: str, text: str, part: float, major: float, evidence: tuple[Evidence, ...]
 ) -> Finding:
     """Return a finding about kernels that could be avoided, with their part of the time."""
@@ -293,7 +293,7 @@ def helpers(facts: Facts) -> list[Finding]:
     if any(dim % 8 for dim in dims):
         text += f"; head_dim {max(dims)} is no multiple of 8, so the inputs are padded"
     evidence = (us("copy time", time_ns, "trace"), share("share", part, "trace"))
-    return [_overhead("copies", f"{text}.", part, HELPERS_MAJOR, evidence)]
+    return [_avoidable("copies", f"{text}.", part, HELPERS_MAJOR, evidence)]
 
 
 def blocks_and_waves(facts: Facts) -> list[Finding]:
@@ -393,7 +393,7 @@ def readers(facts: Facts, kernel: KernelFigures) -> float | None:
 def _read_bytes(config: Config, times: float) -> float:
     """Return the bytes of K and V that are read if `times` blocks read those of each head."""
     tensors = tensor_bytes(config)
-    return times * (tensors.key + tensors.value) * _seen_part(config, times)
+    return times * (tensors.key + tensors.value) * _unmasked_part(config, times)
 
 
 def kv_traffic(facts: Facts) -> list[Finding]:
@@ -464,7 +464,7 @@ def cache_traffic(facts: Facts) -> list[Finding]:
     return [Finding("cache_traffic", text, severity, MEASURED, tuple(evidence))]
 
 
-def _seen_part(config: Config, times: float) -> float:
+def _unmasked_part(config: Config, times: float) -> float:
     """Return the part of the unmasked rows of K and V that one of `times` blocks reads. With
     `causal` it ends at the last row that its last query attends to.
     """
@@ -477,7 +477,7 @@ def _seen_part(config: Config, times: float) -> float:
     return sum(min(end, seen) for end in ends) / (len(ends) * seen)
 
 
-def _places(facts: Facts) -> list[tuple[str, str, int]]:
+def _memories(facts: Facts) -> list[tuple[str, str, int]]:
     """Return the memories on the chip: short name, name in a sentence, bytes. Empty without a known
     device. The L1's size is what the main kernel's shared memory leaves.
     """
@@ -498,7 +498,7 @@ def kv_places(facts: Facts) -> tuple[str, ...] | None:
     """Return the memories that can contain K and V of one head, with their sizes. None if none are
     known.
     """
-    places = _places(facts)
+    places = _memories(facts)
     one_head = facts.figures.kv_head_bytes
     held = (f"{short} ({room / KIB:,.0f} KiB)" for short, _, room in places if room >= one_head)
     return tuple(held) if places else None
@@ -506,7 +506,7 @@ def kv_places(facts: Facts) -> tuple[str, ...] | None:
 
 def working_set(facts: Facts) -> list[Finding]:
     """Compare K and V of one head with shared memory and L1, and all inputs and output with the L2."""
-    places, figures = _places(facts), facts.figures
+    places, figures = _memories(facts), facts.figures
     if not places:
         return []
     clauses = []

@@ -22,10 +22,10 @@ Text = str | Callable[[Config, str], str]
 
 def bottleneck(facts: Facts, findings: Findings) -> Bottleneck | None:
     """Return the word and the finding `bottleneck`. None if no figure decides."""
-    return next((named for judge in _JUDGES if (named := judge(facts, findings))), None)
+    return next((named for judge in _CANDIDATES if (named := judge(facts, findings))), None)
 
 
-def _by_math(backend: str) -> bool:
+def _is_math(backend: str) -> bool:
     """Return whether a backend's unfused kernels are those of PyTorch's math backend."""
     return backend == "math" or leaves_choice(backend)
 
@@ -96,7 +96,7 @@ def _latency(facts: Facts, findings: Findings) -> Bottleneck | None:
 
 
 # The first in this order that returns a bottleneck decides.
-_JUDGES: tuple[Callable[[Facts, Findings], Bottleneck | None], ...] = (
+_CANDIDATES: tuple[Callable[[Facts, Findings], Bottleneck | None], ...] = (
     partial(_major, code="launch_gap", word="launch", cause="launching"),
     _at_peak,
     partial(
@@ -153,7 +153,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         ("score_traffic", "input_copies", "fp32_products"),
         lambda _, backend: (
             "Let a fused backend take the call; `profharness explain` says what stands in its way."
-            if _by_math(backend)
+            if _is_math(backend)
             else EAGER_REMEDY
             if backend == "eager"
             else "Compute softmax online, tile by tile, so that scores never leave the chip."
@@ -164,7 +164,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
         lambda config, backend: (
             "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
             "computes in the inputs' dtype, at the price of accuracy."
-            if _by_math(backend)
+            if _is_math(backend)
             else f"Hand {config.dtype} to the products; tensor cores add them up in fp32."
         ),
     ),

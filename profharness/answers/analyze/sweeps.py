@@ -23,7 +23,7 @@ def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis
     for name in SWEPT:
         groups: dict[tuple[object, ...], list[CellAnalysis]] = {}
         for analysis in done:
-            groups.setdefault(_but(analysis, name), []).append(analysis)
+            groups.setdefault(_sweep_key(analysis, name), []).append(analysis)
         for group in groups.values():
             values = {getattr(analysis.config, name) for analysis in group}
             if len(group) > 1 and len(values) == len(group):
@@ -32,7 +32,7 @@ def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis
     return sweeps
 
 
-def _but(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
+def _sweep_key(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
     """Return what the cells of one sweep have in common."""
     config = analysis.config
     same_length = config.seq_len_q == config.seq_len_kv

@@ -228,7 +228,7 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
             if not old.flops_per_s or not new.flops_per_s:
                 continue
             factor = old.flops_per_s / new.flops_per_s
-            like_work = _stretched(samples_of(old), _ns(new) / _ns(old) / factor)
+            like_work = _scaled(samples_of(old), _ns(new) / _ns(old) / factor)
             if factor < DROP or stats.compare(like_work, samples_of(new)).verdict != "slower":
                 continue
             took = [ran.get((row.config, backend)) for row in (old, new)]
@@ -240,7 +240,7 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
     return sorted(events, key=lambda event: -(event.factor or 0))
 
 
-def _stretched(samples: Sequence[int], factor: float) -> stats.Series:
+def _scaled(samples: Sequence[int], factor: float) -> stats.Series:
     """Return the samples for `factor` times the work at the same rate."""
     turns = samples.turns if isinstance(samples, stats.Series) else ()
     return stats.Series.of((round(sample * factor) for sample in samples), turns)

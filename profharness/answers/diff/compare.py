@@ -96,7 +96,7 @@ def _costs(base: _Cell, cand: _Cell) -> Iterable[Cost]:
     kernels = base.of(profilers[0]), cand.of(profilers[1])
     yield from refusal_cost(*cells)
     yield from memory_cost(*cells)
-    yield from launch_cost(*cells, kernels, (_least(kernels[0]), _least(kernels[1])))
+    yield from launch_cost(*cells, kernels, (_call_count(kernels[0]), _call_count(kernels[1])))
 
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:
@@ -148,7 +148,7 @@ def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
     for role, kernels in grouped(own).items():
         values: dict[str, Any] = {
             side: kernels,
-            f"{side}_ns": kernels_call_ns(kernels, _least(own)),
+            f"{side}_ns": kernels_call_ns(kernels, _call_count(own)),
         }
         rows.append(replace(template, role=role, basis=LAUNCHES, **values))
     return rows
@@ -161,13 +161,15 @@ def _kernel_rows(
     kernels = base.of(profilers[0]), cand.of(profilers[1])
     if all(profilers) and profilers[0] != profilers[1]:
         doubts = (*doubts, f"times come from different profilers ({profilers[0]}, {profilers[1]})")
-    calls = _least(kernels[0]), _least(kernels[1])
+    calls = _call_count(kernels[0]), _call_count(kernels[1])
     allowance = stats.process_allowance(
         *(_process_times(*side) for side in zip((base, cand), kernels, calls, strict=True))
     )
     left, right, composite = aligned(grouped(kernels[0]), grouped(kernels[1]))
     rows = []
-    unseen = _unseen(base, kernels[0], "baseline") or _unseen(cand, kernels[1], "candidate")
+    unseen = _why_unknown(base, kernels[0], "baseline") or _why_unknown(
+        cand, kernels[1], "candidate"
+    )
     # A set has no order. Roles without a rank are sorted by name.
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
         sides = left.get(role, ()), right.get(role, ())
@@ -211,7 +213,7 @@ def _process_times(side: _Cell, kernels: Sequence[KernelRow], calls: int) -> lis
     return medians if stats.of_first_process(samples) else [traced, *medians]
 
 
-def _unseen(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
+def _why_unknown(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
     """Return why the launches of a side are unknown. None if they are known, or after a refusal."""
     if kernels or side.cell is None or side.cell.status == "refused":
         return None
@@ -257,7 +259,7 @@ def _kernel_row(
     )
 
 
-def _least(rows: Sequence[KernelRow]) -> int:
+def _call_count(rows: Sequence[KernelRow]) -> int:
     """Return the number of calls, if it is not recorded: the rarest kernel runs once per call."""
     return min((row.launches for row in rows), default=1) or 1
 
@@ -324,7 +326,7 @@ def call_row(
         reason = "no unprofiled measurement that both sides have"
         return replace(row, reasons=(*doubts, reason))
     timed = _timed_row(row, basis, *samples, doubts, threshold)
-    return replace(timed, reasons=(*timed.reasons, *_of_one_side(baseline, candidate, basis)))
+    return replace(timed, reasons=(*timed.reasons, *_one_sided_doubts(baseline, candidate, basis)))
 
 
 def _timed_row(
@@ -349,7 +351,7 @@ def _timed_row(
     )
 
 
-def _of_one_side(baseline: CellRow, candidate: CellRow, basis: str) -> tuple[str, ...]:
+def _one_sided_doubts(baseline: CellRow, candidate: CellRow, basis: str) -> tuple[str, ...]:
     """Return the doubts from clocks and parallel lanes that affect the times of only one side."""
     sides = {
         side: (*clock_doubts(cell.clocks), *host_doubts(cell, basis))
@@ -430,7 +432,7 @@ def kernels_call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
     """Return median launch time times launches per call, summed over rows. None if a time is
     missing.
     """
-    return _summed(rows, [row.duration_ns for row in rows], calls) if rows else None
+    return _sum_per_call(rows, [row.duration_ns for row in rows], calls) if rows else None
 
 
 def speed(
@@ -479,12 +481,12 @@ def _preferred(profilers: set[str]) -> str | None:
 
 
 def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
-    low = _summed(rows, [row.min_ns for row in rows], calls)
-    high = _summed(rows, [row.max_ns for row in rows], calls)
+    low = _sum_per_call(rows, [row.min_ns for row in rows], calls)
+    high = _sum_per_call(rows, [row.max_ns for row in rows], calls)
     return low or 0.0, high or 0.0
 
 
-def _summed(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> float | None:
+def _sum_per_call(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> float | None:
     """Sum a time of each row times its launches per call. None if a time is unknown."""
     present = [time for time in times if time is not None]
     if len(present) < len(rows):

@@ -78,11 +78,11 @@ def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
     from profharness.store import open_store
 
     with open_store(path) as store:
-        memory = _Memory(store, answers)
+        memory = _StoredCells(store, answers)
         return [settle(_joined(answer, memory)) for answer in answers]
 
 
-class _Memory:
+class _StoredCells:
     """The stored cells of the explained and of the advised configs, read once."""
 
     def __init__(self, store: Store, answers: Sequence[Explanation]) -> None:
@@ -98,7 +98,7 @@ class _Memory:
     def cells(self, label: str, environment: dict[str, Any]) -> list[CellRow]:
         """Return the cells of a config on the same device and release, newest run first."""
         cells = self._cells.get(label, [])
-        return [cell for cell in cells if _alike(self.environment(cell.run), environment)]
+        return [cell for cell in cells if _same_machine(self.environment(cell.run), environment)]
 
     def kernels(self, cell: CellRow) -> list[KernelRow]:
         """Return the kernels that a cell launched."""
@@ -115,9 +115,9 @@ def _advised(answer: Explanation) -> list[tuple[str, str]]:
     ]
 
 
-def _joined(answer: Explanation, memory: _Memory) -> Explanation:
+def _joined(answer: Explanation, memory: _StoredCells) -> Explanation:
     cells = memory.cells(answer.config, answer.environment)
-    seen = (_seen(cell, memory) for cell in cells if cell.backend == answer.asked)
+    seen = (_backend_seen(cell, memory) for cell in cells if cell.backend == answer.asked)
     # torch.compile replaced the plain form
     caveats = (
         f"{cell.backend}: {replacement_text(taken.took)}, in run {cell.run}"
@@ -139,7 +139,7 @@ def _joined(answer: Explanation, memory: _Memory) -> Explanation:
     )
 
 
-def _seen(cell: CellRow, memory: _Memory) -> str | None:
+def _backend_seen(cell: CellRow, memory: _StoredCells) -> str | None:
     """Return the backend that a cell's op, else its kernels, show; `none` if PyTorch refused."""
     if cell.status != "ok":
         return "none" if cell.status == "refused" else None
@@ -149,7 +149,7 @@ def _seen(cell: CellRow, memory: _Memory) -> str | None:
     return ran.pop() if len(ran) == 1 else None
 
 
-def _alike(run: dict[str, Any], target: dict[str, Any]) -> bool:
+def _same_machine(run: dict[str, Any], target: dict[str, Any]) -> bool:
     """Return whether release and device are equal, as far as both environments have them."""
     releases = {str(environment.get("torch", "")).split("+")[0] for environment in (run, target)}
     if len(releases) > 1 or run.get("device_type") != target.get("device_type"):
@@ -161,7 +161,7 @@ def _alike(run: dict[str, Any], target: dict[str, Any]) -> bool:
     )
 
 
-def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _Memory) -> Advice:
+def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _StoredCells) -> Advice:
     """Add the gain, time before over after: from the newest run with both, else from two runs on
     equal machines.
     """

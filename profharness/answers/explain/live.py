@@ -69,7 +69,7 @@ def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
     sides = answer.backends or sides_by_rule(prediction, SDPA_BACKENDS)
     explanation = Explanation(
         config=config.label,
-        environment=_deciding(environment),
+        environment=_decisive_environment(environment),
         source="live",
         priority_order=answer.priority_order or prediction.priority_order,
         predicted=prediction.choice,
@@ -92,7 +92,7 @@ def _of_order(device: str) -> str:
     return FIRST_CHOICE if device == "cuda" else CPU_IGNORES
 
 
-def _deciding(environment: Mapping[str, Any]) -> dict[str, Any]:
+def _decisive_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return only the part of the environment that the choice depends on."""
     facts = {key: environment[key] for key in DECIDING if environment.get(key) is not None}
     facts["flags"] = {

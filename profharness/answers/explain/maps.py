@@ -254,7 +254,7 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
             raise UsageError(
                 f"--bisect seq: {config.label} has unlike lengths; bisect seq_q or seq_kv"
             )
-        groups.setdefault(_put_aside(config, name, configs), []).append(config)
+        groups.setdefault(_without(config, name, configs), []).append(config)
     bisections = []
     for group in groups.values():
         values = sorted({value for c in group if isinstance(value := get(c, name), int)})
@@ -291,7 +291,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
         for left, right in pairwise(sorted(choices))
         if right - left > 1 and choices[left] != choices[right]
     ]:
-        ask([cut for left, right in gaps for cut in _cuts(left, right)])
+        ask([cut for left, right in gaps for cut in _inner_indices(left, right)])
     stretches: list[Stretch] = []
     values = sorted(choices)
     for choice, group in groupby(values, key=choices.__getitem__):
@@ -319,7 +319,7 @@ def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
     return sorted({min(bisect_left(domain, value), len(domain) - 1) for value in inside})
 
 
-def _cuts(left: int, right: int) -> list[int]:
+def _inner_indices(left: int, right: int) -> list[int]:
     """Return up to WAYS - 1 indices strictly between two."""
     width = right - left
     cuts = {left + width * part // WAYS for part in range(1, WAYS)} - {left, right}
@@ -348,7 +348,7 @@ def _set(base: Config, name: str, value: int) -> Config:
     return config
 
 
-def _put_aside(config: Config, name: str, configs: Sequence[Config]) -> Config:
+def _without(config: Config, name: str, configs: Sequence[Config]) -> Config:
     """Return a config that is equal for configs that differ in this property only."""
     if name == "kv_heads":
         # no config has 0 of them, so 0 represents any number

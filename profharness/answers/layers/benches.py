@@ -71,7 +71,7 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> L
     columns = []
     for place, (program, bench) in enumerate(pairs):
         sides = [row.sides[place if several else 0] for row in programs.rows]
-        column = [_call(side, bench, own=program is not None) for side in sides]
+        column = [_benched_call(side, bench, own=program is not None) for side in sides]
         if bench is not None:
             run = programs.classes[place if several else 0].layers.run
             _require_times(bench, run, column)
@@ -188,7 +188,7 @@ def _bench_class(
     )
 
 
-def _call(side: LayerSide | None, bench: BenchResult | None, *, own: bool) -> BenchedCall:
+def _benched_call(side: LayerSide | None, bench: BenchResult | None, *, own: bool) -> BenchedCall:
     """Return the result of a bench for equal calls. Empty without a bench or calls. With `own`, the
     bench ran on the program's GPU.
     """
@@ -206,8 +206,8 @@ def _call(side: LayerSide | None, bench: BenchResult | None, *, own: bool) -> Be
         lacks = next(label for label, _ in side.points if times.median(label, asked) is None)
         so = "" if ran else ", so what PyTorch takes there is not told"
         doubt = f"run {bench.run} has no correct {asked} of {lacks}{so}"
-        return BenchedCall(None, None, best, _part(least, calls), calls, doubt)
-    backend = ran or _taken(bench, side, asked) or asked
+        return BenchedCall(None, None, best, _per_call(least, calls), calls, doubt)
+    backend = ran or _chosen_backend(bench, side, asked) or asked
     verdict = times.verdict(side.points, asked, than=best) if best else "same"
     unclear = verdict == "unknown" and best != backend and (least or spent) < spent
     doubt = f"{backend} is not told apart from {best}, which has the lower median"
@@ -215,15 +215,15 @@ def _call(side: LayerSide | None, bench: BenchResult | None, *, own: bool) -> Be
     if verdict != "slower" or best == backend:
         best, least = backend, spent
     return BenchedCall(
-        backend, spent / calls, best, _part(least, calls), calls, doubt if unclear else None
+        backend, spent / calls, best, _per_call(least, calls), calls, doubt if unclear else None
     )
 
 
-def _part(ns: float | None, calls: float) -> float | None:
+def _per_call(ns: float | None, calls: float) -> float | None:
     return None if ns is None else ns / calls
 
 
-def _taken(bench: BenchResult, side: LayerSide, asked: str) -> str | None:
+def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | None:
     """Return PyTorch's choice in the bench among the allowed backends, several if lengths differ."""
     labels = {label for label, _ in side.points}
     cells = [cell for cell in bench.cells if cell.backend == asked and cell.config in labels]

@@ -44,7 +44,7 @@ ForecastQuery = tuple[Config, str]  # a config, and the backends that the progra
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Prediction:
     """The choice for one config on the other GPU, and the backends that support it."""
 
     choice: str
@@ -79,7 +79,7 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
         raise NotFoundError(
             f"no call of run {layers.run} can be predicted: {'; '.join(dict.fromkeys(whys))}"
         )
-    answers = dict(zip(asked, _answers(list(asked), place), strict=True))
+    answers = dict(zip(asked, _predictions(list(asked), place), strict=True))
     rows = [
         _row(row, own, answers) if own else LayerForecast(predicted_reason=_why_not(row, by_step))
         for row, own in zip(layers.rows, points, strict=True)
@@ -92,10 +92,10 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
             else row
             for row in rows
         ]
-    apart = disagreement(place, [_in_order(config) for config, _ in asked])
+    apart = disagreement(place, [_as_sampled(config) for config, _ in asked])
     doubts = (doubt, place.others, apart, *_doubts(layers, asked))
     rows = [replace(row, predicted_gpu=place.gpu) for row in rows]
-    forecast = _summed(layers, place, by_step, rows, points, doubts)
+    forecast = _forecast(layers, place, by_step, rows, points, doubts)
     return replace(layers, forecasts=(*layers.forecasts, forecast))
 
 
@@ -117,9 +117,9 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
     return "; ".join(row.reasons[:1]) or NO_CONFIG
 
 
-def _answers(asked: Sequence[ForecastQuery], place: Place) -> Iterator[_Answer]:
+def _predictions(asked: Sequence[ForecastQuery], place: Place) -> Iterator[_Prediction]:
     """Yield the choice for each config on a place, among the backends that the program allowed."""
-    configs = [_in_order(config) for config, _ in asked]
+    configs = [_as_sampled(config) for config, _ in asked]
     found = iter(place_estimates(place, configs, SDPA_BACKENDS))
     for config, allowed in asked:
         estimates = {name: next(found) for name in SDPA_BACKENDS}
@@ -132,15 +132,17 @@ def _answers(asked: Sequence[ForecastQuery], place: Place) -> Iterator[_Answer]:
         elif allowed != AUTO:
             setting = sdpa_setting(allowed)
             choice = predict(permitted(params, setting), place.rules).choice
-        yield _Answer(choice, takers, estimates)
+        yield _Prediction(choice, takers, estimates)
 
 
-def _in_order(config: Config) -> Config:
+def _as_sampled(config: Config) -> Config:
     """Return the config as an atlas samples it: contiguous tensors and the default scale."""
     return replace(config.contiguous(), mask_strides=None, scale=None)
 
 
-def _row(row: LayerRow, points: Points, answers: Mapping[ForecastQuery, _Answer]) -> LayerForecast:
+def _row(
+    row: LayerRow, points: Points, answers: Mapping[ForecastQuery, _Prediction]
+) -> LayerForecast:
     weighted = [(answers[parse_config(label), _allowed(row)], calls) for label, calls in points]
     choices = dict.fromkeys(answer.choice for answer, _ in weighted)
     backend = " and ".join(sorted(choices))
@@ -223,7 +225,7 @@ def _share(ns: float | None, calls: float) -> float | None:
     return ns / calls if ns is not None and calls else None
 
 
-def _summed(
+def _forecast(
     layers: LayerMap,
     place: Place,
     by_step: bool,
@@ -288,7 +290,7 @@ def _conclusions(forecast: Forecast, processes: int) -> Iterator[str]:
 def _doubts(layers: LayerMap, asked: Iterable[ForecastQuery]) -> Iterator[str]:
     """Report properties of the calls that the atlas does not cover."""
     configs = [config for config, _ in asked]
-    if any(_in_order(config) != config for config in configs):
+    if any(_as_sampled(config) != config for config in configs):
         yield (
             "the choice is that of the calls as they are, times are those of tensors that lie in order"
         )

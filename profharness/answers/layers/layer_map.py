@@ -263,7 +263,7 @@ def group_calls(
     for call in calls:
         kind = observed.kind(call) if observed else None
         recorded = (kind.asked, kind.choice, kind.ran, kind.mask, _site(kind)) if kind else ()
-        groups.setdefault((*_likeness(call), call.trace == UNTRACED, recorded), []).append(call)
+        groups.setdefault((*_group_key(call), call.trace == UNTRACED, recorded), []).append(call)
     return list(groups.values())
 
 
@@ -298,7 +298,7 @@ def module_name(call: CallRow) -> str | None:
     return call.path or ".".join(call.modules) or None
 
 
-def _likeness(call: CallRow) -> tuple[Any, ...]:
+def _group_key(call: CallRow) -> tuple[Any, ...]:
     """Return the key of equal calls. Decoding calls may differ in the number of keys."""
     config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
     shapes = call.dims if config is None else ()
@@ -396,7 +396,7 @@ def _row(
     mask = observed.common_field(first, "mask")
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
         mask = NO_MASK
-    reasons, advice = _because(first, middle, platform, ran_there, kind)
+    reasons, advice = _reasons_and_advice(first, middle, platform, ran_there, kind)
     has_kernels = any(call.kernels for call in group)
     busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
     kernels = dict.fromkeys(kernel.kernel_short for call in group[:1] for kernel in call.kernels)
@@ -476,7 +476,7 @@ def median_config(configs: Sequence[Config]) -> Config | None:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def _because(
+def _reasons_and_advice(
     call: CallRow,
     config: Config | None,
     platform: Platform | None,

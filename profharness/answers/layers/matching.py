@@ -169,7 +169,7 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     pairs, removed, added = _paired(_sites(baseline, whole), _sites(candidate, whole))
     groups: dict[Hashable, list[tuple[_Site, _Site]]] = {}
     for base, cand in ((_merged(left), _merged(right)) for left, right in pairs):
-        key = _likeness(baseline, base), _likeness(candidate, cand)
+        key = _pairing_key(baseline, base), _pairing_key(candidate, cand)
         groups.setdefault(key, []).append((base, cand))
     doubts = _doubts(baseline, candidate)
     rows = []
@@ -177,7 +177,7 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
         left = _calls([base for base, _ in group])
         right = _calls([cand for _, cand in group])
         sides = _side(baseline, left), _side(candidate, right)
-        times = [_spent(call) for call in left], [_spent(call) for call in right]
+        times = [_kernel_times(call) for call in left], [_kernel_times(call) for call in right]
         rows.append(_row(group[0][0].direction, sides, times, doubts, threshold))
     rows += _of_one_side(baseline, removed, "removed")
     rows += _of_one_side(candidate, added, "added")
@@ -206,13 +206,13 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
     for track in tracks:
         both = zip(programs, track, strict=True)
         key = tuple(
-            _likeness(program, _merged(sites)) if sites else None for program, sites in both
+            _pairing_key(program, _merged(sites)) if sites else None for program, sites in both
         )
         groups.setdefault(key, []).append(track)
-    return tuple(_beside(programs, group) for group in groups.values())
+    return tuple(_matched(programs, group) for group in groups.values())
 
 
-def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> MatchedLayers:
+def _matched(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> MatchedLayers:
     """Return equal layers of the programs as one row. `tracks` are the sites of each layer by
     program.
     """
@@ -223,7 +223,7 @@ def _beside(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) ->
     present = [side for side in sides if side is not None]
     timed = [side for side in present if side.forward_ns is not None]
     both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
-    samples = [_samples(map(_spent, own), both_ways=both_ways) for own in calls]
+    samples = [_samples(map(_kernel_times, own), both_ways=both_ways) for own in calls]
     return MatchedLayers(
         direction=next(filter(None, tracks[0]))[0].direction,
         sides=tuple(sides),
@@ -321,12 +321,12 @@ def _named_apart(base: _Site, cand: _Site) -> bool:
     return base.name is None or cand.name is None or base.dotted != cand.dotted
 
 
-def _likeness(program: Program, site: _Site) -> Hashable:
+def _pairing_key(program: Program, site: _Site) -> Hashable:
     first = site.calls[0]
     return (
         *(site.pattern, site.shape, site.direction, first.kind, first.config and _dtype(first)),
         *(_ran(program, site.calls), first.mode),
-        *(_told_of(program, site.calls, name) for name in RECORDED),
+        *(_recorded(program, site.calls, name) for name in RECORDED),
     )
 
 
@@ -340,7 +340,7 @@ def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
     return " and ".join(sorted(set(filter(None, names)))) or None
 
 
-def _told_of(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
+def _recorded(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
     """Return a value that the observer recorded of the calls, several if they differ."""
     values = (program.observed.common_field(call, name) for call in calls)
     return " and ".join(sorted(set(filter(None, values)))) or None
@@ -356,10 +356,10 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
     """
     middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
     names = module_names(calls)
-    spent = [times for call in calls if (times := _spent(call))]
+    spent = [times for call in calls if (times := _kernel_times(call))]
     backward = [times[1] for times in spent if times[1] is not None]
     traced = sum(call.trace != UNTRACED for call in calls)
-    recorded = {name: _told_of(program, calls, name) for name in RECORDED}
+    recorded = {name: _recorded(program, calls, name) for name in RECORDED}
     return LayerSide(
         module=merge_numbered(names),
         config=middle.config,
@@ -392,7 +392,7 @@ def _length(call: CallRow) -> int:
     return parse_config(call.config).seq_len_kv if call.config else 0
 
 
-def _spent(call: CallRow) -> tuple[int, int | None] | None:
+def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
     """Return (forward ns, backward ns) of a call's kernels. The second is None without a backward,
     and the result is None without kernels.
     """
@@ -465,7 +465,7 @@ def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> 
     here, there = ("baseline", "candidate") if verdict == "removed" else ("candidate", "baseline")
     groups: dict[Hashable, list[_Site]] = {}
     for site in sites:
-        groups.setdefault(_likeness(program, site), []).append(site)
+        groups.setdefault(_pairing_key(program, site), []).append(site)
     rows = []
     for group in groups.values():
         side: dict[str, Any] = {here: _side(program, _calls(group))}

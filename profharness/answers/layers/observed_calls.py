@@ -69,13 +69,13 @@ class ObservedCalls:
             _as_call(kind)
             for kind in self._distinct()
             if not (self._compiled if kind.compiled else kind.template in linked)
-            or (not kind.compiled and self._left(kind))
+            or (not kind.compiled and self._untraced_lengths(kind))
         ]
 
     def lengths(self, group: Iterable[CallRow]) -> list[int]:
         """Return the numbers of keys of calls that are in no trace."""
         kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
-        return [key[2] for kind in kinds if kind for key in self._left(kind) if key]
+        return [key[2] for kind in kinds if kind for key in self._untraced_lengths(kind) if key]
 
     def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
         """Return the configs of a row's calls that are in no trace, with the number of calls that
@@ -86,10 +86,10 @@ class ObservedCalls:
             kind = self.kind(call)
             if call.trace == UNTRACED and kind and kind.config and not kind.compiled:
                 config = parse_config(kind.config)
-                left = self._left(kind) if kind.lengths else {(): kind.calls}
+                left = self._untraced_lengths(kind) if kind.lengths else {(): kind.calls}
                 for key, count in left.items():
                     made[_with_lengths(config, key)] += count
-        return tuple((config.label, calls) for config, calls in _thinned(made))
+        return tuple((config.label, calls) for config, calls in _representatives(made))
 
     def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
         """Return how often the whole program made the calls of each group. None if unknown, as for
@@ -118,7 +118,7 @@ class ObservedCalls:
         """Return whether the number of calls is known. It is not for compiled code."""
         return not self._kinds[place[0]].compiled
 
-    def _left(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
+    def _untraced_lengths(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
         """Return the lengths, with counts, of calls that are in no trace."""
         return {
             key: count
@@ -129,7 +129,7 @@ class ObservedCalls:
     def _count(self, place: KindLengths) -> int:
         kind = self._kinds[place[0]]
         if place[1] is None:
-            return sum(self._left(kind).values()) if kind.lengths else kind.calls
+            return sum(self._untraced_lengths(kind).values()) if kind.lengths else kind.calls
         return sum(count for key, count in kind.lengths if _key(kind, key) == place[1])
 
 
@@ -143,7 +143,7 @@ def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
     return replace(bare, batch=batch, seq_len_q=queries, seq_len_kv=keys)
 
 
-def _thinned(made: Counter[Config]) -> list[tuple[Config, int]]:
+def _representatives(made: Counter[Config]) -> list[tuple[Config, int]]:
     """Return at most MOST_POINTS configs. The middle one represents calls of similar size."""
     ordered = sorted(made.items(), key=lambda item: (_size(item[0]), item[0].label))
     whole, before = made.total(), 0

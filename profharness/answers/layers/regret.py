@@ -148,7 +148,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
             "bench of each GPU, which stand beside each other (--bench RUN,RUN)"
         )
     times = BenchTimes.of(benched)
-    rows = [_row(row, layers, benched, times) for row in layers.rows]
+    rows = [_with_best(row, layers, benched, times) for row in layers.rows]
     timed = [row for row in rows if row.saves_ns is not None]
     if not timed:
         configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
@@ -181,7 +181,9 @@ def _launch_bound(layers: LayerMap) -> bool:
     return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
-def _row(row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes) -> LayerRow:
+def _with_best(
+    row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes
+) -> LayerRow:
     """Return the row with its best backend, which is what ran if none is shown to be faster."""
     if not _timeable(row):
         return row
@@ -223,7 +225,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
     else:
         how = f"call {row.best} itself"
     speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
-    return f"{how}: {speed:.2f}x as fast, {_saves(layers)} {_saved(row)} a step"
+    return f"{how}: {speed:.2f}x as fast, {_saves(layers)} {_saved_text(row)} a step"
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
@@ -244,7 +246,7 @@ def _saves(layers: LayerMap) -> str:
     return "saves at most" if _launch_bound(layers) else "saves"
 
 
-def _saved(figures: LayerRow | Regret) -> str:
+def _saved_text(figures: LayerRow | Regret) -> str:
     """Return `120.0 µs`, with forward and backward if a backward was timed."""
     text = _time(figures.saves_ns or 0.0)
     forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
@@ -259,7 +261,7 @@ def _time(ns: float) -> str:
 
 def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
     step, busy = layers.step_ns, layers.busy_ns
-    saved = _saved(regret)
+    saved = _saved_text(regret)
     texts = []
     shares = [f"{regret.saves_ns / busy:.1%} of the time in which the GPU is busy"] if busy else []
     shares += [f"{regret.saves_ns / step:.1%} of the step as it was traced"] if step else []

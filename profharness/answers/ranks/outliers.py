@@ -155,7 +155,7 @@ def _slow(
     return made, findings
 
 
-def _usual(values: Sequence[Hashable]) -> tuple[Hashable, int] | None:
+def _majority(values: Sequence[Hashable]) -> tuple[Hashable, int] | None:
     """Return (the value of most ranks, how many have it). With two ranks, the first one's value.
     None without a majority.
     """
@@ -175,7 +175,7 @@ def _other_attention(
     found: dict[tuple[int, frozenset[str], Any, int], list[int]] = {}
     for place in places:
         sets = [rank.get(place, frozenset()) for rank in families]
-        usual = _usual(sets)
+        usual = _majority(sets)
         for index, ran in enumerate(sets):
             if usual and ran != usual[0] and ran:
                 found.setdefault((index, ran, *usual), []).append(place)
@@ -209,11 +209,11 @@ def _other_kernels(
     seen: dict[int, dict[str, list[str]]] = {}
     for place, kernel, counts in uneven(table):
         numbers = counts.tolist()
-        usual = _usual(numbers)
+        usual = _majority(numbers)
         if usual is None:
             continue
         name = table.kernels[kernel].short
-        typical = _usual([rank.get(place, frozenset()) for rank in families])
+        typical = _majority([rank.get(place, frozenset()) for rank in families])
         for index, number in enumerate(numbers):
             # another backend's kernels have a finding of their own
             ran = families[index].get(place, frozenset())
@@ -257,7 +257,7 @@ def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> It
     split: set[str] = set()  # keys without a value that most ranks share
     for key in dict.fromkeys(key for rank in ranks for key in rank.environment):
         values = [json.dumps(rank.environment.get(key), sort_keys=True) for rank in ranks]
-        usual = _usual(values)
+        usual = _majority(values)
         if usual is None:
             split.add(key)
         else:
@@ -277,7 +277,7 @@ def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> It
 
 def _other_gpu(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
     models = [row.device for row in rows]
-    usual = _usual(models)
+    usual = _majority(models)
     for model in dict.fromkeys(models):
         if usual and model != usual[0]:
             indices = [index for index, name in enumerate(models) if name == model]
@@ -299,7 +299,7 @@ def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]
     """Report ranks that wait least in collectives, among those that ran equally many."""
     numbers = [n for n, kernel in table.kernels.items() if kernel.family == COLLECTIVE]
     counts = table.count[:, np.isin(table.kernel, numbers)].sum(axis=1).astype(int).tolist()
-    usual = _usual(counts)
+    usual = _majority(counts)
     if usual is None or not usual[0]:
         return
     spent = np.array(
