@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pydoc
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -184,3 +186,11 @@ def test_a_trace_has_no_timed_cells_and_an_empty_name_is_no_run(tmp_path: Path) 
     for ask in (profharness.kernels, profharness.analyze):
         with pytest.raises(NotFoundError, match="no run ''"):
             ask(run="", store=path)
+
+
+def test_the_stub_lists_the_functions_and_help_shows_their_signatures() -> None:
+    stub = (ROOT / "profharness" / "__init__.pyi").read_text()
+    named = re.findall(r"^from profharness\.commands\.\w+ import (\w+) as \1$", stub, re.MULTILINE)
+    assert sorted(named) == sorted(set(profharness.__all__) - {"__version__"})
+    text = pydoc.render_doc(profharness.diff, renderer=pydoc.plaintext)
+    assert "diff(baseline: 'Baseline', candidate: 'Candidate', *, configs: 'Configs' = None" in text
