@@ -317,8 +317,8 @@ def _insert_run(
     connection: sqlite3.Connection, source: Source, name: str, parsed: list[_Parsed]
 ) -> int:
     run = source.run
-    told = run.environment if run else parsed[0].trace.environment
-    place, environment = split_place(told, None if run else source.path.name)
+    environment_of_run = run.environment if run else parsed[0].trace.environment
+    place, environment = split_place(environment_of_run, None if run else source.path.name)
     devices = [device.name for item in parsed for device in item.trace.devices]
     recorded = environment.get("gpu") or environment.get("cpu")
     torch = environment.get("torch")

@@ -403,15 +403,15 @@ def _insert_columns(
         name: _mark(column, nullable=name not in _NEVER_NULL, fixed=name != first)
         for name, column in columns.items()
     }
-    told = [columns[name] for name, mark in marks.items() if "?" in mark]
-    rows = np.stack(told, axis=1)
+    varying = [columns[name] for name, mark in marks.items() if "?" in mark]
+    rows = np.stack(varying, axis=1)
     row = f"({', '.join(marks.values())})"
     insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
     single, many = insert + row, insert + ", ".join([row] * ROWS_PER_STATEMENT)
     whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
     for begin in range(0, whole, BLOCK):
         block = rows[begin : min(begin + BLOCK, whole)]
-        connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(told)).tolist())
+        connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(varying)).tolist())
     connection.executemany(single, rows[whole:].tolist())
 
 

@@ -41,16 +41,16 @@ def split_place(
     rest = dict(environment)
     section = rest.get(DISTRIBUTED)
     distributed = dict(section) if isinstance(section, Mapping) else {}
-    told = {key: rest.pop(key, None) for key in (*NUMBERS, *KEYS)}
+    values = {key: rest.pop(key, None) for key in (*NUMBERS, *KEYS)}
     inner = distributed.pop("rank", None)
     if distributed:
         rest[DISTRIBUTED] = distributed
     else:
         rest.pop(DISTRIBUTED, None)
-    rank = rank_number(inner if told["rank"] is None else told["rank"])
-    size = told["world_size"]
+    rank = rank_number(inner if values["rank"] is None else values["rank"])
+    size = values["world_size"]
     size = rank_number(distributed.get("world_size") if size is None else size)
-    host, gpu = (str(key) if isinstance(key, str) else None for key in map(told.get, KEYS))
+    host, gpu = (str(key) if isinstance(key, str) else None for key in map(values.get, KEYS))
     if name is not None:
         rank = _rank_of(name) if rank is None else rank
         made = TENSORBOARD.fullmatch(name)

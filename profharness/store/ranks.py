@@ -20,7 +20,7 @@ _MEMBERS = """
         coalesce(r.rank, json_extract(t.environment, '$.distributedInfo.rank')) AS rank,
         json_extract(t.environment, '$.distributedInfo.world_size') AS size
     FROM runs r JOIN traces t ON t.run_id = r.id"""
-TOLD = ("rank", "size")  # columns that come from traces
+RANK_COLUMNS = ("rank", "size")  # columns that come from traces
 _NOT_JOBS = "('verify', 'explain')"
 NEED = (
     "`profharness ingest FOLDER` takes the traces of a job's ranks in; "
@@ -56,7 +56,7 @@ def _members(connection: sqlite3.Connection) -> list[Record]:
     names = [column[0] for column in cursor.description]
     records = [dict(zip(names, row, strict=True)) for row in cursor]
     # these values come from traces unchecked
-    return [record | {key: rank_number(record[key]) for key in TOLD} for record in records]
+    return [record | {key: rank_number(record[key]) for key in RANK_COLUMNS} for record in records]
 
 
 def _wanted(
@@ -79,9 +79,9 @@ def _wanted(
 
 def _newest_job(records: Sequence[Record]) -> set[str]:
     """Return the job of the newest trace with a rank, else of the newest trace with neighbours."""
-    told = next((record for record in records if record["rank"] is not None), None)
-    if told is not None:
-        return _job_of(told, records)
+    ranked = next((record for record in records if record["rank"] is not None), None)
+    if ranked is not None:
+        return _job_of(ranked, records)
     for record in records:
         if record["source"] == "trace" and len(job := _job_of(record, records)) > 1:
             return job
@@ -133,9 +133,9 @@ def _by_rank(records: Sequence[Record]) -> list[list[Record]]:
     members: dict[object, list[Record]] = {}
     for record in records:
         key = record["run"] if record["rank"] is None else record["rank"]
-        held = members.setdefault(key, [])
-        if not held or held[0]["run"] == record["run"]:
-            held.append(record)
+        traces = members.setdefault(key, [])
+        if not traces or traces[0]["run"] == record["run"]:
+            traces.append(record)
     chosen = []
     for traces in members.values():
         first = min((trace["profiler"] for trace in traces), key=TRACE_PROFILERS.index)

@@ -158,14 +158,16 @@ def answering_runs(
     places: Sequence[Sequence[int | None]] = ids or [[None]]
     wanted = [(any_of, name) for any_of in places for name in backends]
     for run_id, run in runs:
-        held: set[tuple[int | None, str | None]] = {(None, None)}
+        present: set[tuple[int | None, str | None]] = {(None, None)}
         for config_id, name in connection.execute(
             "SELECT c.config_id, c.backend FROM cells c JOIN runs r ON r.id = c.run_id "
             f"WHERE r.id = :run AND {_OF_CELL[need]}",
             values | {"run": run_id},
         ):
-            held |= {(config_id, name), (config_id, None), (None, name)}
-        if all(any((wanted_id, name) in held for wanted_id in any_of) for any_of, name in wanted):
+            present |= {(config_id, name), (config_id, None), (None, name)}
+        if all(
+            any((wanted_id, name) in present for wanted_id in any_of) for any_of, name in wanted
+        ):
             yield str(run)
 
 
