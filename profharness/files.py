@@ -7,6 +7,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import shlex
 import stat
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ LOCKS = Path("/tmp")  # not TMPDIR: all users of the host must use the same fold
 
 RECORD_BYTES = 100_000_000  # limit of files that are read whole
 LINE_BYTES = 16 << 20  # limit of a line
-JSON_WEIGHT = 6_000_000  # commas, plus two per opening bracket
+VALUE_BYTES = 40  # memory of a number
+JSON_WEIGHT = 6_000_000  # limit of JSON text, in numbers
 T = TypeVar("T")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 class InputFile(io.FileIO):
@@ -127,9 +130,11 @@ def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
             yield line
 
 
-def read_json(path: Path, kind: type[T], *, within: Path | None = None) -> T:
+def read_json(
+    path: Path, kind: type[T], *, limit: int = RECORD_BYTES, within: Path | None = None
+) -> T:
     """Decode a JSON file. Raise OSError as `read_input` does, and the errors of `decode_json`."""
-    return decode_json(read_input(path, within=within), kind)
+    return decode_json(read_input(path, limit=limit, within=within), kind)
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
@@ -142,11 +147,18 @@ def decode_json(data: bytes, kind: type[T]) -> T:
 def is_heavy(data: bytes) -> bool:
     """Return whether JSON text has so many values that decoding it would exhaust memory.
 
-    A value takes far more memory than its text: a number 40 bytes, an empty list 80.
+    A value takes far more memory than its text: a number 40 bytes, an empty list 80, a string 60
+    besides its characters. The characters take 4 bytes each if one of them is beyond Latin-1.
     """
     if 2 * len(data) <= JSON_WEIGHT:
         return False
-    return data.count(b",") + 2 * (data.count(b"[") + data.count(b"{")) > JSON_WEIGHT
+    quotes = data.count(b'"') - 2 * (data.count(b'":') - data.count(b'\\":'))  # not those of keys
+    weight = data.count(b",") + 2 * (data.count(b"[") + data.count(b"{")) + quotes
+    if weight <= JSON_WEIGHT and (not data.isascii() or b"\\u" in data):
+        strings = (match[0] for match in _STRING.finditer(data))
+        wide = sum(len(text) for text in strings if not text.isascii() or b"\\u" in text)
+        weight += 3 * wide // VALUE_BYTES
+    return weight > JSON_WEIGHT
 
 
 def shell_command(*arguments: str, store: Path) -> str:

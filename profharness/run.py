@@ -15,7 +15,7 @@ import re
 import shlex
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,14 @@ import msgspec
 
 from profharness.config import Config
 from profharness.errors import TraceFormatError, UnwritableError, UsageError
-from profharness.files import RUNS_FOLDER, decode_json, read_input, read_json, read_lines
+from profharness.files import (
+    RECORD_BYTES,
+    RUNS_FOLDER,
+    decode_json,
+    read_input,
+    read_json,
+    read_lines,
+)
 from profharness.rows import ALIASES, GPU_MEASUREMENTS, TORCH, WALL, Refusal
 
 RUN_FILE = "run.json"
@@ -38,6 +45,9 @@ EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folde
 UNWRITABLE = "the run folder cannot be written to: "  # that worker prints this and the reason
 BENCH_FILE = "bench.json"
 PYTHON_FILE = "python"  # path of another interpreter, while the run is unfinished
+PART_BYTES = (
+    16_000_000  # limit of campaign.json, bench.json and the parts of run.json but its cells
+)
 PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised by msgspec
 PRECISIONS = (1e-9, 1 - 1e-9)
@@ -184,6 +194,13 @@ class Run:
     bench: BenchPlan | None = None
 
 
+_Parts = msgspec.defstruct(
+    "_Parts",
+    [(each.name, msgspec.Raw, msgspec.Raw()) for each in fields(Run) if each.name != "cells"],
+)
+"""The parts of a run record besides its cells, undecoded."""
+
+
 def run_kind(folder: Path, run: Run) -> str:
     """Return the command that made a run. Derive it from the folder if the record lacks it."""
     if run.kind in KINDS:
@@ -214,13 +231,13 @@ def unwritable(folder: Path, why: str | None) -> UnwritableError:
     )
 
 
-def read_part(path: Path, kind: type[T], what: str) -> T:
+def read_part(path: Path, kind: type[T], what: str, limit: int = PART_BYTES) -> T:
     """Decode a JSON file of a run folder.
 
     Raise FileNotFoundError, and TraceFormatError if the file is not `what`.
     """
     try:
-        return read_json(path, kind, within=path.parent)
+        return read_json(path, kind, limit=limit, within=path.parent)
     except FileNotFoundError:
         raise
     except NOT_A_RECORD as error:
@@ -229,11 +246,21 @@ def read_part(path: Path, kind: type[T], what: str) -> T:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
 
 
+def _check_parts(path: Path, parts: msgspec.Struct) -> None:
+    """Raise TraceFormatError if a part of a run record other than its cells is too large."""
+    for name in parts.__struct_fields__:
+        if memoryview(getattr(parts, name)).nbytes > PART_BYTES:
+            raise TraceFormatError(path, f"{name!r} is larger than {PART_BYTES:,} bytes")
+
+
 def read_record(folder: Path) -> Run:
     """Read run.json of a run folder, without newer results. Raise TraceFormatError."""
     path = folder / RUN_FILE
     try:
-        run = read_part(path, Run, f"a run record of schema {SCHEMA}")
+        what = f"a run record of schema {SCHEMA}"
+        if path.stat().st_size > PART_BYTES:
+            _check_parts(path, read_part(path, _Parts, what, RECORD_BYTES))
+        run = read_part(path, Run, what, RECORD_BYTES)
     except FileNotFoundError:
         expected = "a run folder, as `profharness capture` writes it"
         raise TraceFormatError(folder, "no run.json in this folder", expected=expected) from None

@@ -5,18 +5,23 @@ reader or exhaust its memory.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from profharness import files
 from profharness.commands._types import config_list, read_config_file
-from profharness.config import parse_config_lines
-from profharness.errors import UsageError
+from profharness.config import parse_config, parse_config_lines
+from profharness.errors import TraceFormatError, UsageError
 from profharness.files import decode_json, open_input, read_input, read_lines
+from profharness.jobs.campaign import read_campaign
+from profharness.run import read_plan, read_run
+from profharness.store import ingest_path
 
 PACKAGE = Path(files.__file__).parent
 TRACES = PACKAGE.parent / "traces"
@@ -136,6 +141,54 @@ def test_json_of_too_many_values_is_refused_before_they_are_made() -> None:
         with pytest.raises(Exception, match="more than 6,000,000 values"):
             decode_json(data, list)
     assert len(decode_json(b"[" + b"1," * 100_000 + b"1]", list)) == 100_001
+
+
+def test_json_of_too_many_strings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"{" + b",".join(b'"a%d":"b"' % number for number in range(25_000)) + b"}"
+    monkeypatch.setattr(files, "JSON_WEIGHT", 80_000)
+    assert len(decode_json(text, dict)) == 25_000  # a key weighs nothing
+    for data in (
+        text.replace(b":", b","),
+        b'["' + b"x" * 1_200_000 + "\U0001f642".encode() + b'"]',
+    ):
+        with pytest.raises(Exception, match="values"):
+            decode_json(data.replace(b"{", b"[").replace(b"}", b"]"), list)
+    assert decode_json(b'["' + b"x" * 1_200_000 + b'", "\\u2192 \\" \xc3\xa4"]', list)
+
+
+RECORD = {
+    "run": "r",
+    "created": "2026-01-01T00:00:00+00:00",
+    "profilers": [],
+    "protocol": {},
+    "cells": [],
+}
+LONG = "x" * 16_100_000
+
+
+def test_parts_of_a_record_are_bounded(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(RECORD | {"note": LONG}))
+    with pytest.raises(
+        TraceFormatError, match=r"run\.json: 'note' is larger than 16,000,000 bytes"
+    ):
+        read_run(tmp_path)
+    config = msgspec.to_builtins(parse_config("b1-h1-s16-d16-fp16"))
+    cell = {"cell": "c1", "config": config, "backend": "math", "message": LONG}
+    (tmp_path / "run.json").write_text(json.dumps(RECORD | {"cells": [cell]}))
+    assert read_run(tmp_path).cells[0].message == LONG
+    (tmp_path / "bench.json").write_text(json.dumps({"measurements": [LONG]}))
+    with pytest.raises(TraceFormatError, match=r"bench\.json: .*larger than 16,000,000 bytes"):
+        read_plan(tmp_path)
+    campaign = {"backends": [LONG], "groups": []}
+    (tmp_path / "campaign.json").write_text(json.dumps(campaign))
+    with pytest.raises(TraceFormatError, match=r"campaign\.json: .*larger than 16,000,000 bytes"):
+        read_campaign(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/kmsg").exists(), reason="a file of Linux")
+def test_a_file_of_the_kernel_whose_reading_blocks_has_an_end(tmp_path: Path) -> None:
+    with pytest.raises(TraceFormatError, match="/proc/kmsg: "):
+        ingest_path(tmp_path / "s.db", Path("/proc/kmsg"))
 
 
 def test_a_file_of_configs_is_bounded_with_its_repetitions(tmp_path: Path) -> None:
