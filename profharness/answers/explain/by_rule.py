@@ -52,11 +52,11 @@ class Explanation:
     """
 
     config: str
-    source: str  # `live` (PyTorch was asked) or `rules`
+    source: str  # `live` (queried from PyTorch) or `rules`
     environment: dict[str, Any]
     priority_order: tuple[str, ...]  # empty if unknown
     predicted: str | None  # by the rules
-    choice: str | None = None  # by PyTorch; None if it was not asked
+    choice: str | None = None  # by PyTorch; None if it was not queried
     observed: str | None = None  # by the op or kernels of a stored run
     agree: bool | None = None  # whether the known ones are equal
     backends: tuple[BackendAnswer, ...]
