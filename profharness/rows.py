@@ -206,7 +206,7 @@ class KernelRow:
     kernel: Annotated[str, column("kernel", meaning="canonical name, with all template parameters")]
     kernel_short: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
     kernel_kind: Annotated[str, column(meaning="`kernel`, `memcpy`, `memset` or `op`")]
-    family: Annotated[str, column(meaning="family of the kernel, such as `flash` or `cutlass`")]
+    family: Annotated[str, column(meaning="family of the kernel, such as `flash` or `gemm`")]
     grid: Annotated[
         Triple | None,
         column("grid", "triple", meaning="the number of blocks of a launch, in three dimensions"),

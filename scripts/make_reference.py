@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 
+from profharness.answers.layers.layer_map import LayerForecast, LayerRow
 from profharness.cli import COMMANDS, find_command
-from profharness.columns import Column
+from profharness.columns import Column, columns_of
 from profharness.views import kernels, runs
 from profharness.views.glossary import GLOSSARY
 
@@ -80,6 +81,8 @@ def page() -> str:
     parts += row_lines("Kernels (`kernels`)", {key: kernels.KERNEL[name] for key, name in fields})
     cells: dict[str, Any] = {key: kernels.CELL[key] for key in kernels.CELL_FIELDS}
     parts += row_lines("Cells (`kernels`, key `cells`)", cells)
+    parts += row_lines("Layers (`layers`)", dict(columns_of(LayerRow)))
+    parts += row_lines("Predicted layers (`layers --gpu`)", dict(columns_of(LayerForecast)))
     parts.append("## Glossary\n\n| word | meaning |\n|---|---|")
     parts += [f"| {cell_text(word)} | {cell_text(text)} |" for word, text in GLOSSARY.items()]
     return "\n".join(parts) + "\n"

@@ -15,7 +15,7 @@ from profharness.answers.layers.layer_map import (
     LayerMap,
     LayerRow,
 )
-from profharness.columns import Column
+from profharness.columns import Column, pick
 from profharness.views.document import (
     Block,
     Document,
@@ -30,48 +30,27 @@ from profharness.views.document import (
 SCHEMA = "profharness.layers/1"
 FORECAST_FIELDS = field_names(LayerForecast)
 FIELDS = (*field_names(LayerRow), *FORECAST_FIELDS)
-COLUMNS = (
-    Column("module", "module", shrink=True),
-    Column("calls", "calls/step", "count"),
-    Column("program_calls", "calls in all", "count"),
-    Column("config", "config"),
-    Column("phase", "phase"),
-    Column("mode", "mode"),
-    Column("mask", "mask"),
-    Column("asked", "asked"),
-    Column("ran", "ran"),
-    Column("forward_ns", "forward µs", "us"),
-    Column("backward_ns", "backward µs", "us"),
-    Column("share", "% of busy", "percent"),
-    Column("step_share", "% of step", "percent"),
-    Column("site", "at", shrink=True),
+COLUMNS = pick(
+    LayerRow,
+    *("module", "calls", "program_calls", "config", "phase", "mode", "mask", "asked", "ran"),
+    *("forward_ns", "backward_ns", "share", "step_share", "site"),
 )
 OF_SOME = ("module", "backward_ns", "program_calls", "mask", "asked", "site")
 OF_STEPS = ("calls", "forward_ns", "share", "step_share")
-KERNELS = (Column("module", "module", shrink=True), Column("kernels", "kernels", "names"))
+KERNELS = pick(LayerRow, "module", "kernels")
 GAPS = (
     Column("duration_ns", "idle µs", "us"),
     Column("kernel_short", "ended by", shrink=True),
     Column("op", "launched by", shrink=True),
     Column("late", "asked for, µs into the gap", right=True),
 )
-REGRET = (
-    Column("best", "best"),
-    Column("saves_ns", "saves µs/step", "us"),
-)
+REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
 FORECAST = (
-    Column("module", "module", shrink=True),
-    Column("config", "config"),
-    Column("predicted_backend", "takes"),
-    Column("predicted_ns", "µs/call", "us"),
-    Column("predicted_low_ns", "from", "us"),
-    Column("predicted_high_ns", "to", "us"),
-    Column("predicted_source", "source"),
-    Column("predicted_total_ns", "µs", "us"),
-    Column("predicted_share", "share", "percent"),
-    Column("predicted_best", "best"),
-    Column("predicted_saves_ns", "saves µs", "us"),
+    *pick(LayerRow, "module", "config"),
+    *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
+    *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
+    *pick(LayerForecast, "predicted_share", "predicted_best", "predicted_saves_ns"),
 )
 MODULES_SHOWN = 2  # modules around a call without --full
 
@@ -137,7 +116,7 @@ def _forecast_blocks(
     if full:
         yield Heading("Predicted kernels", "of a call of median size", 3)
         yield Table.of(
-            (KERNELS[0], Column("predicted_kernels", "kernels", "names")),
+            (KERNELS[0], *pick(LayerForecast, "predicted_kernels")),
             rows,
         )
 

@@ -8,14 +8,14 @@ from itertools import chain
 from typing import Any
 
 from profharness.answers.layers.by_gpu import GpuLayers, LayersByGpu
-from profharness.answers.layers.layer_map import LayerMap
+from profharness.answers.layers.layer_map import LayerMap, LayerRow
 from profharness.answers.layers.matching import MatchedLayers
-from profharness.columns import Column
+from profharness.columns import Column, columns_of, pick
 from profharness.views.document import Block, Document, Heading, Note, Table, record
 from profharness.views.layers import forecast_record, layers_document, line_of, short_module
 
-LAYER = (Column("module", "module", shrink=True), Column("config", "config"))
-CALLS = Column("calls", "calls/step", "count")
+LAYER = pick(LayerRow, "module", "config")
+CALLS = columns_of(LayerRow)["calls"]
 
 
 def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Document:

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 
+from profharness.answers.layers.layer_map import LayerForecast, LayerRow
 from profharness.columns import Column, columns_of, pick
 from profharness.rows import CellRow, KernelRow, RunRow
 from profharness.views.analyze import COLUMNS
@@ -46,7 +47,7 @@ def test_field_declares_its_column() -> None:
     assert pick(KernelRow, "grid", "backend") == (columns["grid"], columns["backend"])
 
 
-@pytest.mark.parametrize("row_type", [RunRow, CellRow, KernelRow])
+@pytest.mark.parametrize("row_type", [RunRow, CellRow, KernelRow, LayerRow, LayerForecast])
 def test_every_field_has_a_meaning(row_type: type) -> None:
     columns = columns_of(row_type)
     assert [each.name for each in fields(row_type) if each.name not in columns] == []

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Annotated, Any
 
 from profharness.answers.agreement import FAMILY_BACKENDS, backend_of_op
 from profharness.answers.explain.by_rule import Platform, explain_by_rule, named_platforms
 from profharness.answers.layers.observed_calls import ObservedCalls
+from profharness.columns import column
 from profharness.config import AUTO, Config, parse_config
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
@@ -46,50 +47,118 @@ class LayerRow:
     then that of the first call.
     """
 
-    run: str
-    step: str
-    module: str | None  # layer numbers in braces; None if the trace has no modules
-    module_class: str | None
-    kind: str
-    config: str | None  # of the call of median length
-    lengths: tuple[int, int] | None  # the smallest and the largest seq_kv
-    calls: float | None
-    phase: str | None  # `prefill`, `decode`, `cross` or `train`
-    direction: str  # `forward` or `recompute`
-    mode: str  # `eager`, `compile` or `graph` (replayed by a CUDA graph)
-    # Backends that the program allowed, joined by commas. `auto` if it excluded none, None if
-    # unknown.
-    asked: str | None
-    ran: str | None  # what computed it
-    sdpa_op: str | None
-    kernels: tuple[str, ...]
-    forward_ns: float | None  # of kernels; None without any
-    backward_ns: float | None
-    share: float | None  # of the time in which the GPU was busy
-    step_share: float | None  # of the step
-    reasons: tuple[str, ...]  # why it ran so, or what the config does not describe
-    advice: tuple[str, ...]  # possible improvements
-    replayable: bool  # config is the whole call
-    names: tuple[str, ...] = ()  # full names of the modules
-    # effect of the first call's mask; `none` without a mask, None if unknown
-    mask: str | None = None
-    # The configs to time instead of the calls, each with the calls per step that it represents.
-    points: tuple[tuple[str, float], ...] = ()
-    # The fastest correct backend. This and the next fields are None before `regret_map`.
-    best: str | None = None
-    ran_ns: float | None = None  # one call on what ran
-    best_ns: float | None = None  # one call on the best backend
-    saves_ns: float | None = None  # per step, forward and backward
-    saves_forward_ns: float | None = None
-    saves_backward_ns: float | None = None
-    choice: str | None = None  # PyTorch's choice; recorded by the observer, like the next two
-    site: str | None = None  # file and line of the call
-    program_calls: int | None = None  # of the whole program
-    # Dimensions of query, key, value and mask if no config describes them. None for one that was
-    # not recorded.
-    dims: tuple[tuple[int, ...] | None, ...] = ()
-    # The configs of calls outside of steps, each with the calls of the program that it represents.
-    program_points: tuple[tuple[str, float], ...] = ()
+    run: Annotated[str, column(meaning="id of the run")]
+    step: Annotated[str, column(meaning="name of the steps")]
+    module: Annotated[
+        str | None,
+        column(
+            "module",
+            shrink=True,
+            meaning="path of the module with the numbers of equal layers in braces, if the trace has modules",
+        ),
+    ]
+    module_class: Annotated[str | None, column(meaning="class of the module")]
+    kind: Annotated[
+        str, column(meaning="`sdpa`, `inner`, `fast_path`, `flex`, `custom`, `eager` or `replay`")
+    ]
+    config: Annotated[str | None, column("config", meaning="label of the call of median length")]
+    lengths: Annotated[
+        tuple[int, int] | None, column(meaning="the smallest and the largest seq_kv")
+    ]
+    calls: Annotated[float | None, column("calls/step", "count", meaning="calls per step")]
+    phase: Annotated[str | None, column("phase", meaning="`prefill`, `decode`, `cross` or `train`")]
+    direction: Annotated[str, column(meaning="`forward` or `recompute`")]
+    mode: Annotated[
+        str, column("mode", meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph)")
+    ]
+    asked: Annotated[
+        str | None,
+        column(
+            "asked",
+            meaning="backends that the program allowed, joined by commas; `auto` if it excluded none; empty if unknown",
+        ),
+    ]
+    ran: Annotated[str | None, column("ran", meaning="the backend that computed it")]
+    sdpa_op: Annotated[str | None, column(meaning="the attention op in the trace")]
+    kernels: Annotated[
+        tuple[str, ...],
+        column("kernels", "names", meaning="short names in order of the first launch"),
+    ]
+    forward_ns: Annotated[
+        float | None,
+        column("forward µs", "us", meaning="kernel time per step, if there are kernels"),
+    ]
+    backward_ns: Annotated[
+        float | None, column("backward µs", "us", meaning="kernel time of the backward per step")
+    ]
+    share: Annotated[
+        float | None,
+        column("% of busy", "percent", meaning="share of the time in which the GPU was busy"),
+    ]
+    step_share: Annotated[float | None, column("% of step", "percent", meaning="share of the step")]
+    reasons: Annotated[
+        tuple[str, ...], column(meaning="why it ran so, or what the config does not describe")
+    ]
+    advice: Annotated[tuple[str, ...], column(meaning="possible improvements")]
+    replayable: Annotated[bool, column(meaning="whether the config is the whole call")]
+    names: Annotated[tuple[str, ...], column(meaning="full names of the modules")] = ()
+    mask: Annotated[
+        str | None,
+        column(
+            "mask",
+            meaning="effect of the first call's mask; `none` without a mask; empty if unknown",
+        ),
+    ] = None
+    points: Annotated[
+        tuple[tuple[str, float], ...],
+        column(
+            meaning="the configs to time instead of the calls, each with the calls per step that it represents"
+        ),
+    ] = ()
+    best: Annotated[
+        str | None, column("best", meaning="the fastest correct backend, with `--bench`")
+    ] = None
+    ran_ns: Annotated[
+        float | None, column(meaning="time of one call on what ran, with `--bench`")
+    ] = None
+    best_ns: Annotated[
+        float | None, column(meaning="time of one call on the best backend, with `--bench`")
+    ] = None
+    saves_ns: Annotated[
+        float | None,
+        column(
+            "saves µs/step",
+            "us",
+            meaning="savings of the best backend per step, forward and backward",
+        ),
+    ] = None
+    saves_forward_ns: Annotated[float | None, column(meaning="savings of the forward per step")] = (
+        None
+    )
+    saves_backward_ns: Annotated[
+        float | None, column(meaning="savings of the backward per step")
+    ] = None
+    choice: Annotated[str | None, column(meaning="PyTorch's choice, recorded by `observe`")] = None
+    site: Annotated[
+        str | None,
+        column("at", shrink=True, meaning="file and line of the call, recorded by `observe`"),
+    ] = None
+    program_calls: Annotated[
+        int | None,
+        column(
+            "calls in all", "count", meaning="calls of the whole program, recorded by `observe`"
+        ),
+    ] = None
+    dims: Annotated[
+        tuple[tuple[int, ...] | None, ...],
+        column(meaning="dimensions of query, key, value and mask if no config describes them"),
+    ] = ()
+    program_points: Annotated[
+        tuple[tuple[str, float], ...],
+        column(
+            meaning="the configs of calls outside of steps, each with the calls of the program that it represents"
+        ),
+    ] = ()
 
     @property
     def kernel_ns(self) -> float:
@@ -121,23 +190,50 @@ class LayerForecast:
     has `bwd`.
     """
 
-    # PyTorch's choice there among the allowed backends, by rule
-    predicted_backend: str | None = None
-    # The least certain source of the calls: `measured`, `model` or `floor`. With `floor` there is
-    # no predicted_ns, and predicted_low_ns is a lower bound.
-    predicted_source: str | None = None
-    predicted_kernels: tuple[str, ...] = ()
-    predicted_ns: float | None = None  # per call, on average
-    predicted_low_ns: float | None = None  # 90 % interval of one call
-    predicted_high_ns: float | None = None
-    predicted_total_ns: float | None = None  # all calls of a step, else of the whole program
-    predicted_share: float | None = None  # of all predicted attention
-    predicted_best: str | None = None  # fastest backend that supports the call and has a time
-    predicted_best_ns: float | None = None
-    predicted_saves_ns: float | None = None
-    predicted_certain: bool | None = None  # the two intervals are more than 3 % apart
-    predicted_reason: str | None = None  # why something is missing
-    predicted_gpu: str | None = None
+    predicted_backend: Annotated[
+        str | None,
+        column("takes", meaning="PyTorch's choice there among the allowed backends, by rule"),
+    ] = None
+    predicted_source: Annotated[
+        str | None,
+        column(
+            "source",
+            meaning="the least certain source of the calls: `measured`, `model` or `floor` (a "
+            "lower bound instead of a time)",
+        ),
+    ] = None
+    predicted_kernels: Annotated[
+        tuple[str, ...], column("kernels", "names", meaning="kernels of the call of median length")
+    ] = ()
+    predicted_ns: Annotated[
+        float | None, column("µs/call", "us", meaning="mean time of one call")
+    ] = None
+    predicted_low_ns: Annotated[
+        float | None, column("from", "us", meaning="lower end of the 90 % interval of one call")
+    ] = None
+    predicted_high_ns: Annotated[
+        float | None, column("to", "us", meaning="upper end of that interval")
+    ] = None
+    predicted_total_ns: Annotated[
+        float | None,
+        column("µs", "us", meaning="time of all calls of a step, else of the whole program"),
+    ] = None
+    predicted_share: Annotated[
+        float | None, column("share", "percent", meaning="share of all predicted attention")
+    ] = None
+    predicted_best: Annotated[
+        str | None,
+        column("best", meaning="the fastest backend that supports the call and has a time"),
+    ] = None
+    predicted_best_ns: Annotated[float | None, column(meaning="time of one call on it")] = None
+    predicted_saves_ns: Annotated[
+        float | None, column("saves µs", "us", meaning="savings of the best backend for all calls")
+    ] = None
+    predicted_certain: Annotated[
+        bool | None, column(meaning="whether the two intervals are more than 3 % apart")
+    ] = None
+    predicted_reason: Annotated[str | None, column(meaning="why something is missing")] = None
+    predicted_gpu: Annotated[str | None, column(meaning="the predicted GPU")] = None
 
 
 @dataclass(frozen=True, slots=True)
