@@ -196,7 +196,7 @@ def find_calls(
     columns = np.array([stretch[2:] for stretch in stretches], np.int64).reshape(-1, 3).T
     spans = tuple(CallSpan(index, direction) for index, direction, *_ in stretches)
     texts = warnings(
-        [draft.signature.unsaid for draft in drafts], doubts, context.modules.overlaps()
+        [draft.signature.unrecorded for draft in drafts], doubts, context.modules.overlaps()
     )
     return AttentionCalls(tuple(calls), spans, Intervals.build(*columns), warnings=texts), steps
 
@@ -266,7 +266,7 @@ class _CallSignature:
     sdpa_op: str | None
     tensors: tuple[TensorArgument | None, ...]
     flags: dict[str, Any]
-    unsaid: str | None
+    unrecorded: str | None
 
 
 def _fused(
@@ -311,25 +311,25 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _CallSignatu
     if inner is not None:
         place = POSITIONS.get(inner.name, ("", {}))[1].get("backward")
         flags["backward"] = place is not None and flag(inner, place)
-    unsaid = doubt(described, names, places) if outer or inner else None
+    unrecorded = doubt(described, names, places) if outer or inner else None
     if tensors[0] is None and (packed := next(filter(is_packed, ops), None)):
         tensors = tuple(tensor_argument(packed, place) if place < 3 else None for place in range(4))
-        unsaid = VARLEN
+        unrecorded = VARLEN
     if kind == "custom":
-        unsaid = (
+        unrecorded = (
             f"{described.name} is an op of a package; a config replays scaled_dot_product_attention"
         )
     elif kind == "flex":
-        unsaid = "the mask and the score function of flex_attention are not told"
+        unrecorded = "the mask and the score function of flex_attention are not told"
     elif not described.arguments.dims:
-        unsaid = NO_SHAPES
+        unrecorded = NO_SHAPES
     return _CallSignature(
         kind="fast_path" if layer else kind,
         op=layer or ops[0].name,
         sdpa_op=inner.name if inner else ops[0].name if kind in ("custom", "flex") else None,
         tensors=tensors,
         flags=flags,
-        unsaid=unsaid,
+        unrecorded=unrecorded,
     )
 
 
@@ -392,8 +392,8 @@ def _eager_signature(scores: HostSpan, output: HostSpan) -> _CallSignature | Non
         return None
     key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
     tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
-    unsaid = "eager attention; what it masks is not told"
-    return _CallSignature("eager", scores.name, None, tensors, {}, unsaid)
+    unrecorded = "eager attention; what it masks is not told"
+    return _CallSignature("eager", scores.name, None, tensors, {}, unrecorded)
 
 
 def _backward(
@@ -527,7 +527,7 @@ class _Replay(NamedTuple):
 def _replay(signature: _CallSignature, has_backward: bool) -> _Replay:
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
-    config, reason = None, signature.unsaid
+    config, reason = None, signature.unrecorded
     if signature.kind != "custom" and signature.tensors[0] and not is_unlike_sdpa(reason):
         config, why = _replayed(signature.tensors, backward, flags)
         if (

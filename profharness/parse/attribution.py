@@ -104,7 +104,7 @@ def contexts(
 
 
 @dataclass(slots=True)
-class Linked:
+class LinkedLaunches:
     """A chunk of GPU rows and their launch calls, with -1 for missing values."""
 
     gpu: GpuRows
@@ -122,7 +122,7 @@ class TraceWarnings:
         self.repeated_ops = 0
         self._launches: list[NDArray[np.uint64]] = []  # a hash of each launch
 
-    def see(self, rows: GpuRows) -> None:
+    def add(self, rows: GpuRows) -> None:
         """Add launches to the search for repeated ones."""
         mixed = np.zeros(len(rows.start), np.uint64)
         for column in rows:
@@ -148,7 +148,7 @@ class TraceWarnings:
 
 def linked_chunks(
     source: Source, doubts: TraceWarnings | None = None, *, rows: int = CHUNK_ROWS
-) -> Iterator[Linked]:
+) -> Iterator[LinkedLaunches]:
     """Yield GPU rows in file order with their launch calls. The first of equal correlations
     counts.
     """
@@ -156,7 +156,7 @@ def linked_chunks(
     for blocks in _groups(source.tables.gpu, rows):
         gpu = source.gpu(blocks)
         count = len(gpu.correlation)
-        linked = Linked(gpu, nothing(count), nothing(count), nothing(count))
+        linked = LinkedLaunches(gpu, nothing(count), nothing(count), nothing(count))
         open_rows = np.flatnonzero(gpu.correlation >= 0)
         low, high = min(b.low for b in blocks), max(b.high for b in blocks)
         overlapping = [b for b in source.tables.launches if b.low <= high and b.high >= low]
@@ -178,7 +178,7 @@ def linked_chunks(
             linked.launch[target] = calls.start[call]
             open_rows = open_rows[~hit]
         doubts.unmatched += int(np.count_nonzero(linked.thread < 0))
-        doubts.see(gpu)
+        doubts.add(gpu)
         yield linked
 
 
@@ -342,7 +342,7 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
 
 def device_chunks(
     source: Source, stacks: Stacks, doubts: TraceWarnings, rows: int
-) -> Iterator[tuple[Linked, Ints]]:
+) -> Iterator[tuple[LinkedLaunches, Ints]]:
     """Yield GPU rows with their launch calls and op stacks."""
     for chunk in linked_chunks(source, doubts, rows=rows):
         yield chunk, stacks.lookup(chunk.thread, chunk.launch)
@@ -350,7 +350,7 @@ def device_chunks(
 
 def op_chunks(
     stacks: Stacks, ranges: Ranges, doubts: TraceWarnings
-) -> Iterator[tuple[Linked, Ints]]:
+) -> Iterator[tuple[LinkedLaunches, Ints]]:
     """Yield ops with their own time, by end, and their stacks. An op that continues in the next
     slice is yielded there.
     """
@@ -370,7 +370,7 @@ def op_chunks(
         rows = GpuRows(
             start, own[order], ops.names[done], np.zeros_like(none), none, none, none, none, none
         )
-        yield Linked(rows, none, thread, start), stacks.stack_ids(ops, done, start)
+        yield LinkedLaunches(rows, none, thread, start), stacks.stack_ids(ops, done, start)
 
 
 def _own_times(
@@ -459,7 +459,9 @@ class Output:
         self._ranges = ranges
         self._base = base
 
-    def write(self, linked: Linked, kernel: Ints, launch_config: Ints, op_path: Ints) -> None:
+    def write(
+        self, linked: LinkedLaunches, kernel: Ints, launch_config: Ints, op_path: Ints
+    ) -> None:
         """Append launches. The last three columns are indices into lists of the Trace."""
         rows, thread = linked.gpu, linked.thread
         inner, cell = self._ranges.lookup(thread, linked.launch)

@@ -246,7 +246,7 @@ class Scanner:
             stop = self._segment_bytes.rfind(separator, 0, size)
             if stop < 0:
                 return
-            used = columns.take(segment, stop + 1, index)
+            used = columns.collect(segment, stop + 1, index)
             window.seek(window.base + (stop + self.layout.gap + 1 if used > stop else used))
             self.collector.flush(index)
             if used <= stop:
@@ -261,7 +261,7 @@ class Scanner:
         """Collect the events of text[:length]. Return the number of bytes consumed, which is less
         than `length` if the last event is incomplete.
         """
-        begin = self._columns.take(text, length, index) if self._columns else 0
+        begin = self._columns.collect(text, length, index) if self._columns else 0
         if begin == length:
             return begin
         segment = text[:length]

@@ -109,7 +109,7 @@ class EventColumns:
         # The collector's id for each of the scanner's; -1: unreadable
         self._ids = np.empty(0, np.int64)
 
-    def take(self, text: bytes | memoryview, end: int, part: int) -> int:
+    def collect(self, text: bytes | memoryview, end: int, part: int) -> int:
         """Collect the events of text[:end] in one part of the file. Return the number of bytes
         consumed. The rest is an incomplete event or the last event of the array.
         """

@@ -28,7 +28,7 @@ BEGIN = re.compile(rf"{_API}StreamBeginCapture\w*")
 END = re.compile(rf"{_API}StreamEndCapture\w*")
 NODE = re.compile(rf"{_API}\w*?(?:Launch(?:Cooperative)?Kernel|Memcpy|Memset)\w*")
 KINDS = ("kernel", "memcpy", "memset")
-UNTOLD = "recorded in a CUDA graph; its shapes are not in the trace"
+NO_SHAPES = "recorded in a CUDA graph; its shapes are not in the trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def replayed(
         return calls
     replays = _replays(source, marks)
     captures = _captures(source, calls, threads)
-    made = _Made(calls)
+    result = _ReplayedCalls(calls)
     tree = SpanTree(source.tables.modules)
     around = tree.around((replay.thread, replay.start) for replay in replays)
     for replay, modules in zip(replays, around, strict=True):
@@ -83,11 +83,11 @@ def replayed(
             "start_ns": start, "duration_ns": 0,
         }  # fmt: skip
         if capture := _capture_of(replay, captures, calls):
-            made.copy(replay, capture, place)
+            result.copy(replay, capture, place)
         else:
             blank = replace(_BLANK, modules=module_names(modules), **place)
-            made.by_kernels(replay, list(_groups(source, replay)), blank)
-    return made.finish()
+            result.by_kernels(replay, list(_groups(source, replay)), blank)
+    return result.finish()
 
 
 _BLANK = AttentionCall(
@@ -99,12 +99,12 @@ _BLANK = AttentionCall(
     backward=False,
     modules=(),
     config=None,
-    reason=UNTOLD,
+    reason=NO_SHAPES,
     tensors=(None,) * 4,
 )
 
 
-class _Made:
+class _ReplayedCalls:
     """Collects calls, their spans, and the GPU rows of each span."""
 
     def __init__(self, calls: AttentionCalls) -> None:
@@ -277,11 +277,13 @@ def _capture_of(
     fitting = [
         c for c in captures if np.array_equal(c.kinds, replay.kinds) and (c.spans >= 0).any()
     ]
-    said = {tuple(_said(calls, span) for span in capture.spans.tolist()) for capture in fitting}
-    return fitting[0] if len(said) == 1 else None
+    identities = {
+        tuple(_call_identity(calls, span) for span in capture.spans.tolist()) for capture in fitting
+    }
+    return fitting[0] if len(identities) == 1 else None
 
 
-def _said(calls: AttentionCalls, span: int) -> tuple[object, ...]:
+def _call_identity(calls: AttentionCalls, span: int) -> tuple[object, ...]:
     """Return the properties that distinguish calls in a graph."""
     if span < 0:
         return ()

@@ -163,7 +163,9 @@ def _join(
         if doubles is not None:
             keep = doubles.fresh(hashed(list(chunk.gpu)))
             gpu = GpuRows(*(column[keep] for column in chunk.gpu))
-            chunk = attribution.Linked(gpu, chunk.api[keep], chunk.thread[keep], chunk.launch[keep])
+            chunk = attribution.LinkedLaunches(
+                gpu, chunk.api[keep], chunk.thread[keep], chunk.launch[keep]
+            )
         lost += int((chunk.api < 0).sum())
         rows, key = chunk.gpu, chunk.gpu.correlation
         chunk.gpu = rows._replace(correlation=np.where(key >= 0, key % CORRELATIONS, NONE))
@@ -381,7 +383,7 @@ class Reader:
             seen.add(key)
             number = self._thread(thread)
             if name not in names and not (prefix or wide):
-                op_name = ops.take(name, start, stop, number)
+                op_name = ops.collect(name, start, stop, number)
                 if op_name is None:
                     continue
                 name = op_name

@@ -93,7 +93,7 @@ class OpRanges:
         self._evaluations = array("q")  # EvaluationRows, one after the other
         self._numbered = array("q")  # thread, start, sequence number and name of each numbered op
 
-    def take(self, text: str, start: int, stop: int, thread: int) -> str | None:
+    def collect(self, text: str, start: int, stop: int, thread: int) -> str | None:
         """Collect a range that is an op. Return the name of any other range. Times are in ns."""
         op = read_text(text)
         if op is None:

@@ -156,8 +156,8 @@ def read_journals(folder: Path) -> Journals:
         pid = int(stem) if stem.isdecimal() else 0
         for template in templates:
             count, lengths = counts.get(template.template, (0 if template.compiled else 1, ()))
-            told = tuple((tuple(key), calls_of) for *key, calls_of in lengths)
-            calls.append(_call(template, count, told, pid, rank))
+            calls_by_lengths = tuple((tuple(key), calls_of) for *key, calls_of in lengths)
+            calls.append(_call(template, count, calls_by_lengths, pid, rank))
         if damaged:
             warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are left out")
     if cut_short:
@@ -187,8 +187,8 @@ def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], b
             templates.append(event)
         elif isinstance(event, _Start):
             whole = not event.final_counts
-            told = event.rank or ""
-            rank = int(told) if told.isdecimal() and len(told) < 10 else None
+            text = event.rank or ""
+            rank = int(text) if text.isdecimal() and len(text) < 10 else None
         elif isinstance(event, _Counts):  # each line contains all counts so far
             counts = {number: (count, lengths) for number, count, lengths in event.counts}
             whole = whole or event.final
@@ -250,16 +250,20 @@ def _why_no_config(row: _Template) -> str | None:
     return None if row.kind == "sdpa" else OTHER_FUNCTION.format(f"{row.kind}_attention")
 
 
-def _tensor(told: _Tensor | None, autocast: str | None) -> TensorArgument | None:
+def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | None:
     """Return a tensor as autocast passes it on: float32 becomes the autocast dtype."""
-    if told is None or told.dims is None:
+    if recorded is None or recorded.dims is None:
         return None
-    dtype = told.dtype
+    dtype = recorded.dtype
     if autocast is not None and dtype == "float32":
         dtype = autocast
-    strides = told.strides if told.strides and len(told.strides) == len(told.dims) else None
+    strides = (
+        recorded.strides
+        if recorded.strides and len(recorded.strides) == len(recorded.dims)
+        else None
+    )
     return TensorArgument(
-        tuple(told.dims), tuple(strides) if strides else None, DTYPES.get(dtype, dtype)
+        tuple(recorded.dims), tuple(strides) if strides else None, DTYPES.get(dtype, dtype)
     )
 
 
@@ -380,8 +384,8 @@ def _nearest(
     kept = list(near)
     for rule in rules:
         kept = [index for index in kept if rule(observed[index])] or kept
-    told = {_told(observed[index]) for index in kept}
-    return kept[0] if len(told) == 1 else None
+    contents = {_information(observed[index]) for index in kept}
+    return kept[0] if len(contents) == 1 else None
 
 
 def _order(call: AttentionCall) -> list[list[int]]:
@@ -393,7 +397,7 @@ def _order(call: AttentionCall) -> list[list[int]]:
     ]
 
 
-def _told(item: ObservedCall) -> ObservedCall:
+def _information(item: ObservedCall) -> ObservedCall:
     """Return a call without what may differ between calls of a template: shapes and counts."""
     bare = replace(item.call, config=None, tensors=(), backward=False, reason=None, pid=0)
     return replace(item, call=bare, count=0, lengths=(), pid=0, rank=None)

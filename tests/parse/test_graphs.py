@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.parse.chrome import parse_chrome
-from profharness.parse.graphs import UNTOLD
+from profharness.parse.graphs import NO_SHAPES
 from profharness.trace import Trace
 
 MODELS = Path(__file__).resolve().parents[2] / "traces" / "models"
@@ -44,7 +44,7 @@ def test_a_replay_has_the_calls_of_its_capture() -> None:
 def test_a_replay_without_its_capture_has_calls_by_kernels() -> None:
     with closing(parse_chrome(MODELS / "llama_graph.json.gz", range_bytes=4096)) as trace:
         assert [(call.kind, call.config, call.reason) for call in trace.calls] == [
-            ("replay", None, UNTOLD)
+            ("replay", None, NO_SHAPES)
         ] * 3
         assert launches(trace) == {(at, "forward"): 1 for at in range(3)}
 
@@ -96,7 +96,7 @@ SHAPE, OTHER = [2, 4, 64, 32], [2, 4, 128, 32]
 def test_ambiguous_captures_are_not_used(tmp_path: Path) -> None:
     captures = captured(1000, SHAPE), captured(2000, OTHER)
     with closing(parsed(tmp_path, *captures, replay(5000, [FLASH, "gemm"]))) as trace:
-        assert reasons(trace) == [UNTOLD]
+        assert reasons(trace) == [NO_SHAPES]
         assert len(trace.calls) == 3
     same = captured(1000, SHAPE), captured(2000, SHAPE)
     with closing(parsed(tmp_path, *same, replay(5000, [FLASH, "gemm"]))) as trace:
@@ -112,12 +112,12 @@ def test_replays_with_ambiguous_order_are_described_by_kernels(tmp_path: Path) -
     with closing(
         parsed(tmp_path, captured(1000, SHAPE), replay(5000, [FLASH, "gemm"], (7, 8)))
     ) as trace:
-        assert reasons(trace) == [UNTOLD]
+        assert reasons(trace) == [NO_SHAPES]
     begin = event("cuda_runtime", "cudaStreamBeginCapture", 1001, 1, correlation=60)
     end = event("cuda_runtime", "cudaStreamEndCapture", 1019, 1, correlation=61)
     overlapping = [*captured(1000, SHAPE), begin, end]
     with closing(parsed(tmp_path, overlapping, replay(5000, [FLASH, "gemm"]))) as trace:
-        assert reasons(trace) == [UNTOLD]
+        assert reasons(trace) == [NO_SHAPES]
 
 
 def test_a_backward_in_its_own_graph_belongs_to_the_last_call(tmp_path: Path) -> None:
