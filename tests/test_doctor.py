@@ -214,7 +214,7 @@ def test_ncu_and_driver(ncu: str | None, driver: str | None, warns: bool) -> Non
 
 
 def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
-    """In an interpreter without a package of that name."""
+    """Run in an interpreter without a package of that name."""
     ncu = script(tmp_path / "c" / "ncu", "echo Version 2025.3.1.0")
     (clean / "ncu").symlink_to(ncu)
     code = (

@@ -1,4 +1,4 @@
-"""`profharness atlas`: list, add, merge and export, what is refused, and a store that becomes one."""
+"""`profharness atlas`: list, add, merge and export, refused input, and atlases made from a store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def other(packaged: Atlas, tmp_path: Path) -> Path:
-    """An atlas of a machine that the package has none of."""
+    """Return an atlas of a machine that the package does not have."""
     machine = replace(packaged.machine, gpu="NVIDIA H100 80GB HBM3")
     write_atlas(part(packaged, 0, 40, machine=machine), tmp_path / "h100.npz")
     return tmp_path / "h100.npz"
@@ -58,7 +58,7 @@ def ok(*args: object) -> Result:
     return result
 
 
-def test_the_list_has_the_package_and_what_was_added(other: Path) -> None:
+def test_list_has_the_package_and_added_atlases(other: Path) -> None:
     assert NAME in ok("list").stdout
     said = ok("add", other).stderr
     assert "40 new cells of 40" in said
@@ -72,7 +72,7 @@ def test_the_list_has_the_package_and_what_was_added(other: Path) -> None:
     assert "0 new cells of 40" in again
 
 
-def test_an_export_is_taken_back(other: Path, tmp_path: Path) -> None:
+def test_an_export_can_be_added_again(other: Path, tmp_path: Path) -> None:
     ok("add", other)
     for suffix in ("jsonl", "npz"):
         out = tmp_path / f"out.{suffix}"
@@ -92,7 +92,7 @@ def test_parts_of_one_machine_merge(packaged: Atlas, tmp_path: Path) -> None:
     assert list(read_atlas(tmp_path / "c.npz").cells()) == list(part(packaged, 0, 50).cells())
 
 
-def test_unlike_machines_and_disagreeing_cells_are_told_and_not_mixed(
+def test_different_machines_and_conflicting_cells_are_not_merged(
     packaged: Atlas, other: Path, tmp_path: Path
 ) -> None:
     write_atlas(part(packaged, 0, 40), tmp_path / "a.npz")
@@ -157,7 +157,7 @@ def test_cells_that_the_package_has_are_not_copied(
     assert len(read_atlas(tmp_path / "whole.npz")) == 21
 
 
-def test_atlases_of_two_drivers_stand_beside_each_other(packaged: Atlas, tmp_path: Path) -> None:
+def test_atlases_of_two_drivers_are_separate(packaged: Atlas, tmp_path: Path) -> None:
     for driver in ("1.1", "2.2"):
         machine = replace(packaged.machine, driver=driver)
         write_atlas(part(packaged, 0, 5, machine=machine), tmp_path / f"{driver}.npz")
@@ -194,7 +194,7 @@ def test_a_store_becomes_an_atlas(tmp_path: Path) -> None:
         (("export", "B200", "-o", "x.npz"), f"there are {NAME}"),
     ],
 )
-def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
+def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:
     error = run(*args).exception
     assert isinstance(error, ProfharnessError)
     assert text in str(error)

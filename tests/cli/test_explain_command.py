@@ -306,7 +306,7 @@ def test_a_run_of_another_release_or_gpu_is_no_witness(store: Path) -> None:
         (("--backend", "naive"), "PyTorch's own backends"),
     ],
 )
-def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
+def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:
     result = explain("--config", "2,8,512,64", *args)
     assert isinstance(result.exception, UsageError), result.output
     assert re.search(text, str(result.exception))

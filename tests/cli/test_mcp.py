@@ -136,7 +136,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return asyncio.run(asked(store, calls))
 
 
-def test_the_tools_say_what_they_take_and_only_read(served: Served) -> None:
+def test_tools_describe_their_arguments_and_are_read_only(served: Served) -> None:
     tools = {tool.name: tool for tool in served.tools}
     assert set(tools) == {tool for tool, *_ in SAME.values()}
     for tool in tools.values():
@@ -163,7 +163,7 @@ def test_a_tool_answers_with_the_json_of_its_command(label: str, served: Served)
 
 
 @pytest.mark.parametrize("label", WRONG)
-def test_an_error_comes_as_the_command_line_tells_it(label: str, served: Served) -> None:
+def test_a_tool_error_has_the_text_of_the_command_line(label: str, served: Served) -> None:
     text, failed = served.answers[label]
     assert failed
     assert WRONG[label][2] in text
@@ -179,7 +179,7 @@ def test_nothing_was_run_captured_or_written(served: Served) -> None:
     assert kept == {"store.db", "mine.py", "code"}
 
 
-def test_it_ends_with_its_input(served: Served) -> None:
+def test_server_ends_with_its_input(served: Served) -> None:
     assert served.code == "0"
 
 
@@ -201,7 +201,7 @@ def replied(process: subprocess.Popen[str], method: str, **params: Any) -> dict[
     return result
 
 
-def test_without_a_store_the_rules_answer_and_a_signal_ends_it(tmp_path: Path) -> None:
+def test_server_without_a_store_answers_by_rule_and_ends_on_a_signal(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="mcp is not installed")
     store = tmp_path / "none.db"
     process = started(store)
@@ -242,7 +242,7 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_an_answer_that_is_too_large_says_what_to_ask(
+def test_an_answer_that_is_too_large_names_a_remedy(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from profharness.commands import _mcp

@@ -256,7 +256,7 @@ def test_a_backend_has_rows_of_its_own() -> None:
         (("--config", "2,8,512"), "config '2,8,512'"),
     ],
 )
-def test_wrong_input_says_what_to_do(args: tuple[str, ...], text: str) -> None:
+def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:
     error = predict(*args).exception
     assert isinstance(error, UsageError)
     assert text in str(error)

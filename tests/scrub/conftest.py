@@ -13,7 +13,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 @pytest.fixture(scope="session")
 def nsys(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The export of that name, as a file of its own."""
+    """Return the export of that name in its own file."""
     folder = tmp_path_factory.mktemp("nsys")
 
     def unpack(name: str) -> Path:

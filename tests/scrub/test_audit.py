@@ -1,4 +1,4 @@
-"""The audit reports what a copy would lack, in every kind of file, and changes nothing."""
+"""The audit reports what a copy would replace or drop, in every kind of file, and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ command = find_command("scrub")
 SECRET = "wombat in /srv/x/y"
 
 
-def test_what_the_audit_reports_is_what_the_copy_replaces(
-    nsys: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_audit_reports_what_the_copy_replaces(nsys: Callable[[str], Path], tmp_path: Path) -> None:
     path = tmp_path / "x.sqlite"
     scrub(nsys("nsys_h200"), path)
     assert audit(path) == []
@@ -62,7 +60,7 @@ def test_deleted_rows_are_found_in_the_pages(nsys: Callable[[str], Path], tmp_pa
     assert audit(path) == []
 
 
-def test_raw_reports_names_and_columns(tmp_path: Path) -> None:
+def test_audit_finds_raw_reports_names_and_columns(tmp_path: Path) -> None:
     (tmp_path / "a.nsys-rep").write_bytes(b"x")
     (tmp_path / "b.ncu-rep.gz").write_bytes(gzip.compress(b"x"))
     (tmp_path / "for someone@example.org.json").write_text("{}")
@@ -87,7 +85,7 @@ def test_a_finding_has_no_private_text(tmp_path: Path, name: str) -> None:
     assert not [finding for finding in findings if "srv" in str(finding.text)]
 
 
-def test_damage_is_an_error(tmp_path: Path) -> None:
+def test_damaged_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"abc" * 999)[:-9])
     with pytest.raises(TraceFormatError):
         audit(tmp_path / "b.gz")

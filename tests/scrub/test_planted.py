@@ -1,4 +1,4 @@
-"""Private texts in every place that a profiler or profharness writes to: none is in a copy."""
+"""Private texts in every place that a profiler or profharness writes to are removed from copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def staying(copy: str, source: str) -> list[str]:
 
 
 def kineto(folder: Path, texts: list[str]) -> Path:
-    """Planted in the header, names of events, kernels and tracks, arguments, lists and keys."""
+    """Plant texts in the header, names of events, kernels and tracks, arguments, lists and keys."""
     tree = json.loads(gzip.decompress((RUN / "c0001.torch.json.gz").read_bytes()))
     op = next(event for event in tree["traceEvents"] if event.get("cat") == "cpu_op")
     kernel = next(event for event in tree["traceEvents"] if event.get("cat") == "kernel")
@@ -51,7 +51,9 @@ def kineto(folder: Path, texts: list[str]) -> Path:
 
 
 def nsys(folder: Path, texts: list[str]) -> Path:
-    """Planted in ranges, StringIds of kernels and ranges, names of devices, metadata, a foreign table."""
+    """Plant texts in ranges, StringIds of kernels and ranges, device names, metadata and a foreign
+    table.
+    """
     path = folder / "t.sqlite"
     path.write_bytes((RUN / "nsys-1.sqlite").read_bytes())
     with closing(sqlite3.connect(path)) as db:
@@ -77,11 +79,11 @@ def nsys(folder: Path, texts: list[str]) -> Path:
 
 
 def ncu(folder: Path, texts: list[str]) -> Path:
-    """Planted in names of kernels, both kinds of NVTX cells, other cells, and around the table."""
+    """Plant texts in names of kernels, both kinds of NVTX cells, other cells, and around the table."""
     head, units, first, *_ = csv.reader(io.StringIO((RUN / "ncu-1.csv").read_text()))
     rows = []
     for number, text in enumerate(texts):
-        text = text.replace("\n", "\\n")  # the table has a line a kernel
+        text = text.replace("\n", "\\n")  # the table has one line per kernel
         row = dict(zip(head, first, strict=True)) | {"ID": str(number), "Kernel Name": text}
         item = f":{text}:none:none:none:none:ASCII:{text}"
         row |= {PUSH_POP: f'0  "<default domain>{item}"', START_END: f'"{number}:d{item}"'}
@@ -98,7 +100,7 @@ def ncu(folder: Path, texts: list[str]) -> Path:
 
 
 def record(folder: Path, texts: list[str]) -> Path:
-    """Planted in what run.json says of a run, its environment, cells and problems."""
+    """Plant texts in the fields of run.json: the run, its environment, cells and problems."""
     run = read_run(RUN)
     path = folder / "run"
     path.mkdir()
@@ -121,7 +123,7 @@ def record(folder: Path, texts: list[str]) -> Path:
 
 
 def content(path: Path) -> str:
-    """All that a copy holds, uncompressed and without JSON's escapes."""
+    """Return the whole content of a copy, uncompressed and without JSON's escapes."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     data = b"".join(file.read_bytes() for file in files)
     if path.suffix == ".gz":
@@ -138,7 +140,7 @@ PLACES: dict[str, Callable[[Path, list[str]], Path]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_planted_stays(tmp_path: Path, place: str) -> None:
+def test_planted_texts_are_removed(tmp_path: Path, place: str) -> None:
     source = PLACES[place](tmp_path, TEXTS)
     (tmp_path / "harmless").mkdir()
     harmless = PLACES[place](tmp_path / "harmless", ["step"])
@@ -150,7 +152,7 @@ def test_nothing_planted_stays(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     "name", ["t.json", "worker.log", "campaign.json", "1234.jsonl", "bench.json"]
 )
-def test_the_audit_finds_each_in_a_file_of_its_own(tmp_path: Path, name: str) -> None:
+def test_audit_finds_each_planted_text_by_itself(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for form, text, _ in FORMS:
         line = text if name.endswith(".log") else json.dumps({"name": text})

@@ -1,4 +1,4 @@
-"""Raw reports: when an export beside one stands in its place, and what is said otherwise."""
+"""Raw reports are replaced by their exports, or refused if there is no valid one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def age(path: Path, seconds: int) -> None:
 
 @pytest.fixture
 def no_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH that has no nsys yet; a folder on it to put one in."""
+    """Return a folder on a PATH without nsys."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin{os.pathsep}/usr/bin")
@@ -49,7 +49,7 @@ def no_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", ["older", "damaged", "foreign"])
-def test_an_export_that_may_be_of_another_report_is_not_used(
+def test_export_of_another_report_is_not_used(
     tmp_path: Path, no_nsys: Path, nsys: Callable[[str], Path], case: str
 ) -> None:
     good = nsys("nsys_h200").read_bytes()
@@ -120,7 +120,7 @@ def test_a_folder_with_a_report_and_its_export_has_one_trace(
         ("x.json", "y.ncu-rep", "never a .ncu-rep; keep the suffix"),
     ],
 )
-def test_a_name_that_a_copy_cannot_bear(
+def test_invalid_output_names_are_refused(
     tmp_path: Path, source: str, output: str, match: str
 ) -> None:
     (tmp_path / source).write_bytes(b"{}")

@@ -1,4 +1,4 @@
-"""Copies of real runs: nothing private in them, everything else as it was."""
+"""Copies of real runs contain nothing private, and are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECRET = "/home/user7/attention/run.py"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The H200 run, three cells of it, as a careless capture leaves it."""
+    """Return the H200 run with three cells and private texts, as an ordinary capture leaves it."""
     folder = tmp_path / "run"
     folder.mkdir()
     record = read_run(H200)
@@ -92,7 +92,7 @@ def careless(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def ingested(folder: Path, store: Path) -> dict[str, Any]:
-    """All that the store has of a run, without times of day and file names."""
+    """Return everything that the store has of a run, without times of day and file names."""
     ingest_path(store, folder)
     with open_store(store) as opened:
         cells = [replace(cell, warnings=(), message=None) for cell in opened.cells("latest")]
@@ -109,7 +109,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_traces_in_folders_of_groups_keep_their_places(run: Path, tmp_path: Path) -> None:
+def test_traces_stay_in_the_folders_of_their_groups(run: Path, tmp_path: Path) -> None:
     record = read_run(run)
     (run / "groups" / "g").mkdir(parents=True)
     moved = tuple(replace(trace, path=f"groups/g/{trace.path}") for trace in record.traces)
@@ -121,7 +121,7 @@ def test_traces_in_folders_of_groups_keep_their_places(run: Path, tmp_path: Path
     assert read_run(tmp_path / "copy").traces == moved
 
 
-def test_the_copy_of_a_run_says_the_same_and_nothing_private(run: Path, tmp_path: Path) -> None:
+def test_copy_of_a_run_has_the_same_content_and_nothing_private(run: Path, tmp_path: Path) -> None:
     before = content(run)
     assert audit(run)
     done = scrub(run)
@@ -155,8 +155,8 @@ def test_the_record_keeps_what_profharness_needs(run: Path) -> None:
     assert copy.traces == record.traces
 
 
-def test_the_published_run_is_its_own_copy(tmp_path: Path) -> None:
-    """Nothing is lost where nothing is private: same events, same digits."""
+def test_scrubbing_the_published_run_changes_nothing(tmp_path: Path) -> None:
+    """A file without private texts keeps all events and digits."""
     trace = H200 / "c0005.torch.json.gz"
     copy = scrub(trace, tmp_path / "c.json.gz").output
     was, now = (gzip.decompress(path.read_bytes()) for path in (trace, copy))
@@ -164,7 +164,7 @@ def test_the_published_run_is_its_own_copy(tmp_path: Path) -> None:
     assert now_read == was_read
 
 
-def test_a_run_folder_is_copied_whole_or_not_at_all(run: Path, tmp_path: Path) -> None:
+def test_a_run_folder_is_copied_atomically(run: Path, tmp_path: Path) -> None:
     broken = run / read_run(run).traces[-1].path
     broken.write_bytes(broken.read_bytes()[:-100])
     with pytest.raises(TraceFormatError):
@@ -193,7 +193,7 @@ def test_a_trace_outside_of_the_folder_is_not_followed(run: Path, tmp_path: Path
         scrub(run)
 
 
-def test_a_copy_that_fails_its_audit_is_thrown_away(run: Path, tmp_path: Path) -> None:
+def test_a_copy_that_fails_its_audit_is_deleted(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / read_run(run).traces[0].path, run / "at 10.9.8.7.json.gz")
     write_run(run, replace(read_run(run), traces=(TraceFile("torch", "at 10.9.8.7.json.gz"),)))
     with pytest.raises(PrivateDataError, match="its name"):
@@ -268,7 +268,9 @@ def test_a_backend_that_is_a_path_keeps_its_function(tmp_path: Path) -> None:
 
 
 def test_python_stacks_keep_the_parts_of_packages(tmp_path: Path) -> None:
-    """A real trace with stacks and shapes, as it is and with the whole paths that some releases write."""
+    """Scrub a real trace with stacks and shapes, unchanged and with the full paths that some
+    releases write.
+    """
     torch = pytest.importorskip("torch")
     profiler = pytest.importorskip("torch.profiler")
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -322,7 +324,7 @@ def test_odd_events_are_copied_too(tmp_path: Path, bare: bool) -> None:
 
 
 def careless_nsys(path: Path) -> None:
-    """What nsys itself writes besides, put back into the scrubbed sample."""
+    """Add to the scrubbed sample what nsys itself writes."""
     with closing(sqlite3.connect(path)) as db:
         pid = db.execute("SELECT globalPid FROM CUPTI_ACTIVITY_KIND_KERNEL").fetchone()[0]
         db.executemany(
@@ -361,7 +363,7 @@ def plain_rows(path: Path, table: str, columns: str) -> list[tuple[Any, ...]]:
         return db.execute(f"SELECT {columns} FROM {table} ORDER BY rowid").fetchall()
 
 
-def test_the_copy_of_an_export_says_the_same(export: Path) -> None:
+def test_copy_of_an_export_has_the_same_content(export: Path) -> None:
     before = export.read_bytes()
     copy = scrub(export).output
     assert export.read_bytes() == before
@@ -409,7 +411,7 @@ def test_only_known_tables_and_rows_are_copied(export: Path) -> None:
 
 
 def test_a_copy_has_every_table_and_column_of_its_export(export: Path) -> None:
-    """Programs that read exports name columns; one that is missing ends them."""
+    """Programs that read exports fail if a column is missing."""
     with closing(sqlite3.connect(export)) as db:
         db.execute(
             "ALTER TABLE TARGET_INFO_GPU ADD COLUMN revisionText TEXT NOT NULL DEFAULT 'SN-77'"
@@ -479,7 +481,7 @@ def test_a_csv_of_ncu_loses_host_and_process(tmp_path: Path) -> None:
         scrub(tmp_path / "other.csv")
 
 
-def test_a_report_of_ncu_is_replaced_by_a_csv_that_says_the_same(tmp_path: Path) -> None:
+def test_a_report_of_ncu_is_replaced_by_an_equal_csv(tmp_path: Path) -> None:
     report = tmp_path / "k.ncu-rep"
     report.write_bytes(gzip.decompress((DATA / "ncu_h200.ncu-rep.gz").read_bytes()))
     if not has_package():

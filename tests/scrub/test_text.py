@@ -1,4 +1,4 @@
-"""What a text keeps: names of software stay whole, everything else is replaced."""
+"""Texts keep names of software; everything else is replaced."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HARMLESS = [
 @pytest.mark.parametrize(
     ("text", "secret"), [pytest.param(text, secret, id=name) for name, text, secret in FORMS]
 )
-def test_no_form_stays(text: str, secret: str) -> None:
+def test_private_forms_are_removed(text: str, secret: str) -> None:
     for around in AROUND:
         scrubber = Scrubber()
         assert secret not in scrubber.clean(around.format(text)), around
@@ -84,7 +84,7 @@ def test_a_clean_text_stays_as_it_is(text: str) -> None:
 
 
 @given(st.binary(min_size=20, max_size=60), st.sampled_from(AROUND))
-def test_random_keys_go_in_every_encoding(key: bytes, around: str) -> None:
+def test_random_keys_are_removed_in_every_encoding(key: bytes, around: str) -> None:
     encodings = (base64.b64encode, base64.urlsafe_b64encode, base64.b32encode, base64.b16encode)
     for encode in encodings:
         text = encode(bytes(byte ^ 0x5A for byte in key) + b"\xfe\x9d\xb7").decode()
@@ -93,12 +93,12 @@ def test_random_keys_go_in_every_encoding(key: bytes, around: str) -> None:
 
 
 @given(st.from_regex(r"[0-9]{6,20}", fullmatch=True), st.sampled_from(["{}", "call {}", "id {}."]))
-def test_long_numbers_go(number: str, around: str) -> None:
+def test_long_numbers_are_removed(number: str, around: str) -> None:
     assert number not in Scrubber().clean(around.format(number))
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=0x80), min_size=1, max_size=20))
-def test_other_scripts_go(text: str) -> None:
+def test_words_in_other_scripts_are_removed(text: str) -> None:
     assert not set(text) & set(Scrubber().clean(f"step {text}"))
 
 
@@ -110,7 +110,7 @@ def test_the_same_text_gets_the_same_number() -> None:
     assert scrubber.clean("/home/x/mine.py:attention") == "removed_3:attention"
 
 
-def test_members_with_unknown_keys_go() -> None:
+def test_members_with_unknown_keys_are_removed() -> None:
     scrubber = Scrubber()
     value = {"gpu": "NVIDIA H200", "serial_wombat": 1654922009988, "wombat": {"calls": 1}}
     assert scrubber.value(value) == {"gpu": "NVIDIA H200"}
