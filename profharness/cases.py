@@ -12,7 +12,7 @@ from profharness.errors import UsageError
 
 AS_GIVEN = "as_given"
 STANDARD = "standard"
-NONE = "none"
+NO_CASES = "none"
 MAX_BATCH = 2  # in derived cases: two batch elements suffice to expose a fault
 MAX_HEADS = 8
 
@@ -152,10 +152,10 @@ def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
     `names` are case names, `standard` for all, `none` for the config alone. Dropout is off in all
     cases, because its result is random. Raise UsageError for an unknown name.
     """
-    unknown = sorted(set(names) - {*CASES, STANDARD, NONE})
+    unknown = sorted(set(names) - {*CASES, STANDARD, NO_CASES})
     if unknown:
         raise UsageError(
-            f"no case {unknown[0]!r}; known are {STANDARD}, {NONE}, {', '.join(CASES)}"
+            f"no case {unknown[0]!r}; known are {STANDARD}, {NO_CASES}, {', '.join(CASES)}"
         )
     config = replace(config, dropout=0.0)
     cases = {(config, "normal"): Case(AS_GIVEN, config)}

@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from profharness.device_types import CPU, DEVICE_TYPES
+from profharness.dtypes import CONFIG_DTYPES, DTYPES
 from profharness.errors import UsageError
 
-DTYPES = ("fp16", "bf16", "fp32")
 SDP_BACKENDS = {  # the backends that SDPA selects from, and their members of SDPBackend
     "flash": "FLASH_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
@@ -23,7 +25,8 @@ SDP_BACKENDS = {  # the backends that SDPA selects from, and their members of SD
 }
 SDPA_BACKENDS = tuple(SDP_BACKENDS)
 AUTO = "auto"  # no flag is changed
-OWN_CHOICE = (AUTO, "all-disabled")  # settings under which PyTorch selects the backend
+ALL_DISABLED = "all-disabled"  # the legacy context that leaves only cuDNN enabled
+OWN_CHOICE = (AUTO, ALL_DISABLED)  # settings under which PyTorch selects the backend
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
 # The dimensions of a mask, with 1 for a broadcast one. Masks with fewer dimensions lack the outer ones.
 MASK_SHAPES = tuple(
@@ -36,7 +39,7 @@ LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
 MAX_CONFIGS = 100_000
 
 
-class Option(NamedTuple):
+class ConfigOption(NamedTuple):
     """An option of the config grammar, and the field of Config that it sets."""
 
     name: str
@@ -73,28 +76,28 @@ class Option(NamedTuple):
 
 # In the order of a label. All other lists of options are derived from this table.
 OPTIONS = (
-    Option("batch", "batch", "number", "b"),
-    Option("heads", "num_heads", "number", "h"),
-    Option("kv_heads", "num_kv_heads", "number", "kv"),
-    Option("kv_batch", "kv_batch", "number", "kb"),
-    Option("seq", "seq_len_q", "number", "s"),  # sets both lengths
-    Option("seq_q", "seq_len_q", "number", "sq"),
-    Option("seq_kv", "seq_len_kv", "number", "skv"),
-    Option("head_dim", "head_dim", "number", "d"),
-    Option("head_dim_v", "head_dim_v", "number", "dv"),
-    Option("dtype", "dtype", "word", allowed=DTYPES),
-    Option("causal", "causal", "flag"),
-    Option("mask", "mask", "choice", allowed=MASKS),
-    Option("mask_shape", "mask_shape", "choice", allowed=MASK_SHAPES),
-    Option("dropout", "dropout", "real", example="0.1"),
-    Option("scale", "scale", "real", example="0.125"),
-    Option("layout", "layout", "choice", allowed=LAYOUTS),
-    Option("q_strides", "q_strides", "strides", example="393216x64x1536x1"),
-    Option("k_strides", "k_strides", "strides"),
-    Option("v_strides", "v_strides", "strides"),
-    Option("mask_strides", "mask_strides", "strides"),
-    Option("bwd", "bwd", "flag"),
-    Option("deterministic", "deterministic", "flag"),
+    ConfigOption("batch", "batch", "number", "b"),
+    ConfigOption("heads", "num_heads", "number", "h"),
+    ConfigOption("kv_heads", "num_kv_heads", "number", "kv"),
+    ConfigOption("kv_batch", "kv_batch", "number", "kb"),
+    ConfigOption("seq", "seq_len_q", "number", "s"),  # sets both lengths
+    ConfigOption("seq_q", "seq_len_q", "number", "sq"),
+    ConfigOption("seq_kv", "seq_len_kv", "number", "skv"),
+    ConfigOption("head_dim", "head_dim", "number", "d"),
+    ConfigOption("head_dim_v", "head_dim_v", "number", "dv"),
+    ConfigOption("dtype", "dtype", "word", allowed=CONFIG_DTYPES),
+    ConfigOption("causal", "causal", "flag"),
+    ConfigOption("mask", "mask", "choice", allowed=MASKS),
+    ConfigOption("mask_shape", "mask_shape", "choice", allowed=MASK_SHAPES),
+    ConfigOption("dropout", "dropout", "real", example="0.1"),
+    ConfigOption("scale", "scale", "real", example="0.125"),
+    ConfigOption("layout", "layout", "choice", allowed=LAYOUTS),
+    ConfigOption("q_strides", "q_strides", "strides", example="393216x64x1536x1"),
+    ConfigOption("k_strides", "k_strides", "strides"),
+    ConfigOption("v_strides", "v_strides", "strides"),
+    ConfigOption("mask_strides", "mask_strides", "strides"),
+    ConfigOption("bwd", "bwd", "flag"),
+    ConfigOption("deterministic", "deterministic", "flag"),
 )
 POSITIONS = ("batch", "heads", "seq", "head_dim")  # the four numbers that every config has
 KEYED = {
@@ -109,13 +112,11 @@ STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
 MAX_DIGITS = 12
 # Other names of the dtypes, for error messages.
-DTYPE_NAMES = {
-    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
-    **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
-    **dict.fromkeys(("float32", "float", "f32", "single"), "fp32"),
+DTYPE_ALIASES = {
+    alias: name for name in CONFIG_DTYPES for alias in (DTYPES[name].torch, *DTYPES[name].aliases)
 }
 GRAMMAR = (
-    f"batch,heads,seq_len,head_dim then, in any order: a dtype ({' '.join(DTYPES)}), "
+    f"batch,heads,seq_len,head_dim then, in any order: a dtype ({' '.join(CONFIG_DTYPES)}), "
     f"{', '.join(FLAGS)}, and key=value of {' '.join(KEYED)}; "
     "any number may be a set {1,2,4} or a range 128:4096:*2, 64:256:+64"
 )
@@ -128,7 +129,7 @@ def grammar_lines() -> list[str]:
     reals = [f"{option.name}={option.example}" for option in keyed if option.kind == "real"]
     strides = " ".join(f"{option.name}=" for option in keyed if option.kind == "strides")
     return [
-        "  ".join([" ".join(DTYPES), *FLAGS]),
+        "  ".join([" ".join(CONFIG_DTYPES), *FLAGS]),
         "  ".join([numbers, *reals]),
         *(
             f"{option.name}={'|'.join(option.allowed)}"
@@ -224,9 +225,11 @@ class Config:
         return self.label
 
     def resolve(self, device_type: str) -> Config:
-        """Return the config with the device's default dtype if it has none: fp16 on `cuda`, fp32 on `cpu`."""
-        default = "fp16" if device_type == "cuda" else "fp32"
-        return self if self.dtype else replace(self, dtype=default)
+        """Return the config with the device's default dtype if it has none."""
+        if self.dtype:
+            return self
+        row = DEVICE_TYPES.get(device_type, DEVICE_TYPES[CPU])
+        return replace(self, dtype=row.default_dtype)
 
     def contiguous(self) -> Config:
         """Return the config with contiguous query, key and value."""
@@ -245,7 +248,7 @@ def parse_config(text: str) -> Config:
     return configs[0]
 
 
-class Setting(NamedTuple):
+class SdpaSetting(NamedTuple):
     """The backends that SDPA may select, one or more of SDPA_BACKENDS."""
 
     backends: tuple[str, ...]
@@ -261,15 +264,15 @@ class Setting(NamedTuple):
 _JOINED = re.compile(r"(\+|>|-then-)")
 
 
-def sdpa_setting(backend: str) -> Setting | None:
+def sdpa_setting(backend: str) -> SdpaSetting | None:
     """Parse a backend name that permits some of SDPA's backends: `math`, a set `flash+math`, or an
     order `cudnn>flash` (or `cudnn-then-flash`).
 
     Return None for `auto` and other names. Raise UsageError for a set or an order that contains
     another name.
     """
-    if backend == OWN_CHOICE[1]:
-        return Setting(("cudnn",))
+    if backend == ALL_DISABLED:
+        return SdpaSetting(("cudnn",))
     names, marks = _JOINED.split(backend)[::2], set(_JOINED.split(backend)[1::2])
     # A file or a package may have any character in its name, and an implementation may have that name.
     if re.search(r"[./:]", backend) or not {*names} & {*SDPA_BACKENDS}:
@@ -284,8 +287,8 @@ def sdpa_setting(backend: str) -> Setting | None:
     if "+" in marks and len(marks) > 1:
         raise UsageError(f"backend {backend!r} is a set and an order; join all by + or all by >")
     if len(names) == 1 or "+" not in marks:
-        return Setting(tuple(names), ordered=len(names) > 1)
-    return Setting(tuple(name for name in SDPA_BACKENDS if name in names))
+        return SdpaSetting(tuple(names), ordered=len(names) > 1)
+    return SdpaSetting(tuple(name for name in SDPA_BACKENDS if name in names))
 
 
 def setting_name(backend: str) -> str:
@@ -296,7 +299,7 @@ def setting_name(backend: str) -> str:
     return backend if setting is None else setting.name
 
 
-def leaves_choice(backend: str) -> bool:
+def pytorch_chooses(backend: str) -> bool:
     """Return whether PyTorch selects the backend, from all of its backends or from several permitted ones."""
     setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
     return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
@@ -417,7 +420,7 @@ def _split(text: str) -> list[str]:
 def _option(token: str, text: str) -> tuple[str, list[Any]]:
     """Return the field that a token sets, and its values."""
     dtypes = _elements(token) if token.startswith("{") else [token]
-    if all(dtype in DTYPES for dtype in dtypes):
+    if all(dtype in CONFIG_DTYPES for dtype in dtypes):
         return "dtype", dtypes
     if token in FLAGS:
         return token, [True]
@@ -442,7 +445,7 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
 def _unread(token: str) -> str:
     """Return why a token is not an option, with a suggestion if there is one."""
     allowed = (
-        f"allowed after the four numbers: {' '.join(DTYPES)} {' '.join(FLAGS)} "
+        f"allowed after the four numbers: {' '.join(CONFIG_DTYPES)} {' '.join(FLAGS)} "
         f"{' '.join(f'{name}=' for name in KEYED)}"
     )
     if not token:
@@ -453,8 +456,8 @@ def _unread(token: str) -> str:
     elements = _elements(token.removeprefix("dtype="))
     if not set(FLAGS).isdisjoint(elements):
         return f"cannot read {token!r}; a set of flags is not supported, give one config for each"
-    meant = [DTYPE_NAMES.get(word.lower(), word.lower()) for word in elements]
-    if all(word in DTYPES for word in meant):
+    meant = [DTYPE_ALIASES.get(word.lower(), word.lower()) for word in elements]
+    if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
         return f"cannot read {token!r}; write {hint}"
     return f"cannot read {token!r}; {allowed}"
@@ -524,6 +527,7 @@ def _range(word: str, text: str) -> Iterator[int]:
         value = value * step if match[3] == "*" else value + step
 
 
+@lru_cache(maxsize=4096)  # rows of a store repeat the labels of few configs
 def _parse_label(text: str) -> Config:
     names = {option.short: option.name for option in OPTIONS if option.short}
     numbers: dict[str, str] = {}

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass, replace
 
 from profharness.config import Config
+from profharness.dtypes import DTYPES
 from profharness.errors import UsageError
 
 CONVENTIONS = ("exact", "flash-attention")
-ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 STATISTIC_BYTES = 4  # fp32: one log-sum-exp or delta per query row
 CASTS = "casts"  # phase of inputs that are narrower than the scores
 REPEAT = "repeat K and V"  # phase of grouped heads if the products do not group them
@@ -49,7 +49,7 @@ def tensor_bytes(config: Config) -> TensorBytes:
     if config.dtype is None:
         text = "bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
         raise UsageError(f"config {config}: {text}")
-    item = ITEM_BYTES[config.dtype]
+    item = DTYPES[config.dtype].bytes
     rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
     seen = min(rows, columns) if config.causal else columns
     heads = config.output_batch * config.num_heads
@@ -78,7 +78,7 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 def matrix_bytes(config: Config, dtype: str) -> int:
     """Return the bytes of the score matrices of all heads in a dtype, as unfused attention stores them."""
-    return _all_scores(config) * ITEM_BYTES[dtype]
+    return _all_scores(config) * DTYPES[dtype].bytes
 
 
 def copy_bytes(config: Config, dtype: str) -> int:
@@ -86,7 +86,7 @@ def copy_bytes(config: Config, dtype: str) -> int:
     each query head if heads are grouped, and Q, K and V if they are widened.
     """
     tensors = tensor_bytes(replace(config, causal=False))  # causal does not reduce the copies
-    widen = ITEM_BYTES[dtype] // ITEM_BYTES[str(config.dtype)]
+    widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
     repeated = config.num_heads // config.num_kv_heads
     grown = repeated * widen
     keys = (tensors.key + tensors.value) * grown if grown > 1 else 0
@@ -226,7 +226,7 @@ def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
     whole = tensor_bytes(replace(config, causal=False))  # causal saves nothing
     key, value, matrix = whole.key, whole.value, matrix_bytes(config, dtype)
     scores = _all_scores(config)
-    widen = ITEM_BYTES[dtype] // ITEM_BYTES[str(config.dtype)]
+    widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
     repeated = config.num_heads // config.num_kv_heads
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
     steps = []

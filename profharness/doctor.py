@@ -15,8 +15,9 @@ from typing import Any
 
 from profharness.backends.base import RefusedError
 from profharness.backends.cuda_source import nvrtc_version
-from profharness.environment import EXTRAS, driver_version, installed_versions, lacking
-from profharness.errors import NotFoundError, ProfharnessError, pip_line
+from profharness.device_types import on_gpu
+from profharness.environment import EXTRAS, driver_version, installed_versions, missing_packages
+from profharness.errors import NotFoundError, ProfharnessError, install_command
 from profharness.files import open_input
 from profharness.parse.chrome_columns import is_compiled
 from profharness.processes import run_briefly
@@ -179,7 +180,7 @@ def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
     """
     if isinstance(environment, str):
         return []
-    if environment.get("device_type") != "cuda":
+    if not on_gpu(environment):
         driver = check_driver()
         if driver.state == "ok":
             detail = "an NVIDIA driver is here but torch uses the CPU"
@@ -213,17 +214,17 @@ def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
     version = None if isinstance(environment, str) else environment.get("triton")
     triton = Check("Triton", "ok", str(version))
     if not version:
-        triton = Check("Triton", "absent", "not installed", pip_line("kernels"))
+        triton = Check("Triton", "absent", "not installed", install_command("kernels"))
     return [triton, check_nvrtc()]
 
 
 def check_extra(extra: str) -> Check:
     """Check that the packages of an extra are installed, and describe their use."""
-    missing, purpose = lacking(extra), EXTRAS[extra].purpose
+    missing, purpose = missing_packages(extra), EXTRAS[extra].purpose
     if not missing:
         return Check(f"extra {extra}", "ok", f"{purpose}: {installed_versions(extra)}")
     detail = f"{purpose}: no {', no '.join(missing)}"
-    return Check(f"extra {extra}", "absent", detail, pip_line(extra))
+    return Check(f"extra {extra}", "absent", detail, install_command(extra))
 
 
 def check_nvrtc() -> Check:
@@ -403,7 +404,7 @@ def ncu_reader() -> Check:
     module = ncu.path.resolve().parent / "extras" / "python" / "ncu_report.py" if ncu else None
     if module is not None and module.is_file():
         return Check("ncu-report", "ok", f"not installed, but in ncu's folder: {module}")
-    return Check("ncu-report", "absent", "not installed", pip_line("ncu"))
+    return Check("ncu-report", "absent", "not installed", install_command("ncu"))
 
 
 def read(path: Path) -> str | None:

@@ -42,7 +42,7 @@ EXTRAS = {
 }
 
 
-def lacking(extra: str) -> list[str]:
+def missing_packages(extra: str) -> list[str]:
     """Return the packages of an extra that are not installed, without importing them."""
     return [package for name, package in EXTRAS[extra].modules.items() if not _is_installed(name)]
 

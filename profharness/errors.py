@@ -27,12 +27,12 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else printable(" ".join(text.split()))
 
 
-def shown(path: str | Path) -> str:
+def printable_path(path: str | Path) -> str:
     """Return a path as one printable line."""
     return printable(str(path), kept="")
 
 
-def few(names: Collection[str], most: int) -> str:
+def join_few(names: Collection[str], most: int) -> str:
     """Join the first `most` names, and append how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(list(names)[:most]) + more
@@ -81,11 +81,11 @@ class MissingExtraError(ProfharnessError):
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(
-            f"{feature} needs a package that is not installed; {pip_line(extra)} brings it"
+            f"{feature} needs a package that is not installed; {install_command(extra)} brings it"
         )
 
 
-def pip_line(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the command that installs an extra of pyproject.toml."""
     return f"pip install 'profharness[{extra}]'"
 
@@ -106,7 +106,7 @@ class TraceFormatError(ProfharnessError):
         self.path = Path(path)
         self.offset = offset
         self.expected = expected
-        where = shown(path) if offset is None else f"{shown(path)}, byte {offset}"
+        where = printable_path(path) if offset is None else f"{printable_path(path)}, byte {offset}"
         tail = f"; expected {expected}" if expected else ""
         super().__init__(f"{where}: {message}{tail}")
 

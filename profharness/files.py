@@ -138,13 +138,13 @@ def read_json(
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode JSON to a type. Raise msgspec's errors, and MsgspecError for text that `is_heavy`."""
-    if is_heavy(data):
+    """Decode JSON to a type. Raise msgspec's errors, and MsgspecError for text that `has_too_many_values`."""
+    if has_too_many_values(data):
         raise msgspec.MsgspecError(f"more than {JSON_WEIGHT:,} values")
     return msgspec.json.decode(data, type=kind)
 
 
-def is_heavy(data: bytes) -> bool:
+def has_too_many_values(data: bytes) -> bool:
     """Return whether JSON text has so many values that decoding it would exhaust memory.
 
     A value takes far more memory than its text: a number 40 bytes, an empty list 80, a string 60
@@ -177,7 +177,7 @@ def check_output(output: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[str | None]:
+def hold_lock_file(path: Path) -> Iterator[str | None]:
     """Hold a lock file during the block. Yield None, or the name of the process that holds it.
 
     The system releases the lock when the process ends. The holder may delete the file. If locking
@@ -207,7 +207,7 @@ def exclusive(path: Path) -> Iterator[str | None]:
             os.close(descriptor)
 
 
-def opened_to_lock(path: Path) -> int | None:
+def open_lock_file(path: Path) -> int | None:
     """Open a file to lock it. Return None if that is not possible. Files of other users are opened
     to read.
     """
@@ -219,7 +219,7 @@ def opened_to_lock(path: Path) -> int | None:
     return None
 
 
-def locked_now(descriptor: int, kind: int) -> bool:
+def try_lock(descriptor: int, kind: int) -> bool:
     """Take a lock of this `flock` kind if it is free."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

@@ -36,8 +36,8 @@ PR_SET_PDEATHSIG = 1  # these three from <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
-class _Hold:
-    """Signal handler during a held block. It forwards signals to the previous handler while
+class _SignalDelay:
+    """Signal handler during a `delay_signals` block. It forwards signals to the previous handler while
     handlers are being replaced, or if an exception at that moment left it installed.
     """
 
@@ -58,13 +58,13 @@ class _Hold:
 def _unwrapped(number: signal.Signals) -> Any:
     """Return the handler of a signal below finished holds."""
     handler = signal.getsignal(number)
-    while isinstance(handler, _Hold) and handler.done:
+    while isinstance(handler, _SignalDelay) and handler.done:
         handler = handler.before[number]
     return handler
 
 
 @contextlib.contextmanager
-def held(*, passes: bool = False) -> Iterator[None]:
+def delay_signals(*, passes: bool = False) -> Iterator[None]:
     """Delay signals until the block ends, then raise them again.
 
     Only the main thread receives signals; in other threads this does nothing. Only handlers in
@@ -73,7 +73,7 @@ def held(*, passes: bool = False) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    hold = _Hold(passes=passes)
+    hold = _SignalDelay(passes=passes)
     try:
         for number in hold.before:
             signal.signal(number, hold)
@@ -89,19 +89,19 @@ def held(*, passes: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Delay signals until the block calls `let_through`, or ends. At other points they could break
+def defer_signals() -> Iterator[None]:
+    """Delay signals until the block calls `raise_deferred_signals`, or ends. At other points they could break
     off something that another thread waits for, such as an import that holds its lock.
     """
     if _holds():
         yield
         return
-    with held(passes=True):
+    with delay_signals(passes=True):
         yield
 
 
-def let_through() -> None:
-    """Raise the delayed signals of a `deferred` block. Does nothing within a held block."""
+def raise_deferred_signals() -> None:
+    """Raise the delayed signals of a `defer_signals` block. Does nothing within a `delay_signals` block."""
     for hold in _holds() if threading.current_thread() is threading.main_thread() else ():
         while hold.passes and hold.caught:
             number = hold.caught[0]
@@ -109,13 +109,13 @@ def let_through() -> None:
             hold.before[signal.Signals(number)](number, None)
 
 
-def _holds() -> list[_Hold]:
+def _holds() -> list[_SignalDelay]:
     """Return the hold that currently receives signals, if any, in a list."""
     handlers = (_unwrapped(number) for number in SIGNALS)
-    return [handler for handler in handlers if isinstance(handler, _Hold)][:1]
+    return [handler for handler in handlers if isinstance(handler, _SignalDelay)][:1]
 
 
-class Group(subprocess.Popen[bytes]):
+class ProcessGroup(subprocess.Popen[bytes]):
     """A child process that leads a process group and a session."""
 
     logs: tuple[Path, ...] = ()
@@ -194,9 +194,9 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
     Unlike Popen.poll(), this is safe if a signal handler raises: such an exception can leave
     Popen's lock taken, and then wait() would never return.
     """
-    with held():
+    with delay_signals():
         ended = process.poll() is not None
-        if isinstance(process, Group):
+        if isinstance(process, ProcessGroup):
             process.shorten_logs()
         return ended
 
@@ -205,7 +205,7 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Wait for a process for at most `seconds`. Return whether it has ended. Signals interrupt the wait."""
     deadline = time.monotonic() + seconds
     while not has_ended(process):
-        let_through()
+        raise_deferred_signals()
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)
@@ -213,7 +213,7 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def stopped_together(process: Group, mark: Mapping[str, str]) -> Iterator[None]:
+def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator[None]:
     """Forward Ctrl-Z (SIGTSTP) to all processes marked by `orphans_adopted`, and SIGCONT too. Only
     if there is no other handler for them.
     """
@@ -261,7 +261,7 @@ def orphans_adopted(
     try:
         yield mark
     finally:
-        with held():
+        with delay_signals():
             _end_marked(mark)
             for pid, name in _adopted().items():
                 if pid not in before:
@@ -390,14 +390,14 @@ def start_group(
     *,
     short: bool = False,
     **options: Any,
-) -> Group:
+) -> ProcessGroup:
     """Start a child that leads its own process group and session, with stdout and stderr appended
     to `log` unless the Popen options redirect them.
 
     With `short`, the log is kept below LOG_BYTES. Raise OSError if it does not start.
     """
     with log.open("ab") as file:
-        group = Group(
+        group = ProcessGroup(
             argv,
             stdout=file,
             env=environment,
@@ -412,7 +412,7 @@ def start_group(
 class PrewarmedWorker:
     """A worker that loads torch while this process plans the run."""
 
-    group: Group
+    group: ProcessGroup
     line: socket.socket
     environment: dict[str, str]
     mark: dict[str, str]
@@ -424,11 +424,13 @@ class PrewarmedWorker:
         mine, its = socket.socketpair()
         environment, mark = child_environment(), new_mark()
         argv = [sys.executable, "-P", "-m", "profharness.worker.waiting"]
-        with its, held():
+        with its, delay_signals():
             group = start_group(argv, Path(os.devnull), environment | mark, stdin=its)
         return cls(group, mine, environment, mark)
 
-    def send(self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]) -> Group | None:
+    def send(
+        self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]
+    ) -> ProcessGroup | None:
         """Send the worker's arguments. Return its process, or None if it has already ended."""
         try:
             with log.open("ab") as file:
@@ -446,7 +448,7 @@ class PrewarmedWorker:
         """End the process unless it has been used."""
         if self.used:
             return
-        with held():
+        with delay_signals():
             self.line.close()
             kill_group(self.group)
             wait_for(self.group, END_GRACE_S)
@@ -469,7 +471,7 @@ def prewarmed_worker(*, wanted: bool = True) -> Iterator[PrewarmedWorker | None]
             worker.end()
 
 
-def run_group(
+def run_to_end(
     argv: Sequence[str],
     log: Path,
     environment: Mapping[str, str],
@@ -481,9 +483,9 @@ def run_group(
 
     Its whole group is ended, even if the wait is interrupted.
     """
-    process: Group | None = None
+    process: ProcessGroup | None = None
     try:
-        with held():  # an interrupt inside Popen() would leave an untracked child
+        with delay_signals():  # an interrupt inside Popen() would leave an untracked child
             process = start_group(argv, log, environment, **options)
         return _waited(process, timeout_s)
     finally:
@@ -492,13 +494,13 @@ def run_group(
             process.shorten_logs()
 
 
-def _waited(process: Group, timeout_s: float) -> int | None:
+def _waited(process: ProcessGroup, timeout_s: float) -> int | None:
     """Return the exit code of a process, or None after the timeout. Signals interrupt the wait."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(max(0.0, min(STEP_S, deadline - time.monotonic())))
-        let_through()
+        raise_deferred_signals()
         process.shorten_logs()
         if time.monotonic() > deadline:
             return None
@@ -523,10 +525,10 @@ def run_briefly(
 
     Return None if it does not start or takes longer than `timeout_s`. Its whole group is ended.
     """
-    process: Group | None = None
+    process: ProcessGroup | None = None
     try:
-        with held():
-            process = Group(
+        with delay_signals():
+            process = ProcessGroup(
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -549,7 +551,7 @@ def run_briefly(
     return subprocess.CompletedProcess(argv, process.returncode, output, errors)
 
 
-def _both_streams(process: Group, deadline: float) -> list[bytearray] | None:
+def _both_streams(process: ProcessGroup, deadline: float) -> list[bytearray] | None:
     """Read both streams until the process ends or writes too much. Return None after the deadline."""
     assert process.stdout is not None and process.stderr is not None
     streams = (process.stdout, process.stderr)
@@ -564,7 +566,7 @@ def _both_streams(process: Group, deadline: float) -> list[bytearray] | None:
                 text += more
         if ended or any(len(text) >= BRIEF_BYTES for text in texts):
             return texts
-        let_through()
+        raise_deferred_signals()
         if time.monotonic() > deadline:
             return None
         time.sleep(POLL_S)

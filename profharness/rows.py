@@ -83,7 +83,7 @@ class _OfProfiler(Protocol):
 _R = TypeVar("_R", bound=_OfProfiler)
 
 
-def of_first_profiler(rows: Iterable[_R]) -> list[_R]:
+def preferred_profiler_rows(rows: Iterable[_R]) -> list[_R]:
     """Keep, for each run, the rows of one profiler: the first in TRACE_PROFILERS that has any."""
     kept = list(rows)
     seen: dict[str, set[str]] = {}

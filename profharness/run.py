@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from profharness.config import Config
+from profharness.device_types import DEVICE_TYPES, is_gpu
 from profharness.errors import TraceFormatError, UnwritableError, UsageError
 from profharness.files import (
     RECORD_BYTES,
@@ -136,7 +137,7 @@ class Protocol:
     processes: int = 1  # worker processes that time each cell
 
 
-DEVICES = ("auto", "cuda", "cpu")
+DEVICES = ("auto", *DEVICE_TYPES)
 LIMITS = {"iterations": (1, 10_000), "warmup": (0, 10_000), "samples": (0, 100_000)}
 """Smallest and largest number of calls in a capture."""
 PROCESSES = (1, 100)
@@ -468,7 +469,7 @@ class BenchPlan:
 
     def on(self, device: str) -> tuple[str, ...]:
         """Return the measurements that exist on a device, `cuda` or `cpu`."""
-        return current_names(self.measurements) if device == "cuda" else (WALL,)
+        return current_names(self.measurements) if is_gpu(device) else (WALL,)
 
 
 def current_names(measurements: Sequence[str]) -> tuple[str, ...]:

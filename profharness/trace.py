@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Column = NDArray[np.int64]
+    Int64Column = NDArray[np.int64]
 
 
 CELL_RANGE_PREFIX = "profharness:"
@@ -122,7 +122,7 @@ class CallSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One step of a program. It has the name of the range or the module that bounds it."""
 
     name: str
@@ -138,38 +138,38 @@ class LaunchBatch:
     Trace.
     """
 
-    kernel: Column
-    launch_config: Column
-    op_path: Column
-    range: Column
+    kernel: Int64Column
+    launch_config: Int64Column
+    op_path: Int64Column
+    range: Int64Column
     """Innermost user range of the launching thread, else cell_range."""
-    cell_range: Column
+    cell_range: Int64Column
     """Index of the enclosing `profharness:` range: one that is open on the launching thread, else
     one of the same process that was open at the time of the launch (autograd launches from its own
     thread).
     """
-    api: Column
-    device: Column
+    api: Int64Column
+    device: Int64Column
     """-1 for the CPU: an op of a CPU-only trace, whose time excludes its child ops."""
-    stream: Column
-    correlation: Column
-    graph_node: Column
-    pid: Column
-    tid: Column
-    launch_ns: Column
+    stream: Int64Column
+    correlation: Int64Column
+    graph_node: Int64Column
+    pid: Int64Column
+    tid: Int64Column
+    launch_ns: Int64Column
     """Start of the launching call."""
-    start_ns: Column
+    start_ns: Int64Column
     """On the device."""
-    duration_ns: Column
+    duration_ns: Int64Column
     """On the device."""
-    bytes: Column
+    bytes: Int64Column
     """Moved by a memcpy or memset."""
-    call_span: Column
+    call_span: Int64Column
     """Interval of an attention call that contains the launch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class HardwareMetrics:
     """Hardware counters of a trace's launches, with the profiler's names and units."""
 
     names: list[str]
@@ -207,7 +207,7 @@ class Trace:
     warnings: tuple[str, ...] = field(default=())
     calls: tuple[AttentionCall, ...] = ()
     call_spans: tuple[CallSpan, ...] = ()
-    steps: tuple[Step, ...] = ()
-    metrics: Metrics | None = None
+    steps: tuple[ProgramStep, ...] = ()
+    metrics: HardwareMetrics | None = None
     created_s: int | None = None
     """When the file was made, as recorded in it, in seconds since 1970."""

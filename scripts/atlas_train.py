@@ -62,7 +62,7 @@ from profharness.answers.atlas.times import (
 )
 from profharness.answers.atlas.trees import LEAF, Boost, Integers, Net, Tree, Values
 from profharness.config import SDPA_BACKENDS, Config
-from profharness.errors import UsageError, shown
+from profharness.errors import UsageError, printable_path
 from profharness.files import RECORD_BYTES, read_input
 
 GROUP = 10  # consecutive configs, among them pairs of neighbours, that are held out together
@@ -271,7 +271,7 @@ def read_products(path: Path) -> Products:
             for each in record["kernels"]
         )
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError):
-        text = f"{shown(path)}: not a file of products; give one such as traces/cublas-h200.json.xz"
+        text = f"{printable_path(path)}: not a file of products; give one such as traces/cublas-h200.json.xz"
         raise UsageError(text) from None
     return Products(names, np.array(columns, np.int64).T)
 

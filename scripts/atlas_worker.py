@@ -30,6 +30,7 @@ from torch.autograd.profiler import profile, record_function
 from profharness.backends import find_backend
 from profharness.backends.inputs import Inputs, build_inputs
 from profharness.config import Config, parse_config
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.trace import WARMUP_RANGE, cell_range
 from profharness.worker.environment import backend_name, collect
 from profharness.worker.failures import (
@@ -39,7 +40,7 @@ from profharness.worker.failures import (
     recorded_warnings,
     refusals,
 )
-from profharness.worker.inputs import DTYPES, fused_choice, make_call
+from profharness.worker.inputs import fused_choice, make_call, torch_dtype
 from profharness.worker.program import EXIT_DEAD_CONTEXT, end_with
 from profharness.worker.timing import elapsed_ms
 
@@ -97,7 +98,7 @@ class Pool:
     def inputs(self, config: Config) -> Inputs:
         """Return the tensors of a config."""
         self.empty()
-        dtype = DTYPES[str(config.dtype)]
+        dtype = torch_dtype(str(config.dtype))
         return build_inputs(config, partial(self.take, dtype), partial(self.take, torch.bool))
 
 
@@ -173,7 +174,7 @@ class Bench:
 
     def open_libraries(self, graphs: Graphs) -> None:
         """Create the handles and workspaces of cuBLAS and cuDNN, so that no capture creates them."""
-        for dtype, name in itertools.product(DTYPES, ("math", "cudnn", "math")):
+        for dtype, name in itertools.product(CONFIG_DTYPES, ("math", "cudnn", "math")):
             config = parse_config(f"2,2,64,64,{dtype},bwd")
             with contextlib.suppress(RuntimeError), find_backend(name).context():
                 call = make_call(config, self.pool.inputs(config))

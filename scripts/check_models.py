@@ -29,13 +29,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from profharness.answers.layers.layer_map import actual_backend
 from profharness.config import parse_config
+from profharness.dtypes import OF_TORCH
 from profharness.errors import UsageError
 from profharness.parse.replay import replay_config
 from profharness.store import Selection, ingest_path, open_store
 from profharness.trace import TensorArgument
 
 Work = Callable[[], Any]
-DTYPES = {str(torch.float16): "fp16", str(torch.bfloat16): "bf16", str(torch.float32): "fp32"}
 HEADER = "model           recorded  found  configs  modules  backends  replayed"
 
 
@@ -349,7 +349,11 @@ def recorded(calls: list[dict[str, Any]]) -> Iterator[None]:
 
 def told(tensor: Any, cast: Any) -> TensorArgument:
     dtype = tensor.dtype if cast is None or tensor.dtype == torch.bool else cast
-    name = "bool" if dtype == torch.bool else DTYPES.get(str(dtype), str(dtype))
+    name = (
+        "bool"
+        if dtype == torch.bool
+        else OF_TORCH.get(str(dtype).removeprefix("torch."), str(dtype))
+    )
     return TensorArgument(tuple(tensor.shape), tuple(tensor.stride()), name)
 
 

@@ -24,7 +24,7 @@ import torch
 from bench_kernels import TABLE
 
 from profharness.config import parse_config
-from profharness.worker.inputs import DTYPES
+from profharness.worker.inputs import torch_dtype
 from profharness.worker.timing import open_graph
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels"
@@ -54,7 +54,7 @@ def candidates(problem: plans.Problem, multiprocessors: int) -> list[plans.Plan]
 def problem_of(shape: str) -> tuple[plans.Problem, torch.dtype, tuple[int, int, int, int]]:
     """Parse a config without options, such as those of TABLE."""
     config = parse_config(shape)
-    dtype = DTYPES[config.dtype]
+    dtype = torch_dtype(config.dtype)
     size = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
     heads = config.batch * config.num_heads
     return (

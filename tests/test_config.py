@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from profharness.commands._types import read_config_file
 from profharness.config import (
-    DTYPES,
     LAYOUTS,
     MASK_SHAPES,
     MASKS,
@@ -20,6 +19,7 @@ from profharness.config import (
     parse_config,
     parse_config_lines,
 )
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
 
 
@@ -42,7 +42,7 @@ def configs(draw: st.DrawFn) -> Config:
         seq_len_q=draw(st.integers(1, 10**6)),
         seq_len_kv=draw(st.integers(1, 10**6)),
         head_dim=head_dim,
-        dtype=draw(st.sampled_from([None, *DTYPES])),
+        dtype=draw(st.sampled_from([None, *CONFIG_DTYPES])),
         causal=draw(st.booleans()),
         mask=mask,
         dropout=draw(

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from profharness import config, rows
+from profharness import config, dtypes, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "profharness"
@@ -15,20 +15,23 @@ NAMES = {
     for name, names in {
         "config.SDPA_BACKENDS": config.SDPA_BACKENDS,
         "config.OWN_CHOICE": config.OWN_CHOICE,
-        "config.DTYPES": config.DTYPES,
+        "dtypes.CONFIG_DTYPES": dtypes.CONFIG_DTYPES,
         "rows.TRACE_PROFILERS": rows.TRACE_PROFILERS,
         "rows.MEASUREMENTS": set(rows.MEASUREMENTS) - {rows.EVENT},  # a name of older runs
     }.items()
 }
-DERIVED = {
+DERIVED = {  # derived from other names in the same module
     "config.SDPA_BACKENDS",
     "config.OWN_CHOICE",
-}  # derived from other names in the same module
+    "rows.TRACE_PROFILERS",
+}
 # Lists of the same names that are independent facts.
 OTHER_FACTS = {
     ("dispatch/predict.py", "config.SDPA_BACKENDS"): "the orders of preference, by release",
-    ("dispatch/checks.py", "config.DTYPES"): "what efficient computes in, in PyTorch's order",
-    ("kernel_names/__init__.py", "config.DTYPES"): "dtypes that names spell; below config",
+    (
+        "dispatch/checks.py",
+        "dtypes.CONFIG_DTYPES",
+    ): "what efficient computes in, in PyTorch's order",
 }
 
 

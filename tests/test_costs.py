@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.config import DTYPES, MASKS, Config, parse_config
+from profharness.config import MASKS, Config, parse_config
 from profharness.costs import (
     CONVENTIONS,
     compulsory_bytes,
@@ -20,6 +20,7 @@ from profharness.costs import (
     tensor_bytes,
     working_set_bytes,
 )
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
 
 small = st.integers(1, 9)
@@ -36,7 +37,7 @@ def configs(draw: st.DrawFn) -> Config:
         seq_len_q=draw(small),
         seq_len_kv=draw(small),
         head_dim=draw(small),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=draw(st.sampled_from(CONFIG_DTYPES)),
         causal=causal,
         mask="none" if causal else draw(st.sampled_from(MASKS)),
         dropout=draw(st.sampled_from((0.0, 0.1))),

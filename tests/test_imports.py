@@ -141,7 +141,7 @@ def test_the_observer_imports_the_standard_library_torch_and_itself() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_worker_imports_from_the_lowest_three_layers() -> None:
+def test_the_worker_imports_from_the_lowest_four_layers() -> None:
     below = {
         name.split(".")[1]
         for path, name, _, _ in everything()

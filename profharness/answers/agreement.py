@@ -13,8 +13,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from profharness.config import SDPA_BACKENDS, leaves_choice, parse_config
-from profharness.errors import NotFoundError, UsageError, few
+from profharness.config import SDPA_BACKENDS, parse_config, pytorch_chooses
+from profharness.errors import NotFoundError, UsageError, join_few
 from profharness.files import shell_command
 from profharness.rows import (
     NAIVE_COMPILED,
@@ -91,7 +91,7 @@ def of_pytorch(backend: str) -> bool:
     """Return whether PyTorch's dispatcher decides what runs: one of SDPA's own backends, or
     several.
     """
-    return backend in SDPA_BACKENDS or leaves_choice(backend)
+    return backend in SDPA_BACKENDS or pytorch_chooses(backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ _Clause = tuple[set[str], str]  # the backends of a witness, and its text
 
 def _predicted_clause(cell: CellRow) -> _Clause | None:
     """Return the prediction. A forced backend without one is compared with its own name."""
-    if leaves_choice(cell.backend):
+    if pytorch_chooses(cell.backend):
         if cell.predicted is None:
             return None
         text = "that PyTorch raises" if cell.predicted == "none" else cell.predicted
@@ -358,7 +358,7 @@ def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
         configs.setdefault((entry.backend, entry.took), []).append(entry.config)
     notes = []
     for (backend, took), labels in configs.items():
-        notes.append((f"{backend} at {few(labels, SHOWN)}", replacement_text(took)))
+        notes.append((f"{backend} at {join_few(labels, SHOWN)}", replacement_text(took)))
     return notes
 
 

@@ -35,8 +35,10 @@ from profharness.backends.inputs import (
 )
 from profharness.backends.sources import find_implementation, fingerprint, parts_of
 from profharness.config import Config, parse_config, sdpa_setting
-from profharness.dispatch.advice import TORCH_DTYPES, setting_code
-from profharness.errors import NotFoundError, UsageError, few, one_line, printable
+from profharness.device_types import CUDA
+from profharness.dispatch.advice import setting_code
+from profharness.dtypes import DTYPES
+from profharness.errors import NotFoundError, UsageError, join_few, one_line, printable
 from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import Protocol
 from profharness.store import Selection, Store
@@ -79,7 +81,7 @@ def stored_cell(store: Store, selection: Selection) -> ReproCell:
         named = [f"{cell.config} {cell.backend}" for cell in cells]
         raise UsageError(
             f"{len(named)} cells of run {run} are meant; name one with --config and --backend: "
-            f"{few(named, SHOWN)}"
+            f"{join_few(named, SHOWN)}"
         )
     (cell,) = cells
     environment = store.environment(cell.run)
@@ -119,7 +121,7 @@ def repro_script(cell: ReproCell) -> str:
         if cell.device == "auto"
         else f'"{cell.device}"'
     )
-    dtype = TORCH_DTYPES.get(config.dtype or "")
+    dtype = f"torch.{DTYPES[config.dtype].torch}" if config.dtype else None
     default = 'torch.float16 if DEVICE == "cuda" else torch.float32'
     notes = (f"Written by profharness {__version__}; needs {needs}.", *cell.record)
     return SCRIPT.format(
@@ -150,7 +152,7 @@ def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
         return "torch alone", SDPA.format(before=before, kernel=setting_code(setting))
     if backend.source is not None:
         return _source(backend.source, config)
-    reason = backend.supports(config.resolve("cuda"))
+    reason = backend.supports(config.resolve(CUDA))
     if device not in (*backend.devices, "auto"):
         reason = f"profharness does not run {name} on {device}"
     refused = f"print({f'refused: {reason}'!r})\nsys.exit(1)\n" if reason else ""

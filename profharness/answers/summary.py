@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from profharness.answers.agreement import backend_that_ran
 from profharness.answers.bench.evaluation import Loss, evaluate_bench
+from profharness.device_types import device_name
 from profharness.rows import CALL_MEASUREMENTS, CellRow
 from profharness.stats import THRESHOLD
 from profharness.store import Store
@@ -50,7 +51,7 @@ def _what_ran(store: Store, run: str, cells: Sequence[CellRow]) -> str:
     backends = dict.fromkeys(cell.backend for cell in cells)
     counts = Counter(cell.status for cell in cells)
     ended = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    device = environment.get("gpu") or environment.get("cpu") or "an unknown device"
+    device = device_name(environment) or "an unknown device"
     what = f"{_count(len(configs), 'config')} on {_count(len(backends), 'backend')}"
     torch = environment.get("torch") or "of an unknown release"
     return f"{what} ({', '.join(backends)}) make {_count(len(cells), 'cell')}: {ended}; {device}, torch {torch}."

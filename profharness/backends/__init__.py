@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 
 from profharness.backends.base import (
-    HALF,
     Backend,
     GpuBackend,
-    loaded,
+    check_limits,
     needs_module,
-    nothing,
+    no_reason,
     outside_contract,
-    wants,
+    refuse_if_unloadable,
 )
 from profharness.backends.libraries import LIBRARY_BACKENDS
 from profharness.backends.sources import (
@@ -29,12 +28,12 @@ from profharness.backends.sources import (
     from_source,
     implementation_names,
 )
-from profharness.config import AUTO, Setting, sdpa_setting
+from profharness.config import ALL_DISABLED, AUTO, SdpaSetting, sdpa_setting
+from profharness.device_types import CUDA, DEVICE_TYPES
+from profharness.dtypes import HALF
 from profharness.errors import UsageError
 from profharness.rows import NAIVE_COMPILED
 
-DEFAULT_BACKENDS = (AUTO, "flash", "efficient", "cudnn", "math")
-CPU_BACKENDS = (AUTO, "flash", "math")
 ALL = "all"
 KERNELS = "kernels"
 SOURCES_FILE = "sources.json"
@@ -60,52 +59,61 @@ def _flash_impl(
         summary,
         context=_in_worker("activated", name.upper()),
         load=_in_worker("sdpa"),
-        supports=wants(dtypes=HALF),
+        supports=check_limits(dtypes=HALF),
         absent=_in_worker("flash_impl_absent", name.upper(), module, remedy, majors),
         isolated=True,
     )
 
 
-_BOTH = ("cuda", "cpu")
+_ALL_DEVICES = tuple(DEVICE_TYPES)
 
 
 def _only(*names: str, ordered: bool = False) -> Callable[[], Any]:
-    return _in_worker("only", Setting(names, ordered))
+    return _in_worker("only", SdpaSetting(names, ordered))
 
 
-SDPA_BACKENDS = (
-    Backend(AUTO, "PyTorch's own choice, all flags as they are", _BOTH),
+SDPA_ROWS = (
+    Backend(AUTO, "PyTorch's own choice, all flags as they are", _ALL_DEVICES),
     Backend(
         "flash",
         "FlashAttention (FA2 built into PyTorch, or an activated FA3/FA4)",
-        _BOTH,
+        _ALL_DEVICES,
         _only("flash"),
     ),
-    Backend("efficient", "memory-efficient attention (CUTLASS)", ("cuda",), _only("efficient")),
-    Backend("cudnn", "cuDNN's fused attention", ("cuda",), _only("cudnn")),
-    Backend("math", "matmul, softmax, matmul as separate ATen ops", _BOTH, _only("math")),
+    Backend("efficient", "memory-efficient attention (CUTLASS)", (CUDA,), _only("efficient")),
+    Backend("cudnn", "cuDNN's fused attention", (CUDA,), _only("cudnn")),
+    Backend("math", "matmul, softmax, matmul as separate ATen ops", _ALL_DEVICES, _only("math")),
     Backend(
-        "all-disabled",
+        ALL_DISABLED,
         "legacy sdp_kernel with flash, math and efficient off: leaves cuDNN on",
-        _BOTH,
+        _ALL_DEVICES,
         _in_worker("legacy_all_disabled"),
     ),
 )
-TORCH_BACKENDS = (
+DEFAULT_BACKENDS = {
+    device: tuple(
+        backend.name
+        for backend in SDPA_ROWS
+        if device in backend.devices and backend.name != ALL_DISABLED
+    )
+    for device in DEVICE_TYPES
+}
+"""Backends of a run without --backend, by the type of its device."""
+TORCH_ROWS = (
     # On a CPU Inductor could write C++ for flex: no Triton kernel, half a minute to compile, no
     # backward. Uncompiled it is no fused kernel at all. Neither is what is asked for.
     GpuBackend(
         "flex",
         "flex_attention under torch.compile (Triton); causal as a block mask",
-        load=loaded("flex_attention", _in_worker("flex", None)),
+        load=refuse_if_unloadable("flex_attention", _in_worker("flex", None)),
         supports=outside_contract,
         absent=needs_module("triton", "pip install triton"),
     ),
     GpuBackend(
         "flex-flash",
         "flex_attention with kernel_options BACKEND FLASH (FA4 kernels)",
-        load=loaded("flex_attention", _in_worker("flex", {"BACKEND": "FLASH"})),
-        supports=wants(dtypes=HALF),
+        load=refuse_if_unloadable("flex_attention", _in_worker("flex", {"BACKEND": "FLASH"})),
+        supports=check_limits(dtypes=HALF),
         absent=_in_worker("flex_flash_absent"),
         packages=("flash-attn-4",),
         isolated=True,
@@ -114,7 +122,9 @@ TORCH_BACKENDS = (
         "varlen",
         "torch.nn.attention.varlen; packs the inputs, a copy unless layout=bshd",
         load=_in_worker("varlen"),
-        supports=wants(dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256),
+        supports=check_limits(
+            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256
+        ),
         absent=_in_worker("varlen_absent"),
     ),
     _flash_impl(
@@ -135,14 +145,14 @@ TORCH_BACKENDS = (
     GpuBackend(
         NAIVE_COMPILED,
         "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
-        load=loaded(NAIVE_COMPILED, _in_worker("naive_compiled")),
+        load=refuse_if_unloadable(NAIVE_COMPILED, _in_worker("naive_compiled")),
         supports=outside_contract,
         absent=_in_worker("naive_compiled_absent"),
         isolated=True,
     ),
 )
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (*SDPA_BACKENDS, *TORCH_BACKENDS, *LIBRARY_BACKENDS)
+    backend.name: backend for backend in (*SDPA_ROWS, *TORCH_ROWS, *LIBRARY_BACKENDS)
 }
 
 
@@ -162,7 +172,7 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
             names |= dict.fromkeys(default if name == ALL else (name,))
     if named and not names:
         raise UsageError(
-            f"--backend {','.join(named)} stands for nothing: there is no implementation in "
+            f"--backend {','.join(named)} stands for no_reason: there is no implementation in "
             "kernels/; `profharness new-kernel NAME` writes one"
         )
     return list(names)
@@ -190,15 +200,15 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
     return backend
 
 
-def _of_setting(setting: Setting) -> Backend:
+def _of_setting(setting: SdpaSetting) -> Backend:
     """Return SDPA with several of its backends permitted, or tried in an order."""
     names = list(setting.backends)
     summary = f"PyTorch's choice among {' and '.join(names)}"
     if setting.ordered:
         summary = f"the first of {', then '.join(names)} that takes the config"
-    absent = _in_worker("priority_absent") if setting.ordered else nothing
+    absent = _in_worker("priority_absent") if setting.ordered else no_reason
     context = _only(*names, ordered=setting.ordered)
-    return Backend(setting.name, summary, _BOTH, context, absent=absent)
+    return Backend(setting.name, summary, _ALL_DEVICES, context, absent=absent)
 
 
 def find_backends(texts: Iterable[str]) -> dict[str, Backend]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.config import Config
+from profharness.device_types import CUDA
 from profharness.errors import ProfharnessError
 from profharness.rows import Refusal
 
@@ -38,7 +39,7 @@ class ImplementationError(ProfharnessError):
     """A user's implementation cannot be loaded or violates the contract."""
 
 
-def nothing(*_: object) -> str | None:
+def no_reason(*_: object) -> str | None:
     return None
 
 
@@ -56,11 +57,11 @@ class Backend:
     """Return the callable (in the worker). Without it, the call is `scaled_dot_product_attention`
     with all its arguments.
     """
-    supports: Callable[[Config], str | None] = nothing
+    supports: Callable[[Config], str | None] = no_reason
     """Return why it cannot compute a config, or None."""
-    absent: Callable[[], str | None] = nothing
+    absent: Callable[[], str | None] = no_reason
     """Return why it is not available, or None (in the worker)."""
-    tuning: Callable[[], Any] = nothing
+    tuning: Callable[[], Any] = no_reason
     """Return the parameters of the last call, if the loaded function has no `tuning` of its own."""
     refuses: tuple[type[Exception], ...] = ()
     """Exceptions in the first call that are refusals. Others are errors."""
@@ -74,7 +75,7 @@ class Backend:
     """Whether it runs code that is not PyTorch's, so that its cells need their own process."""
 
 
-GpuBackend = functools.partial(Backend, devices=("cuda",), refuses=(Exception,))
+GpuBackend = functools.partial(Backend, devices=(CUDA,), refuses=(Exception,))
 """A backend of a library. Every exception in its first call is a refusal."""
 
 
@@ -91,10 +92,7 @@ def outside_contract(config: Config) -> str | None:
     return None
 
 
-HALF = ("fp16", "bf16")
-
-
-def wants(
+def check_limits(
     *,
     dtypes: tuple[str, ...] = (),
     square_causal: bool = False,
@@ -155,7 +153,7 @@ def find_module(name: str) -> ModuleSpec | None:
     return spec
 
 
-def loaded(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
+def refuse_if_unloadable(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
     """Wrap `load` so that its failure is an `absent` refusal: installed, but not usable here."""
 
     def wrapped() -> Attention:

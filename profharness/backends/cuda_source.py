@@ -21,12 +21,12 @@ from profharness.backends.cubin_cache import (
     write_cached,
 )
 from profharness.backends.cuda_launch import CudaKernel, load_kernel
-from profharness.errors import pip_line
+from profharness.errors import install_command
 
 __all__ = ["CompileError", "CompiledSource", "CudaSource"]
 
 LOG = logging.getLogger(__name__)
-REMEDY = pip_line("kernels")
+REMEDY = install_command("kernels")
 LOG_MARK = "compilation log:"
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from profharness.backends.base import (
-    HALF,
     Attention,
     GpuBackend,
-    loaded,
+    check_limits,
     needs_module,
     outside_contract,
-    wants,
+    refuse_if_unloadable,
 )
+from profharness.dtypes import HALF
 
 
 def flash_attn() -> Attention:
@@ -81,8 +81,10 @@ LIBRARY_BACKENDS = (
     GpuBackend(
         "flash-attn",
         "flash_attn_func of the package flash-attn (FA2)",
-        load=loaded("flash_attn", flash_attn),
-        supports=wants(dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256),
+        load=refuse_if_unloadable("flash_attn", flash_attn),
+        supports=check_limits(
+            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256
+        ),
         absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
         packages=("flash-attn",),
         isolated=True,
@@ -90,7 +92,7 @@ LIBRARY_BACKENDS = (
     GpuBackend(
         "xformers",
         "memory_efficient_attention of the package xformers",
-        load=loaded("xformers", xformers),
+        load=refuse_if_unloadable("xformers", xformers),
         supports=outside_contract,
         absent=needs_module("xformers.ops", "pip install xformers"),
         packages=("xformers",),
@@ -99,8 +101,8 @@ LIBRARY_BACKENDS = (
     GpuBackend(
         "sage",
         "sageattn of the package sageattention (8-bit Q·K)",
-        load=loaded("sageattention", sage),
-        supports=wants(
+        load=refuse_if_unloadable("sageattention", sage),
+        supports=check_limits(
             dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=128, forward_only=True
         ),
         absent=needs_module("sageattention", "pip install sageattention"),
@@ -110,8 +112,8 @@ LIBRARY_BACKENDS = (
     GpuBackend(
         "flashinfer",
         "single_prefill_with_kv_cache of the package flashinfer-python",
-        load=loaded("flashinfer", flashinfer),
-        supports=wants(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
+        load=refuse_if_unloadable("flashinfer", flashinfer),
+        supports=check_limits(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
         absent=needs_module("flashinfer", "pip install flashinfer-python"),
         packages=("flashinfer-python",),
         isolated=True,

@@ -31,6 +31,7 @@ from profharness.backends.base import (
 )
 from profharness.backends.cubin_cache import SOURCE_BYTES, is_source, local_files
 from profharness.config import Config
+from profharness.device_types import DEVICE_TYPES
 from profharness.environment import CHANGED
 from profharness.errors import UsageError
 from profharness.processes import run_briefly
@@ -43,7 +44,6 @@ _IN_WHEEL = _PACKAGE / "_kernels"
 SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
 GIT_S = 5.0  # that git may take
-DEVICES = ("cuda", "cpu")
 NESTED = "an expression may be nested too deeply for Python"
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
@@ -126,7 +126,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
     return Backend(
         name,
         summary,
-        DEVICES,
+        tuple(DEVICE_TYPES),
         load=lambda: _implementation(source).attention,
         supports=lambda config: _supports(source, config),
         tuning=lambda: _implementation(source).tuning(),

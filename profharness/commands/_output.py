@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from profharness.environment import lacking
+from profharness.environment import missing_packages
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
 from profharness.files import atomic_file, check_output
 from profharness.views.document import Chart, Document
@@ -138,7 +138,7 @@ def require_charts(format_: str | None, output: Path | None) -> None:
     Called before anything is measured.
     """
     chosen = chosen_format(format_, output)
-    if lacking("report") and (chosen == "html" or (chosen == "md" and output is not None)):
+    if missing_packages("report") and (chosen == "html" or (chosen == "md" and output is not None)):
         raise MissingExtraError("drawing a chart", "report")
 
 

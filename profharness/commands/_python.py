@@ -12,7 +12,7 @@ from profharness.answers.agreement import with_predictions
 from profharness.commands._types import ConfigLike, Names, PathLike, config_list, store_path
 from profharness.commands.kernels import EVERY_PROFILER, require_profilers
 from profharness.config import split_names
-from profharness.rows import CellRow, LaunchRow, of_first_profiler
+from profharness.rows import CellRow, LaunchRow, preferred_profiler_rows
 from profharness.store import open_store
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def launches(
     require_profilers(watched or ())
     with open_store(store_path(store)) as opened:
         rows = list(opened.launches(run, profiler=watched, cell=cell))
-    return stores.to_frame(of_first_profiler(rows) if profiler is None else rows, LaunchRow)
+    return stores.to_frame(preferred_profiler_rows(rows) if profiler is None else rows, LaunchRow)
 
 
 def query(

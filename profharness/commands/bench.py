@@ -46,7 +46,7 @@ from profharness.commands._types import (
     timeout_option,
 )
 from profharness.config import split_names
-from profharness.environment import lacking
+from profharness.environment import missing_packages
 from profharness.errors import MissingExtraError, UsageError
 from profharness.files import RUNS_FOLDER, atomic_file, shell_command
 from profharness.rows import GPU_MEASUREMENTS
@@ -291,7 +291,7 @@ def _write_folder(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be made: {error.strerror}") from None
-    left_out = {"html"} if lacking("report") else set()
+    left_out = {"html"} if missing_packages("report") else set()
     texts = {
         name: RENDERERS[kind](document)
         for kind, name in FOLDER_FILES.items()

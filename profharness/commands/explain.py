@@ -41,6 +41,7 @@ from profharness.commands._types import (
     store_path,
 )
 from profharness.config import AUTO, Config, parse_config, split_names
+from profharness.device_types import is_gpu
 from profharness.dispatch.machine import release_text, skipped_releases
 from profharness.errors import UsageError
 from profharness.run import DEVICES, CaptureOptions, Protocol, require_device
@@ -304,7 +305,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     if measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)
-    if single and platforms and platforms[0].device == "cuda" and question.asked == AUTO:
+    if single and platforms and is_gpu(platforms[0].device) and question.asked == AUTO:
         answers = [replace(answers[0], prediction=_predict(configs[0], platforms[0]))]
     question.explanations.extend(answers)
     if single:

@@ -16,7 +16,7 @@ from profharness.commands._command import command, declaration_of
 from profharness.commands._options import Option
 from profharness.commands._output import hint, is_command_line, live, quiet_stdout
 from profharness.commands._types import PathLike, Store, store_path
-from profharness.errors import ProfharnessError, printable, shown
+from profharness.errors import ProfharnessError, printable, printable_path
 from profharness.files import shell_command
 from profharness.jobs.parallel_ingest import (
     IngestOutcome,
@@ -151,7 +151,7 @@ def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, Non
         except OSError as error:  # TMPDIR is full, the file went away
             reason = error.strerror or f"{type(error).__name__}: {error}"
             place = error.filename or "TMPDIR"
-            yield IngestOutcome(source, error=f"{shown(source)}: {place}: {reason}")
+            yield IngestOutcome(source, error=f"{printable_path(source)}: {place}: {reason}")
         else:
             yield IngestOutcome(source, tuple(results))
 
@@ -236,13 +236,15 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
     """Print a line per run: its name, its status, and what was stored."""
     for warning in [text for result in results for text in result.warnings]:
         # do not repeat the name of a single trace
-        hint(f"warning: {shown(source)}: {warning.removeprefix(f'{shown(source.name)}: ')}")
+        hint(
+            f"warning: {printable_path(source)}: {warning.removeprefix(f'{printable_path(source.name)}: ')}"
+        )
     with quiet_stdout() as stream:
         for result in results:
             counts = f"{result.launches:,} launches"
             counts += f", {result.cells} cells" if result.cells else ""
             kept = f" (stored from {result.kept})" if result.kept else ""
-            line = f"{shown(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
+            line = f"{printable_path(source)}: {result.status}, run {result.run}{kept}: {counts}\n"
             stream.write(printable(line).encode())
 
 
@@ -253,14 +255,16 @@ def _progress(source: Path) -> Iterator[Progress | None]:
     In both cases print how long nsys may take.
     """
     if source.suffix == SUFFIX:
-        hint(f"{shown(source)}: nsys exports it, for {export_limit_s(source):.0f} s at most")
+        hint(
+            f"{printable_path(source)}: nsys exports it, for {export_limit_s(source):.0f} s at most"
+        )
     if not sys.stderr.isatty():
-        hint(f"reading {shown(source)}")
+        hint(f"reading {printable_path(source)}")
         yield None
         return
 
     def show(name: str, done: int, total: int) -> None:
-        live(f"{shown(name)}: {done:,} of {total:,} launches")
+        live(f"{printable_path(name)}: {done:,} of {total:,} launches")
 
     yield show
     live()

@@ -39,7 +39,7 @@ from profharness.commands._types import (
 from profharness.config import Config, split_names
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.files import shell_command
-from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, of_first_profiler
+from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, preferred_profiler_rows
 from profharness.store import (
     ALL_RUNS,
     KERNELS_ELSE_CELLS,
@@ -338,7 +338,7 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
     """Return the rows of one profiler for each run. Print a hint about the other profilers."""
-    kept = of_first_profiler(rows)
+    kept = preferred_profiler_rows(rows)
     # the order of a set would differ between processes
     others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
     if others:

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from profharness.config import AUTO, SDP_BACKENDS, Config, Setting, sdpa_setting
-from profharness.dispatch.perturb import Choose, Oracle, rounded_up, with_dims
-from profharness.dispatch.predict import Verdict
+from profharness.config import AUTO, SDP_BACKENDS, Config, SdpaSetting, sdpa_setting
+from profharness.dispatch.perturb import ChoiceFunction, Oracle, rounded_up, with_dims
+from profharness.dispatch.predict import Eligibility
+from profharness.dtypes import DTYPES
 from profharness.rows import Refusal
 
 PADDED_LENGTH = 8
@@ -17,7 +18,7 @@ LARGEST_DIM = 256
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """A change of a config that may remove a reason against a backend."""
 
     name: str
@@ -75,60 +76,59 @@ def _sixteenth(config: Config) -> Config | None:
 
 # In order of preference: first changes that keep the output, then those with a cost.
 CHANGES = (
-    Change("contiguous", ("last_dim_stride",), Config.contiguous,
+    ConfigChange("contiguous", ("last_dim_stride",), Config.contiguous,
            "make the last dimension of q, k and v contiguous (a copy of each)"),
-    Change("aligned copy", ("alignment",), Config.contiguous,
+    ConfigChange("aligned copy", ("alignment",), Config.contiguous,
            "copy q, k and v with clone(), so that their storage offset is 0"),
-    Change("pad head_dim", ("head_dim_multiple",),
+    ConfigChange("pad head_dim", ("head_dim_multiple",),
            lambda c: _padded(c, rounded_up(c.head_dim), rounded_up(c.value_dim)),
            "pad head_dim from {b.head_dim} to {a.head_dim} (head_dim_v from {b.value_dim} to {a.value_dim}), "
            "keep the scale and slice the output"),
-    Change("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
+    ConfigChange("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
            "pad head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to the same {a.head_dim}, keep the scale "
            "and slice the output"),
-    Change("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, LARGEST_DIM),
+    ConfigChange("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, LARGEST_DIM),
            "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
            "slice the output"),
-    Change("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
+    ConfigChange("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
            "repeat the {b.num_kv_heads} key and value heads to {a.num_kv_heads} instead of enable_gqa (more memory "
            "for k and v)"),
-    Change("detach mask", ("mask_grad",),
+    ConfigChange("detach mask", ("mask_grad",),
            lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
            "detach attn_mask, if its gradient is not needed"),
-    Change("slice keys", ("causal_non_square",), _fewer_keys,
+    ConfigChange("slice keys", ("causal_non_square",), _fewer_keys,
            "cut k and v to the first {a.seq_len_kv} keys: is_causal starts at the first key, so later ones never "
            "count (for a mask that ends at the last key see torch.nn.attention.bias.causal_lower_right)"),
-    Change("no causal", ("causal_non_square",),
+    ConfigChange("no causal", ("causal_non_square",),
            lambda c: replace(c, causal=False) if c.seq_len_q == 1 else None,
            "leave is_causal out, if the one query may see all keys (is_causal lets it see the first alone)",
            exact=False),
-    Change("pad queries", ("seq_len_one", "decode_disabled"), _pad_queries,
+    ConfigChange("pad queries", ("seq_len_one", "decode_disabled"), _pad_queries,
            "pad the one query to {a.seq_len_q} and slice the output"),
-    Change("pad keys", ("seq_len_one", "known_bug"), _pad_keys,
+    ConfigChange("pad keys", ("seq_len_one", "known_bug"), _pad_keys,
            "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added ones"),
-    Change("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
+    ConfigChange("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
            "put the triangle of is_causal into attn_mask, and leave is_causal out"),
-    Change("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
+    ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
            "say is_causal=True instead of attn_mask, which holds only if the mask is lower triangular", exact=False),
-    Change("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
+    ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
            "leave attn_mask out, if it hides nothing", exact=False),
-    Change("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
+    ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
            "compute in bf16 instead of {b.dtype}: 8 significant bits (about 2 to 3 digits) instead of the 24 of fp32, "
            "with the same range", exact=False, group="dtype"),
-    Change("fp16", ("dtype",), lambda c: replace(c, dtype="fp16"),
+    ConfigChange("fp16", ("dtype",), lambda c: replace(c, dtype="fp16"),
            "compute in fp16 instead of {b.dtype}: 11 significant bits (about 3 digits), and values must stay below "
            "65504", exact=False, group="dtype"),
-    Change("dropout in sixteenths", ("dropout",), _sixteenth,
+    ConfigChange("dropout in sixteenths", ("dropout",), _sixteenth,
            "set dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
-    Change("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
+    ConfigChange("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
            "leave dropout out (dropout_p=0), as outside of training", exact=False, group="dropout"),
-    Change("not deterministic", ("deterministic",), lambda c: replace(c, deterministic=False),
+    ConfigChange("not deterministic", ("deterministic",), lambda c: replace(c, deterministic=False),
            "turn torch.use_deterministic_algorithms off or to warn_only=True (gradients may then differ from run to "
            "run)"),
-    Change("no gradients", ("head_dim_training", "known_bug"), lambda c: replace(c, bwd=False),
+    ConfigChange("no gradients", ("head_dim_training", "known_bug"), lambda c: replace(c, bwd=False),
            "call it under torch.inference_mode(), if no gradients are needed"),
 )  # fmt: skip
-TORCH_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
 
 
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
@@ -142,7 +142,7 @@ def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
     if setting is not None:
         imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
         contexts.append(setting_code(setting))
-    first = [FIRST_CHOICE] if setting is not None and setting.ordered else []
+    first = [FIRST_CHOICE_LINE] if setting is not None and setting.ordered else []
     call = f"out = F.scaled_dot_product_attention({', '.join(['q', 'k', 'v', *_arguments(after)])})"
     if contexts:
         call = f"with {', '.join(contexts)}:\n    {call}"
@@ -152,14 +152,16 @@ def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
     if after.value_dim > before.value_dim:
         lines.append(f"out = out[..., :{before.value_dim}]")
     if before.dtype != after.dtype:
-        lines.append(f"out = out.to({TORCH_DTYPES[str(before.dtype)]})")
+        lines.append(f"out = out.to(torch.{DTYPES[str(before.dtype)].torch})")
     return "\n".join(lines)
 
 
-FIRST_CHOICE = "torch._fused_sdp_choice(q, k, v)  # a process's first choice would undo a set order"
+FIRST_CHOICE_LINE = (
+    "torch._fused_sdp_choice(q, k, v)  # a process's first choice would undo a set order"
+)
 
 
-def setting_code(setting: Setting) -> str:
+def setting_code(setting: SdpaSetting) -> str:
     """Return the sdpa_kernel call that permits these backends."""
     members = ", ".join(f"SDPBackend.{SDP_BACKENDS[name]}" for name in setting.backends)
     return f"sdpa_kernel([{members}]{', set_priority=True' if setting.ordered else ''})"
@@ -205,7 +207,7 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
     if value > 0 and query != value:
         yield f"v = F.pad(v, (0, {value}))"
     if before.dtype != after.dtype:
-        dtype = TORCH_DTYPES[str(after.dtype)]
+        dtype = f"torch.{DTYPES[str(after.dtype)].torch}"
         yield f"q, k, v = (each.to({dtype}) for each in (q, k, v))"
         if before.mask.startswith("float") and after.mask.startswith("float"):
             yield f"attn_mask = attn_mask.to({dtype})"
@@ -217,9 +219,9 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
         yield "attn_mask = attn_mask.detach()"
 
 
-MOST = 3
-DEEPEST = 6
-FLEX = """\
+MAX_ADVICE = 3
+MAX_CHANGES = 6
+FLEX_CODE = """\
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -254,7 +256,7 @@ class Advice:
 @dataclass(frozen=True)
 class _State:
     config: Config
-    answer: Verdict
+    answer: Eligibility
     steps: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()
 
@@ -265,7 +267,7 @@ class _State:
 
 
 def advise(
-    config: Config, backend: str, oracle: Oracle, choose: Choose, asked: str = AUTO
+    config: Config, backend: str, oracle: Oracle, choose: ChoiceFunction, asked: str = AUTO
 ) -> tuple[Advice, ...]:
     """Return at most three changes that let a backend compute a config, with the fewest steps
     possible.
@@ -286,7 +288,7 @@ def advise(
     ]
     if (outside := OUTSIDE.get(start.code)) and (advice := outside(config, backend)):
         ways.append(advice)
-    return tuple(ways[:MOST])
+    return tuple(ways[:MAX_ADVICE])
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
@@ -295,7 +297,7 @@ def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
     """
     seen = {start.config}
     level = [start]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_CHANGES):
         following = [
             state for before in level for state in _steps_from(before, backend, oracle, seen)
         ]
@@ -323,7 +325,7 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
     return states
 
 
-def _way(config: Config, state: _State, backend: str, choose: Choose, asked: str) -> Advice:
+def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, asked: str) -> Advice:
     """If another backend is selected even after the change, the code also requests the wanted one."""
     choice = choose(state.config)
     named = asked if choice == backend else backend
@@ -345,7 +347,7 @@ def _name_it(config: Config, backend: str, asked: str) -> Advice:
     return Advice(
         change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow {backend} alone with "
         "sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the others as a fallback, with "
-        f"{setting_code(Setting((backend, 'math'), ordered=True))})",
+        f"{setting_code(SdpaSetting((backend, 'math'), ordered=True))})",
         code=call_code(config, config, backend),
         config=config.label,
         verified=True,
@@ -364,7 +366,7 @@ def _flex(config: Config, _: str) -> Advice | None:
     arguments += ", enable_gqa=True" if config.num_kv_heads != config.num_heads else ""
     return Advice(
         "keep the mask and call flex_attention, which takes any mask (its own kernels, not those of flash)",
-        FLEX.format(score=score, arguments=arguments),
+        FLEX_CODE.format(score=score, arguments=arguments),
         steps=("flex",),
     )
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from profharness.device_types import CUDA
 from profharness.dispatch.machine import AttentionParams, Machine, Release
+from profharness.dtypes import HALF
 
-Check = Callable[[AttentionParams, Machine], bool | None]
-LOW_PRECISION = ("fp16", "bf16")
+Condition = Callable[[AttentionParams, Machine], bool | None]
 CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
 # The newest architecture that a release's fused backends accept.
 NEWEST_SM: tuple[tuple[Release, tuple[int, int]], ...] = (
@@ -91,7 +92,7 @@ def cudnn_head_dim_limit(params: AttentionParams, machine: Machine) -> int:
 
 def gemm_alignment(params: AttentionParams, machine: Machine) -> int:
     """Return the number of elements that head_dim must be a multiple of for the efficient kernels."""
-    half = params.dtype in LOW_PRECISION
+    half = params.dtype in HALF
     tensor_cores = machine.major >= 8 or (machine.major == 7 and half)
     wide = (8 if half else 4) if tensor_cores else 1
     return max(wide, 4 if machine.major >= 8 else 1)
@@ -108,20 +109,20 @@ def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
     return gemm_alignment(params, machine) * params.itemsize
 
 
-def outside(oldest: tuple[int, int]) -> Check:
+def outside(oldest: tuple[int, int]) -> Condition:
     """Return a check that the GPU is older than `oldest` or newer than the release supports."""
     return lambda _, machine: not oldest <= machine.capability <= newest_sm(machine)
 
 
 def low_precision(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """Return the 16-bit dtypes: bf16 from sm80 on."""
-    return LOW_PRECISION if machine.major >= 8 else ("fp16",)
+    return HALF if machine.major >= 8 else ("fp16",)
 
 
 def flash_dtypes(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """Return the dtypes of flash, with fp8 if FA3 is active on sm90 and newer (from 2.11 on)."""
     fa3 = params.flash_impl == "FA3" and machine.major >= 9 and machine.torch >= (2, 11)
-    return ("fp8", *LOW_PRECISION) if fa3 else low_precision(params, machine)
+    return ("fp8_e4m3", *HALF) if fa3 else low_precision(params, machine)
 
 
 def efficient_dtypes(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
@@ -143,7 +144,7 @@ def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
     return params.requires_grad and small and large
 
 
-def heads_differ(gqa: bool) -> Check:
+def heads_differ(gqa: bool) -> Condition:
     """Return a check for unequal heads. With `gqa`, enable_gqa allows them."""
 
     def check(params: AttentionParams, machine: Machine) -> bool:
@@ -160,7 +161,7 @@ def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
     return params.enable_gqa and any(params.heads % max(heads, 1) for heads in groups)
 
 
-def strided(singleton_ok: bool, mask_matters: bool = True) -> Check:
+def strided(singleton_ok: bool, mask_matters: bool = True) -> Condition:
     """Return a check for a last dimension with a stride other than 1.
 
     With `singleton_ok`, a head_dim of 1 may have any stride. With `mask_matters`, the check includes
@@ -251,7 +252,7 @@ HAZARDS = (
 
 def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """Return the known failures of a call that the dispatcher accepts, each with a remedy."""
-    if params.device != "cuda":
+    if params.device != CUDA:
         return ()
     return tuple(
         hazard.text

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from profharness.config import SDPA_BACKENDS, Config, Setting
+from profharness.config import SDPA_BACKENDS, Config, SdpaSetting
+from profharness.device_types import CPU, CUDA, DEVICE_TYPES
 from profharness.devices import find_gpu
+from profharness.dtypes import DTYPES
 from profharness.errors import UsageError
 
 Value = TypeVar("Value")
@@ -227,17 +229,9 @@ def release_text(release: Release) -> str:
     return ".".join(map(str, release))
 
 
-# name -> (text in PyTorch's messages, bytes per element)
-DTYPES = {
-    "fp16": ("Half", 2),
-    "bf16": ("BFloat16", 2),
-    "fp32": ("float", 4),
-    "fp64": ("double", 8),
-    "fp8": ("Float8_e4m3fn", 1),
-}
 ALLOWED = {
     "dtype": tuple(DTYPES),
-    "device": ("cuda", "cpu"),
+    "device": tuple(DEVICE_TYPES),
     "deterministic": ("off", "error", "warn_only"),
     "flash_impl": ("FA2", "FA3", "FA4"),
 }
@@ -268,7 +262,7 @@ class AttentionParams:
     seq_kv: int
     head_dim: int
     dtype: str = "fp16"
-    device: str = "cuda"
+    device: str = CUDA
     batch_kv: int | None = None
     kv_heads_v: int | None = None
     head_dim_v: int | None = None
@@ -315,12 +309,12 @@ class AttentionParams:
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return DTYPES[self.dtype][1]
+        return DTYPES[self.dtype].bytes
 
     @property
     def dtype_text(self) -> str:
         """The dtype in the format of PyTorch's messages."""
-        return DTYPES[self.dtype][0]
+        return DTYPES[self.dtype].message
 
     @property
     def query_sizes(self) -> list[int]:
@@ -335,7 +329,7 @@ class AttentionParams:
         return [self.key_batch, self.value_heads, self.seq_kv, self.value_dim]
 
 
-def from_config(config: Config, device: str = "cuda") -> AttentionParams:
+def from_config(config: Config, device: str = CUDA) -> AttentionParams:
     """Return the call that the worker makes for `config` on `device` (`cuda` or `cpu`), with all
     flags at their defaults. Grouped heads set enable_gqa.
     """
@@ -367,7 +361,7 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
         ),
         batch_stride_zero=config.layout == "broadcast_batch"
         or (config.batch > 1 and any(given[0] == 0 for given in strides)),
-        storage_offset_bytes=DTYPES[dtype][1] if config.layout == "offset1" else 0,
+        storage_offset_bytes=DTYPES[dtype].bytes if config.layout == "offset1" else 0,
         deterministic="error" if config.deterministic else "off",
     )
 
@@ -375,7 +369,7 @@ def from_config(config: Config, device: str = "cuda") -> AttentionParams:
 SETS_PRIORITY: Release = (2, 6)  # first release whose sdpa_kernel has set_priority
 
 
-def permitted(params: AttentionParams, setting: Setting | None) -> AttentionParams:
+def permitted(params: AttentionParams, setting: SdpaSetting | None) -> AttentionParams:
     """Return the call under a setting of sdpa_kernel, or unchanged if `setting` is None."""
     if setting is None:
         return params
@@ -414,9 +408,9 @@ def _of_kind(value: object, kind: type[Value]) -> Value | None:
 def rules_know(environment: Mapping[str, Any]) -> bool:
     """Return whether the rules cover the environment's release, device and capability."""
     machine = machine_of(environment)
-    if machine.torch not in RELEASES or environment.get("device_type") not in ("cuda", "cpu"):
+    if machine.torch not in RELEASES or str(environment.get("device_type")) not in DEVICE_TYPES:
         return False
-    return environment["device_type"] == "cpu" or machine.capability != (0, 0)
+    return environment["device_type"] == CPU or machine.capability != (0, 0)
 
 
 def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:

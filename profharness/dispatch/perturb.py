@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from profharness.config import Config, Setting
+from profharness.config import Config, SdpaSetting
+from profharness.device_types import CUDA
 from profharness.dispatch.machine import AttentionParams, Machine, from_config, permitted
-from profharness.dispatch.predict import Verdict, judge, predict
+from profharness.dispatch.predict import Eligibility, judge, predict
 from profharness.rows import Refusal
 
 EASY_DIM = 64
@@ -20,11 +21,11 @@ EASY_LENGTH = 32  # a multiple of 8, greater than one, and not 64 modulo 128
 EASY_HEADS = 8
 EASY_GROUP = 4
 LARGEST_SET = 3
-Oracle = Callable[[Config, str], Verdict]
+Oracle = Callable[[Config, str], Eligibility]
 """Return the verdict on a config and a backend, with the first reason first. Implemented by PyTorch
 or the rules.
 """
-Choose = Callable[[Config], str]
+ChoiceFunction = Callable[[Config], str]
 """Return the backend that `auto` selects for a config, `none` or `unknown`."""
 
 
@@ -93,7 +94,7 @@ PROPERTIES: dict[str, Callable[[Config], Config]] = {
 """Functions that set one property to a value that every backend accepts."""
 
 
-def eased(config: Config, names: Collection[str]) -> Config:
+def make_easy(config: Config, names: Collection[str]) -> Config:
     """Return the config with these properties made easy."""
     for name, ease in PROPERTIES.items():
         if name in names:
@@ -101,12 +102,12 @@ def eased(config: Config, names: Collection[str]) -> Config:
     return config
 
 
-def only(config: Config, names: Collection[str]) -> Config:
+def keep_only(config: Config, names: Collection[str]) -> Config:
     """Return an easy config with only these properties of `config`."""
-    return eased(config, PROPERTIES.keys() - set(names))
+    return make_easy(config, PROPERTIES.keys() - set(names))
 
 
-def uneasy(config: Config) -> tuple[str, ...]:
+def difficult_properties(config: Config) -> tuple[str, ...]:
     """Return the properties in which a config differs from an easy one."""
     return tuple(name for name, ease in PROPERTIES.items() if ease(config) != config)
 
@@ -121,7 +122,7 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
     verdict = oracle(config, backend)
     if verdict.eligible is not False:
         return ()
-    easy = oracle(only(config, ()), backend)
+    easy = oracle(keep_only(config, ()), backend)
     if easy.eligible is not True:
         return (Blocker((), _first(easy if easy.eligible is False else verdict)),)
 
@@ -136,7 +137,7 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
     standing_blockers = [
         Blocker(names, reason)
         for names in sets
-        if (reason := refusal(eased(config, involved - set(names)))) is not None
+        if (reason := refusal(make_easy(config, involved - set(names)))) is not None
     ]
     standing_blockers += _left_over(
         config, {name for item in standing_blockers for name in item.properties}, refusal
@@ -152,7 +153,7 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
     return tuple(standing_blockers)
 
 
-def _first(answer: Verdict) -> Refusal:
+def _first(answer: Eligibility) -> Refusal:
     if answer.reasons:
         return answer.reasons[0]
     return Refusal("no_text", "PyTorch gave no reason.", "inferred")
@@ -164,16 +165,16 @@ _Ask = Callable[[Config], Refusal | None]
 
 def _alone(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
     """Return the minimal sets of properties with which an easy config is refused."""
-    names = uneasy(config)
-    sets: list[tuple[str, ...]] = [(name,) for name in names if refusal(only(config, (name,)))]
+    names = difficult_properties(config)
+    sets: list[tuple[str, ...]] = [(name,) for name in names if refusal(keep_only(config, (name,)))]
     rest = [name for name in names if (name,) not in sets]
     for size in range(2, LARGEST_SET + 1):
-        if not refusal(only(config, rest)):
+        if not refusal(keep_only(config, rest)):
             break
         for group in itertools.combinations(rest, size):
             if any(set(smaller) <= set(group) for smaller in sets):
                 continue
-            if refusal(only(config, group)):
+            if refusal(keep_only(config, group)):
                 sets.append(group)
     return sets
 
@@ -182,33 +183,35 @@ def _left_over(config: Config, gone: set[str], refusal: _Ask) -> Iterator[Blocke
     """Yield the reasons that remain without all sets found so far. Properties are made easy one
     after another while the refusal persists.
     """
-    while (reason := refusal(eased(config, gone))) is not None:
-        needed = [name for name in uneasy(config) if name not in gone]
+    while (reason := refusal(make_easy(config, gone))) is not None:
+        needed = [name for name in difficult_properties(config) if name not in gone]
         without = set(gone)
         for name in list(needed):
-            if refusal(eased(config, without | {name})):
+            if refusal(make_easy(config, without | {name})):
                 without.add(name)
                 needed.remove(name)
         if not needed:
             return
-        yield Blocker(tuple(needed), refusal(eased(config, without)) or reason)
+        yield Blocker(tuple(needed), refusal(make_easy(config, without)) or reason)
         gone = gone | set(needed)
 
 
 def rule_oracle(
     machine: Machine,
-    device: str = "cuda",
+    device: str = CUDA,
     adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
 ) -> Oracle:
     """Return the rules as an oracle. `adjust` may set properties that a config lacks, such as flags."""
 
-    def ask(config: Config, backend: str) -> Verdict:
+    def ask(config: Config, backend: str) -> Eligibility:
         verdict = judge(backend, adjust(from_config(config, device)), machine)
-        return Verdict(verdict.eligible, verdict.certain or verdict.reasons, verdict.certain)
+        return Eligibility(verdict.eligible, verdict.certain or verdict.reasons, verdict.certain)
 
     return ask
 
 
-def rule_choice(machine: Machine, device: str = "cuda", setting: Setting | None = None) -> Choose:
+def rule_choice(
+    machine: Machine, device: str = CUDA, setting: SdpaSetting | None = None
+) -> ChoiceFunction:
     """Return the function that predicts the backend of `auto`, or of a call under a setting."""
     return lambda config: predict(permitted(from_config(config, device), setting), machine).choice

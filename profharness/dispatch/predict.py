@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from profharness.config import AUTO, SDPA_BACKENDS, Config, sdpa_setting
+from profharness.device_types import CPU, CUDA
 from profharness.dispatch.checks import hazards
 from profharness.dispatch.machine import (
     SETS_PRIORITY,
@@ -49,14 +50,14 @@ EARLIER_ORDER: dict[str, tuple[tuple[Release, Release, tuple[str, ...]], ...]] =
 
 
 TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
-    ("cuda", "flash"): FLASH,
-    ("cuda", "efficient"): EFFICIENT,
-    ("cuda", "cudnn"): CUDNN,
-    ("cuda", "math"): MATH,
-    ("cpu", "flash"): CPU_FLASH,
-    ("cpu", "efficient"): (ON_DEVICE,),
-    ("cpu", "cudnn"): (ON_DEVICE,),
-    ("cpu", "math"): MATH,
+    (CUDA, "flash"): FLASH,
+    (CUDA, "efficient"): EFFICIENT,
+    (CUDA, "cudnn"): CUDNN,
+    (CUDA, "math"): MATH,
+    (CPU, "flash"): CPU_FLASH,
+    (CPU, "efficient"): (ON_DEVICE,),
+    (CPU, "cudnn"): (ON_DEVICE,),
+    (CPU, "math"): MATH,
 }
 
 _SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
@@ -116,7 +117,7 @@ CODES: tuple[tuple[str, str], ...] = (
 def active_rules(device: str, backend: str, release: Release) -> tuple[Rule, ...]:
     """Return the rules of a release in the order of its checks."""
     rules = [rule for rule in TABLES[device, backend] if rule.since <= release < rule.until]
-    for since, until, names in EARLIER_ORDER.get(backend, ()) if device == "cuda" else ():
+    for since, until, names in EARLIER_ORDER.get(backend, ()) if device == CUDA else ():
         if since <= release < until:
             return tuple(sorted(rules, key=lambda rule: names.index(rule.check)))
     return tuple(rules)
@@ -154,7 +155,7 @@ CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 CPU_ORDER = ("flash", "math")
 
 
-class Verdict(NamedTuple):
+class Eligibility(NamedTuple):
     """Whether a backend accepts a call, and the reasons against it in PyTorch's order.
 
     There are no reasons if and only if eligible is True.
@@ -174,7 +175,7 @@ class Prediction(NamedTuple):
     """A backend, `none` if PyTorch raises, or `unknown`."""
     priority_order: tuple[str, ...]
     """Empty if unknown."""
-    backends: Mapping[str, Verdict]
+    backends: Mapping[str, Eligibility]
     hazards: tuple[str, ...] = ()
     """Known failures of the chosen backend."""
 
@@ -206,12 +207,12 @@ PRIORITIES = (
 )  # fmt: skip
 
 
-def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
+def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibility:
     """Return whether a backend (`flash efficient cudnn math`) accepts the call, with all reasons."""
     if not machine.known:
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} were not read."
-        return Verdict(None, (Refusal("unknown", text, "rule"),))
+        return Eligibility(None, (Refusal("unknown", text, "rule"),))
     reasons: list[Refusal] = []
     certain: list[Refusal] = []
     for rule in active_rules(params.device, backend, machine.torch):
@@ -224,10 +225,10 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Verdict:
         reasons.append(Refusal(rule.code, text, "rule"))
         certain += reasons[-1:] if answer else []
     eligible = False if certain else None if reasons else True
-    return Verdict(eligible, tuple(reasons), tuple(certain))
+    return Eligibility(eligible, tuple(reasons), tuple(certain))
 
 
-def raises_later(verdict: Verdict) -> bool:
+def raises_later(verdict: Eligibility) -> bool:
     """Return whether the dispatcher selects the backend, whose own code then raises."""
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
@@ -290,7 +291,7 @@ def every_refusal(
     return (*refusals, *(reason for reason in verdict.certain if reason.code not in codes))
 
 
-def _choices(order: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> set[str]:
+def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set[str]:
     """Return every backend that may be the first eligible one, and `none` if the call may raise."""
     choices: set[str] = set()
     for backend in order:
@@ -310,7 +311,7 @@ def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...],
     """
     if not machine.known:
         return ()
-    if params.device == "cpu":
+    if params.device == CPU:
         return (CPU_ORDER,)
     orders = _default_orders(machine)
     return tuple({tuple(dict.fromkeys((*params.priority, *order))): None for order in orders})

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from profharness.device_types import CUDA
 from profharness.dispatch import checks as c
-from profharness.dispatch.machine import DTYPES, OLDEST, AttentionParams, Machine, Release
+from profharness.dispatch.machine import OLDEST, AttentionParams, Machine, Release
+from profharness.dtypes import DTYPES
 
 GRID_LIMIT = 65_535  # of a CUDA grid's second and third dimension
 
-Message = str | Callable[[AttentionParams, Machine], str]
+RuleMessage = str | Callable[[AttentionParams, Machine], str]
 
 
 class Rule(NamedTuple):
@@ -26,8 +28,8 @@ class Rule(NamedTuple):
     """Reason code, such as `head_dim`."""
     check: str
     """The PyTorch function that contains the condition."""
-    refuses: c.Check
-    message: Message
+    refuses: c.Condition
+    message: RuleMessage
     """PyTorch's text: a format string over `p` (params) and `m` (machine), or a function."""
     since: Release = OLDEST
     until: Release = c.NEVER
@@ -56,7 +58,7 @@ _MASK_SHAPES = (
 )
 
 
-def sm_range(kernel: str, oldest: str) -> Message:
+def sm_range(kernel: str, oldest: str) -> RuleMessage:
     def text(_: AttentionParams, machine: Machine) -> str:
         major, minor = c.newest_sm(machine)
         return (
@@ -67,9 +69,9 @@ def sm_range(kernel: str, oldest: str) -> Message:
     return text
 
 
-def dtype_text(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> Message:
+def dtype_text(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> RuleMessage:
     def text(params: AttentionParams, machine: Machine) -> str:
-        names = ", ".join(DTYPES[name][0] for name in allowed(params, machine))
+        names = ", ".join(DTYPES[name].message for name in allowed(params, machine))
         got = params.dtype_text
         return (
             f"Expected query, key and value to all be of dtype: {{{names}}}. "
@@ -81,7 +83,7 @@ def dtype_text(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -
 
 # Rules that several tables share.
 ON_DEVICE = Rule(
-    "not_on_cuda", "on_device", lambda p, _: p.device != "cuda",
+    "not_on_cuda", "on_device", lambda p, _: p.device != CUDA,
     "All tensors need to be on cuda device. Got query on device: {p.device}, key on device: {p.device}, "
     "value on device: {p.device}",
 )  # fmt: skip

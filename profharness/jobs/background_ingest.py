@@ -13,7 +13,7 @@ from typing import Any
 
 import profharness.store as stores
 from profharness.errors import ProfharnessError
-from profharness.processes import STEP_S, deferred, let_through
+from profharness.processes import STEP_S, defer_signals, raise_deferred_signals
 from profharness.profilers import PROFILERS
 from profharness.rows import COLD, EAGER, GRAPH
 from profharness.run import read_run
@@ -77,11 +77,11 @@ class BackgroundIngest:
         with contextlib.suppress(queue.Empty):
             while (path := self._ended.get_nowait()) is not None:
                 self._parse(path)
-                let_through()
+                raise_deferred_signals()
         self._ended.put(None)
         while self._thread.is_alive():
             self._thread.join(STEP_S)
-            let_through()
+            raise_deferred_signals()
 
     def leave(self) -> None:
         """Stop parsing, and wait for at most LEAVING_S."""
@@ -131,7 +131,7 @@ def open_background_ingest(store: Path) -> Iterator[BackgroundIngest]:
     Signals are deferred, because an exception during an import would leave a lock that the thread
     waits for.
     """
-    with deferred():
+    with defer_signals():
         background = BackgroundIngest(store)
         try:
             yield background

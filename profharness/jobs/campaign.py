@@ -20,6 +20,7 @@ import xxhash
 
 from profharness.backends import find_backends, fingerprints
 from profharness.costs import compulsory_bytes, flops
+from profharness.device_types import CPU, CUDA, DEVICE_TYPES
 from profharness.errors import TraceFormatError
 from profharness.jobs.run_archive import UNPACKING
 from profharness.profilers import find_profilers
@@ -40,11 +41,10 @@ SCHEMA = "profharness.campaign/1"
 GROUP_S = 60.0
 SMALLEST_S = 20.0  # of the last groups, so that all lanes end at about the same time
 GROUPS_A_LANE = 20  # beyond that, groups get longer
-# Fixed overhead per cell in seconds, and the figures for estimating one call on a device.
+# Fixed overhead per cell in seconds.
 PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
 TURNS_S = 0.2  # of a benchmark measurement that becomes precise quickly
 CALLS = {"bench": 60, "verify": 20}
-FLOPS_PER_S, BYTES_PER_S = {"cuda": 1e14, "cpu": 2e10}, {"cuda": 1e12, "cpu": 5e9}
 WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
 
 
@@ -105,13 +105,13 @@ def cut_groups(
 
 def estimate_s(cell: Cell, run: Run) -> float:
     """Estimate how long a cell takes in all processes, from its FLOPs and bytes."""
-    device = "cpu" if run.protocol.device == "cpu" else "cuda"
-    config = cell.config.resolve(device)
-    call = flops(config) / FLOPS_PER_S[device] + compulsory_bytes(config) / BYTES_PER_S[device]
+    device = DEVICE_TYPES[CPU if run.protocol.device == CPU else CUDA]
+    config = cell.config.resolve(device.name)
+    call = flops(config) / device.flops_per_s + compulsory_bytes(config) / device.bytes_per_s
     kind = run.kind if run.kind in PREPARED_S else "capture"
     protocol = run.protocol
     if run.bench is not None:
-        turns = len(run.bench.on(device)) * (TURNS_S + CALLS["bench"] * call)
+        turns = len(run.bench.on(device.name)) * (TURNS_S + CALLS["bench"] * call)
         longest = run.bench.max_time_s / protocol.processes
         return (PREPARED_S["bench"] + min(turns, longest)) * protocol.processes
     calls = protocol.iterations + protocol.warmup + 3 * protocol.samples

@@ -30,7 +30,7 @@ from profharness.errors import CaptureError, UnwritableError, UsageError
 from profharness.jobs.lane import describe_lane, end_groups, run_spec
 from profharness.jobs.run_archive import unpack
 from profharness.jobs.scheduler import OnStep
-from profharness.processes import STEP_S, let_through
+from profharness.processes import STEP_S, raise_deferred_signals
 from profharness.run import CAMPAIGN_FILE
 from profharness.runner.group import PART
 
@@ -210,7 +210,7 @@ class Cluster:
             try:
                 address, answer = self._descriptions.get(timeout=min(STEP_S, patience_s))
             except queue.Empty:
-                let_through()
+                raise_deferred_signals()
                 if time.monotonic() - self._updated >= patience_s:
                     return
                 continue
@@ -329,7 +329,7 @@ def _with_timeout(call: Callable[[], T]) -> T:
     _in_thread(work)
     deadline = time.monotonic() + ANSWER_S
     while not futures.wait((answer,), STEP_S).done and time.monotonic() < deadline:
-        let_through()
+        raise_deferred_signals()
     return answer.result(0.0)
 
 

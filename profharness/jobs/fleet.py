@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from profharness import __version__
-from profharness.environment import lacking, visible_gpus
+from profharness.device_types import CPU, CUDA, is_gpu
+from profharness.environment import missing_packages, visible_gpus
 from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs.background_ingest import BackgroundIngest
 from profharness.jobs.campaign import (
@@ -42,7 +43,7 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
     MissingExtraError and CaptureError.
     """
     if fleet.scheduler is None:
-        several = device != "cpu" and len(visible_gpus()) > 1
+        several = device != CPU and len(visible_gpus()) > 1
         if not several and not fleet.gpus:
             return None
         return _on_this_host(None, fleet, device)
@@ -63,12 +64,12 @@ def lanes_device(fleet: Fleet, device: str) -> str:
     if device != "auto" or fleet.scheduler is None or fleet.scheduler.startswith("local"):
         return device
     with closing(open_cluster(fleet)) as cluster:
-        return "cuda" if any(lane.get("gpu") for lane in cluster.lanes()) else "cpu"
+        return CUDA if any(lane.get("gpu") for lane in cluster.lanes()) else CPU
 
 
 def open_cluster(fleet: Fleet) -> Transport:
     """Connect to a Dask scheduler. Raise MissingExtraError, and what `Cluster` raises."""
-    if lacking("cluster"):
+    if missing_packages("cluster"):
         raise MissingExtraError(f"--scheduler {fleet.scheduler}", "cluster")
     # the one file that imports distributed
     cluster = import_module("profharness.jobs.cluster")
@@ -173,7 +174,7 @@ def agreeing(device: str) -> Callable[[dict[str, Any]], str | None]:
     def why_not(lane: dict[str, Any]) -> str | None:
         if lane["profharness"] != __version__:
             return f"it has profharness {lane['profharness']}, and this host {__version__}"
-        if device == "cuda" and lane["gpu"] is None:
+        if is_gpu(device) and lane["gpu"] is None:
             return "it has no GPU"
         other = first.setdefault(lane["gpu"], lane)
         for key in ONE_ENVIRONMENT:
@@ -200,7 +201,7 @@ def resume_on_lanes(
         raise UsageError(f"--resume: {why}")
     device = run.protocol.device
     left = open_groups(folder, campaign)
-    if left and fleet.scheduler is None and device == "cuda" and not visible_gpus():
+    if left and fleet.scheduler is None and is_gpu(device) and not visible_gpus():
         merge(folder)
         raise CaptureError(
             f"{folder}: {len(left)} group(s) are left, and this host has no GPU for them; resume where "

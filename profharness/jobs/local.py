@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from profharness.device_types import CPU
 from profharness.environment import VisibleGpu, visible_gpus
 from profharness.errors import UsageError
 from profharness.jobs.lane import describe_lane, run_group
@@ -33,7 +34,7 @@ def local_lanes(count: int | None, device: str) -> list[Plain]:
     There is one lane per visible GPU, limited to the first `count`. Without a GPU, or on device
     `cpu`, there are `count` lanes, or one. Raise UsageError if there are fewer GPUs than `count`.
     """
-    gpus = visible_gpus() if device != "cpu" else ()
+    gpus = visible_gpus() if device != CPU else ()
     if not gpus:
         number = count or 1
         cores = split_cores([sorted(os.sched_getaffinity(0))] * number, 1)

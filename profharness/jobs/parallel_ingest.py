@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import profharness.store as stores
-from profharness.errors import ProfharnessError, StoreError, UsageError, shown
-from profharness.processes import END_GRACE_S, held, kill_group, start_python
+from profharness.errors import ProfharnessError, StoreError, UsageError, printable_path
+from profharness.processes import END_GRACE_S, delay_signals, kill_group, start_python
 from profharness.store.filesystems import refuse_network
 from profharness.store.ingest import ingest_source
 from profharness.store.schema import Writer, damaged, is_altered, is_damage, require_folder
@@ -205,7 +205,7 @@ def _workers(store: Path, cpus: Iterable[int]) -> Iterator[list[_Worker]]:
     try:
         yield workers
     finally:
-        with held():
+        with delay_signals():
             for number in (signal.SIGTERM, signal.SIGKILL):
                 for worker in workers:
                     worker.kill(number)
@@ -257,19 +257,19 @@ def _ingest(
             source = worker.source(path, waiting)
             return IngestOutcome(path, (ingest_source(store, writer, source, None, worker),))
         except WorkerLostError as error:
-            lost = f"{shown(path)}: {error}"
+            lost = f"{printable_path(path)}: {error}"
         except StoreError:
             raise
         except ProfharnessError as error:
             return IngestOutcome(path, error=str(error))
         except MemoryError:
             return IngestOutcome(
-                path, error=f"{shown(path)}: there was not enough memory to read it"
+                path, error=f"{printable_path(path)}: there was not enough memory to read it"
             )
         except OSError as error:  # TMPDIR is full, the file was deleted, no process can be started
             reason = error.strerror or f"{type(error).__name__}: {error}"
             return IngestOutcome(
-                path, error=f"{shown(path)}: {error.filename or 'TMPDIR'}: {reason}"
+                path, error=f"{printable_path(path)}: {error.filename or 'TMPDIR'}: {reason}"
             )
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if is_damage(error) or is_altered(error):

@@ -22,13 +22,13 @@ from profharness.answers.layers.regret import (
 )
 from profharness.backends import (
     ALL,
-    CPU_BACKENDS,
     DEFAULT_BACKENDS,
     KERNELS,
     expand_backends,
 )
-from profharness.cases import NONE, VerificationRow
+from profharness.cases import NO_CASES, VerificationRow
 from profharness.config import Config, parse_config
+from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.environment import gpu_name, gpu_present
 from profharness.errors import (
     CaptureError,
@@ -98,13 +98,13 @@ SILENT = Listener()
 
 # One config for a GPU, and one that a CPU computes in milliseconds.
 EVERYDAY = {
-    "prefill": {"cuda": "4,16,2048,128,bf16,causal", "cpu": "1,8,512,64,fp32,causal"},
-    "decode": {"cuda": "16,16,4096,128,bf16,seq_q=1", "cpu": "4,8,1024,64,fp32,seq_q=1"},
-    "training": {"cuda": "4,16,1024,64,bf16,causal,bwd", "cpu": "1,8,256,64,fp32,causal,bwd"},
-    "a mask": {"cuda": "4,16,1024,64,bf16,mask=bool", "cpu": "1,8,256,64,fp32,mask=bool"},
+    "prefill": {CUDA: "4,16,2048,128,bf16,causal", CPU: "1,8,512,64,fp32,causal"},
+    "decode": {CUDA: "16,16,4096,128,bf16,seq_q=1", CPU: "4,8,1024,64,fp32,seq_q=1"},
+    "training": {CUDA: "4,16,1024,64,bf16,causal,bwd", CPU: "1,8,256,64,fp32,causal,bwd"},
+    "a mask": {CUDA: "4,16,1024,64,bf16,mask=bool", CPU: "1,8,256,64,fp32,mask=bool"},
     "grouped queries": {
-        "cuda": "4,32,1024,128,bf16,causal,kv_heads=8",
-        "cpu": "1,8,256,64,fp32,kv_heads=2",
+        CUDA: "4,32,1024,128,bf16,causal,kv_heads=8",
+        CPU: "1,8,256,64,fp32,kv_heads=2",
     },
 }
 """Common uses of attention: the configs of a capture that names none."""
@@ -126,12 +126,12 @@ class Captured(RunFolder):
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
     """Return the default backends: more of them if there is an NVIDIA GPU."""
-    return DEFAULT_BACKENDS if device_type(device) == "cuda" else CPU_BACKENDS
+    return DEFAULT_BACKENDS[device_type(device)]
 
 
 def device_type(device: str) -> str:
     """Return `cuda` or `cpu`; `auto` stands for what this machine has."""
-    return "cuda" if device == "cuda" or (device == "auto" and gpu_present()) else "cpu"
+    return CUDA if device == CUDA or (device == "auto" and gpu_present()) else CPU
 
 
 def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
@@ -233,7 +233,7 @@ def bench_into_store(
     options = options or CaptureOptions()
     plan = options.bench or BenchPlan()
     options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
-    traced = KERNEL in plan.measurements and device_type(options.protocol.device) == "cuda"
+    traced = KERNEL in plan.measurements and is_gpu(device_type(options.protocol.device))
     options = replace(options, bench=plan, profilers=(TORCH if traced else EVENTS,))
     return capture_into_store(configs, backends, store, options, progress)
 
@@ -471,7 +471,7 @@ def time_layers(
     since the map has kernel times. Raise CaptureError on a machine unlike that of the trace, and
     what `bench` raises.
     """
-    device = "cuda" if layers.gpu else "cpu"
+    device = CUDA if layers.gpu else CPU
     backends = options.backends
     if options.run is None:
         here = gpu_name() if layers.gpu else None
@@ -501,6 +501,8 @@ def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
     backends = list(dict.fromkeys(cell.backend for cell in cells))
-    options = VerifyOptions((NONE,), False, captured.folder.parent, captured.run.protocol, lanes)
+    options = VerifyOptions(
+        (NO_CASES,), False, captured.folder.parent, captured.run.protocol, lanes
+    )
     with listener.progress() as progress:
         verify_into_store(configs, backends, store, options, progress)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from profharness.device_types import CPU
 from profharness.errors import CaptureError, Interrupted, UnwritableError
 from profharness.jobs.campaign import (
     Campaign,
@@ -27,7 +28,7 @@ from profharness.jobs.campaign import (
     tidy,
 )
 from profharness.jobs.progress import duration
-from profharness.processes import deferred, let_through
+from profharness.processes import defer_signals, raise_deferred_signals
 from profharness.run import Cell, Run, read_run, unwritable
 from profharness.runner.capture import locked
 from profharness.runner.supervise import Progress, Step
@@ -37,7 +38,6 @@ LANE_TRIES = 3  # consecutive failed groups after which a lane gets no more
 POLL_S = 0.1
 LEAVING_S = 5.0
 LANES_S = 30.0  # time for a lane to appear or to come back
-CPU = "cpu"
 
 Plain = dict[str, Any]
 OnStep = Callable[[str, Plain], None]
@@ -171,7 +171,7 @@ class CampaignScheduler:
         second one, immediately. Raise CaptureError if no lane is left, and UnwritableError if the
         folder cannot be written to.
         """
-        with ExitStack() as locks, deferred():
+        with ExitStack() as locks, defer_signals():
             for loaded in self.campaigns:
                 locks.enter_context(locked(loaded.folder))
                 for group in loaded.campaign.groups:
@@ -194,7 +194,7 @@ class CampaignScheduler:
         try:
             while self._queue or self._busy():
                 try:
-                    let_through()
+                    raise_deferred_signals()
                     self._update_lanes()
                     if feeding:
                         self._feed()

@@ -9,21 +9,21 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from profharness.dtypes import CONFIG_DTYPES, OF_CPP_TYPE
 from profharness.kernel_names.attention import parse_library
 from profharness.kernel_names.meanings import FAMILIES, TILED_FLAGS, TILED_PARAMETERS
 from profharness.kernel_names.serving import parse_serving
 from profharness.kernel_names.text import (
-    DTYPES,
     Head,
     KernelName,
     canonical,
-    clip,
     generic_short,
     integer,
     join_short,
     normalise,
     reduced_arguments,
     short_type,
+    shorten,
     split_head,
     template_arguments,
 )
@@ -80,13 +80,13 @@ def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
     `other`. Only the first 16 KiB are read. Never raises.
     """
     if kind == "op":
-        short = clip(name.removeprefix("aten::"))
+        short = shorten(name.removeprefix("aten::"))
         family, direction = _op_family(name)
         return KernelName(name, short, family, "aten", direction=direction)
     transfer = _TRANSFER.match(name)
     if kind in ("memcpy", "memset") or transfer:
         family = transfer[1].lower() if transfer else kind
-        return KernelName(name, clip(name), family, "cuda")
+        return KernelName(name, shorten(name), family, "cuda")
     text = normalise(name)
     head = split_head(text, name)
     for parse in (
@@ -98,7 +98,7 @@ def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
         kernel = parse(text, head)
         if kernel is not None:
             return kernel.clipped()
-    return KernelName(name, clip(generic_short(text, head)), "other", "unknown")
+    return KernelName(name, shorten(generic_short(text, head)), "other", "unknown")
 
 
 def _native(text: str, head: Head) -> KernelName | None:
@@ -129,7 +129,7 @@ _SOFTMAX = re.compile(
 )
 _ELEMENTWISE = re.compile(r"\w*elementwise\w*_kernel", re.ASCII)
 _COPIES = {"copy_device_to_device", "batched_copy", "copy_kernel"}
-_TYPES = "|".join(sorted(map(re.escape, DTYPES), key=len, reverse=True))
+_TYPES = "|".join(sorted(map(re.escape, OF_CPP_TYPE), key=len, reverse=True))
 _PLAIN_TYPE = rf"{_TYPES}|bool|unsigned char|signed char|short|int|long"
 _FUNCTION = re.compile(r"([A-Za-z_]\w*?)(?:<[^<>()]{0,200}>)?\(at::(?:Tensor|TensorIter\w*)\b")
 _FUNCTOR = re.compile(rf"([A-Za-z_]\w*[Ff]unctor\w*)(?:<({_PLAIN_TYPE})[,>])?")
@@ -142,7 +142,7 @@ _OTHER_TYPES = {"unsigned char": "uint8", "signed char": "int8", "int": "int32",
 
 
 def _word(name: str | None) -> str | None:
-    return (DTYPES.get(name) or _OTHER_TYPES.get(name) or name) if name else None
+    return (OF_CPP_TYPE.get(name) or _OTHER_TYPES.get(name) or name) if name else None
 
 
 def _functor(argument: str) -> tuple[str | None, str | None]:
@@ -192,14 +192,14 @@ def _arguments(text: str, head: Head, limit: int = 8) -> tuple[list[str], list[s
 def _computed(head: Head, parts: list[str | None], family: str, dtype: str | None) -> KernelName:
     base, *rest = parts  # fp32 is the default and not shown
     short = join_short(str(base), *rest, dtype if dtype != "fp32" else None).replace(",", ", ")
-    dtype = dtype if dtype in DTYPES.values() else None
+    dtype = dtype if dtype in OF_CPP_TYPE.values() else None
     return KernelName(head.name, short, family, "aten", dtype=dtype)
 
 
 def _softmax(text: str, head: Head) -> KernelName:
     """Parse `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>` or `cunn_…`."""
     arguments, numbers = _arguments(text, head)
-    types = [DTYPES[argument] for argument in arguments if argument in DTYPES]
+    types = [OF_CPP_TYPE[argument] for argument in arguments if argument in OF_CPP_TYPE]
     flags = [argument == "true" for argument in arguments if argument in ("true", "false")]
     # The accumulator is fp32 for 16-bit tensors, and the input or the output may be fp32 too.
     dtype = next((word for word in types if word != "fp32"), types[0] if types else None)
@@ -214,7 +214,6 @@ def _softmax(text: str, head: Head) -> KernelName:
 _CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", "combine_splits"})
 # A Triton kernel's name has no parameter list. A CUDA kernel of the same name has one.
 _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
-_DTYPES = frozenset({"fp16", "bf16", "fp32"})
 _TILED_STAGES = TILED_PARAMETERS.index("STAGES")
 _TILED_PLACES = {TILED_PARAMETERS.index(name): word for name, word in TILED_FLAGS.items()}
 
@@ -241,7 +240,7 @@ def _own(text: str, head: Head) -> KernelName | None:
         join_short(head.base, *shown),
         "other",
         "unknown",
-        dtype=word if word in _DTYPES else None,
+        dtype=word if word in CONFIG_DTYPES else None,
         tile_m=sizes[0],
         tile_n=sizes[1],
         stages=integer(arguments[_TILED_STAGES]) if is_whole else None,

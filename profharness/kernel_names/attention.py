@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from profharness.dtypes import OF_CPP_TYPE
 from profharness.kernel_names.meanings import (
     FA2_BWD,
     FA2_FLAGS,
@@ -19,7 +20,6 @@ from profharness.kernel_names.meanings import (
     flag_words,
 )
 from profharness.kernel_names.text import (
-    DTYPES,
     Head,
     KernelName,
     generic_short,
@@ -71,7 +71,7 @@ def fa2_flags(base: str, text: str) -> dict[str, bool]:
 def _fa2(text: str, head: Head, match: re.Match[str]) -> KernelName:
     base, direction = head.base, match["direction"]
     traits = _TRAITS.search(text) or _TRAITS_CUT.search(text)
-    dtype = DTYPES.get(traits[5]) if traits and traits.re is _TRAITS else None
+    dtype = OF_CPP_TYPE.get(traits[5]) if traits and traits.re is _TRAITS else None
     flags = fa2_flags(base, text)
     family = "flash_bwd" if direction == "bwd" else "flash"
     if "combine" in base:
@@ -152,7 +152,7 @@ def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
         family,
         "fa3",
         arch=f"sm{sm}" if sm else None,
-        dtype=DTYPES.get(element[0]) if element else None,
+        dtype=OF_CPP_TYPE.get(element[0]) if element else None,
         head_dim=None if family == "flash_combine" else head_dim,
         tile_m=tile_m,
         tile_n=tile_n,
@@ -321,7 +321,7 @@ def _nvjet(_text: str, head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _first_dtype(arguments: list[str]) -> str | None:
-    return next((DTYPES[argument] for argument in arguments if argument in DTYPES), None)
+    return next((OF_CPP_TYPE[argument] for argument in arguments if argument in OF_CPP_TYPE), None)
 
 
 def _gemv(text: str, head: Head, _match: re.Match[str]) -> KernelName:
@@ -347,7 +347,7 @@ def _cutlass3(text: str, head: Head, match: re.Match[str]) -> KernelName:
         join_short(match["name"], f"{tile[1]}x{tile[2]}" if tile else None),
         "gemm",
         "cutlass",
-        dtype=DTYPES[element[0]] if element else None,
+        dtype=OF_CPP_TYPE[element[0]] if element else None,
         **integers(tile, tile_m=1, tile_n=2),
     )
 
@@ -358,10 +358,10 @@ def _cub(text: str, head: Head, _match: re.Match[str]) -> KernelName:
     return KernelName(head.name, generic_short(text, head), family, "cub")
 
 
-Rule = tuple[re.Pattern[str], Callable[[str, Head, re.Match[str]], KernelName]]
+NameRule = tuple[re.Pattern[str], Callable[[str, Head, re.Match[str]], KernelName]]
 
 
-def _rules(*rows: tuple[str, Callable[[str, Head, re.Match[str]], KernelName]]) -> list[Rule]:
+def _rules(*rows: tuple[str, Callable[[str, Head, re.Match[str]], KernelName]]) -> list[NameRule]:
     return [(re.compile(pattern, re.ASCII), parser) for pattern, parser in rows]
 
 

@@ -197,7 +197,7 @@ FLAGS = "*"  # placeholder for the kernel's flags in a layout
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TemplateLayout:
     """The template parameters of a kernel, with their meanings."""
 
     opening: str
@@ -213,7 +213,7 @@ def _pick(*names: str) -> dict[str, str]:
 
 _FA3_TYPES = ("Element", "ElementAccum", "ArchTag", FLAGS)
 LAYOUTS = (
-    Layout(
+    TemplateLayout(
         "Flash_fwd_kernel_traits<",
         _pick("kHeadDim", "kBlockM", "kBlockN", "kNWarps")
         | {
@@ -222,7 +222,7 @@ LAYOUTS = (
         }
         | _pick("elem_type"),
     ),
-    Layout(
+    TemplateLayout(
         "Flash_bwd_kernel_traits<",
         _pick("kHeadDim", "kBlockM", "kBlockN", "kNWarps", *_ATOMS)
         | {
@@ -231,14 +231,14 @@ LAYOUTS = (
         }
         | _pick("elem_type"),
     ),
-    Layout(
+    TemplateLayout(
         "CollectiveMainloopFwdSm90<",
         {"Stages": "{} buffers of keys and values in shared memory"}
         | _pick("ClusterShape", "TileShape_MNK")
         | {"kHeadDimV": "head dimension of the values: {}"}
         | _pick(*_FA3_TYPES),
     ),
-    Layout(
+    TemplateLayout(
         "CollectiveMainloopFwdSm80<",
         _pick("kNWarps")
         | {
@@ -249,7 +249,7 @@ LAYOUTS = (
         | {"kHeadDimV": "head dimension of the values: {}"}
         | _pick(*_FA3_TYPES),
     ),
-    Layout(
+    TemplateLayout(
         "CollectiveMainloopBwdSm90<",
         {
             "Stages": "{} buffers of queries in shared memory",
@@ -260,7 +260,7 @@ LAYOUTS = (
         | {"NumMmaWarpGroups": "{} warp groups compute products"}
         | _ATOMS,
     ),
-    Layout(
+    TemplateLayout(
         "CollectiveMainloopBwdSm80<",
         {
             "Stages": "{} buffers of queries in shared memory",
@@ -268,7 +268,7 @@ LAYOUTS = (
         }
         | _pick("TileShape_MNK", *_FA3_TYPES, *_SWAPS),
     ),
-    Layout(
+    TemplateLayout(
         "FlashAttnFwdCombine<",
         {
             "TileShape_MK": "rows of a block x columns: {}",
@@ -276,7 +276,7 @@ LAYOUTS = (
             "kNThreads": "{} threads a block",
         },
     ),
-    Layout(
+    TemplateLayout(
         "AttentionKernel<",
         {
             "scalar_t": "type of the tensors: {}",
@@ -289,7 +289,7 @@ LAYOUTS = (
             "kSupportsBias": "an additive mask is compiled in, used or not: {}",
         },
     ),
-    Layout(
+    TemplateLayout(
         "AttentionBackwardKernel<",
         {
             "ArchTag": "the code's architecture: {}",
@@ -303,9 +303,9 @@ LAYOUTS = (
             "kKeysQueriesAlignedToBlockSize": "both lengths are multiples of the tile: {}",
         },
     ),
-    Layout("tiled_attention<", TILED),
+    TemplateLayout("tiled_attention<", TILED),
     *(
-        Layout(
+        TemplateLayout(
             f"softmax_warp_{way}<",
             {
                 "input_t": "type read: {}",

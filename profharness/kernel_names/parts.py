@@ -33,12 +33,12 @@ from profharness.kernel_names.words import (
     WHOLE,
     WORDS,
     Brackets,
-    Word,
+    WordPattern,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NamePart:
     """A piece of a name."""
 
     token: str
@@ -55,7 +55,7 @@ class Description:
     kernel: KernelName
     """Includes the fields that only the parts of the name contain."""
     library: str
-    parts: tuple[Part, ...]
+    parts: tuple[NamePart, ...]
     untold: tuple[str, ...]
     """Properties of such a kernel that the name leaves open."""
 
@@ -144,7 +144,7 @@ def _parsed(name: str) -> tuple[KernelName, str]:
     return parse_kernel_name(name), "unknown"
 
 
-def _template(text: str, kernel: KernelName) -> Iterator[Part]:
+def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
     """Yield the parameters of a template with a known layout, in order."""
     is_fa2 = kernel.backend.startswith("flash2")
     flags = fa2_flags(split_head(text, "").base, text) if is_fa2 else fa3_flags(text)
@@ -171,7 +171,7 @@ def _placed(
     parameters: Mapping[str, str],
     kernel: KernelName,
     flags: Mapping[str, bool],
-) -> Iterator[Part]:
+) -> Iterator[NamePart]:
     left = iter(arguments)
     for parameter, meaning in parameters.items():
         if parameter == FLAGS:
@@ -182,14 +182,14 @@ def _placed(
         argument = next(left, None)
         if argument is None or argument == "...":
             return
-        yield Part(_value(argument), parameter, meaning.format(_said(_value(argument))))
+        yield NamePart(_value(argument), parameter, meaning.format(_said(_value(argument))))
 
 
-def _flags(kernel: KernelName, flags: Mapping[str, bool]) -> Iterator[Part]:
+def _flags(kernel: KernelName, flags: Mapping[str, bool]) -> Iterator[NamePart]:
     table = {flag.name: flag for flag in FLAG_TABLES.get(kernel.backend, ())}
     for name, is_set in flags.items():
         flag = table[name]
-        yield Part("true" if is_set else "false", name, flag.on if is_set else flag.off)
+        yield NamePart("true" if is_set else "false", name, flag.on if is_set else flag.off)
 
 
 def _value(argument: str) -> str:
@@ -201,7 +201,7 @@ def _said(value: str) -> str:
     return {"true": "yes", "false": "no"}.get(value, value)
 
 
-def _path(text: str, library: str, values: dict[str, object]) -> Iterator[Part]:
+def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePart]:
     """Yield the words of the function's name that the library's table contains. Fills `values`."""
     rows = WORDS.get(library)
     if rows is None:
@@ -215,15 +215,15 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[Part]:
         part, at = _word(base, at, (*rows, *COMMON), end, values)
         if part is None:
             match = other.match(base, at)
-            part = Part(match[0], "", None) if match else None
+            part = NamePart(match[0], "", None) if match else None
             at = match.end() if match else at + 1
         if part is not None and part.meaning != "":
             yield part
 
 
 def _word(
-    base: str, at: int, rows: Iterable[Word], end: str, values: dict[str, object]
-) -> tuple[Part | None, int]:
+    base: str, at: int, rows: Iterable[WordPattern], end: str, values: dict[str, object]
+) -> tuple[NamePart | None, int]:
     """Return the first matching row's part at a position, and where it ends."""
     for row in rows:
         match = re.compile(f"(?:{row.pattern.pattern}){end}", re.ASCII).match(base, at)
@@ -232,12 +232,12 @@ def _word(
     return None, at
 
 
-def _read(row: Word, match: re.Match[str], values: dict[str, object]) -> Part:
+def _read(row: WordPattern, match: re.Match[str], values: dict[str, object]) -> NamePart:
     for name, value in {**match.groupdict(), **row.values}.items():
         if value is not None:
             number = integer(str(value))
             values.setdefault(name, value if number is None else number)
-    return Part(match[0], "", row.meaning.format(match[0], *match.groups()))
+    return NamePart(match[0], "", row.meaning.format(match[0], *match.groups()))
 
 
 def _subject(text: str, head: Head, library: str) -> str:
@@ -251,7 +251,7 @@ def _subject(text: str, head: Head, library: str) -> str:
     return head.path if head.base == "kernel" else head.base
 
 
-def _bracket(short: str, values: dict[str, object]) -> Iterator[Part]:
+def _bracket(short: str, values: dict[str, object]) -> Iterator[NamePart]:
     """Yield the parts between the brackets of a short name. Fills `values`."""
     at = short.find("<")
     rule = next((each for each in BRACKETS if each.base.match(short)), Brackets(re.compile("")))
@@ -265,15 +265,15 @@ def _bracket(short: str, values: dict[str, object]) -> Iterator[Part]:
         if number is not None and (meaning := next(integers, None)):
             if rule.head_dim:
                 values.setdefault("head_dim", number)
-            yield Part(token, "", meaning.format(token))
+            yield NamePart(token, "", meaning.format(token))
         elif token in words:
             values |= {token: True} if token in ("causal", "dropout") else {}
-            yield Part(token, "", words[token])
+            yield NamePart(token, "", words[token])
         else:
             part, end = _word(token, 0, (*rule.words, *COMMON), "$", values)
             known = part is not None and end == len(token)
             is_rest = rule.rest and not token.isdigit() and "…" not in token
-            yield part if known and part else Part(token, "", rule.rest if is_rest else None)
+            yield part if known and part else NamePart(token, "", rule.rest if is_rest else None)
 
 
 def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
@@ -291,7 +291,7 @@ def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
 
 def _facts(
     kernel: KernelName, values: Mapping[str, object], names: Iterable[str]
-) -> Iterator[Part]:
+) -> Iterator[NamePart]:
     """Yield the properties that the rules find in the whole name but that no token contains."""
     implied = {"tile_m": "tile", "sm": "arch", "tile_k": "head_dim"}
     said = {*values, *(implied[name] for name in implied if name in values)}
@@ -301,7 +301,7 @@ def _facts(
             continue
         meaning = FACTS[name]
         text = meaning if isinstance(meaning, str) else meaning[value]  # type: ignore[index]
-        yield Part(str(value).lower() if isinstance(value, bool) else str(value), name, text)
+        yield NamePart(str(value).lower() if isinstance(value, bool) else str(value), name, text)
 
 
 def _untold(kernel: KernelName, library: str) -> tuple[str, ...]:

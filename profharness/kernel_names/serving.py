@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from profharness.dtypes import OF_CPP_TYPE
 from profharness.kernel_names.text import (
-    DTYPES,
     Head,
     KernelName,
     generic_short,
@@ -210,7 +210,7 @@ def _lengths(text: str, at: int) -> tuple[list[str], int]:
 _TYPES = re.compile(
     "|".join(
         rf"(?<![\w:]){re.escape(name)}\b"
-        for name in sorted(DTYPES, key=len, reverse=True)
+        for name in sorted(OF_CPP_TYPE, key=len, reverse=True)
         if name not in ("float", "double")  # the type of an accumulator or a scale
     )
 )
@@ -230,7 +230,7 @@ def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
         return mangled.lastgroup
     arguments = template_arguments(text, head.end)
     if found := _TYPES.search(", ".join(arguments)):
-        return DTYPES[found[0]]
+        return OF_CPP_TYPE[found[0]]
     if family in _ATTENTION or (family in ("gemm", "collective") and not _NARROW.search(words)):
         match = _TYPE_WORD.search(words)
         if match:

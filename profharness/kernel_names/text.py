@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from profharness.dtypes import OF_CPP_TYPE
+
 MAX_DEMANGLED = 8192  # Kineto does not demangle longer names
 MAX_READ = 16384
 MAX_SHORT = 64
@@ -55,7 +57,7 @@ class KernelName:
 
     def clipped(self) -> KernelName:
         """Return the name with a short name of at most 64 characters."""
-        return self if len(self.short) <= MAX_SHORT else replace(self, short=clip(self.short))
+        return self if len(self.short) <= MAX_SHORT else replace(self, short=shorten(self.short))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +73,6 @@ class Head:
     name: str
     """The name as given."""
 
-
-DTYPES = {
-    "float": "fp32",
-    "double": "fp64",
-    "c10::Half": "fp16",
-    "__half": "fp16",
-    "half": "fp16",
-    "cutlass::half_t": "fp16",
-    "c10::BFloat16": "bf16",
-    "__nv_bfloat16": "bf16",
-    "__hip_bfloat16": "bf16",
-    "std::bfloat16_t": "bf16",
-    "cutlass::bfloat16_t": "bf16",
-    "cutlass::float_e4m3_t": "fp8_e4m3",
-    "c10::Float8_e4m3fn": "fp8_e4m3",
-    "cutlass::float_e5m2_t": "fp8_e5m2",
-    "c10::Float8_e5m2": "fp8_e5m2",
-}
 
 _CAST = re.compile(r"\((?:unsigned |signed )?(?:int|long long|long|short|char|size_t)\)(?=-?\d)")
 _BOOL = re.compile(r"\(bool\)([01])")
@@ -186,8 +170,8 @@ def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]
 
 def short_type(argument: str) -> str:
     """Shorten an argument to a word: `c10::Half` to fp16, `a::b::Name<…>` to Name, `(x::Mode)1` to 1."""
-    if argument in DTYPES:
-        return DTYPES[argument]
+    if argument in OF_CPP_TYPE:
+        return OF_CPP_TYPE[argument]
     if argument.startswith("("):
         argument = argument.rpartition(")")[2] or argument
     head = re.split(r"[<({]", argument, maxsplit=1)[0]
@@ -223,6 +207,6 @@ def join_short(base: str, *parts: object) -> str:
     return f"{base}<{','.join(shown)}>" if shown else base
 
 
-def clip(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten a text to 64 characters. The middle is removed, because the ends identify variants."""
     return text if len(text) <= MAX_SHORT else f"{text[:47]}…{text[-16:]}"

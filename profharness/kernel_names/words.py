@@ -10,7 +10,7 @@ from profharness.kernel_names.meanings import TILED, TILED_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class WordPattern:
     """A pattern for a token of a name. Its named groups are fields of a KernelName."""
 
     pattern: re.Pattern[str]
@@ -20,8 +20,8 @@ class Word:
     """Further fields that the token implies."""
 
 
-def _words(*rows: tuple[str, str], **values: object) -> tuple[Word, ...]:
-    return tuple(Word(re.compile(pattern, re.ASCII), text, values) for pattern, text in rows)
+def _words(*rows: tuple[str, str], **values: object) -> tuple[WordPattern, ...]:
+    return tuple(WordPattern(re.compile(pattern, re.ASCII), text, values) for pattern, text in rows)
 
 
 _ARCH = _words((r"(?P<arch>sm\d+)[a-z]?", "code for NVIDIA GPUs of this architecture"))
@@ -44,7 +44,7 @@ _PRODUCT_TILE = (
     "tile of the output, rows x columns; a third number is the depth of a step",
 )
 # Words of a function's path, by library. The first row that matches the rest of the path decides.
-WORDS: dict[str, tuple[Word, ...]] = {
+WORDS: dict[str, tuple[WordPattern, ...]] = {
     "efficient": (
         *_words(
             (r"fmha", "fused multi-head attention"),
@@ -198,7 +198,7 @@ class Brackets:
     base: re.Pattern[str]
     integers: tuple[str, ...] = ()
     """Meanings of the plain numbers, in order."""
-    words: tuple[Word, ...] = ()
+    words: tuple[WordPattern, ...] = ()
     rest: str = ""
     """Meaning of a word that no row matches, "" if unknown."""
     head_dim: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 from profharness.observer import wrapper
 from profharness.observer.journal import Journal, print_error
 from profharness.observer.recorder import Recorder
-from profharness.observer.window import Window
+from profharness.observer.window import ProfilerWindow
 
 
 class AttentionCalls:
@@ -58,7 +58,7 @@ def _direct_importers() -> list[str]:
 def observe() -> Iterator[AttentionCalls]:
     """Record the attention calls of a block. Raise RuntimeError at its end if recording failed."""
     journal = Journal(None)
-    recorder = Recorder(journal, Window(journal, "none", 0, 0))
+    recorder = Recorder(journal, ProfilerWindow(journal, "none", 0, 0))
     wrapper.install()
     if importers := _direct_importers():
         print_error(

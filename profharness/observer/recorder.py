@@ -21,7 +21,7 @@ import torch
 from profharness.observer import facts, masks
 from profharness.observer.counts import Counts
 from profharness.observer.journal import Journal, print_error
-from profharness.observer.window import Window
+from profharness.observer.window import ProfilerWindow
 
 C: Any = torch._C
 CALL: CodeType = torch.nn.Module._call_impl.__code__
@@ -82,7 +82,7 @@ class Recorder:
     release the GIL.
     """
 
-    def __init__(self, journal: Journal, window: Window) -> None:
+    def __init__(self, journal: Journal, window: ProfilerWindow) -> None:
         self.journal, self.window = journal, window
         self.on = True
         self.templates: list[dict[str, Any]] = []

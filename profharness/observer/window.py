@@ -30,7 +30,7 @@ OWN_PROFILER = "the program ran a profiler of its own"
 STARTS, STOPS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
 
 
-class Window:
+class ProfilerWindow:
     """The profiler window of a process.
 
     `steps` is the number of steps in the window. `warmup` is the number of steps without a new

@@ -20,7 +20,7 @@ from profharness.observer.facts import flags
 from profharness.observer.hook import after_import
 from profharness.observer.journal import Journal, read_options
 from profharness.observer.recorder import BLOCK_MASK, FUNCTIONS, Entry, Recorder
-from profharness.observer.window import Window
+from profharness.observer.window import ProfilerWindow
 
 FLEX_MODULE = "torch.nn.attention.flex_attention"
 NAME = "scaled_dot_product_attention"
@@ -239,7 +239,7 @@ def install_for(folder: str) -> None:
     ranks = (None, str(options["rank"]))
     chosen = options["rank"] == "all" or os.environ.get("RANK") in ranks
     profiler = options["profiler"] if chosen else "none"
-    window = Window(journal, profiler, options["steps"], options["warmup"])
+    window = ProfilerWindow(journal, profiler, options["steps"], options["warmup"])
     recorder = Recorder(journal, window)
     recorders = (*recorders, recorder)
     install()

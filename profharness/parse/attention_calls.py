@@ -54,7 +54,7 @@ from profharness.parse.ops import (
 )
 from profharness.parse.replay import POSITIONS, flag, replay_config, sizes, tensor_argument
 from profharness.parse.span_tree import AutogradNodes, SpanTree
-from profharness.trace import AttentionCall, CallSpan, Range, Step, TensorArgument
+from profharness.trace import AttentionCall, CallSpan, ProgramStep, Range, TensorArgument
 
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # named after their parent
 MARKER = "profharness-attention:"  # prefix of a range that contains a module's dotted path
@@ -153,7 +153,7 @@ def find_calls(
     ranges: Sequence[Range],
     threads: Sequence[tuple[int, int]],
     base: int,
-) -> tuple[AttentionCalls, tuple[Step, ...]]:
+) -> tuple[AttentionCalls, tuple[ProgramStep, ...]]:
     """Return the attention calls of a trace, and its steps.
 
     `flows` has rows of `Flow`, `threads` the (pid, tid) of each thread index. `base` is added to all
@@ -577,7 +577,7 @@ def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
 
 def _steps(
     ranges: Sequence[Range], outermost: Sequence[HostSpan], base: int, last: int
-) -> tuple[Step, ...]:
+) -> tuple[ProgramStep, ...]:
     """Return the ProfilerStep ranges. Without them, steps end with optimizer steps. Without those, a
     step lasts from one call of an outermost module to the next. The last one includes the last op,
     because a backward follows its module.
@@ -585,23 +585,25 @@ def _steps(
     numbered = [row for row in ranges if row.name.startswith("ProfilerStep#")]
     if numbered:
         rows = sorted(numbered, key=lambda row: row.start_ns)
-        return tuple(Step(row.name, row.start_ns, row.duration_ns) for row in rows)
+        return tuple(ProgramStep(row.name, row.start_ns, row.duration_ns) for row in rows)
     ends = [row for row in ranges if row.name.startswith("Optimizer.step#")]
     if ends:
         first = min(row.start_ns for row in ranges)
         borders = [first, *(row.start_ns + row.duration_ns for row in ends)]
         return tuple(
-            Step(row.name, begin, end - begin)
+            ProgramStep(row.name, begin, end - begin)
             for row, begin, end in zip(ends, borders, borders[1:], strict=False)
         )
     borders_behind = [*(int(span.start) for span in outermost[1:]), last]
     return tuple(
-        Step(span.name.removeprefix(MODULE), span.start + base, max(span.end, end) - span.start)
+        ProgramStep(
+            span.name.removeprefix(MODULE), span.start + base, max(span.end, end) - span.start
+        )
         for span, end in zip(outermost, borders_behind, strict=False)
     )
 
 
-def step_at(steps: Sequence[Step], t: int) -> int | None:
+def step_at(steps: Sequence[ProgramStep], t: int) -> int | None:
     """Return the number of the step that contains the time `t`, or None."""
     at = bisect_right(steps, t, key=lambda step: step.start_ns) - 1
     return at if at >= 0 and t < steps[at].start_ns + steps[at].duration_ns else None

@@ -26,7 +26,7 @@ from profharness.parse.columns import (
 from profharness.parse.intervals import Intervals, nothing
 from profharness.parse.ranges import Ranges
 from profharness.parse.span_tree import AutogradNodes
-from profharness.trace import NONE, LaunchBatch, Step
+from profharness.trace import NONE, LaunchBatch, ProgramStep
 
 CHUNK_ROWS = 65536  # GPU rows per join
 SLICE_ROWS = 262144  # ops per time slice, by start
@@ -88,7 +88,7 @@ def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
 
 def contexts(
     tables: Tables, flows: Ints, threads: list[tuple[int, int]], base: int
-) -> tuple[Ranges, AttentionCalls, tuple[Step, ...]]:
+) -> tuple[Ranges, AttentionCalls, tuple[ProgramStep, ...]]:
     """Return the ranges, attention calls and steps that may contain launches.
 
     `flows` has rows of Flow, `threads` the (pid, tid) of each thread index. `base` is added in ns

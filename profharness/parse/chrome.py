@@ -14,7 +14,7 @@ from typing import Any
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
-from profharness.files import is_heavy
+from profharness.files import has_too_many_values
 from profharness.parse import attribution, chrome_columns
 from profharness.parse.chrome_events import (
     EXACT_LIMIT,
@@ -279,7 +279,7 @@ class Scanner:
 
     def _decode(self, segment: bytes, begin: int, *, last: bool) -> int:
         """Decode the events from `begin` on and return the number of bytes consumed."""
-        if is_heavy(segment):
+        if has_too_many_values(segment):
             return self._piecewise(segment, begin, last=last)
         try:
             events = self.collector.events.many.decode(b"[%b]" % segment[begin:])

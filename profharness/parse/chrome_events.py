@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.files import is_heavy
+from profharness.files import has_too_many_values
 from profharness.parse.chrome_read import whole_characters
 from profharness.parse.columns import (
     MAX_INT,
@@ -490,7 +490,7 @@ class Events:
         Events without a category or a duration are not damaged. Numbers that are not finite become
         null: Kineto writes `inf` for the bandwidth of a copy that took no time.
         """
-        if is_heavy(data):
+        if has_too_many_values(data):
             return None, True
         try:
             return decoded(self.one, data), False

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from profharness.errors import TraceFormatError
-from profharness.files import JSON_WEIGHT, is_heavy
+from profharness.files import JSON_WEIGHT, has_too_many_values
 from profharness.parse.packed import GzipReader, open_file
 
 BLOCK = 128 * 1024  # fastest from 32 to 256 KiB; bigger buffers cost page faults
@@ -171,7 +171,7 @@ def skip_space(data: bytes, position: int) -> int:
 
 def decode_lenient(data: bytes) -> Any:
     """Decode JSON, including NaN, bad UTF-8 and control characters. Raise ValueError."""
-    if is_heavy(data):
+    if has_too_many_values(data):
         raise ValueError(f"more than {JSON_WEIGHT:,} values")
     try:
         try:

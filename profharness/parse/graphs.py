@@ -20,7 +20,7 @@ from profharness.parse.attribution import Source
 from profharness.parse.columns import GpuRows, Ints, LaunchRows, distinct
 from profharness.parse.intervals import nothing
 from profharness.parse.span_tree import SpanTree
-from profharness.trace import AttentionCall, CallSpan, Step
+from profharness.trace import AttentionCall, CallSpan, ProgramStep
 
 _API = r"(?:cuda|cu|hip)"
 REPLAY = re.compile(rf"{_API}GraphLaunch\w*")
@@ -57,7 +57,7 @@ class _Capture:
 def replayed(
     source: Source,
     calls: AttentionCalls,
-    steps: Sequence[Step],
+    steps: Sequence[ProgramStep],
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> AttentionCalls:

@@ -28,7 +28,15 @@ from profharness.parse.ncu_launches import (
 from profharness.parse.ncu_readers import read_report
 from profharness.profilers.ncu import check_file
 from profharness.rows import NCU
-from profharness.trace import NONE, LaunchBatch, LaunchConfig, Metrics, Range, Trace, range_cell
+from profharness.trace import (
+    NONE,
+    HardwareMetrics,
+    LaunchBatch,
+    LaunchConfig,
+    Range,
+    Trace,
+    range_cell,
+)
 
 OWN_DOMAIN = "profharness"
 NO_NAME = "unknown"
@@ -235,7 +243,7 @@ def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
     return tuple(devices[index] for index in sorted(devices)), list(warnings)
 
 
-def _metrics(report: NcuReport, durations: list[int], path: Path) -> Metrics | None:
+def _metrics(report: NcuReport, durations: list[int], path: Path) -> HardwareMetrics | None:
     """Return all numeric metrics except the machine's constants, by name. Times without a valid
     duration are left out.
     """
@@ -253,7 +261,7 @@ def _metrics(report: NcuReport, durations: list[int], path: Path) -> Metrics | N
                 row[place[name]] = value
     if DURATION in place and report.units.get(DURATION, "") in NANOSECONDS:
         values[np.array(durations) == NONE, place[DURATION]] = np.nan
-    return Metrics(names, [report.units.get(name, "") for name in names], values)
+    return HardwareMetrics(names, [report.units.get(name, "") for name in names], values)
 
 
 def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:

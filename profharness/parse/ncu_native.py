@@ -29,7 +29,7 @@ from profharness.parse.ncu_launches import (
     NcuReport,
     NvtxRange,
 )
-from profharness.processes import child_environment, run_group
+from profharness.processes import child_environment, run_to_end
 
 MODULE = "ncu_report"
 EXTRAS = Path("extras", "python", f"{MODULE}.py")
@@ -128,7 +128,7 @@ def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Re
         argv = [sys.executable, "-c", CHILD, str(path.resolve()), str(output), *limits]
         argv += [] if folder is None else [str(folder)]
         log, environment = Path(os.devnull), child_environment()
-        code = run_group(argv, log, environment, seconds * WAITING, cwd=name)
+        code = run_to_end(argv, log, environment, seconds * WAITING, cwd=name)
         if code == NO_MODULE:
             return None
         if code == NOTHING_FOUND:

@@ -24,7 +24,7 @@ from profharness.parse.ncu_launches import (
     Triple,
 )
 from profharness.parse.ncu_native import find_extras, has_package, read_native
-from profharness.processes import run_group
+from profharness.processes import run_to_end
 from profharness.profilers import find_tool
 from profharness.profilers.ncu import NcuFile, check_file, child_environment, csv_argv
 from profharness.rows import NCU
@@ -179,7 +179,7 @@ def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) 
         output, environment = folder / "output", child_environment(os.environ, folder)
         options = {"cwd": folder, "stderr": subprocess.DEVNULL}
         try:
-            returncode = run_group(argv, output, environment, timeout_s, **options)
+            returncode = run_to_end(argv, output, environment, timeout_s, **options)
         except OSError as error:
             raise TraceFormatError(report, f"{ncu} does not start: {error.strerror}") from None
         if returncode is None:

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import msgspec
 
 from profharness.config import AUTO
+from profharness.dtypes import OF_TORCH
 from profharness.errors import UsageError
 from profharness.parse.ops import OUTER
 from profharness.parse.replay import replay_config
 from profharness.run import observed_journals, observed_rows
 from profharness.trace import AttentionCall, TensorArgument
 
-DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 INNER = "aten::_scaled_dot_product_"
 INNER_OPS = {
     "flash": f"{INNER}flash_attention",
@@ -263,7 +263,7 @@ def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | 
         else None
     )
     return TensorArgument(
-        tuple(recorded.dims), tuple(strides) if strides else None, DTYPES.get(dtype, dtype)
+        tuple(recorded.dims), tuple(strides) if strides else None, OF_TORCH.get(dtype, dtype)
     )
 
 

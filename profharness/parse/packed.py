@@ -11,7 +11,7 @@ from typing import IO, cast
 
 from isal import igzip_lib
 
-from profharness.errors import ProfharnessError, TraceFormatError, shown
+from profharness.errors import ProfharnessError, TraceFormatError, printable_path
 from profharness.files import InputFile, open_input
 
 GZIP = b"\x1f\x8b"
@@ -171,7 +171,7 @@ def without_room() -> Iterator[None]:
 
 def _rename(error: ProfharnessError, plain: Path, path: Path) -> None:
     error.args = tuple(
-        arg.replace(shown(plain), shown(path)) if isinstance(arg, str) else arg
+        arg.replace(printable_path(plain), printable_path(path)) if isinstance(arg, str) else arg
         for arg in error.args
     )
     if isinstance(error, TraceFormatError):

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from profharness.config import DTYPES as CONFIG_DTYPES
 from profharness.config import Config, parse_config
+from profharness.dtypes import CONFIG_DTYPES, OF_CPP_TYPE
 from profharness.errors import UsageError
 from profharness.parse.ops import OUTER, HostSpan
 from profharness.trace import TensorArgument
 
-NAMES = {"c10::Half": "fp16", "c10::BFloat16": "bf16", "float": "fp32", "double": "fp64"}
 SCALE_DIGITS = 1e-4  # a trace prints a scale with six digits
 
 # Positions of query, key, value, mask (one letter each) and flags in the arguments of each op.
@@ -38,7 +37,7 @@ def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
     return TensorArgument(
         dims,
         strides if len(strides) == len(dims) else None,
-        NAMES.get(kind, kind) if isinstance(kind, str) and kind else None,
+        OF_CPP_TYPE.get(kind, kind) if isinstance(kind, str) and kind else None,
     )
 
 

@@ -50,7 +50,7 @@ class ToolError(ProfharnessError):
 
 
 @dataclass(frozen=True)
-class Rule:
+class FailureRule:
     """A text that identifies a failure."""
 
     code: str
@@ -73,12 +73,12 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Rules:
+class FailureRules:
     """The rules of one tool. The first match counts."""
 
     tool: str
-    rules: Sequence[Rule]
-    timeout: Sequence[Rule] = ()  # for a tool that took too long
+    rules: Sequence[FailureRule]
+    timeout: Sequence[FailureRule] = ()  # for a tool that took too long
 
     def match(
         self, returncode: int | None, text: str, report: Path, *, written: bool = False
@@ -99,7 +99,7 @@ class Rules:
 
 
 def diagnose(
-    rules: Rules, returncode: int | None, text: str, report: Path, started: float
+    rules: FailureRules, returncode: int | None, text: str, report: Path, started: float
 ) -> Failure | None:
     """Return why a tool left no usable report, or None if it did.
 
@@ -151,7 +151,7 @@ def report_state(report: Path, started: float) -> str:
     return "stale" if stat.st_mtime < started - slack else "fresh"
 
 
-def _first(rules: Iterable[Rule], text: str, report: Path, head: str = "") -> Failure | None:
+def _first(rules: Iterable[FailureRule], text: str, report: Path, head: str = "") -> Failure | None:
     for rule in rules:
         match = re.search(rule.pattern, head + text, re.MULTILINE)
         if match:

@@ -30,8 +30,8 @@ from profharness.profilers.base import (
     TOOL_OPTIONS,
     Ended,
     Failure,
-    Rule,
-    Rules,
+    FailureRule,
+    FailureRules,
     ToolSession,
     diagnose,
     escape_macros,
@@ -63,17 +63,17 @@ DEFAULT_METRICS: tuple[str, ...] = (
 IMPORT_SASS_SINCE = (2025, 3)
 
 
-RULES = Rules(
+RULES = FailureRules(
     NCU,
     (
-        Rule(
+        FailureRule(
             "no_driver",
             r"Nsight Compute failed to connect to the CUDA driver",
             "ncu found no CUDA driver and did not start the program: no {report}",
             "run on a machine with an NVIDIA GPU and driver; libcuda.so on the library path must not be "
             "the stub of the toolkit",
         ),
-        Rule(
+        FailureRule(
             "counters_forbidden",
             r"ERR_NVGPUCTRPERM",
             "this user may not read the GPU's hardware counters (ERR_NVGPUCTRPERM)",
@@ -81,7 +81,7 @@ RULES = Rules(
             "NVreg_RestrictProfilingToAdminUsers=0 and start anew; on WSL allow it in the Windows NVIDIA "
             "control panel; `--profiler torch` works without counters",
         ),
-        Rule(
+        FailureRule(
             "library_not_loaded",
             r"LibraryNotLoaded",
             "ncu cannot start its counter library (LibraryNotLoaded) and ended the program: this driver "
@@ -89,92 +89,92 @@ RULES = Rules(
             "match ncu to the driver (2025.3 goes with 580), see that /dev/nvidia-caps is there, and "
             + NO_SANDBOX.replace("{tool}", "ncu"),
         ),
-        Rule(
+        FailureRule(
             "counters_busy",
             r"driver resource was unavailable",
             "another tool holds the GPU's hardware counters",
             "stop it: `dcgmi profile --pause` before and `dcgmi profile --resume` after, or wait for the "
             "other ncu to end",
         ),
-        Rule(
+        FailureRule(
             "injection",
             r"CUDA_INJECTION64_PATH is set to (?P<path>.*?)(?:\. To run|$)",
             "another tool is already injected (CUDA_INJECTION64_PATH is {path})",
             "unset CUDA_INJECTION64_PATH, and do not run ncu inside nsys or nsys inside ncu",
         ),
-        Rule(
+        FailureRule(
             "lock_file",
             r"Failed to open/create lock file (?P<path>\S+)",
             "the lock file {path} belongs to somebody else",
             "set TMPDIR to a folder of your own; ncu keeps its lock there",
         ),
-        Rule(
+        FailureRule(
             "driver_too_old",
             r"Insufficient driver version to profile on device (?P<device>\d+)",
             "the driver is too old for this ncu to profile device {device}",
             "update the driver, or use an older Nsight Compute",
         ),
-        Rule(
+        FailureRule(
             "metrics_unavailable",
             r"Failed to access the following metrics",
             "some metrics are out of reach on this GPU, as on a MIG slice",
             "use a whole GPU, or ask for fewer metrics with --metrics",
         ),
-        Rule(
+        FailureRule(
             "unknown_metric",
             r"Failed to find metric (?P<metric>.*)",
             "ncu knows no metric {metric} on this GPU",
             QUERY_METRICS,
         ),
-        Rule(
+        FailureRule(
             "unknown_section",
             r"Option '--section (?P<section>[^']*)' did not match any section",
             "ncu has no section {section}",
             "`ncu --list-sections` lists them",
         ),
-        Rule(
+        FailureRule(
             "unknown_set",
             r"No metrics to collect found in sections",
             "the requested set or sections contain no metrics",
             "`ncu --list-sets` and `ncu --list-sections` list them",
         ),
-        Rule(
+        FailureRule(
             "unknown_option",
             r"unrecogni[sz]ed option '(?P<option>[^']*)'",
             "this ncu does not know the option {option}",
             TOOL_OPTIONS.replace("{tool}", "ncu"),
         ),
-        Rule(
+        FailureRule(
             "executable_missing",
             r"^==ERROR== '(?P<path>[^']*)' does not exist or is not an executable",
             "{path} does not exist or is not an executable",
             "give the program's absolute path",
         ),
-        Rule(
+        FailureRule(
             "executable_missing",
             r"^==ERROR== Missing executable to launch",
             "ncu was given no program to start",
             "name the program behind ncu's options",
         ),
-        Rule(
+        FailureRule(
             "output_exists",
             r"^==ERROR== File (?P<path>.*?) ?already exists",
             "{path} was there already, and ncu left it as it was",
             "remove it, or pass -f",
         ),
-        Rule(
+        FailureRule(
             "tmpdir_unusable",
             r"Failed to create temporary file",
             "ncu cannot write its temporary file (TMPDIR)",
             OWN_TMPDIR,
         ),
-        Rule(
+        FailureRule(
             "tool_error",
             r"^==ERROR== (?!The application returned an error code)(?P<words>.+)",
             "ncu reported an error for {report}: {words}",
             "see the log of ncu for the lines around it",
         ),
-        Rule(
+        FailureRule(
             "target_failed",
             r"^==ERROR== The application returned an error code \((?P<exit>\d+)\)",
             "the profiled program ended with code {exit} before ncu wrote {report}",
@@ -183,26 +183,26 @@ RULES = Rules(
             written=False,
         ),
         # Only if neither a rule above nor a failure of the target explains it.
-        Rule(
+        FailureRule(
             "child_processes",
             r"requires the --target-processes all option",
             "the kernels ran in a child process, which ncu did not follow",
             "pass --target-processes all",
         ),
-        Rule(
+        FailureRule(
             "no_kernels_matched",
             r"^==WARNING== No kernels were profiled",
             "ncu profiled no kernel for {report}: none ran, or none ran inside the ranges of cells",
             "see whether the cells launch kernels at all (`--profiler torch`); a filter needs its name "
             "escaped, a slash at the end for push/pop ranges and none for start/end ranges",
         ),
-        Rule(
+        FailureRule(
             "tool_library_missing",
             r"\bncu: " + LOADER,
             "ncu did not start for want of the library {library}",
             "install the package that has it",
         ),
-        Rule(
+        FailureRule(
             "killed",
             r"\A(?P<how>signal \d+)$",
             "ncu was ended by {how} before it wrote {report}",
@@ -211,7 +211,7 @@ RULES = Rules(
         ),
     ),
     timeout=(
-        Rule(
+        FailureRule(
             "lock_file",
             r"nsight-compute-lock",
             "ncu waited too long for the lock of another ncu",

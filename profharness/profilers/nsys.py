@@ -18,7 +18,7 @@ from pathlib import Path
 
 from profharness.errors import TraceFormatError
 from profharness.files import open_input
-from profharness.processes import kill, read_end, run_briefly, run_group
+from profharness.processes import kill, read_end, run_briefly, run_to_end
 from profharness.profilers.base import (
     LOADER,
     NO_SANDBOX,
@@ -26,8 +26,8 @@ from profharness.profilers.base import (
     TOOL_OPTIONS,
     Ended,
     Failure,
-    Rule,
-    Rules,
+    FailureRule,
+    FailureRules,
     ToolError,
     ToolSession,
     diagnose,
@@ -48,7 +48,7 @@ _SAME_VERSION = (
 )
 _DEBIAN = "libdw1, libelf1, libssh-4 on Debian and Ubuntu"
 
-NO_CUDA_EVENTS = Rule(
+NO_CUDA_EVENTS = FailureRule(
     "no_cuda_events",
     r"No CUDA events collected|CUDA profiling might have not been started correctly",
     "nsys saw no CUDA work for {report}",
@@ -59,13 +59,13 @@ NO_CUDA_EVENTS = Rule(
 
 # These also apply if a report was written: it is incomplete or without kernels.
 WRITTEN_RULES = (
-    Rule(
+    FailureRule(
         "version_mismatch",
         r"Qdstrm version (?P<version>\S+) is not supported",
         "the importer cannot read a raw file of nsys {version}, so {report} is not usable",
         _SAME_VERSION,
     ),
-    Rule(
+    FailureRule(
         "version_mismatch",
         r"Supplied input buffer of size \d+ is too small"
         r"|Unknown runtime API function index: \d+"
@@ -74,7 +74,7 @@ WRITTEN_RULES = (
         "{report} lacks events",
         _SAME_VERSION + "; a CUDA 13 program needs nsys 2025.3 or newer",
     ),
-    Rule(
+    FailureRule(
         "import_incomplete",
         r"Errors occurred while processing the raw events",
         "the importer stopped in the middle: {report} lacks events",
@@ -86,38 +86,38 @@ WRITTEN_RULES = (
 
 # These apply if no report was written.
 UNWRITTEN_RULES = (
-    Rule(
+    FailureRule(
         "sandboxed",
         r"ConvertGpuTicksToSyncNs",
         "nsys cannot relate GPU time to host time here, as in a gVisor container: no {report}",
         NO_SANDBOX.replace("{tool}", "nsys"),
     ),
-    Rule(
+    FailureRule(
         "executable_missing",
         r"Executable not found in current directory or standard search paths"
         r"|^No such file or directory: \S",
         "nsys found no program to start for {report}",
         "give the program's absolute path",
     ),
-    Rule(
+    FailureRule(
         "unknown_option",
         r"unrecogni[sz]ed option '(?P<option>[^']*)'",
         "this nsys does not know the option {option}",
         TOOL_OPTIONS.replace("{tool}", "nsys profile"),
     ),
-    Rule(
+    FailureRule(
         "unknown_option",
         r"Illegal --(?P<option>[\w-]+) arguments?\b(?P<value>.*)",
         "this nsys does not take the value given to --{option}:{value}",
         TOOL_OPTIONS.replace("{tool}", "nsys profile"),
     ),
-    Rule(
+    FailureRule(
         "tmpdir_unusable",
         r"boost::filesystem::temp_directory_path|^Agent launcher failed",
         "nsys cannot start its background process or write its raw files (TMPDIR)",
         OWN_TMPDIR,
     ),
-    Rule(
+    FailureRule(
         "importer_missing",
         r"The importer binary and its dependencies were not found",
         "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) is not where it "
@@ -125,7 +125,7 @@ UNWRITTEN_RULES = (
         "link it there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
         "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
     ),
-    Rule(
+    FailureRule(
         "importer_library_missing",
         r"Importer error status: An unknown error occurred",
         "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) does not start, "
@@ -133,13 +133,13 @@ UNWRITTEN_RULES = (
         "`ldd QdstrmImporter | grep 'not found'` names it; install the package that has it "
         f"({_DEBIAN})",
     ),
-    Rule(
+    FailureRule(
         "sys_missing",
         r"Failed to get number of the device CPUs",
         "the importer of nsys cannot read /sys, so there is no {report}",
         "mount /sys and /proc in the container",
     ),
-    Rule(
+    FailureRule(
         "import_failed",
         r"Importer error status: (?P<words>.*)|Import Failed with (?P<more>.*)"
         r"|^File is corrupted\.",
@@ -147,43 +147,43 @@ UNWRITTEN_RULES = (
         "run `QdstrmImporter -i FILE.qdstrm` of the same version by hand to see why; see whether the "
         "disk is full",
     ),
-    Rule(
+    FailureRule(
         "output_exists",
         r"Failed to create '(?P<path>[^']*)': File exists",
         "{path} was there already: nsys left it as it was and wrote the new report to TMPDIR",
         "remove the old file, or pass --force-overwrite true",
     ),
-    Rule(
+    FailureRule(
         "output_folder_missing",
         r"Failed to create '(?P<path>[^']*)': No such file or directory",
         "the folder of {path} does not exist: nsys wrote the report to TMPDIR",
         "make the folder first",
     ),
-    Rule(
+    FailureRule(
         "output_unwritable",
         r"Failed to create '(?P<path>[^']*)': (?P<why>[^.\n]+)",
         "nsys could not write {path}: {why}",
         "choose a folder that is writable and has room",
     ),
-    Rule(
+    FailureRule(
         "tool_library_missing",
         LOADER,
         "a program did not start for want of the library {library}, and there is no {report}",
         "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
     ),
-    Rule(
+    FailureRule(
         "capture_range_missed",
         r"^Generated:\s*+(?!\S*\.(?:nsys-rep|qdstrm|qdrep))",
         "the program never entered the range that nsys waits for, so there is no {report}",
         "check the range's name, and set NSYS_NVTX_PROFILER_REGISTER_ONLY=0",
     ),
-    Rule(
+    FailureRule(
         "sampling_forbidden",
         r"requires root privileges or a paranoid level of (?P<level>\d)",
         "nsys may not sample the CPU here, and there is no {report}",
         "pass --sample=none --cpuctxsw=none, or set kernel.perf_event_paranoid to {level}",
     ),
-    Rule(
+    FailureRule(
         "tool_crashed",
         r"FATAL ERROR: (?P<words>.*)",
         "nsys broke down before it wrote {report}: {words}",
@@ -192,7 +192,7 @@ UNWRITTEN_RULES = (
 )
 
 
-KILLED = Rule(
+KILLED = FailureRule(
     "killed",
     r"\Asignal 9$",
     "nsys was killed (SIGKILL) while it profiled for {report}",
@@ -200,12 +200,12 @@ KILLED = Rule(
     "(PID is that of the killed nsys); see the kernel log for out-of-memory, then run again",
 )
 
-RULES = Rules(
+RULES = FailureRules(
     NSYS,
     # first, because a kill explains everything else in the log
     (KILLED, *(replace(rule, written=False) for rule in UNWRITTEN_RULES), *WRITTEN_RULES),
     timeout=(
-        Rule(
+        FailureRule(
             "children_outlive_target",
             r"Waiting for termination of re-parented processes",
             "the program ended, but a process that it left behind kept nsys waiting for {report}",
@@ -214,48 +214,48 @@ RULES = Rules(
     ),
 )
 
-EXPORT_RULES = Rules(
+EXPORT_RULES = FailureRules(
     "nsys export",
     (
-        Rule(
+        FailureRule(
             "output_exists",
             r"Exportation error: File already exists: '(?P<path>[^']*)'",
             "{path} was there already, and nsys export left it as it was",
             "remove it, or pass --force-overwrite true",
         ),
-        Rule(
+        FailureRule(
             "report_missing",
             r"Exportation error: File not found: '(?P<path>[^']*)'",
             "nsys export found no report {path}",
             "check the path; nsys profile may have left none",
         ),
-        Rule(
+        FailureRule(
             "version_mismatch",
             r"ProtobufParseException|Version not supported: (?P<build>\S+)"
             r"|Version number is invalid: (?P<version>\S+)",
             "the report was made by a newer nsys than the one that exports it",
             _SAME_VERSION,
         ),
-        Rule(
+        FailureRule(
             "report_damaged",
             r"Version tag is not found in the stream|Cannot read from stream"
             r"|Section Table Reference magic number mismatch",
             "the file is not an nsys report, or was cut short",
             "copy it again, or capture again",
         ),
-        Rule(
+        FailureRule(
             "tool_library_missing",
             LOADER,
             "nsys did not start for want of the library {library}",
             "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
         ),
-        Rule(
+        FailureRule(
             "export_failed",
             r"Exportation error: (?P<words>.*)",
             "nsys export failed: {words}",
             "export with the nsys that made the report, and see whether the disk is full",
         ),
-        Rule(
+        FailureRule(
             "export_failed",
             r"\A(?P<how>signal \d+|exit code [1-9]\d*)$",
             "nsys export failed ({how})",
@@ -264,7 +264,7 @@ EXPORT_RULES = Rules(
         ),
     ),
     timeout=(
-        Rule(
+        FailureRule(
             "timeout",
             r"\A",
             "nsys export took too long and was ended before it was complete",
@@ -357,7 +357,7 @@ def export_report(
         environment = child_environment(os.environ, Path(name))
         try:
             argv = export_argv(tool, report, part)
-            returncode = run_group(argv, log, environment, timeout_s, short=True)
+            returncode = run_to_end(argv, log, environment, timeout_s, short=True)
         except OSError as error:
             message = f"{tool} cannot be started: {error.strerror}"
             remedy = "set PROFHARNESS_NSYS to the nsys executable, or install NVIDIA Nsight Systems"

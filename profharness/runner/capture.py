@@ -26,9 +26,9 @@ from profharness.backends import (
 from profharness.cases import derive_cases
 from profharness.config import Config
 from profharness.errors import CaptureError, Interrupted, UsageError
-from profharness.files import exclusive, read_input
+from profharness.files import hold_lock_file, read_input
 from profharness.logs import log_wanted
-from profharness.processes import PrewarmedWorker, deferred, let_through
+from profharness.processes import PrewarmedWorker, defer_signals, raise_deferred_signals
 from profharness.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
@@ -195,7 +195,7 @@ def finished_message(folder: Path, run: Run) -> str:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a run folder. Raise CaptureError while another process has it locked."""
-    with exclusive(folder / LOCK_FILE) as holder:
+    with hold_lock_file(folder / LOCK_FILE) as holder:
         if holder is not None:
             raise CaptureError(f"{folder}: {holder} is at work on this run; wait for its end")
         try:
@@ -321,7 +321,7 @@ def _carry_out(
         with (
             interrupts_name(folder),
             _folder_writable(folder),
-            deferred(),
+            defer_signals(),
             gpu_locked(run.protocol.device, record.notify) as inherited,
         ):
             if inside or not profilers:
@@ -342,7 +342,7 @@ def _carry_out(
                 if profiler.session is not None:
                     _wrapped_pass(record, profiler, tools, python)
             # raise a deferred interrupt here, where it still names the folder
-            let_through()
+            raise_deferred_signals()
     finally:
         record.save()
     record.explain_pending()

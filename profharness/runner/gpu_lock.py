@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from profharness.device_types import CPU
 from profharness.environment import VisibleGpu, visible_gpus
-from profharness.files import LOCKS, locked_now, opened_to_lock
-from profharness.processes import STEP_S, let_through
+from profharness.files import LOCKS, open_lock_file, try_lock
+from profharness.processes import STEP_S, raise_deferred_signals
 
 
 @contextlib.contextmanager
@@ -24,19 +25,19 @@ def gpu_locked(
     or if the lock file cannot be created. Yield the descriptors that children must inherit: the
     lock lasts as long as any of them.
     """
-    gpu = next(iter(visible_gpus()), None) if device != "cpu" else None
-    descriptor = opened_to_lock(lock_file(gpu, folder)) if gpu else None
+    gpu = next(iter(visible_gpus()), None) if device != CPU else None
+    descriptor = open_lock_file(lock_file(gpu, folder)) if gpu else None
     if gpu is None or descriptor is None:
         yield ()
         return
     try:
-        if not locked_now(descriptor, fcntl.LOCK_EX):
+        if not try_lock(descriptor, fcntl.LOCK_EX):
             notify(
                 f"another profharness measures on {gpu.name} ({gpu.key}): waiting for its end; "
                 "CUDA_VISIBLE_DEVICES chooses another GPU"
             )
-            while not locked_now(descriptor, fcntl.LOCK_EX):
-                let_through()
+            while not try_lock(descriptor, fcntl.LOCK_EX):
+                raise_deferred_signals()
                 time.sleep(STEP_S)
         yield (descriptor,)
     finally:

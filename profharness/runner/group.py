@@ -18,7 +18,7 @@ import msgspec
 
 from profharness.environment import visible_gpus
 from profharness.errors import CaptureError, ProfharnessError, UnwritableError
-from profharness.files import exclusive
+from profharness.files import hold_lock_file
 from profharness.rows import HOSTED, SHARED_CORES
 from profharness.run import GPU, RUN_FILE, Problem, Run, read_run, write_run
 from profharness.runner.capture import LOCK_FILE, carry_on, write_folder
@@ -135,7 +135,7 @@ def _wait_for_predecessor(part: Path) -> None:
     """Wait while a lane that was just killed still ends what it ran."""
     deadline = time.monotonic() + LEAVING_S
     while time.monotonic() < deadline:
-        with exclusive(part / LOCK_FILE) as holder:
+        with hold_lock_file(part / LOCK_FILE) as holder:
             if holder is None:
                 return
         time.sleep(QUIET_S)

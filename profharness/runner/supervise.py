@@ -22,17 +22,18 @@ from typing import Any
 import msgspec
 
 from profharness.config import parse_config
+from profharness.device_types import CPU
 from profharness.errors import CaptureError
 from profharness.files import LINE_BYTES, decode_json, open_input
 from profharness.processes import (
     WORKER_SCRIPT,
-    Group,
     PrewarmedWorker,
+    ProcessGroup,
     child_environment,
+    delay_signals,
     has_ended,
-    held,
-    let_through,
     orphans_adopted,
+    raise_deferred_signals,
     read_end,
     start_group,
     stopped_together,
@@ -159,7 +160,7 @@ class WorkerProcess:
     remedy: str = "`profharness doctor` shows what is missing"
 
     def __post_init__(self) -> None:
-        self.process: Group | None = None
+        self.process: ProcessGroup | None = None
         self.since = time.monotonic()
         log = self.folder / LOG_FILE
         self.log_offset = log.stat().st_size if log.exists() else 0
@@ -179,7 +180,7 @@ class WorkerProcess:
         with orphans_adopted(self.session.notify, mark_of_worker) as mark:
             try:
                 # an interrupt right after the start would lose the reference to the process
-                with held():
+                with delay_signals():
                     self.process = self._use_prewarmed(command) or start_group(
                         self.session.argv(command),
                         self.folder / LOG_FILE,
@@ -197,7 +198,7 @@ class WorkerProcess:
                 if self.process is not None:
                     self._finish(self.process)
 
-    def _use_prewarmed(self, command: list[str]) -> Group | None:
+    def _use_prewarmed(self, command: list[str]) -> ProcessGroup | None:
         """Return the prewarmed worker's process, or end it and return None if it does not fit."""
         if self.prewarmed is None:
             return None
@@ -277,7 +278,7 @@ class WorkerProcess:
         timeout_s = self.protocol.timeout_s
         while not has_ended(process):
             self.read_journal()
-            let_through()
+            raise_deferred_signals()
             limit = timeout_s if self.cell is not None else max(START_TIMEOUT_S, timeout_s)
             if self._now() - self.since > limit:
                 return None
@@ -290,7 +291,7 @@ class WorkerProcess:
             if not has_ended(process):
                 self._end(process)
         finally:
-            with held():
+            with delay_signals():
                 self.session.clear(process, at_once=self.at_once)
                 wait_for(process, REAPED_S)  # a process that hangs in a driver cannot be ended
 
@@ -389,7 +390,7 @@ def run_cells(
                 if not start.at_once:
                     on_outcome(start.close())
         finally:
-            with held():
+            with delay_signals():
                 session.discard()
         wrote_nothing = start.cell is not None or start.returncode == EXIT_UNWRITABLE
         if wrote_nothing and (why := start.why_unwritable()):
@@ -502,7 +503,7 @@ class RunRecord:
         result = entry.result
         if result is not None:
             if result.case is not None:
-                result = _resolve_check(result, str(self.run.environment.get("device_type", "cpu")))
+                result = _resolve_check(result, str(self.run.environment.get("device_type", CPU)))
             else:  # if the cell ended its worker, the result has the config as requested
                 result = replace(result, config=cell.config)
             if profiler is None or cell.status == "pending":
@@ -568,7 +569,7 @@ class RunRecord:
             self.save()
 
     def _add_environment(self, environment: dict[str, Any]) -> None:
-        device = str(environment.get("device_type", "cpu"))
+        device = str(environment.get("device_type", CPU))
         self._cells = {
             name: replace(cell, config=cell.config.resolve(device))
             for name, cell in self._cells.items()
@@ -588,9 +589,14 @@ class RunRecord:
 
 def _resolve_check(result: Cell, device: str) -> Cell:
     """Resolve the dtypes of a verified cell. A worker that died or hung failed its check."""
-    resolved = parse_config(result.asked or result.config.label).resolve(device).label
+    asked = parse_config(result.asked) if result.asked else result.config
     checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)
-    return replace(result, config=result.config.resolve(device), asked=resolved, checks=checks)
+    return replace(
+        result,
+        config=result.config.resolve(device),
+        asked=asked.resolve(device).label,
+        checks=checks,
+    )
 
 
 def _cell_problem(profiler: str, result: Cell) -> Problem:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from profharness.errors import StoreError, TraceFormatError, shown
+from profharness.device_types import device_name
+from profharness.errors import StoreError, TraceFormatError, printable_path
 from profharness.files import shell_command
 from profharness.parse import open_trace
 from profharness.rows import NCU
@@ -320,7 +321,6 @@ def _insert_run(
     environment_of_run = run.environment if run else parsed[0].trace.environment
     place, environment = split_place(environment_of_run, None if run else source.path.name)
     devices = [device.name for item in parsed for device in item.trace.devices]
-    recorded = environment.get("gpu") or environment.get("cpu")
     torch = environment.get("torch")
     data = to_json(environment)
     digest = xxhash.xxh3_128_hexdigest(data.encode())
@@ -329,12 +329,12 @@ def _insert_run(
         "created": run.created if run else _created(source.path, parsed[0]),
         "source": "capture" if run else "trace",
         "kind": run_kind(source.path, run) if run else "trace",
-        "path": shown(source.path),
+        "path": printable_path(source.path),
         "content_hash": source.content_hash,
         "environment_id": row_id(
             connection, "environments", {"hash": digest}, lambda: {"data": data}
         ),
-        "device": devices[0] if devices else (str(recorded) if recorded else None),
+        "device": devices[0] if devices else device_name(environment),
         "torch": None if torch is None else str(torch),
         "profilers": to_json(list(run.profilers if run else (parsed[0].trace.profiler,))),
         "protocol": to_json(asdict(run.protocol)) if run else None,

@@ -25,9 +25,9 @@ from profharness.store.traced_calls import CallLaunches
 from profharness.trace import (
     CELL_RANGE_PREFIX,
     NONE,
+    HardwareMetrics,
     LaunchBatch,
     LaunchConfig,
-    Metrics,
     Range,
     Trace,
     range_cell,
@@ -496,7 +496,7 @@ def _main_op(seen: Counter[str]) -> str | None:
 
 
 def _insert_metrics(
-    connection: sqlite3.Connection, first_id: int, metrics: Metrics, kept: Iterable[Column]
+    connection: sqlite3.Connection, first_id: int, metrics: HardwareMetrics, kept: Iterable[Column]
 ) -> None:
     """Insert the metrics of launches with consecutive ids from `first_id`.
 

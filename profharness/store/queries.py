@@ -15,6 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from profharness.device_types import device_name
 from profharness.devices import Device, Occupancy, occupancy
 from profharness.errors import ProfharnessError
 from profharness.rows import (
@@ -57,7 +58,6 @@ from profharness.store.selection import (
 )
 from profharness.store.tables import GROUP_KEYS
 from profharness.store.verifications import (
-    device_name,
     find_peaks,
     insert_peaks,
     verdicts,

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from profharness.errors import TraceFormatError, shown
+from profharness.errors import TraceFormatError, printable_path
 from profharness.files import open_input
 from profharness.parse import is_trace, sniff
 from profharness.parse.packed import open_file
@@ -104,7 +104,9 @@ def read_source(path: Path) -> Source:
     if path.is_file():
         # the hash of the uncompressed content: a compressed copy is the same trace
         content_hash = hash_file(path, packed=False)
-        return Source(path, None, (Raw(None, shown(path.name), path, content_hash),), content_hash)
+        return Source(
+            path, None, (Raw(None, printable_path(path.name), path, content_hash),), content_hash
+        )
     run = read_run(path)
     if len({_real_path(path, trace) for trace in run.traces}) < len(run.traces):
         raise TraceFormatError(path / RUN_FILE, "names a trace twice", expected="each trace once")

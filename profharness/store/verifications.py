@@ -105,15 +105,6 @@ def _code(environment: Mapping[str, Any], backend: str) -> Any:
     return (environment.get("backend_code") or {}).get(backend)
 
 
-def device_name(environment: Mapping[str, Any]) -> str | None:
-    """Return the device name that peaks are stored under: the GPU, else the processor."""
-    gpu = environment.get("gpu")
-    if gpu or environment.get("device_type") == "cuda":
-        return str(gpu) if gpu else None
-    cpu = environment.get("cpu")
-    return str(cpu) if cpu else None
-
-
 def insert_peaks(
     connection: sqlite3.Connection, peaks: Peaks, created: str, environment: Mapping[str, Any]
 ) -> None:

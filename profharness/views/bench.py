@@ -15,9 +15,10 @@ from profharness.answers.bench.measurements import UNKNOWN, BenchRow
 from profharness.columns import Column
 from profharness.config import Config, parse_config
 from profharness.costs import compulsory_bytes, flops
+from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
 from profharness.dispatch.predict import every_refusal
-from profharness.errors import few
+from profharness.errors import join_few
 from profharness.rows import (
     COLD,
     EAGER,
@@ -108,7 +109,7 @@ def bench_document(
     With `explain`, it contains every reason for a refusal, with `raw` the samples in its records.
     """
     environment, replaced = answer.environment, replacements(answer.cells)
-    device = environment.get("gpu") or environment.get("cpu") or "unknown device"
+    device = device_name(environment) or "unknown device"
     blocks: list[Block] = [
         Heading(f"run {answer.run}", ", ".join(_opening_facts(answer, str(device)))),
         _main_table(answer),
@@ -372,7 +373,7 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
         if loss.real:
             labels_of.setdefault(loss.code, []).append(loss.config)
     for code, labels in list(labels_of.items())[:SHOWN_CODES]:
-        yield Note(f"for {few(labels, SHOWN_CODES)}, the fastest backend is selected so")
+        yield Note(f"for {join_few(labels, SHOWN_CODES)}, the fastest backend is selected so")
         yield Code(code)
 
 

@@ -7,6 +7,7 @@ from itertools import chain
 
 from profharness.answers.bench.evaluation import BenchResult
 from profharness.columns import Column
+from profharness.device_types import device_name
 from profharness.views.bench import bench_document
 from profharness.views.document import Block, Document, Heading, Note, Table, record
 
@@ -55,7 +56,7 @@ def gpu_record(answer: BenchResult) -> dict[str, object]:
 
 def _device(answer: BenchResult) -> str:
     environment = answer.environment
-    return str(environment.get("gpu") or environment.get("cpu") or answer.run)
+    return device_name(environment) or answer.run
 
 
 def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:

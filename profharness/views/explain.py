@@ -21,7 +21,7 @@ from profharness.answers.explain.maps import Bisection, Edge, Map, value_text
 from profharness.columns import Column
 from profharness.config import AUTO, SDPA_BACKENDS, sdpa_setting
 from profharness.dispatch.advice import Advice, BackendAnswer
-from profharness.errors import few
+from profharness.errors import join_few
 from profharness.views.document import Block, Code, Document, Heading, Note, Table
 
 COLUMNS = (
@@ -331,7 +331,7 @@ def _edge_text(edge: Edge, drawn: Map) -> str:
     other = drawn.columns if edge.along == drawn.rows else drawn.rows
     if edge.everywhere:
         return f"{text} at every {other}"
-    places = few([value_text(value) for value in edge.at], MAX_VALUES)
+    places = join_few([value_text(value) for value in edge.at], MAX_VALUES)
     return f"{text} at {other} {places}"
 
 

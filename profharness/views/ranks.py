@@ -7,7 +7,7 @@ from typing import Any
 
 from profharness.answers.ranks.comparison import CODES, RankComparison, RankFigures
 from profharness.columns import Column
-from profharness.errors import few
+from profharness.errors import join_few
 from profharness.views.document import (
     Block,
     Document,
@@ -98,7 +98,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 def _notes(answer: RankComparison) -> Iterator[Note]:
     for finding in answer.findings:
-        labels = few(finding.ranks, LABELS_SHOWN)
+        labels = join_few(finding.ranks, LABELS_SHOWN)
         yield Note(
             finding.sentence, f"{finding.code}: {labels}" if labels else finding.code, "warning"
         )

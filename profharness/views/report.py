@@ -21,6 +21,7 @@ from profharness.answers.layers.by_gpu import find_programs
 from profharness.answers.summary import Summary, summarize_run
 from profharness.columns import Column
 from profharness.config import parse_config
+from profharness.device_types import device_name
 from profharness.errors import NotFoundError
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import Problem
@@ -116,7 +117,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
 def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
     """Return the times of the same cells on several kinds of GPU. Empty for a single kind."""
     environments = map(store.environment, runs)
-    if len({each.get("gpu") or each.get("cpu") for each in environments}) < 2:
+    if len({device_name(each) for each in environments}) < 2:
         return []
     timed = []
     for run in runs:

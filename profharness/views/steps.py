@@ -24,6 +24,7 @@ from profharness.answers.steps import (
 from profharness.columns import columns_of, pick
 from profharness.config import Config, parse_config
 from profharness.costs import copy_bytes, matrix_bytes, tensor_bytes
+from profharness.device_types import CPU, CUDA
 from profharness.rows import EAGER, WALL, CellRow, KernelRow
 from profharness.views.document import (
     Block,
@@ -73,7 +74,7 @@ def steps_document(
         }
         steps = {cell.cell: find_steps(cell, rows_of[cell.cell], full=full) for cell in own}
         on_gpu = any(row.kernel_kind != "op" for row in rows)
-        config = parse_config(label).resolve("cuda" if on_gpu else "cpu")
+        config = parse_config(label).resolve(CUDA if on_gpu else CPU)
         shown = [step for cell in own for step in steps[cell.cell]]
         blocks.append(Heading(label))
         if shown:

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from profharness.backends import BACKENDS, find_backend
 from profharness.backends.base import Backend
 from profharness.config import AUTO, SDP_BACKENDS, SDPA_BACKENDS, Config, sdpa_setting
+from profharness.device_types import is_gpu
 from profharness.dispatch.advice import (
     ANSWERS_FILE,
     BackendAnswer,
@@ -31,7 +32,7 @@ from profharness.dispatch.advice import (
 )
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import Oracle, blockers, rule_oracle
-from profharness.dispatch.predict import CPU_ORDER, Verdict, clean, code, is_header
+from profharness.dispatch.predict import CPU_ORDER, Eligibility, clean, code, is_header
 from profharness.rows import Refusal
 from profharness.run import Cell
 from profharness.worker.environment import backend_name, priority_order, set_deterministic
@@ -111,7 +112,9 @@ class LiveDispatch:
                 return "unknown"
 
         advised = advise(config, name, oracle, choose, asked.name) if advice else ()
-        can_use = None if name == "math" or self.device != "cuda" else self.can_use(config, name)[0]
+        can_use = (
+            None if name == "math" or not is_gpu(self.device) else self.can_use(config, name)[0]
+        )
         reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
@@ -126,16 +129,16 @@ class LiveDispatch:
         """Return the current order, which is valid after a first choice. It is empty if PyTorch
         does not report one.
         """
-        if self.device == "cpu":
+        if not is_gpu(self.device):
             return CPU_ORDER
         return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
 
-    def ask(self, config: Config, backend: str) -> Verdict:
+    def ask(self, config: Config, backend: str) -> Eligibility:
         """Return whether PyTorch accepts `backend` alone. The result is None if the inputs cannot
         be created.
         """
         if self.environment.get(f"sdp_{backend}") is False:
-            return Verdict(False, (_disabled(backend),))
+            return Eligibility(False, (_disabled(backend),))
         warnings: list[str] = []
         try:
             with (
@@ -146,15 +149,15 @@ class LiveDispatch:
             ):
                 choice = self._fused_choice(config)
         except RuntimeError as error:
-            return Verdict(None, (Refusal("error", _failure(error, config)),))
+            return Eligibility(None, (Refusal("error", _failure(error, config)),))
         if choice == backend:
-            return Verdict(True)
+            return Eligibility(True)
         reasons = reasons_by_backend(warnings)
         texts = list(dict.fromkeys(text for subject, text in reasons if subject == backend))
-        if not texts and self.device == "cuda":
+        if not texts and is_gpu(self.device):
             texts = self.can_use(config, backend)[1]
         refusals = tuple(Refusal(code(text), text) for text in texts)
-        return Verdict(False, refusals or self._inferred(config, backend))
+        return Eligibility(False, refusals or self._inferred(config, backend))
 
     def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
         """Return the result of `can_use_*_attention`, and the texts of a refusal."""

@@ -15,7 +15,7 @@ import torch.nn.attention as torch_attention
 
 from profharness.backends.base import Attention, RefusedError, needs_module
 from profharness.backends.sources import find_implementation
-from profharness.config import SDP_BACKENDS, Setting
+from profharness.config import SDP_BACKENDS, SdpaSetting
 from profharness.rows import REPLACEMENTS
 
 PLAIN_MISSING = (
@@ -26,7 +26,7 @@ FA4_REMEDY = "pip install flash-attn-4"
 needs_triton = needs_module("triton", "pip install triton")
 
 
-def only(setting: Setting) -> AbstractContextManager[None]:
+def only(setting: SdpaSetting) -> AbstractContextManager[None]:
     """Limit SDPA to these backends, in their order if the setting has one.
 
     On CUDA, the process must have made a choice before (`environment.collect` does), because the
@@ -71,7 +71,7 @@ def activated(impl: str) -> Iterator[None]:
         text = f"{impl} cannot be activated: {type(error).__name__}: {error}"
         raise RefusedError("absent", text) from error
     try:
-        with only(Setting(("flash",))):
+        with only(SdpaSetting(("flash",))):
             yield
     finally:
         torch_attention.restore_flash_attention_impl()

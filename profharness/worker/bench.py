@@ -17,6 +17,7 @@ import torch
 from profharness import stats
 from profharness.backends.inputs import Inputs
 from profharness.config import Config
+from profharness.device_types import is_gpu
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
 from profharness.worker import timing
@@ -230,7 +231,7 @@ class _Group:
             tensors = (first.query, first.key, first.value, first.mask, first.grad)
             size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
             cache_bytes = CPU_CACHE_BYTES
-            if device == "cuda":
+            if is_gpu(device):
                 properties = torch.cuda.get_device_properties(0)
                 cache_bytes = int(getattr(properties, "L2_cache_size", 64 << 20))
             for number in range(1, copies_of(size, cache_bytes)):

@@ -24,6 +24,7 @@ from torch.autograd.profiler import profile, record_function
 from profharness.backends import find_backend
 from profharness.backends.base import Attention, Backend, ImplementationError, RefusedError
 from profharness.backends.inputs import Inputs
+from profharness.device_types import CUDA, is_gpu
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
@@ -92,7 +93,7 @@ def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspac
     The first process writes its Chrome trace into the run folder instead. Each session starts with
     a warm-up call, because Kineto can drop records before its capture window.
     """
-    device = "cuda" if torch.cuda.is_available() else None
+    device = CUDA if torch.cuda.is_available() else None
     with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
         with record_function(WARMUP_RANGE):
             call()
@@ -219,7 +220,7 @@ class Attempt:
             call()
             self.workspace.sync()
         cell = replace(self.cell, **self.settled)
-        if self.workspace.device != "cuda":
+        if not is_gpu(self.workspace.device):
             return cell
         # not the first call: cuBLAS' workspace (32 MiB) and other caches, which stay, fell to the
         # first cell of a process alone
@@ -315,7 +316,7 @@ def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: i
 
 def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
     count = workspace.plan.protocol.samples
-    if workspace.device == "cpu":
+    if not is_gpu(workspace.device):
         return replace(cell, samples=cell.samples | timing.time_wall(call, count))
     expected_ns = warm_ns
     if warm_ns < SLOW_NS:

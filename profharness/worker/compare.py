@@ -15,6 +15,7 @@ import torch
 
 from profharness.backends.inputs import Inputs
 from profharness.config import Config
+from profharness.device_types import CUDA, is_gpu
 from profharness.run import Check
 from profharness.worker.reference import (
     ORDERS,
@@ -50,10 +51,10 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
         for size in sorted({tensor.numel() * tensor.element_size() for tensor in like})
         for _ in range(COPIES)
     ]
-    if device == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize()
     held.clear()
-    if device == "cuda":
+    if is_gpu(device):
         _fill_free_blocks(byte)
         yield
         return
@@ -86,7 +87,7 @@ def _fill_free_blocks(byte: int) -> None:
             if block["state"] != "inactive":
                 continue
             try:
-                made = torch.empty(block["size"], dtype=torch.uint8, device="cuda")
+                made = torch.empty(block["size"], dtype=torch.uint8, device=CUDA)
             except torch.cuda.OutOfMemoryError:
                 continue
             held.append(made.fill_(byte))

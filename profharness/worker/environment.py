@@ -13,6 +13,7 @@ import torch
 import torch.nn.attention
 
 import profharness
+from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.environment import (
     MIG,
     RELEVANT_VARIABLES,
@@ -42,7 +43,7 @@ def collect(device_type: str) -> dict[str, Any]:
         "triton": _triton_version(),
         "env": {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ},
     }
-    if device_type == "cuda":
+    if is_gpu(device_type):
         keys |= _cuda()
     return keys | _flags()
 
@@ -61,7 +62,7 @@ def cpu_name() -> str:
 
 def default_device() -> str:
     """Return `cuda` if torch finds a usable GPU, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return CUDA if torch.cuda.is_available() else CPU
 
 
 def gpu_uuid() -> str:
@@ -77,7 +78,7 @@ def gpu_uuid() -> str:
 
 def _cuda() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    probe = torch.empty(1, 1, 8, 64, device="cuda", dtype=torch.float16)
+    probe = torch.empty(1, 1, 8, 64, device=CUDA, dtype=torch.float16)
     torch._fused_sdp_choice(probe, probe, probe)
     return {
         "gpu": device.name,

@@ -13,6 +13,7 @@ from profharness.backends import find_backend
 from profharness.backends.base import Backend, ImplementationError, RefusedError
 from profharness.backends.sources import where
 from profharness.config import Config
+from profharness.device_types import is_gpu
 from profharness.dispatch.predict import clean, code, is_header
 from profharness.dispatch.rules import CAUSAL_MASK
 from profharness.rows import Refusal
@@ -132,7 +133,7 @@ def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception
         return replace(cell, status="refused", message=reasons[0].message, refusals=reasons)
     message = _message(cell, workspace, error)
     if is_oom(error):
-        if workspace.device == "cuda":
+        if is_gpu(workspace.device):
             torch.cuda.empty_cache()
         return replace(cell, status="oom", message=message.splitlines()[0])
     return replace(cell, status="crashed" if context_is_dead(error) else "error", message=message)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.environment import gpu_handle
-from profharness.files import LOCKS, locked_now, opened_to_lock
+from profharness.files import LOCKS, open_lock_file, try_lock
 from profharness.processes import STARTED_BY
 from profharness.run import GPU, Problem
 
@@ -33,7 +33,7 @@ class GpuLock:
     """
 
     def __init__(self, uuid: str, folder: Path = LOCKS) -> None:
-        self._descriptor = opened_to_lock(folder / f"profharness-{uuid}.lock")
+        self._descriptor = open_lock_file(folder / f"profharness-{uuid}.lock")
 
     def is_shared(self) -> bool:
         """Return whether another process has the lock too. Return False if there can be no lock
@@ -41,9 +41,9 @@ class GpuLock:
         """
         if self._descriptor is None:
             return False
-        shared = not locked_now(self._descriptor, fcntl.LOCK_EX)
+        shared = not try_lock(self._descriptor, fcntl.LOCK_EX)
         for _ in range(LOCK_TRIES):
-            if locked_now(self._descriptor, fcntl.LOCK_SH):
+            if try_lock(self._descriptor, fcntl.LOCK_SH):
                 break
             time.sleep(LOCK_PAUSE_S)  # the other one looks at this very moment
         return shared

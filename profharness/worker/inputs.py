@@ -20,8 +20,11 @@ from profharness.backends.inputs import (
 )
 from profharness.config import Config
 from profharness.dispatch.rules import CAUSAL_MASK
+from profharness.dtypes import DTYPES
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, DTYPES[name].torch)
 
 
 def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
@@ -29,7 +32,7 @@ def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
     With a seed of None they are allocated but never written, so no kernel is launched; `grad` is
     then None.
     """
-    dtype = DTYPES[str(config.dtype)]
+    dtype = torch_dtype(str(config.dtype))
     generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
 
     def filled(*shape: int) -> Any:

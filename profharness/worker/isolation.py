@@ -30,7 +30,7 @@ from torch.nn.modules import module as torch_module
 
 from profharness.backends import find_backend
 from profharness.devices import data_sheet
-from profharness.errors import few
+from profharness.errors import join_few
 from profharness.run import Cell, JournalEntry, Plan, turn_order
 from profharness.worker.plausible import with_doubt
 
@@ -157,7 +157,7 @@ class ProcessState:
             for verb, sign in ((REPLACED, ""), (CHANGED, "$"))
         }
         others = [text for text in texts if not text.startswith((REPLACED, CHANGED + "$"))]
-        return [verb + few(names, SHOWN) for verb, names in groups.items() if names] + others
+        return [verb + join_few(names, SHOWN) for verb, names in groups.items() if names] + others
 
 
 def with_changes(result: Cell, before: ProcessState) -> Cell:
@@ -172,7 +172,7 @@ def with_changes(result: Cell, before: ProcessState) -> Cell:
         changes = [f"replaced functions that Python needs ({type(error).__name__}: {error})"]
     if not changes:
         return result
-    text = f"this backend {few(changes, SHOWN)}: no other backend ran in its process"
+    text = f"this backend {join_few(changes, SHOWN)}: no other backend ran in its process"
     checks = tuple(
         replace(check, message=text) if check.what == "inputs" and check.passed else check
         for check in result.checks

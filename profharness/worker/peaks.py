@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 import torch
 
+from profharness.device_types import DEVICE_TYPES, device_name, is_gpu
 from profharness.devices import MEASURED, PEAKS_FILE, Peaks
 from profharness.worker.program import Program
 from profharness.worker.timing import elapsed_ms, sampled, wall_ns
 
 BUDGET_S = 0.4  # per figure, without the warm-up
 MAX_SAMPLES, WARMUP = 50, 3
-COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}  # much more than any last-level cache of a GPU
-SHAPES = {"cuda": (4096, 8192), "cpu": (512,)}  # rows of the square products; the best rate counts
 ORIGIN = "copy of {copy} MiB read and written; square matrix products of {shapes}; medians"
 
 
@@ -32,25 +31,27 @@ def body(program: Program) -> None:
 
 def _measured(device: str, environment: dict[str, Any]) -> Peaks:
     """Measure for a few seconds. Omit dtypes that the device has no units for."""
-    shapes = SHAPES[device]
+    shapes = DEVICE_TYPES[device].product_rows
     rates = {}
     for name, dtype, tf32 in _kinds(device):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         rates[name] = max(_matrix_rate(device, dtype, rows) for rows in shapes)
     return Peaks(
-        device=str(environment.get("gpu") or environment.get("cpu") or device),
+        device=device_name(environment) or device,
         source=MEASURED,
         bandwidth_bytes_per_s=_bandwidth(device),
         flops_per_s=rates,
         l2_bytes=environment.get("l2_bytes"),
         num_sms=environment.get("num_sms"),
-        origin=ORIGIN.format(copy=COPY_BYTES[device] >> 20, shapes=" and ".join(map(str, shapes))),
+        origin=ORIGIN.format(
+            copy=DEVICE_TYPES[device].copy_bytes >> 20, shapes=" and ".join(map(str, shapes))
+        ),
     )
 
 
 def _kinds(device: str) -> list[tuple[str, Any, bool]]:
     """Return (name, dtype, with TF32) of the matrix products to measure."""
-    if device == "cpu":
+    if not is_gpu(device):
         return [("fp32", torch.float32, False)]
     kinds = [("fp16", torch.float16, False), ("fp32", torch.float32, False)]
     if torch.cuda.get_device_capability() >= (8, 0):
@@ -60,8 +61,8 @@ def _kinds(device: str) -> list[tuple[str, Any, bool]]:
 
 def _bandwidth(device: str) -> float:
     """Return the bytes per second of a copy, counting reads and writes."""
-    size = COPY_BYTES[device]
-    if device == "cuda":
+    size = DEVICE_TYPES[device].copy_bytes
+    if is_gpu(device):
         free, _ = torch.cuda.mem_get_info()
         size = min(size, free // 4)
     source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
@@ -82,7 +83,7 @@ def _matrix_rate(device: str, dtype: Any, rows: int) -> float:
 def _median_s(device: str, call: Callable[[], Any]) -> float:
     for _ in range(WARMUP):
         call()
-    if device == "cpu":
+    if not is_gpu(device):
         return statistics.median(sampled(lambda: wall_ns(call), MAX_SAMPLES, BUDGET_S)) / 1e9
     torch.cuda.synchronize()
     return statistics.median(sampled(lambda: elapsed_ms(call), MAX_SAMPLES, BUDGET_S)) / 1e3

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from profharness.backends import read_sources
+from profharness.device_types import CPU, is_gpu
 from profharness.logs import start_log
 from profharness.processes import wake_with_parent
 from profharness.run import (
@@ -157,7 +158,7 @@ def run_arguments(arguments: Sequence[str], warmup: CudaWarmup | None = None) ->
 
 def starts_cuda(plan: Plan) -> bool:
     """Return whether CUDA can start before torch starts it. A profiler needs torch to start it."""
-    return plan.protocol.device != "cpu" and not plan.wrapped
+    return plan.protocol.device != CPU and not plan.wrapped
 
 
 def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> NoReturn:
@@ -185,7 +186,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     if device == "auto":
         device = environment.default_device()
     watch = None
-    if device == "cuda" and plan.cells:
+    if is_gpu(device) and plan.cells:
         watch = warmup.watch() if warmup is not None else open_watch()
     keys = environment.collect(device)
     code = 0

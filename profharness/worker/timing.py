@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.cuda import synchronize
 
+from profharness.device_types import CUDA
 from profharness.environment import gpu_handle
 from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
 from profharness.worker.environment import gpu_uuid
@@ -173,7 +174,7 @@ class L2Flush:
 
     def __call__(self) -> None:
         if self._buffer is None:
-            self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+            self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=CUDA)
         self._buffer.zero_()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch.cuda import synchronize
 
 from profharness.backends import read_sources
+from profharness.device_types import is_gpu
 from profharness.run import Plan
 from profharness.worker.program import Program
 from profharness.worker.timing import ClockReader, L2Flush
@@ -25,12 +26,12 @@ class Workspace:
     sources: dict[str, str]
 
     def sync(self) -> None:
-        if self.device == "cuda":
+        if is_gpu(self.device):
             synchronize()
 
 
 def open_workspace(program: Program) -> Workspace:
     """Create the workspace of a worker process."""
     folder, plan, device = program.folder, program.plan, program.device
-    clocks = ClockReader() if device == "cuda" and not plan.wrapped else None
+    clocks = ClockReader() if is_gpu(device) and not plan.wrapped else None
     return Workspace(device, folder, plan, clocks, L2Flush(), read_sources(folder))

@@ -16,18 +16,19 @@ from waiting import PATIENCE_S
 from profharness.backends import (
     BACKENDS,
     LIBRARY_BACKENDS,
-    SDPA_BACKENDS,
-    TORCH_BACKENDS,
+    SDPA_ROWS,
+    TORCH_ROWS,
     find_backend,
 )
-from profharness.backends.base import RefusedError, wants
-from profharness.config import DTYPES, MASKS, Config, expand_configs, parse_config
+from profharness.backends.base import RefusedError, check_limits
+from profharness.config import MASKS, Config, expand_configs, parse_config
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.run import CaptureOptions, Protocol, read_run
 from profharness.runner import capture
 from profharness.runner.probe import probe_backends
 from profharness.views.doctor import backends_document
 
-OTHERS = (*TORCH_BACKENDS, *LIBRARY_BACKENDS)
+OTHERS = (*TORCH_ROWS, *LIBRARY_BACKENDS)
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = Protocol(iterations=1, warmup=0, samples=0, timeout_s=PATIENCE_S, device="cpu")
 
@@ -88,7 +89,7 @@ CONFIGS = st.builds(
     seq_len_q=st.integers(1, 2),
     seq_len_kv=st.integers(1, 2),
     head_dim=st.sampled_from([64, 128]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(CONFIG_DTYPES),
     causal=st.booleans(),
     mask=st.sampled_from(MASKS),
     dropout=st.sampled_from([0.0, 0.5]),
@@ -110,13 +111,13 @@ def test_a_limit_refuses_only_its_configs(limits: dict[str, object], c: Config) 
         or (limits["forward_only"] and c.bwd)
         or (limits["one_batch"] and c.batch == 2)
     )
-    assert (wants(**limits)(c) is not None) == against  # type: ignore[arg-type]
+    assert (check_limits(**limits)(c) is not None) == against  # type: ignore[arg-type]
 
 
 def test_the_registry_has_unique_names_and_sdpa_first() -> None:
-    assert list(BACKENDS)[: len(SDPA_BACKENDS)] == [backend.name for backend in SDPA_BACKENDS]
-    assert len(BACKENDS) == len(SDPA_BACKENDS) + len(OTHERS)
-    assert all(backend.load is None for backend in SDPA_BACKENDS)
+    assert list(BACKENDS)[: len(SDPA_ROWS)] == [backend.name for backend in SDPA_ROWS]
+    assert len(BACKENDS) == len(SDPA_ROWS) + len(OTHERS)
+    assert all(backend.load is None for backend in SDPA_ROWS)
     for backend in OTHERS:
         assert backend.load is not None
         assert backend.refuses == (Exception,)

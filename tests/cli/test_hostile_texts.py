@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from waiting import PATIENCE_S
 
 from profharness.cli import COMMANDS, cli
-from profharness.errors import one_line, printable, shown
+from profharness.errors import one_line, printable, printable_path
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "traces" / "h200-torch2.11"
@@ -226,7 +226,7 @@ raise ValueError(text)
     assert done.stderr.count(b"\\x1b[31m") >= 4 and done.stdout.count(b"\\x1b[31m") == 1
 
 
-@pytest.mark.parametrize("clean", [printable, one_line, shown])
+@pytest.mark.parametrize("clean", [printable, one_line, printable_path])
 def test_a_clean_text_is_printable_and_stays_as_it_is(clean: Callable[[str], str]) -> None:
     text = clean(f"a\tb\n{HOSTILE}\ud800 z")
     assert unprintable(text) == set() and clean(text) == text

@@ -14,10 +14,18 @@ from hypothesis import given, settings
 from test_perturb import H200, configs, first_only, machines
 
 from profharness.config import Config, parse_config
-from profharness.dispatch.advice import CHANGES, DEEPEST, MOST, OUTSIDE, Advice, advise, call_code
+from profharness.dispatch.advice import (
+    CHANGES,
+    MAX_ADVICE,
+    MAX_CHANGES,
+    OUTSIDE,
+    Advice,
+    advise,
+    call_code,
+)
 from profharness.dispatch.machine import Machine, from_config, machine_for
 from profharness.dispatch.perturb import rule_choice, rule_oracle
-from profharness.dispatch.predict import Verdict, judge, predict
+from profharness.dispatch.predict import Eligibility, judge, predict
 from profharness.rows import Refusal
 
 # Runs the code of several pieces of advice on CPU tensors next to the original call, and compares.
@@ -137,7 +145,7 @@ def test_a_required_mask_gets_unverified_flex_attention() -> None:
 def test_advice_that_no_config_expresses(reason: str) -> None:
     config = parse_config("2,8,16,64,fp32,mask=bool")
     (way,) = advise(
-        config, "efficient", lambda *_: Verdict(False, (Refusal(reason, ""),)), lambda _: "math"
+        config, "efficient", lambda *_: Eligibility(False, (Refusal(reason, ""),)), lambda _: "math"
     )
     assert way.verified is None
     compile(way.code, "advice", "exec")
@@ -150,11 +158,11 @@ def test_advice_that_no_config_expresses(reason: str) -> None:
 def test_every_advice_makes_its_backend_eligible(config: Config, machine: Machine) -> None:
     for backend in ("flash", "efficient", "cudnn"):
         found = advise(config, backend, first_only(machine), rule_choice(machine))
-        assert len(found) <= MOST
+        assert len(found) <= MAX_ADVICE
         counts = [len(way.steps) for way in found if way.verified]
         assert counts == sorted(counts)
         for way in found:
-            assert len(way.steps) <= DEEPEST
+            assert len(way.steps) <= MAX_CHANGES
             compile(way.code, "advice", "exec")
             if way.config is None:
                 continue

@@ -30,7 +30,7 @@ import torch
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
-          "fp64": torch.float64, "fp8": torch.float8_e4m3fn}
+          "fp64": torch.float64, "fp8_e4m3": torch.float8_e4m3fn}
 
 def tensor(shape, p):
     shape = shape if p["ndim"] == 4 else shape[1:] if p["ndim"] == 3 else [1, *shape]

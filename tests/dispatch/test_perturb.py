@@ -15,21 +15,21 @@ from profharness.dispatch.perturb import (
     PROPERTIES,
     Blocker,
     blockers,
-    eased,
-    only,
+    difficult_properties,
+    keep_only,
+    make_easy,
     rule_oracle,
-    uneasy,
 )
-from profharness.dispatch.predict import Verdict, judge
+from profharness.dispatch.predict import Eligibility, judge
 
 H200 = machine_for("H200", "2.11")
 
 
-def first_only(machine: Machine) -> Callable[[Config, str], Verdict]:
+def first_only(machine: Machine) -> Callable[[Config, str], Eligibility]:
     """Return an oracle of the rules that reports only the first reason, like PyTorch."""
     ask = rule_oracle(machine)
 
-    def oracle(config: Config, backend: str) -> Verdict:
+    def oracle(config: Config, backend: str) -> Eligibility:
         answer = ask(config, backend)
         return answer._replace(reasons=answer.reasons[:1])
 
@@ -130,8 +130,8 @@ def test_a_text_contains_the_requested_sizes() -> None:
 def test_a_set_of_more_than_three_properties_is_found() -> None:
     together = {"mask", "dropout", "causal", "bwd"}
 
-    def oracle(config: Config, _: str) -> Verdict:
-        return Verdict(not together <= set(uneasy(config)))
+    def oracle(config: Config, _: str) -> Eligibility:
+        return Eligibility(not together <= set(difficult_properties(config)))
 
     config = parse_config("1,2,32,64,mask=bool,dropout=0.5,causal,bwd,layout=bshd")
     (blocker,) = blockers(config, "flash", oracle)
@@ -177,12 +177,14 @@ def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
     if not answer or answer[0].properties == ():
         return
     names = {name for blocker in answer for name in blocker.properties}
-    assert names <= set(uneasy(config))
-    assert oracle(eased(config, names), backend).eligible is not False
+    assert names <= set(difficult_properties(config))
+    assert oracle(make_easy(config, names), backend).eligible is not False
     # each property is a blocker on its own: making only the others easy is not enough
     for blocker in answer:
         others = {n for other in answer if other is not blocker for n in other.properties}
-        assert oracle(eased(config, others - set(blocker.properties)), backend).eligible is False
+        assert (
+            oracle(make_easy(config, others - set(blocker.properties)), backend).eligible is False
+        )
     known = {reason.code for reason in verdict.certain}
     if config.head_dim == 1:
         known.add("last_dim_stride")  # a stride that only matters once head_dim is padded
@@ -193,13 +195,13 @@ def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
 @given(configs)
 @example(Config(1, 8, 8, 7, 7, 127, "fp16", head_dim_v=64))
 def test_properties_are_independent_and_complete(config: Config) -> None:
-    base = only(config, ())
-    found = eased(config, uneasy(config))
+    base = keep_only(config, ())
+    found = make_easy(config, difficult_properties(config))
     # a head_dim of 128 is as easy as one of 64, and differs from a head_dim_v of 64
     assert found == base or (config.head_dim_v, found.head_dim) == (64, 128)
     assert replace(found, head_dim=64) == replace(base, head_dim=64)
-    assert only(config, uneasy(config)) == config
-    assert uneasy(base) == ()
+    assert keep_only(config, difficult_properties(config)) == config
+    assert difficult_properties(base) == ()
     assert base.num_heads % base.num_kv_heads == 0
 
 
@@ -221,8 +223,8 @@ def test_every_property_can_be_a_blocker(name: str) -> None:
     )
     config = parse_config(text.replace("300", "299"))
 
-    def oracle(asked: Config, _: str) -> Verdict:
-        return Verdict(PROPERTIES[name](asked) == asked)
+    def oracle(asked: Config, _: str) -> Eligibility:
+        return Eligibility(PROPERTIES[name](asked) == asked)
 
     found_names = {b.properties for b in blockers(config, "flash", oracle)}
     assert (name,) in found_names

@@ -15,9 +15,9 @@ from profharness.answers.repro import ReproCell, repro_script
 from profharness.backends import find_backend
 from profharness.cli import cli
 from profharness.config import (
-    Setting,
-    leaves_choice,
+    SdpaSetting,
     parse_config,
+    pytorch_chooses,
     sdpa_setting,
     setting_name,
 )
@@ -46,12 +46,12 @@ PLAIN, MASKED = "2,8,512,64,bf16", "2,8,512,64,bf16,mask=bool"
 @pytest.mark.parametrize(
     ("text", "setting"),
     [
-        ("math", Setting(("math",))),
-        ("all-disabled", Setting(("cudnn",))),
-        ("math+flash", Setting(("flash", "math"))),
-        ("math>flash", Setting(("math", "flash"), ordered=True)),
-        ("cudnn-then-flash-then-math", Setting(("cudnn", "flash", "math"), ordered=True)),
-        ("cudnn>flash-then-math", Setting(("cudnn", "flash", "math"), ordered=True)),
+        ("math", SdpaSetting(("math",))),
+        ("all-disabled", SdpaSetting(("cudnn",))),
+        ("math+flash", SdpaSetting(("flash", "math"))),
+        ("math>flash", SdpaSetting(("math", "flash"), ordered=True)),
+        ("cudnn-then-flash-then-math", SdpaSetting(("cudnn", "flash", "math"), ordered=True)),
+        ("cudnn>flash-then-math", SdpaSetting(("cudnn", "flash", "math"), ordered=True)),
         ("auto", None),
         ("flash-attn", None),
         ("naive", None),
@@ -59,12 +59,12 @@ PLAIN, MASKED = "2,8,512,64,bf16", "2,8,512,64,bf16,mask=bool"
         ("c++/math.py:flash", None),
     ],
 )
-def test_a_name_permits_backends(text: str, setting: Setting | None) -> None:
+def test_a_name_permits_backends(text: str, setting: SdpaSetting | None) -> None:
     assert sdpa_setting(text) == setting
     if setting is not None and text != "all-disabled":
         assert sdpa_setting(setting.name) == setting
         assert setting_name(text) == find_backend(text).name == setting.name
-    assert leaves_choice(text) == (text == "auto" or (setting is not None and text != "math"))
+    assert pytorch_chooses(text) == (text == "auto" or (setting is not None and text != "math"))
 
 
 @pytest.mark.parametrize(

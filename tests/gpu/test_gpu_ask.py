@@ -12,9 +12,10 @@ import pytest
 
 from profharness.answers.explain.by_rule import Explanation
 from profharness.answers.explain.live import explain_live
-from profharness.config import DTYPES, Config
+from profharness.config import Config
 from profharness.dispatch.machine import machine_of, with_flags
 from profharness.dispatch.perturb import blockers, rule_oracle
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.jobs import default_backends
 
 pytestmark = [
@@ -29,7 +30,7 @@ def config_of(told: dict[str, Any]) -> Config | None:
     """Return the call's config. None for calls that a config cannot express: fp64, unlike heads
     without enable_gqa, or heads that do not divide.
     """
-    if told["dtype"] not in DTYPES:
+    if told["dtype"] not in CONFIG_DTYPES:
         return None
     grouped = told["kv_heads"] != told["heads"]
     if (grouped and not told["gqa"]) or told["heads"] % told["kv_heads"]:

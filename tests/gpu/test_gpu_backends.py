@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.backends import BACKENDS, LIBRARY_BACKENDS, TORCH_BACKENDS, find_backend
+from profharness.backends import BACKENDS, LIBRARY_BACKENDS, TORCH_ROWS, find_backend
 from profharness.config import expand_configs
 from profharness.jobs import default_backends
 from profharness.run import CaptureOptions, Protocol, Run, read_run
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(default_backends() == default_backends("cpu"), reason="no NVIDIA GPU"),
 ]
 
-OTHERS = [backend.name for backend in (*TORCH_BACKENDS, *LIBRARY_BACKENDS)]
+OTHERS = [backend.name for backend in (*TORCH_ROWS, *LIBRARY_BACKENDS)]
 CONFIGS = (
     "1,4,256,64,fp16",
     "2,4,192,64,bf16,causal,kv_heads=2,scale=0.2,layout=bshd",

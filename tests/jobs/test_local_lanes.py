@@ -17,7 +17,7 @@ from profharness import environment
 from profharness.answers.changes import environment_changes
 from profharness.environment import VisibleGpu, gpu_name, gpu_present, visible_gpus
 from profharness.errors import UsageError
-from profharness.files import locked_now, opened_to_lock
+from profharness.files import open_lock_file, try_lock
 from profharness.jobs.local import gpu_cores, local_lanes, parse_cores, split_cores
 from profharness.runner import gpu_lock
 
@@ -189,11 +189,11 @@ def test_child_that_outlives_its_parent_keeps_the_lock(
     monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
     with gpu_lock.gpu_locked("cuda", str, tmp_path) as (descriptor,):
         inherited = os.dup(descriptor)
-    other = opened_to_lock(gpu_lock.lock_file(GPU, tmp_path))
+    other = open_lock_file(gpu_lock.lock_file(GPU, tmp_path))
     assert other is not None
-    assert not locked_now(other, fcntl.LOCK_EX)
+    assert not try_lock(other, fcntl.LOCK_EX)
     os.close(inherited)
-    assert locked_now(other, fcntl.LOCK_EX)
+    assert try_lock(other, fcntl.LOCK_EX)
     os.close(other)
 
 

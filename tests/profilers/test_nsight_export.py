@@ -156,7 +156,7 @@ def test_interrupt_during_the_start_of_an_export_leaves_no_process(
 ) -> None:
     children = []
 
-    class Interrupted(processes.Group):
+    class Interrupted(processes.ProcessGroup):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             children.append(self)

@@ -21,7 +21,7 @@ from waiting import PATIENCE_S, alive, until, written_pid
 from profharness.profilers import ncu, nsys
 from profharness.profilers.base import (
     Failure,
-    Rule,
+    FailureRule,
     ToolError,
     diagnose,
     report_state,
@@ -203,7 +203,7 @@ EVERY_RULE = [
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.code)
-def test_rules_fill_their_placeholders_and_have_a_remedy(rule: Rule) -> None:
+def test_rules_fill_their_placeholders_and_have_a_remedy(rule: FailureRule) -> None:
     groups = re.compile(rule.pattern).groupindex
     failure = rule.failure(Path("c0001.rep"), dict.fromkeys(groups, "WORD"))
     assert re.fullmatch(r"[a-z]+(_[a-z]+)*", failure.code)

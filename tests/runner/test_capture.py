@@ -14,7 +14,7 @@ from waiting import HANG, PATIENCE_S, alive, until
 from profharness.answers.agreement import disagreements, with_predictions
 from profharness.config import expand_configs
 from profharness.errors import CaptureError, NotFoundError, TraceFormatError, UsageError
-from profharness.files import exclusive
+from profharness.files import hold_lock_file
 from profharness.jobs import capture_into_store, find_run_folder
 from profharness.run import JOURNAL_FILE, RUN_FILE, CaptureOptions, Cell, Protocol, Run, read_run
 from profharness.runner import capture, resume
@@ -267,19 +267,19 @@ def test_interrupted_capture_can_be_resumed(tmp_path: Path) -> None:
 
 def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from profharness.files import exclusive\n"
-        "with exclusive(Path(sys.argv[1])) as holder:\n"
+        "import sys; from pathlib import Path; from profharness.files import hold_lock_file\n"
+        "with hold_lock_file(Path(sys.argv[1])) as holder:\n"
         "    print(holder, flush=True); sys.stdin.read()"
     )
     argv = [sys.executable, "-c", code, str(tmp_path / "lock")]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "None\n"
-    with exclusive(tmp_path / "lock") as holder:
+    with hold_lock_file(tmp_path / "lock") as holder:
         assert holder == f"process {process.pid}"
     process.kill()
     process.communicate()
-    with exclusive(tmp_path / "lock") as holder:
+    with hold_lock_file(tmp_path / "lock") as holder:
         assert holder is None
 
 

@@ -21,7 +21,13 @@ from waiting import PATIENCE_S, until
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import find_run_folder, resume_into_store
 from profharness.jobs.background_ingest import open_background_ingest
-from profharness.processes import deferred, has_ended, held, let_through, wait_for
+from profharness.processes import (
+    defer_signals,
+    delay_signals,
+    has_ended,
+    raise_deferred_signals,
+    wait_for,
+)
 from profharness.profilers import base
 from profharness.run import read_run
 from profharness.store import open_store
@@ -208,18 +214,18 @@ def test_signal_at_any_moment_of_the_start_ends_a_capture(tmp_path: Path, moment
 
 def test_deferred_signals_are_raised_on_demand_and_at_the_end() -> None:
     steps = []
-    with pytest.raises(KeyboardInterrupt), deferred():
+    with pytest.raises(KeyboardInterrupt), defer_signals():
         signal.raise_signal(signal.SIGINT)
         steps.append("put off")
-        with held():
-            let_through()
+        with delay_signals():
+            raise_deferred_signals()
             steps.append("held")
-        with deferred():
+        with defer_signals():
             steps.append("within")
-        let_through()
+        raise_deferred_signals()
         steps.append("never")
     with pytest.raises(KeyboardInterrupt):
-        with deferred():
+        with defer_signals():
             signal.raise_signal(signal.SIGINT)
         steps.append("never")
     assert steps == ["put off", "held", "within"]
@@ -231,7 +237,7 @@ def test_preparation_in_a_thread_is_not_interrupted(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), open_background_ingest(tmp_path / "s.db"):
         signal.raise_signal(signal.SIGINT)
         steps.append("goes on")
-        let_through()
+        raise_deferred_signals()
         steps.append("never")
     assert steps == ["goes on"]
 
@@ -239,7 +245,7 @@ def test_preparation_in_a_thread_is_not_interrupted(tmp_path: Path) -> None:
 def test_held_signals_are_raised_after_the_block() -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt):
-        with held():
+        with delay_signals():
             signal.raise_signal(signal.SIGINT)
             steps.append("inside")
         steps.append("after")
@@ -251,7 +257,7 @@ def test_held_does_nothing_in_another_thread() -> None:
     steps = []
 
     def work() -> None:
-        with held():
+        with delay_signals():
             steps.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

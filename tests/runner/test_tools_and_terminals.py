@@ -20,7 +20,7 @@ from profharness.processes import (
     orphans_adopted,
     read_end,
     run_briefly,
-    run_group,
+    run_to_end,
     shorten,
     start_group,
     stopped_together,
@@ -75,7 +75,7 @@ def test_endless_output_does_not_fill_the_disk(tmp_path: Path) -> None:
         "import os\nfor _ in range(400): os.write(1, b'z' * 1_000_000)\nprint('done', flush=True)"
     )
     log = tmp_path / "log"
-    assert run_group(python(code), log, os.environ, PATIENCE_S, short=True) == 0
+    assert run_to_end(python(code), log, os.environ, PATIENCE_S, short=True) == 0
     assert log.stat().st_size <= LOG_BYTES
     assert read_end(log).endswith("done\n")
 

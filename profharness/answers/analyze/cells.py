@@ -26,7 +26,8 @@ from profharness.answers.analyze.figures import (
 )
 from profharness.answers.analyze.finding_rules import OF_EAGER, RULES, kv_places
 from profharness.answers.analyze.remedies import bottleneck, remedies
-from profharness.config import leaves_choice, parse_config
+from profharness.config import parse_config, pytorch_chooses
+from profharness.device_types import CPU, CUDA
 from profharness.devices import DATA_SHEET
 from profharness.devices import MEASURED as MEASURED_PEAKS
 from profharness.environment import gpu_name
@@ -55,7 +56,7 @@ def analyze_cell(
     config and run that may be ranked. With `written_out`, products and softmax are those of a
     program, not of PyTorch's math backend.
     """
-    config = parse_config(cell.config).resolve("cuda" if machine.device else "cpu")
+    config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason)
     if cell.status != "ok":
         return replace(empty, machine=machine)
@@ -106,7 +107,7 @@ def analyze_all(
         cell
         for cell in (cells if rivals is None else rivals)
         if cell.status == "ok"
-        and not leaves_choice(cell.backend)
+        and not pytorch_chooses(cell.backend)
         and (cell.config, cell.backend) not in wrong
     ]
     analyses = []

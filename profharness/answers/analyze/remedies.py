@@ -8,7 +8,7 @@ from functools import partial
 
 from profharness.answers.analyze.figures import DERIVED, MEASURED, Facts, Finding, Remedy, percent
 from profharness.answers.roles import GEMMS
-from profharness.config import SDP_BACKENDS, Config, leaves_choice
+from profharness.config import SDP_BACKENDS, Config, pytorch_chooses
 
 NEAR_PEAK = 0.6  # share of a peak from which that resource is the limit
 HALF = 0.5
@@ -27,7 +27,7 @@ def bottleneck(facts: Facts, findings: Findings) -> Bottleneck | None:
 
 def _is_math(backend: str) -> bool:
     """Return whether a backend's unfused kernels are those of PyTorch's math backend."""
-    return backend == "math" or leaves_choice(backend)
+    return backend == "math" or pytorch_chooses(backend)
 
 
 def _named(word: str, text: str, finding: Finding) -> Bottleneck:
@@ -223,7 +223,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
         mine = [code for code in codes if code in told]
         if not mine or mine[0] != codes[0] or BESIDE.get(mine[0]) in told:
             continue
-        if mine[0] in OF_AN_AUTHOR and (backend in SDP_BACKENDS or leaves_choice(backend)):
+        if mine[0] in OF_AN_AUTHOR and (backend in SDP_BACKENDS or pytorch_chooses(backend)):
             continue
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
         said = text if isinstance(text, str) else text(config, backend)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from profharness.answers.analyze.figures import CellAnalysis, Figures
-from profharness.config import Config, leaves_choice
+from profharness.config import Config, pytorch_chooses
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
 TIE = 1.03  # a ratio of medians below which two backends tie
@@ -58,7 +58,7 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
         # skip `auto`: the backend that it chose has its own cell
         if not analysis.figures or analysis.module is not None or analysis.wrong:
             continue
-        if not leaves_choice(analysis.backend):
+        if not pytorch_chooses(analysis.backend):
             groups.setdefault((analysis.run, analysis.config), []).append(analysis)
     made: list[ScenarioChoice] = []
     for scenario, (holds, _) in SCENARIOS.items():

@@ -14,6 +14,7 @@ from profharness.answers.atlas.checks import BACKENDS, MAX_EXAMPLES, SETTLED
 from profharness.answers.atlas.data import NOTHING, Atlas, Launch, Machine
 from profharness.answers.atlas.model import Estimate, estimate, measured_estimate
 from profharness.config import AUTO, SDPA_BACKENDS, Config
+from profharness.device_types import CUDA
 from profharness.devices import Gpu, data_sheet, find_gpu
 from profharness.dispatch.machine import Machine as RuleMachine
 from profharness.dispatch.machine import from_config, machine_for, machine_of, release_text
@@ -175,7 +176,7 @@ def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted
 
     `auto` and the backend that it chose make the same call, so a measurement of one is used for both.
     """
-    resolved = [config if config.dtype else config.resolve("cuda") for config in configs]
+    resolved = [config.resolve(CUDA) for config in configs]
     estimates = iter(place_estimates(place, resolved, BACKENDS))
     answers = []
     for config in resolved:

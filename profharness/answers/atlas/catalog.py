@@ -33,10 +33,11 @@ from profharness.answers.atlas.data import (
 )
 from profharness.answers.atlas.shards import read_shards
 from profharness.config import Config
+from profharness.device_types import CPU
 from profharness.dispatch.machine import RELEASES, parse_release, release_text
 from profharness.dispatch.machine import Machine as RuleMachine
 from profharness.environment import gpu_name
-from profharness.errors import NotFoundError, ProfharnessError, UsageError, shown
+from profharness.errors import NotFoundError, ProfharnessError, UsageError, printable_path
 
 PACKAGE, USER = "package", "user"
 FIELDS = (
@@ -123,7 +124,7 @@ def find_place(
     UsageError for an unknown GPU or release.
     """
     gpu = gpu or default_gpu(entries, own)
-    if gpu.lower() == "cpu":
+    if gpu.lower() == CPU:
         raise UsageError(
             "an atlas is of a GPU; what a CPU takes says `profharness explain --gpu cpu`"
         )
@@ -286,13 +287,15 @@ def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
         return [Entry(path, USER, read_any(path))]
     names = ", ".join(dict.fromkeys(entry.name for entry in fitting or entries)) or "none"
     fault = "more than one atlas is of" if fitting else "no atlas and no file is called"
-    raise NotFoundError(f"{fault} {shown(name)!r}; there are {names}")
+    raise NotFoundError(f"{fault} {printable_path(name)!r}; there are {names}")
 
 
 def read_any(path: Path) -> Atlas:
     """Read an atlas from a packed file, from shards, or from an archive of shards. Raise as the readers do."""
     if not path.exists():
-        raise UsageError(f"{shown(path)}: there is no such file; give an atlas, or shards of one")
+        raise UsageError(
+            f"{printable_path(path)}: there is no such file; give an atlas, or shards of one"
+        )
     if path.is_file() and path.suffix != ".jsonl" and not path.name.endswith(".tar.xz"):
         return read_atlas(path)
     return read_shards(path)

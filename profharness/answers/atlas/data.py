@@ -30,7 +30,7 @@ from profharness.answers.atlas.checks import (
 )
 from profharness.answers.atlas.npz import MAGIC, read_arrays, write_arrays
 from profharness.config import Config
-from profharness.errors import ProfharnessError, UsageError, shown
+from profharness.errors import ProfharnessError, UsageError, printable_path
 from profharness.files import decode_json, open_input
 from profharness.run import NOT_A_RECORD
 
@@ -405,7 +405,7 @@ def read_atlas(path: Path) -> Atlas:
     Raise UsageError for a file that cannot be read, is no atlas or has another version, and
     ProfharnessError for one that was cut short, changed or forged.
     """
-    name = shown(path)
+    name = printable_path(path)
     try:
         with open_input(path) as file:
             start = file.read(len(OLD_MAGIC))

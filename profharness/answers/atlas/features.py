@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from profharness.answers.atlas.trees import Integers, Values
-from profharness.config import DTYPES, Config
+from profharness.config import Config
+from profharness.dtypes import CONFIG_DTYPES
 
 Columns = dict[str, Values]
 SMS = 132
@@ -48,7 +49,7 @@ def sizes(configs: Sequence[Config]) -> Columns:
             each.seq_len_q,
             each.seq_len_kv,
             each.head_dim,
-            DTYPES.index(str(each.dtype)),
+            CONFIG_DTYPES.index(str(each.dtype)),
             each.causal,
             each.bwd,
             KINDS.index(each.mask),

@@ -22,8 +22,9 @@ from profharness.answers.atlas.data import (
     write_atlas,
 )
 from profharness.config import AUTO, SDPA_BACKENDS, parse_config
+from profharness.device_types import on_gpu
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
-from profharness.rows import GRAPH, CellRow, LaunchRow, of_first_profiler, triple
+from profharness.rows import GRAPH, CellRow, LaunchRow, preferred_profiler_rows, triple
 from profharness.store import ALL_RUNS, Store
 
 OWN_REGIME = "own"  # the regime of cells that come from a store
@@ -130,7 +131,7 @@ def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
     found: dict[Machine, list[AtlasCell]] = {}
     for name in names:
         environment = store.environment(name)
-        if environment.get("device_type") != "cuda" or not environment.get("gpu"):
+        if not on_gpu(environment) or not environment.get("gpu"):
             continue
         machine = Machine.from_environment(environment)
         found.setdefault(machine, []).extend(_run_cells(store, name))
@@ -150,7 +151,7 @@ def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
 
 def _run_cells(store: Store, run: str) -> Iterator[AtlasCell]:
     launches: dict[str | None, list[LaunchRow]] = {}
-    for launch in of_first_profiler(store.launches(run)):
+    for launch in preferred_profiler_rows(store.launches(run)):
         launches.setdefault(launch.cell, []).append(launch)
     for cell in store.cells(run):
         if cell.backend in (AUTO, *SDPA_BACKENDS) and cell.status in SETTLED:

@@ -35,12 +35,13 @@ from profharness.answers.atlas.npz import DTYPES, Array, read_arrays, write_arra
 from profharness.answers.atlas.times import Curve, Launched, columns, regimes_of, together
 from profharness.answers.atlas.trees import Boost, Integers, Values
 from profharness.config import AUTO, SDPA_BACKENDS, Config
-from profharness.config import DTYPES as CONFIG_DTYPES
 from profharness.costs import compulsory_bytes, flops
+from profharness.device_types import CUDA
 from profharness.devices import data_sheet, find_gpu, flop_peak
 from profharness.dispatch.machine import Machine, from_config, machine_for
 from profharness.dispatch.predict import predict
-from profharness.errors import ProfharnessError, UsageError, shown
+from profharness.dtypes import CONFIG_DTYPES
+from profharness.errors import ProfharnessError, UsageError, printable_path
 
 MODEL_VERSION = 3
 MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # that were sampled
@@ -118,10 +119,12 @@ def read_model(path: Path) -> Model:
     try:
         model = msgspec.msgpack.decode(arrays["header"].tobytes(), type=Model, dec_hook=decode)
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError):
-        raise ProfharnessError(f"{shown(path)}: the model is forged; get it again") from None
+        raise ProfharnessError(
+            f"{printable_path(path)}: the model is forged; get it again"
+        ) from None
     if model.version != MODEL_VERSION:
         raise ProfharnessError(
-            f"{shown(path)}: a model of version {model.version}; this profharness reads version "
+            f"{printable_path(path)}: a model of version {model.version}; this profharness reads version "
             f"{MODEL_VERSION}"
         )
     return model
@@ -228,7 +231,7 @@ def estimate(
     Without `measured` the cells of the atlas are not used. `rules` is the machine whose dispatch
     rules apply; by default that GPU with the release's wheel. Raise UsageError for an unknown GPU.
     """
-    configs = [config if config.dtype else config.resolve("cuda") for config in configs]
+    configs = [config.resolve(CUDA) for config in configs]
     count = len(backends)
     rows = [NOTHING] * (len(configs) * count)
     if atlas is not None and measured:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profharness.errors import ProfharnessError, shown
+from profharness.errors import ProfharnessError, printable_path
 from profharness.files import atomic_file, read_input
 
 Array = npt.NDArray[Any]
@@ -53,7 +53,7 @@ def read_arrays(path: Path, names: Collection[str]) -> dict[str, Array]:
     try:
         return _read(data, {f"{name}.npy": name for name in names})
     except FORGED:
-        text = f"{shown(path)}: the file was cut short, changed or forged; get it again"
+        text = f"{printable_path(path)}: the file was cut short, changed or forged; get it again"
         raise ProfharnessError(text) from None
 
 

@@ -12,6 +12,7 @@ from profharness.answers.atlas.catalog import place_at, predicted
 from profharness.answers.atlas.checks import BACKENDS
 from profharness.answers.atlas.data import Launch
 from profharness.config import Config, parse_config
+from profharness.device_types import on_gpu
 from profharness.devices import Device, occupancy
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CellRow, KernelRow
@@ -135,7 +136,7 @@ def against(
     time is in the model's interval; it is None if the atlas itself has the cell.
     """
     gpu, torch = environment.get("gpu"), environment.get("torch")
-    if environment.get("device_type") != "cuda" or not gpu or not torch:
+    if not on_gpu(environment) or not gpu or not torch:
         return []
     by_cell: dict[str, list[KernelRow]] = {}
     for row in rows:

@@ -13,8 +13,9 @@ from typing import IO, Any, cast
 
 from profharness.answers.atlas.checks import SETTLED, Dim3, line_fault, machine_fault, parse_label
 from profharness.answers.atlas.data import Atlas, AtlasCell, Launch, Machine, build_atlas
-from profharness.errors import ProfharnessError, UsageError, shown
-from profharness.files import LINE_BYTES, InputFile, is_heavy, open_input, read_lines
+from profharness.device_types import CUDA
+from profharness.errors import ProfharnessError, UsageError, printable_path
+from profharness.files import LINE_BYTES, InputFile, has_too_many_values, open_input, read_lines
 
 DECODER_BYTES = 128 << 20  # memory of an LZMA decoder; the strongest preset takes 65 MB
 MAX_RATIO = 200  # shards compress 40 times, xz can reach 7,000
@@ -67,12 +68,12 @@ def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
             if (row := _parse_line(line, f"{source}, line {number}")) is not None:
                 yield row
     except OSError as error:
-        raise UsageError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{printable_path(path)}: cannot be read: {error.strerror}") from None
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any] | None:
     try:
-        row = None if is_heavy(line) else json.loads(line)
+        row = None if has_too_many_values(line) else json.loads(line)
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
@@ -93,15 +94,17 @@ def _source_lines(path: Path) -> Iterator[tuple[str, int, bytes]]:
     """
     if path.is_dir():
         for each in sorted(path.glob("shard-*.jsonl")):
-            yield from _numbered(shown(each), read_lines(each))
+            yield from _numbered(printable_path(each), read_lines(each))
     elif path.name.endswith(".tar.xz"):
         try:
             with open_input(path) as file, io.BufferedReader(XzReader(file), 1 << 20) as plain:
                 yield from _members(path, cast("IO[bytes]", plain))
         except (tarfile.TarError, lzma.LZMAError) as error:
-            raise UsageError(f"{shown(path)}: not a whole archive of shards ({error})") from None
+            raise UsageError(
+                f"{printable_path(path)}: not a whole archive of shards ({error})"
+            ) from None
     else:
-        yield from _numbered(shown(path), read_lines(path))
+        yield from _numbered(printable_path(path), read_lines(path))
 
 
 def _numbered(source: str, lines: Iterator[bytes]) -> Iterator[tuple[str, int, bytes]]:
@@ -114,7 +117,7 @@ def _members(path: Path, file: IO[bytes]) -> Iterator[tuple[str, int, bytes]]:
         if not any(block):
             return
         member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        name = f"{shown(path)}, {shown(member.name)}"
+        name = f"{printable_path(path)}, {printable_path(member.name)}"
         lines = _lines(file, member.size)
         if member.isreg():
             yield from _numbered(name, lines)
@@ -182,25 +185,27 @@ def read_shards(path: Path) -> Atlas:
                 yield parse_cell(row)
 
     try:
-        atlas = build_atlas(Machine("", ""), cells(), shown(path))
+        atlas = build_atlas(Machine("", ""), cells(), printable_path(path))
     except ProfharnessError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UsageError(
-            f"{shown(path)}: a line is no cell of an atlas ({type(error).__name__}: {error})"
+            f"{printable_path(path)}: a line is no cell of an atlas ({type(error).__name__}: {error})"
         ) from None
     if len(machines) != 1:
         names = ", ".join(sorted(machine.name for machine in machines)) or "no machine"
-        raise UsageError(f"{shown(path)}: shards of {names}; an atlas belongs to one machine")
+        raise UsageError(
+            f"{printable_path(path)}: shards of {names}; an atlas belongs to one machine"
+        )
     machine = machines.pop()
     if fault := machine_fault(machine.environment):
-        raise UsageError(f"{shown(path)}: {fault}")
+        raise UsageError(f"{printable_path(path)}: {fault}")
     return replace(atlas, machine=machine)
 
 
 def format_lines(atlas: Atlas) -> Iterator[str]:
     """Yield the lines of a shard."""
-    environment = atlas.machine.environment | {"device_type": "cuda"}
+    environment = atlas.machine.environment | {"device_type": CUDA}
     yield json.dumps({"atlas": SHARD_VERSION, "environment": environment}) + "\n"
     for cell in atlas.cells():
         row: dict[str, Any] = {"config": cell.config.label}

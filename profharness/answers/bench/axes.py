@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from profharness import stats
 from profharness.answers.bench.measurements import BenchRow
-from profharness.config import DTYPES, OWN_CHOICE, Config, leaves_choice, parse_config
+from profharness.config import OWN_CHOICE, Config, parse_config, pytorch_chooses
+from profharness.dtypes import CONFIG_DTYPES
 
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
 Ran = Mapping[tuple[str, str], str | None]  # what ran, by config and backend
@@ -38,7 +39,7 @@ AXES = (
     LENGTH,
     Axis("head_dim", "head_dim", r"-d\d+(?=-|$)", lambda c: c.head_dim),
 )
-DTYPE_TOKEN = rf"-(?:{'|'.join(DTYPES)})(?=-|$)"
+DTYPE_TOKEN = rf"-(?:{'|'.join(CONFIG_DTYPES)})(?=-|$)"
 
 
 def family(label: str, token: str) -> str:
@@ -168,7 +169,7 @@ def _rivals(lines: Lines, ran: Ran) -> Lines:
 
     def is_another(row: BenchRow, value: int) -> bool:
         took = ran.get((row.config, row.backend))
-        return not leaves_choice(row.backend) or value not in lines.get(took or "", {})
+        return not pytorch_chooses(row.backend) or value not in lines.get(took or "", {})
 
     kept = {
         name: {value: row for value, row in line.items() if is_another(row, value)}
@@ -233,7 +234,7 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
                 continue
             took = [ran.get((row.config, backend)) for row in (old, new)]
             why = ""
-            if leaves_choice(backend) and None not in took and took[0] != took[1]:
+            if pytorch_chooses(backend) and None not in took and took[0] != took[1]:
                 why = f" (it took {took[1]} instead of {took[0]})"
             text = f"{backend} does {factor:.1f}x less work a second at {after:,} than at {before:,}{why}"
             events.append(AxisEvent("drop", backend, before, after, text, factor=factor))
@@ -319,15 +320,15 @@ WORDS: dict[str, str] = {
 
 
 def dtype_pairs(rows: Sequence[BenchRow], samples_of: SamplesOf) -> tuple[DtypePair, ...]:
-    """Compare every dtype with those before it in DTYPES."""
+    """Compare every dtype with those before it in CONFIG_DTYPES."""
     cells: dict[tuple[str, str], dict[str, BenchRow]] = {}
     for row in rows:
         if row.ranked and row.backend not in OWN_CHOICE:
             dtype = str(parse_config(row.config).dtype)
             cells.setdefault((family(row.config, DTYPE_TOKEN), row.backend), {})[dtype] = row
     pairs = []
-    for number, dtype in enumerate(DTYPES):
-        for other in DTYPES[:number]:
+    for number, dtype in enumerate(CONFIG_DTYPES):
+        for other in CONFIG_DTYPES[:number]:
             both = [
                 (cell[other], cell[dtype]) for cell in cells.values() if {other, dtype} <= {*cell}
             ]

@@ -39,16 +39,17 @@ from profharness.backends import (
     stored_names,
 )
 from profharness.config import (
-    DTYPES,
     OWN_CHOICE,
     Config,
-    leaves_choice,
     parse_config,
+    pytorch_chooses,
     sdpa_setting,
 )
 from profharness.costs import CONVENTIONS
+from profharness.device_types import CUDA, on_gpu
 from profharness.devices import Peaks
 from profharness.dispatch.advice import call_code
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import NotFoundError, UsageError
 from profharness.rows import MEASUREMENTS, CellRow, RunRow
 from profharness.run import PRECISION
@@ -115,22 +116,22 @@ def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] |
     return [
         backend
         for name in names
-        for backend in stored_names(expand_backends([name], DEFAULT_BACKENDS))
+        for backend in stored_names(expand_backends([name], DEFAULT_BACKENDS[CUDA]))
         if backend in held or name not in (ALL, KERNELS)
     ]
 
 
 def _check_dtypes(names: Sequence[str]) -> None:
     for name in names:
-        if name not in DTYPES:
-            raise UsageError(f"no dtype {name!r}; known are {', '.join(DTYPES)}")
+        if name not in CONFIG_DTYPES:
+            raise UsageError(f"no dtype {name!r}; known are {', '.join(CONFIG_DTYPES)}")
 
 
 def backend_of_cell(cell: CellRow) -> str | None:
     """Return the backend of a cell. For a setting that lets PyTorch choose, return the backend that
     ran, or None if that is unknown.
     """
-    return backend_that_ran(cell) if leaves_choice(cell.backend) else cell.backend
+    return backend_that_ran(cell) if pytorch_chooses(cell.backend) else cell.backend
 
 
 TIMED: tuple[Need, ...] = ("times", "run")  # the latest run with times, else any run
@@ -202,8 +203,7 @@ class BenchResult:
     @property
     def gpu(self) -> str | None:
         """The name of the GPU. None for a bench on a CPU."""
-        on_gpu = self.environment.get("device_type") == "cuda"
-        return self.environment.get("gpu") if on_gpu else None
+        return self.environment.get("gpu") if on_gpu(self.environment) else None
 
     def ranking_rows(self) -> list[BenchRow]:
         """Return one row per cell by the ranking measurement, including cells without samples."""

@@ -12,7 +12,7 @@ from profharness import costs, stats
 from profharness.answers.agreement import with_predictions
 from profharness.config import Config, parse_config
 from profharness.devices import MB, Peaks, flop_peak
-from profharness.errors import NotFoundError, few
+from profharness.errors import NotFoundError, join_few
 from profharness.rows import (
     COLD,
     CPU_WAIT,
@@ -293,13 +293,13 @@ def run_cells(
     for what, config in named:
         if not any(map(config.matches, held.values())):
             raise NotFoundError(
-                f"run {run} has no cell of {what} {config}; it has {few(held, SHOWN_NAMES)}"
+                f"run {run} has no cell of {what} {config}; it has {join_few(held, SHOWN_NAMES)}"
             )
     names = dict.fromkeys(backend for _, backend in cells)
     for name in backends or ((baseline,) if isinstance(baseline, str) else ()):
         if name not in names:
             raise NotFoundError(
-                f"run {run} has no cell of backend {name}; it has {few(names, SHOWN_NAMES)}"
+                f"run {run} has no cell of backend {name}; it has {join_few(names, SHOWN_NAMES)}"
             )
     kept = [
         cell

@@ -14,6 +14,7 @@ from profharness.answers.diff.resource_costs import launch_cost, memory_cost, re
 from profharness.answers.diff.result import Change, Cost, Diff, DiffRow, Side
 from profharness.answers.layers.matching import diff_layers
 from profharness.answers.roles import ROLES, by_role, launches_per_call, role_order
+from profharness.device_types import CPU
 from profharness.kernel_names import parse_kernel_name
 from profharness.rows import CALL_MEASUREMENTS, KERNEL, TRACE_PROFILERS, CellRow, KernelRow
 
@@ -273,7 +274,7 @@ def incomparable(
     for key, text in (("device_type", "kinds of device differ"), ("gpu", "the GPUs differ")):
         if base.get(key) is not None and cand.get(key) is not None and base[key] != cand[key]:
             reasons.append(f"{text} ({base[key]} and {cand[key]})")
-    on_cpu = base.get("device_type") == cand.get("device_type") == "cpu"
+    on_cpu = base.get("device_type") == cand.get("device_type") == CPU
     # the key `gpu` does not contain a CPU
     if on_cpu and base.get("cpu") != cand.get("cpu"):
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")

@@ -10,7 +10,7 @@ from operator import attrgetter
 from profharness.answers.diff.result import BACKEND_CHANGED, LAUNCHES, MEMORY, Diff, DiffRow, Side
 from profharness.answers.layers.matching import LayerDiff, find_program
 from profharness.config import Config, setting_name
-from profharness.errors import NotFoundError, few
+from profharness.errors import NotFoundError, join_few
 from profharness.store import Need, Selection, Store
 
 SHOWN = 6  # configs of a side in one message
@@ -163,7 +163,7 @@ def _has(side: Side) -> str:
         return f"{side.label} has counted calls and no recorded step, so no kernels and no times"
     if not unique:
         return f"{side.label} has no cells and no kernels of what was asked for"
-    names = few(unique, SHOWN)
+    names = join_few(unique, SHOWN)
     lacks = [] if rows else ["kernels"]
     lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
     without = f", without {' and '.join(lacks)}" if lacks else ""

@@ -17,10 +17,11 @@ from profharness.config import (
     AUTO,
     SDPA_BACKENDS,
     Config,
-    leaves_choice,
+    pytorch_chooses,
     sdpa_setting,
     setting_name,
 )
+from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.devices import GPUS, find_gpu
 from profharness.dispatch.advice import BackendAnswer, advise
 from profharness.dispatch.machine import (
@@ -40,7 +41,7 @@ from profharness.dispatch.machine import (
 from profharness.dispatch.perturb import rule_choice, rule_oracle
 from profharness.dispatch.predict import CPU_ORDER, Prediction, predict, undecided
 from profharness.environment import gpu_name
-from profharness.errors import UsageError, few
+from profharness.errors import UsageError, join_few
 
 SCHEMA = "profharness.explain/1"
 
@@ -146,7 +147,7 @@ class Platform:
             "torch_cuda": machine.cuda,
             "device_type": self.device,
         }
-        if self.device == "cuda":
+        if is_gpu(self.device):
             environment |= {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
         return environment
 
@@ -155,7 +156,7 @@ class Platform:
         """`torch 2.8.0, RTX A6000 (sm 8.6), cuDNN 91002, CUDA 12.8`."""
         machine = self.machine
         release = f"torch {release_text(machine.torch)}"
-        if self.device == "cpu":
+        if not is_gpu(self.device):
             return f"{release}, CPU"
         return (
             f"{release}, {self.gpu} (sm {machine.sm}), cuDNN {machine.cudnn or 'unknown'}, "
@@ -189,12 +190,12 @@ def named_platforms(
     releases = parse_releases(torch) if torch is not None else [_installed()]
     if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
         raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
-    if (gpu or "").lower() == "cpu":
+    if (gpu or "").lower() == CPU:
         if given:
             raise UsageError(
                 "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
             )
-        return [Platform(Machine(torch=release), "cpu", None) for release in releases]
+        return [Platform(Machine(torch=release), CPU, None) for release in releases]
     name = gpu or gpu_name()
     if name is None:
         names = ", ".join(entry.name for entry in GPUS)
@@ -206,7 +207,7 @@ def named_platforms(
     return [
         Platform(
             machine_for(name, release, cudnn, cuda, cudnn_compiled),
-            "cuda",
+            CUDA,
             full_name,
             pinned=cudnn is None and build_of(release, cuda) is not None,
         )
@@ -247,12 +248,12 @@ def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     backends that limit the advice. Raise UsageError for several settings, and for anything but
     PyTorch's own backends.
     """
-    settings = [setting_name(name) for name in names if leaves_choice(name)]
+    settings = [setting_name(name) for name in names if pytorch_chooses(name)]
     if len(settings) > 1:
         raise UsageError(
             f"explain answers for one setting at a time, not for {' and '.join(settings)}; ask twice"
         )
-    single = tuple(name for name in names if not leaves_choice(name))
+    single = tuple(name for name in names if not pytorch_chooses(name))
     for name in single:
         if name not in SDPA_BACKENDS:
             raise UsageError(
@@ -277,7 +278,7 @@ def explain_by_rule(
     machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
     params = permitted(from_config(config, device), setting)
     prediction = predict(params, machine)
-    order = prediction.priority_order or (SDPA_BACKENDS if device == "cuda" else CPU_ORDER)
+    order = prediction.priority_order or (SDPA_BACKENDS if is_gpu(device) else CPU_ORDER)
     sides = sides_by_rule(prediction, order)
     if advice:
         oracle, choose = rule_oracle(machine, device), rule_choice(machine, device, setting)
@@ -384,7 +385,7 @@ LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
     """Yield uncertain assumptions of the rules, and caveats that apply whenever PyTorch chooses."""
-    machine, on_gpu = platform.machine, platform.device == "cuda"
+    machine, on_gpu = platform.machine, is_gpu(platform.device)
     release = release_text(machine.torch)
     if not machine.known:
         yield _unread([machine.torch])
@@ -425,7 +426,7 @@ LISTED = 6  # releases in one sentence
 
 def skipped_text(releases: Sequence[str]) -> str:
     """Return one sentence about the releases of a range that have no explanation."""
-    names = few(releases, LISTED)
+    names = join_few(releases, LISTED)
     return f"left out of the answer: the rules of PyTorch {names} were not read"
 
 

@@ -24,6 +24,7 @@ from profharness.answers.explain.by_rule import (
     settle,
 )
 from profharness.config import AUTO, Config, parse_config
+from profharness.device_types import device_name
 from profharness.dispatch.advice import Advice
 from profharness.errors import CaptureError
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow
@@ -175,7 +176,7 @@ def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _Store
     pairs = [(old, new) for old in before for new in after]
     pairs.sort(key=lambda pair: pair[0].run != pair[1].run)
     for old, new in pairs:
-        if _gpu(memory.environment(old.run)) != _gpu(memory.environment(new.run)):
+        if device_name(memory.environment(old.run)) != device_name(memory.environment(new.run)):
             continue
         for name in CALL_MEASUREMENTS:
             if old.samples.get(name) and new.samples.get(name):
@@ -187,10 +188,6 @@ def _timed(cells: Sequence[CellRow], backends: Sequence[str]) -> list[CellRow]:
     """Return the cells with samples, in the order of the backends."""
     ran = [cell for cell in cells if cell.status == "ok" and cell.samples]
     return [cell for name in backends for cell in ran if cell.backend == name]
-
-
-def _gpu(environment: dict[str, Any]) -> object:
-    return environment.get("gpu") or environment.get("cpu")
 
 
 def require_answer(answers: Sequence[Explanation]) -> None:

@@ -17,6 +17,7 @@ from profharness.answers.explain.by_rule import (
     sides_by_rule,
 )
 from profharness.config import AUTO, SDPA_BACKENDS, Config, sdpa_setting
+from profharness.device_types import CPU, is_gpu, on_gpu
 from profharness.dispatch.advice import BackendAnswer, LiveAnswer
 from profharness.dispatch.checks import hazards
 from profharness.dispatch.machine import from_config, machine_of, permitted, with_flags
@@ -55,7 +56,7 @@ def explain_live(
 
 def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
     environment = result.environment
-    device = str(environment.get("device_type", "cpu"))
+    device = str(environment.get("device_type", CPU))
     config = result.cell.config.resolve(device)
     machine = machine_of(environment)
     asked = result.cell.backend
@@ -89,7 +90,7 @@ def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
 
 
 def _of_order(device: str) -> str:
-    return FIRST_CHOICE if device == "cuda" else CPU_IGNORES
+    return FIRST_CHOICE if is_gpu(device) else CPU_IGNORES
 
 
 def _decisive_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _decisive_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 def _caveats(environment: Mapping[str, Any], sides: Sequence[BackendAnswer]) -> list[str]:
     sentences = [COMPILED]
-    if environment.get("device_type") == "cuda":
+    if on_gpu(environment):
         sentences.append(ALLOW_SET)
         if environment.get("sdp_cudnn"):
             sentences.append(LEGACY)

@@ -14,6 +14,7 @@ from profharness.answers.layers.layer_map import LayerMap
 from profharness.answers.layers.matching import LayerSide, MatchedLayers
 from profharness.answers.layers.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.config import AUTO, SDPA_BACKENDS
+from profharness.device_types import device_name
 from profharness.errors import NotFoundError, UsageError
 from profharness.store import Selection, Store
 
@@ -142,7 +143,7 @@ def _fits(program: GpuLayers, bench: BenchResult) -> bool:
 def device_of(bench: BenchResult) -> str:
     """Return the GPU of a bench, else its CPU."""
     environment = bench.environment
-    return str(environment.get("gpu") or environment.get("cpu") or "a CPU")
+    return device_name(environment) or "a CPU"
 
 
 def _require_times(bench: BenchResult, program: str, column: Sequence[BenchedCall]) -> None:

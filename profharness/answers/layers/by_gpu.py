@@ -11,6 +11,7 @@ from typing import Any
 from profharness.answers.changes import environment_changes
 from profharness.answers.layers.layer_map import LayerMap, find_layers
 from profharness.answers.layers.matching import MatchedLayers, find_program, match_layers
+from profharness.device_types import device_name
 from profharness.errors import NotFoundError, UsageError
 from profharness.store import Store
 
@@ -64,7 +65,7 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
     runs = [layers.run for layers in maps]
     environments = [store.environment(run) for run in runs]
     devices = [
-        layers.gpu or str(environment.get("gpu") or environment.get("cpu") or "CPU")
+        layers.gpu or device_name(environment) or "CPU"
         for layers, environment in zip(maps, environments, strict=True)
     ]
     alike = Counter(devices)

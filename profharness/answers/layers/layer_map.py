@@ -16,6 +16,7 @@ from profharness.answers.explain.by_rule import Platform, explain_by_rule, named
 from profharness.answers.layers.observed_calls import ObservedCalls
 from profharness.columns import column
 from profharness.config import AUTO, Config, parse_config
+from profharness.device_types import CPU
 from profharness.dispatch.advice import Advice
 from profharness.dispatch.machine import machine_of, rules_know
 from profharness.errors import NotFoundError, UsageError
@@ -376,7 +377,7 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
     devices = store.devices(run)
     if torch is not None:
         gpu = devices[0].name if devices else environment.get("gpu")
-        platforms = named_platforms(torch, gpu or "cpu")
+        platforms = named_platforms(torch, gpu or CPU)
         if len(platforms) > 1 or ".." in torch:
             raise UsageError(
                 f"--torch {torch!r} names several releases; a program ran on one, such as 2.11"

@@ -36,7 +36,7 @@ from profharness.answers.ranks.paces import (
     paces,
     uneven,
 )
-from profharness.errors import NotFoundError, few
+from profharness.errors import NotFoundError, join_few
 from profharness.kernel_names import COLLECTIVE
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     size = max((rank.world_size or 0 for rank in ranks), default=0)
     absent = sorted(set(range(size)) - {rank.rank for rank in ranks if rank.rank is not None})
     if absent and any(rank.rank is not None for rank in ranks):
-        names = few([str(rank) for rank in absent], RANKS_SHOWN)
+        names = join_few([str(rank) for rank in absent], RANKS_SHOWN)
         yield RankFinding(MISSING, (), f"of {size} ranks these are not stored: {names}")
 
 

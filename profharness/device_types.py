@@ -1,0 +1,52 @@
+"""The types of devices that PyTorch computes on. Another vendor's GPUs are one more row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+CUDA = "cuda"
+CPU = "cpu"
+
+
+class DeviceType(NamedTuple):
+    """A type of torch.device."""
+
+    name: str
+    is_gpu: bool
+    default_dtype: str
+    """Dtype of a config that has none."""
+    flops_per_s: float
+    """Typical FLOP/s of a call, to estimate how long a cell takes."""
+    bytes_per_s: float
+    """Typical bandwidth, to estimate how long a cell takes."""
+    copy_bytes: int
+    """Size of the copy that measures the bandwidth: much more than any last-level cache."""
+    product_rows: tuple[int, ...]
+    """Rows of the square products that measure the matrix rates. The best rate counts."""
+
+
+DEVICE_TYPES = {
+    row.name: row
+    for row in (
+        DeviceType(CUDA, True, "fp16", 1e14, 1e12, 1 << 30, (4096, 8192)),
+        DeviceType(CPU, False, "fp32", 2e10, 5e9, 64 << 20, (512,)),
+    )
+}
+
+
+def is_gpu(device_type: object) -> bool:
+    """Return whether a type of torch.device is a GPU's. Unknown types are not."""
+    row = DEVICE_TYPES.get(str(device_type))
+    return row is not None and row.is_gpu
+
+
+def on_gpu(environment: Mapping[str, Any]) -> bool:
+    """Return whether a recorded environment is that of a GPU."""
+    return is_gpu(environment.get("device_type"))
+
+
+def device_name(environment: Mapping[str, Any]) -> str | None:
+    """Return the name of a recorded environment's GPU, else of its CPU, or None if unknown."""
+    name = environment.get("gpu") or (None if on_gpu(environment) else environment.get("cpu"))
+    return str(name) if name else None
