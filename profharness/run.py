@@ -16,6 +16,7 @@ import shlex
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,11 +196,14 @@ class Run:
     bench: BenchPlan | None = None
 
 
-_Parts = msgspec.defstruct(
-    "_Parts",
-    [(each.name, msgspec.Raw, msgspec.Raw()) for each in fields(Run) if each.name != "cells"],
-)
-"""The parts of a run record besides its cells, undecoded."""
+@cache
+def _parts_type() -> Any:
+    """Return a type for the undecoded parts of a run record besides its cells.
+
+    It is made on first use, because a worker in a Python without msgspec imports this module too.
+    """
+    names = [each.name for each in fields(Run) if each.name != "cells"]
+    return msgspec.defstruct("_Parts", [(name, msgspec.Raw, msgspec.Raw()) for name in names])
 
 
 def run_kind(folder: Path, run: Run) -> str:
@@ -260,7 +264,7 @@ def read_record(folder: Path) -> Run:
     try:
         what = f"a run record of schema {SCHEMA}"
         if path.stat().st_size > PART_BYTES:
-            _check_parts(path, read_part(path, _Parts, what, RECORD_BYTES))
+            _check_parts(path, read_part(path, _parts_type(), what, RECORD_BYTES))
         run = read_part(path, Run, what, RECORD_BYTES)
     except FileNotFoundError:
         expected = "a run folder, as `profharness capture` writes it"

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 import profharness
-from profharness import api
 from profharness.config import parse_config
 from profharness.errors import NotFoundError, UsageError
+from profharness.jobs.progress import shown
 from profharness.run import Cell
 from profharness.runner.supervise import Step
 from profharness.store import open_store, to_frame
@@ -220,7 +220,7 @@ def test_progress_is_one_line_in_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream())
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    with api.shown(wanted) as show:
+    with shown(wanted) as show:
         for step in STEPS if show is not None else ():
             show(step)
     written = sys.stderr.getvalue()  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ def test_progress_in_a_notebook_goes_to_its_cell(
         get_ipython = staticmethod(Shell)
 
     monkeypatch.setitem(sys.modules, "IPython", IPython)  # type: ignore[arg-type]
-    with api.shown(None) as show:
+    with shown(None) as show:
         assert show is not None
         show(STEPS[1])
     out, err = capsys.readouterr()

@@ -172,7 +172,7 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
             names |= dict.fromkeys(default if name == ALL else (name,))
     if named and not names:
         raise UsageError(
-            f"--backend {','.join(named)} stands for no_reason: there is no implementation in "
+            f"--backend {','.join(named)} stands for nothing: there is no implementation in "
             "kernels/; `profharness new-kernel NAME` writes one"
         )
     return list(names)

@@ -7,6 +7,7 @@ command exit with 3. Further parameters of these two are options of the command 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import typing
@@ -17,7 +18,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import click
 
 from profharness.commands._options import Parameter, evaluated, option_parameters
-from profharness.commands._output import FILE_OPTIONS, FORMAT_OPTION, emit, on_terminal
+from profharness.commands._output import (
+    FILE_OPTIONS,
+    FORMAT_OPTION,
+    MEASURED,
+    emit,
+    measured,
+    on_terminal,
+)
 from profharness.views.document import Document
 
 P = ParamSpec("P")
@@ -126,7 +134,9 @@ class Declaration:
                 shown = self.shown(answer, values)
                 if isinstance(shown, Document):
                     output: dict[str, Any] = {name: (given | values)[name] for name in EMITTED}
-                    emit(shown, **output)
+                    again = click.get_current_context().meta.get(MEASURED)
+                    with measured(*again) if again else contextlib.nullcontext():
+                        emit(shown, **output)
             self.judge(answer, values)
 
 

@@ -99,6 +99,8 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     values: dict[str, Any] = {"store": store}
     for key, value in given.items():
         parameter = offered[key]
+        if value == "" and key in declaration.tool_required:
+            raise UsageError(f"{name}: {key} is empty")
         if value == "" and not parameter.required:
             continue  # not given
         convert = parameter.option.tool_value

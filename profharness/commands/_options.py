@@ -87,7 +87,8 @@ class Parameter:
             settings["type"] = kind
         if self.default is not inspect.Parameter.empty and not self.option.multiple:
             settings.setdefault("default", self.default)
-            settings.setdefault("show_default", self.default not in (None, False, ""))
+            shown = self.default is not None and self.default is not False and self.default != ""
+            settings.setdefault("show_default", shown)
         names = (self.name, *self.option.flags)
         yield click.Option(names, help=self.option.help, metavar=self.option.metavar, **settings)
         if self.option.file_flag:

@@ -35,7 +35,8 @@ FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
 SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html", ".txt": "table"}
 STDOUT = Path("-")
 DEFAULT_WIDTH = 100
-_terminal: list[bool | None] = [None]  # None: a command of Click is active in this thread
+MEASURED = "profharness.measured"
+_terminal = [False]
 
 
 @contextlib.contextmanager
@@ -123,8 +124,7 @@ def _screen() -> IO[str]:
 
 def is_command_line() -> bool:
     """Return whether the command line runs this, not Python code or an MCP tool."""
-    shown = _terminal[0]
-    return click.get_current_context(silent=True) is not None if shown is None else shown
+    return _terminal[0]
 
 
 def chosen_format(format_: str | None, output: Path | None) -> str:
@@ -154,6 +154,15 @@ def measured(*show: str) -> Iterator[None]:
         again = shlex.join(["profharness", *show, *store_arguments()])
         hint(f"what was measured is stored; see it with: {again}")
         raise
+
+
+def keep_measured(*show: str) -> None:
+    """Make the command report, if it cannot print its result, that the measurement is stored.
+
+    `show` has the arguments that print the result again, without --store.
+    """
+    if is_command_line():
+        click.get_current_context().meta[MEASURED] = show
 
 
 def store_arguments() -> list[str]:

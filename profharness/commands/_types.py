@@ -16,7 +16,7 @@ from profharness.commands._output import FORMATS, check_file
 from profharness.config import Config, expand_configs, parse_config_lines
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
-from profharness.run import DEVICES, PROCESSES, SEEDS, Fleet, gpu_classes
+from profharness.run import DEVICES, PROCESSES, SEEDS, Fleet, Protocol, gpu_classes
 
 PathLike = str | os.PathLike[str]
 Names = str | Sequence[str]
@@ -154,20 +154,18 @@ Store = Annotated[
 ]
 Configs = Annotated[ConfigLike, config_option()]
 OneConfig = Annotated[ConfigLike, config_option(" Once: a script contains one cell.")]
-Backends = Annotated[
-    Names,
-    Option(
-        ("--backend",),
-        multiple=True,
-        metavar="NAME",
-        complete=complete_backends,
-        help="auto, flash, efficient, cudnn, math, …, a set of these (flash+math), an order "
-        "(cudnn-then-flash, or 'cudnn>flash' in quotes), file.py:function; all: PyTorch's own on this "
-        "device; kernels: those in kernels/. Repeatable, or separated by commas.",
-        tool="Only these backends, joined by commas. Default: all.",
-        tool_examples=("auto,flash,math",),
-    ),
-]
+BACKENDS_OPTION = Option(
+    ("--backend",),
+    multiple=True,
+    metavar="NAME",
+    complete=complete_backends,
+    help="auto, flash, efficient, cudnn, math, …, a set of these (flash+math), an order "
+    "(cudnn-then-flash, or 'cudnn>flash' in quotes), file.py:function; all: PyTorch's own on this "
+    "device; kernels: those in kernels/. Repeatable, or separated by commas.",
+    tool="Only these backends, joined by commas. Default: all.",
+    tool_examples=("auto,flash,math",),
+)
+Backends = Annotated[Names, BACKENDS_OPTION]
 RUN_TOOL = "A stored run: an id, a unique prefix, latest, latest~1. Default: the latest that has an answer."
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
 LatestRun = Annotated[
@@ -293,7 +291,8 @@ ShowProgress = bool | None
 
 def timeout_option(text: str) -> Option:
     """Return an option for a time limit in seconds."""
-    return Option(("--timeout",), type=FiniteRange(0.1), help=text)
+    default = {"default": int(Protocol.timeout_s), "show_default": True}
+    return Option(("--timeout",), type=FiniteRange(0.1), help=text, click=default)
 
 
 def fleet(scheduler: str | None, gpu: Names = (), insecure: bool = False) -> Fleet:

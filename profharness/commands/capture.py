@@ -212,7 +212,8 @@ def capture(
                     )
                 folder = jobs.find_run_folder(str(resume), Path(out))
                 with listener.progress() as show_progress:
-                    yield jobs.resume_into_store(folder, path, show_progress, where)
+                    captured = jobs.resume_into_store(folder, path, show_progress, where)
+                yield captured
                 return
             watched = split_names(profilers) or CaptureOptions.profilers
             counters = split_names(metrics), split_names(sections)

@@ -49,7 +49,7 @@ Candidate = Annotated[
     ),
 ]
 Threshold = Annotated[
-    float,
+    float | None,
     Option(
         ("--threshold",),
         type=PositiveNumber(),
@@ -122,7 +122,9 @@ def diff(
     """
     with open_store(store_path(store)) as opened:
         sides = find_sides(opened, baseline, candidate, config_list(configs))
-    return Comparison(diff_cells(*sides, threshold=threshold), sides)
+    return Comparison(
+        diff_cells(*sides, threshold=stats.THRESHOLD if threshold is None else threshold), sides
+    )
 
 
 @document(diff)

@@ -18,12 +18,6 @@ from profharness.commands._output import hint, is_command_line, live, quiet_stdo
 from profharness.commands._types import PathLike, Store, store_path
 from profharness.errors import ProfharnessError, printable, printable_path
 from profharness.files import shell_command
-from profharness.jobs.parallel_ingest import (
-    IngestOutcome,
-    ingest_sources,
-    ingested,
-    readers_of,
-)
 from profharness.jobs.progress import duration
 from profharness.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
@@ -33,6 +27,7 @@ from profharness.store.sources import find_sources
 if TYPE_CHECKING:
     import pandas as pd
 
+    from profharness.jobs.parallel_ingest import IngestOutcome
     from profharness.store import IngestResult
     from profharness.store.ingest import Progress
 
@@ -95,6 +90,8 @@ def ingest(
     path, paths = store_path(store), list(map(Path, sources))
     if is_command_line():
         return _ingest_each(path, paths, scheduler, strict=strict)
+    from profharness.jobs.parallel_ingest import ingested  # loads numpy
+
     results = ingested(path, paths, scheduler)
     if strict and any(result.warnings for result in results):
         raise ProfharnessError("strict: a source gave warnings")
@@ -105,6 +102,8 @@ def _ingest_each(
     store: Path, sources: Sequence[Path], scheduler: str | None, *, strict: bool
 ) -> list[IngestResult]:
     """Ingest each source and print its result. Raise ProfharnessError at the end if one failed."""
+    from profharness.jobs.parallel_ingest import readers_of  # loads numpy
+
     cpus = readers_of(scheduler) if scheduler else []
     # once, instead of once per source
     require_folder(store)
@@ -142,6 +141,8 @@ def _ingest_each(
 
 def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, None, None]:
     """Yield the outcome of each source, read by this process."""
+    from profharness.jobs.parallel_ingest import IngestOutcome  # loads numpy
+
     for source in paths:
         try:
             with _progress(source) as progress:
@@ -160,6 +161,8 @@ def _in_parallel(
     store: Path, paths: Sequence[Path], cpus: Sequence[int]
 ) -> Generator[IngestOutcome, None, None]:
     """Yield the outcome of each source, read by one process per CPU, and show the progress."""
+    from profharness.jobs.parallel_ingest import ingest_sources  # loads numpy
+
     hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
     progress = _Countdown([_size(path) for path in paths])
     done = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,12 +24,12 @@ from profharness.answers.layers.layer_map import LayerMap, find_layers, replay_l
 from profharness.answers.layers.regret import timed_configs
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
-from profharness.commands._output import capture_progress, echo, hint, measured
+from profharness.commands._output import capture_progress, echo, hint, keep_measured
 from profharness.commands._types import (
+    BACKENDS_OPTION,
     RUN_TOOL,
     RUN_TOOL_EXAMPLES,
     AtlasFolder,
-    Backends,
     Driver,
     Format,
     Names,
@@ -150,6 +149,7 @@ Benches = Annotated[
         "a column each. Repeatable, or separated by commas.",
     ),
 ]
+TimedBackends = Annotated[Names, replace(BACKENDS_OPTION, tool="")]
 MaxTime = Annotated[
     str | None,
     Option(
@@ -262,7 +262,7 @@ def show(
     full: Full = False,
     regret: Regret = False,
     benches: Benches = (),
-    backend: Backends = (),
+    backend: TimedBackends = (),
     max_time: MaxTime = None,
     fail_on: FailOn = (),
     expect: Expected = (),
@@ -289,10 +289,9 @@ def show(
         return None
     if options is not None:
         own = time_layers(own, options, found.store, Listener(hint, capture_progress))
-    measurement = own.regret
-    again = measured("layers", own.run, "--bench", measurement.run) if measurement else None
-    with again or contextlib.nullcontext():
-        return layers_document(own, full=full)
+    if own.regret is not None:
+        keep_measured("layers", own.run, "--bench", own.regret.run)
+    return layers_document(own, full=full)
 
 
 @gate(layers)

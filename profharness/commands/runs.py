@@ -10,7 +10,6 @@ from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint
 from profharness.commands._types import Names, Store, store_path
-from profharness.config import split_names
 from profharness.rows import RunRow
 from profharness.store import open_store, to_frame
 from profharness.views.document import Document
@@ -58,7 +57,8 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> StoredRuns:
     Example:
       profharness runs --format json
     """
-    path, names = store_path(store), split_names(deleted)
+    path = store_path(store)
+    names = (deleted,) if isinstance(deleted, str) else tuple(deleted)
     with open_store(path, write=bool(names)) as opened:
         # Look up all runs before deleting any, so that `latest~1` keeps its meaning.
         for run in dict.fromkeys([opened.resolve(name) for name in names]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from profharness.cases import VerificationRow, failures
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
-from profharness.commands._output import measured, run_listener
+from profharness.commands._output import keep_measured, run_listener
 from profharness.commands._types import (
     Backends,
     Configs,
@@ -117,8 +117,8 @@ def verify(
 @document(verify)
 def show(verified: Verified, *, full: Full = False) -> Document:
     """Return the document."""
-    with measured("report", verified.run):
-        return verify_document(verified.rows, full=full)
+    keep_measured("report", verified.run)
+    return verify_document(verified.rows, full=full)
 
 
 @gate(verify)

@@ -53,7 +53,7 @@ FLEX = """
 import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
-from profharness.backends import TORCH_BACKENDS
+from profharness.backends import TORCH_ROWS
 from profharness.worker.attention import naive_compiled
 
 def call(attention, head_dim, causal):
@@ -67,7 +67,7 @@ def call(attention, head_dim, causal):
 def graphs():
     return counters["stats"]["unique_graphs"]
 
-load = next(backend.load for backend in TORCH_BACKENDS if backend.name == "flex")
+load = next(backend.load for backend in TORCH_ROWS if backend.name == "flex")
 naive, first = naive_compiled(), load()
 call(naive, 16, False)
 call(first, 16, True)

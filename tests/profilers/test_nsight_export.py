@@ -163,7 +163,7 @@ def test_interrupt_during_the_start_of_an_export_leaves_no_process(
             signal.raise_signal(signal.SIGINT)
 
     nsys = hanging(tmp_path, ignore_signals=False)
-    monkeypatch.setattr(processes, "Group", Interrupted)
+    monkeypatch.setattr(processes, "ProcessGroup", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", nsys)
     assert [child.returncode for child in children] != [None]

@@ -236,7 +236,7 @@ def test_a_stored_run_is_named_by_id(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run)
     gone = CliRunner().invoke(command, ["latest", "--store", str(store)])
     assert isinstance(gone.exception, NotFoundError)
-    assert "is gone" in str(gone.exception)
+    assert "no longer exists" in str(gone.exception)
 
 
 def test_a_backend_that_is_a_path_keeps_its_function(tmp_path: Path) -> None:
