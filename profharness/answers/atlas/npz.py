@@ -92,4 +92,4 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
             raise ValueError("another dtype")
         if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
             raise ValueError("another number of values")
-        return np.frombuffer(file.read(), dtype).reshape(shape)
+        return np.frombuffer(file.read(member.file_size - file.tell()), dtype).reshape(shape)
