@@ -19,9 +19,8 @@ import click
 
 from profharness.commands._options import Parameter, evaluated, option_parameters
 from profharness.commands._output import (
-    FILE_OPTIONS,
-    FORMAT_OPTION,
     MEASURED,
+    OUTPUT_PARAMETERS,
     emit,
     measured,
     on_terminal,
@@ -33,7 +32,6 @@ Q = ParamSpec("Q")
 A = TypeVar("A")
 R = TypeVar("R")
 T = TypeVar("T")
-EMITTED = ("format", "output", "force")
 IN_PYTHON = "\n\nIn Python "
 
 
@@ -109,11 +107,10 @@ class Declaration:
         order = [*self.parameters, *self.shown_parameters]
         last = [each for each in order if each.name == "store"]
         parameters = [each for each in order if each not in last]
-        options = [option for each in parameters for option in each.click_parameters()]
         if self.makes_document:
             names = {each.name for each in parameters}
-            options += [each for each in (FORMAT_OPTION, *FILE_OPTIONS) if each.name not in names]
-        options += [option for each in last for option in each.click_parameters()]
+            parameters += [each for each in OUTPUT_PARAMETERS if each.name not in names]
+        options = [each for one in (*parameters, *last) for each in one.click_parameters()]
         text = inspect.cleandoc(self.run.__doc__ or "").partition(IN_PYTHON)[0]
         return click.Command(
             self.name,
@@ -133,7 +130,8 @@ class Declaration:
             if self.document is not None:
                 shown = self.shown(answer, values)
                 if isinstance(shown, Document):
-                    output: dict[str, Any] = {name: (given | values)[name] for name in EMITTED}
+                    names = [each.name for each in OUTPUT_PARAMETERS]
+                    output: dict[str, Any] = {name: (given | values)[name] for name in names}
                     again = click.get_current_context().meta.get(MEASURED)
                     with measured(*again) if again else contextlib.nullcontext():
                         emit(shown, **output)

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from profharness.commands._options import Option, Parameter
 from profharness.environment import missing_packages
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
 from profharness.files import atomic_file, check_output
@@ -62,8 +63,7 @@ def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> P
         return None
     if output is not None:
         # `export` has no --format, so its file may have any suffix
-        formats = [ctx.params[name] for name in ("format", "format_") if name in ctx.params]
-        if formats and not any(formats):
+        if "format" in ctx.params and not ctx.params["format"]:
             check_suffix(output)
         check_output(output, force=ctx.params["force"])
     elif ctx.params["force"]:
@@ -78,26 +78,30 @@ def check_suffix(output: Path) -> None:
         raise UsageError(f"-o {output}: no format has this suffix; use --format, or {suffixes}")
 
 
-FORMAT_OPTION = click.Option(
-    ("format", "--format"),
+FORMAT_OPTION = Option(
+    ("--format",),
     type=click.Choice(FORMATS),
-    is_eager=True,  # -o is checked against it
     help="How to print the result.  [default: by the name of -o, else table]",
+    click={"is_eager": True},  # -o is checked against it
 )
-FORCE_OPTION = click.Option(
-    ("--force",),
-    is_flag=True,
-    is_eager=True,  # the callback of -o reads it
-    help="Overwrite the file of -o.",
-)
-OUTPUT_OPTION = click.Option(
+OUTPUT_OPTION = Option(
     ("-o", "--output"),
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    callback=check_file,
     help="Write the result to a file instead of stdout, which is `-`.",
+    click={"callback": check_file},
 )
-FILE_OPTIONS = (OUTPUT_OPTION, FORCE_OPTION)
+FORCE_OPTION = Option(
+    ("--force",),
+    help="Overwrite the file of -o.",
+    click={"is_eager": True},  # the callback of -o reads it
+)
+OUTPUT_PARAMETERS = (
+    Parameter("format", str, None, FORMAT_OPTION),
+    Parameter("output", Path, None, OUTPUT_OPTION),
+    Parameter("force", bool, False, FORCE_OPTION),
+)
+"""The parameters of each command that shows a document."""
 
 
 def echo(text: str) -> None:
@@ -196,9 +200,8 @@ def emit(
         hint(f"wrote {output}" + (f" and {charts} charts beside it" if charts else "") + detail)
         return
     if chosen == "table":
-        from profharness.views.terminal import (
-            render_table,
-        )  # loads rich, which only this format needs
+        # loads rich, which only this format needs
+        from profharness.views.terminal import render_table
 
         on_terminal = output is None and sys.stdout.isatty()
         # https://no-color.org: any value that is not empty counts

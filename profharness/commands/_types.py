@@ -6,17 +6,19 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
 
 from profharness.commands._options import Option
-from profharness.commands._output import FORMATS, check_file
+from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, OUTPUT_OPTION
 from profharness.config import Config, expand_configs, parse_config_lines
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
 from profharness.run import DEVICES, PROCESSES, SEEDS, Fleet, Protocol, gpu_classes
+from profharness.stats import THRESHOLD
 
 PathLike = str | os.PathLike[str]
 Names = str | Sequence[str]
@@ -168,38 +170,30 @@ BACKENDS_OPTION = Option(
 Backends = Annotated[Names, BACKENDS_OPTION]
 RUN_TOOL = "A stored run: an id, a unique prefix, latest, latest~1. Default: the latest that has an answer."
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
-LatestRun = Annotated[
-    str | None,
-    Option(
-        ("--run",),
-        metavar="RUN",
-        complete=complete_runs,
-        help="An id, a unique prefix, latest or latest~1.  [default: the latest that has them]",
-        tool=RUN_TOOL,
-        tool_examples=RUN_TOOL_EXAMPLES,
-    ),
-]
+RUN_OPTION = Option(
+    ("--run",),
+    metavar="RUN",
+    complete=complete_runs,
+    help="An id, a unique prefix, latest or latest~1.  [default: the latest that has them]",
+    tool=RUN_TOOL,
+    tool_examples=RUN_TOOL_EXAMPLES,
+)
+LatestRun = Annotated[str | None, RUN_OPTION]
 RunOrAll = Annotated[
     str | None,
-    Option(
-        ("--run",),
-        metavar="RUN",
-        complete=complete_runs,
+    replace(
+        RUN_OPTION,
         help="An id, a unique prefix, latest, latest~1 or all.  [default: the latest that has them]",
-        tool=RUN_TOOL,
-        tool_examples=RUN_TOOL_EXAMPLES,
     ),
 ]
-Release = Annotated[
-    str | None,
-    Option(
-        ("--torch",),
-        metavar="RELEASE",
-        help="With --gpu: the release.  [default: the newest]",
-        tool="The release of PyTorch.",
-        tool_examples=("2.11",),
-    ),
-]
+RELEASE_OPTION = Option(
+    ("--torch",),
+    metavar="RELEASE",
+    help="With --gpu: the release.  [default: the newest]",
+    tool="The release of PyTorch.",
+    tool_examples=("2.11",),
+)
+Release = Annotated[str | None, RELEASE_OPTION]
 Driver = Annotated[
     str | None,
     Option(
@@ -228,33 +222,9 @@ OutFolder = Annotated[
         click={"default": RUNS_FOLDER.as_posix(), "show_default": True},
     ),
 ]
-OutputFile = Annotated[
-    PathLike | None,
-    Option(
-        ("-o", "--output"),
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Write the result to a file instead of stdout, which is `-`.",
-        click={"callback": check_file},
-    ),
-]
-Format = Annotated[
-    str | None,
-    Option(
-        ("--format",),
-        type=click.Choice(FORMATS),
-        help="How to print the result.  [default: by the name of -o, else table]",
-        click={"is_eager": True},  # -o is checked against it
-    ),
-]
-Force = Annotated[
-    bool,
-    Option(
-        ("--force",),
-        help="Overwrite the file of -o.",
-        click={"is_eager": True},  # the callback of -o reads it
-    ),
-]
+OutputFile = Annotated[PathLike | None, OUTPUT_OPTION]
+Format = Annotated[str | None, FORMAT_OPTION]
+Force = Annotated[bool, FORCE_OPTION]
 Scheduler = Annotated[
     str | None,
     Option(
@@ -287,6 +257,18 @@ Processes = Annotated[
 ]
 ShowProgress = bool | None
 """Whether a Python function shows progress. None means only on a terminal or in a notebook."""
+
+
+def threshold_option(text: str, tool: str = "") -> Option:
+    """Return the option for the smallest relative difference that counts."""
+    return Option(
+        ("--threshold",),
+        type=PositiveNumber(),
+        check=require_positive,
+        help=f"{text}  [default: {THRESHOLD}]",
+        tool=tool,
+        click={"show_default": False},
+    )
 
 
 def timeout_option(text: str) -> Option:

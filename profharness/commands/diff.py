@@ -16,12 +16,11 @@ from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
 from profharness.commands._types import (
     Configs,
-    PositiveNumber,
     Store,
     complete_sides,
     config_list,
-    require_positive,
     store_path,
+    threshold_option,
 )
 from profharness.config import split_names
 from profharness.errors import GateError, NotFoundError
@@ -48,17 +47,8 @@ Candidate = Annotated[
         tool_examples=("latest", "math"),
     ),
 ]
-Threshold = Annotated[
-    float | None,
-    Option(
-        ("--threshold",),
-        type=PositiveNumber(),
-        check=require_positive,
-        help="The smallest relative change of a time that counts.  [default: 0.03]",
-        tool="The smallest relative change of a time that counts.",
-        click={"show_default": False},
-    ),
-]
+THRESHOLD_HELP = "The smallest relative change of a time that counts."
+Threshold = Annotated[float | None, threshold_option(THRESHOLD_HELP, THRESHOLD_HELP)]
 FailOn = Annotated[
     tuple[str, ...],
     Option(

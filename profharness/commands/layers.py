@@ -27,6 +27,7 @@ from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, echo, hint, keep_measured
 from profharness.commands._types import (
     BACKENDS_OPTION,
+    RELEASE_OPTION,
     RUN_TOOL,
     RUN_TOOL_EXAMPLES,
     AtlasFolder,
@@ -100,13 +101,10 @@ Step = Annotated[
 ]
 Release = Annotated[
     str | None,
-    Option(
-        ("--torch",),
-        metavar="RELEASE",
+    replace(
+        RELEASE_OPTION,
         help="The program's PyTorch release, such as 2.11, if its trace does not record it. With --gpu: the "
         "release to predict for.  [default with --gpu: the newest with an atlas]",
-        tool="The release of PyTorch.",
-        tool_examples=("2.11",),
     ),
 ]
 GpuNames = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import chosen_format, hint
 from profharness.commands._types import (
+    RELEASE_OPTION,
     AtlasFolder,
     Backends,
     Configs,
@@ -40,13 +42,10 @@ GpuName = Annotated[
 ]
 Release = Annotated[
     str | None,
-    Option(
-        ("--torch",),
-        metavar="RELEASE",
+    replace(
+        RELEASE_OPTION,
         help="The PyTorch release, 2.11 or 2.11.0.  [default: the newest with an atlas of this GPU, else "
         "the newest with known rules]",
-        tool="The release of PyTorch.",
-        tool_examples=("2.11",),
     ),
 ]
 Full = Annotated[bool, Option(("--full",), help="Also show each config by itself.")]

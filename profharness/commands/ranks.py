@@ -11,11 +11,10 @@ from profharness.commands._command import command, declaration_of, document, gat
 from profharness.commands._options import Option, one_of
 from profharness.commands._types import (
     PathLike,
-    PositiveNumber,
     Store,
     complete_runs,
-    require_positive,
     store_path,
+    threshold_option,
 )
 from profharness.config import split_names
 from profharness.errors import GateError
@@ -31,14 +30,7 @@ _WIDTH = max(map(len, CODES))
 
 RankRuns = Annotated[PathLike, Option(metavar="[RUN_OR_FOLDER]...", complete=complete_runs)]
 Threshold = Annotated[
-    float,
-    Option(
-        ("--threshold",),
-        type=PositiveNumber(),
-        check=require_positive,
-        help="Relative excess of kernel time from which a GPU is slow.  [default: 0.03]",
-        click={"show_default": False},
-    ),
+    float, threshold_option("Relative excess of kernel time from which a GPU is slow.")
 ]
 FailOn = Annotated[
     tuple[str, ...],
