@@ -262,7 +262,7 @@ def orphans_adopted(
         yield mark
     finally:
         with delay_signals():
-            _end_marked(mark)
+            end_marked(mark)
             for pid, name in _adopted().items():
                 if pid not in before:
                     report(f"process {pid} ({name}) was left behind and runs on; end it by hand")
@@ -317,7 +317,7 @@ def _adopt(on: int) -> int | None:
     return before.value
 
 
-def _end_marked(mark: Mapping[str, str]) -> None:
+def end_marked(mark: Mapping[str, str]) -> None:
     """End the processes with a variable in their environment: wait briefly, then SIGTERM, then SIGKILL."""
     ended: set[int] = set()
     for number, seconds in ((None, ALONE_S), (signal.SIGTERM, 1.0), (signal.SIGKILL, END_GRACE_S)):

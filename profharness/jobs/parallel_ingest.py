@@ -23,7 +23,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 import profharness.store as stores
 from profharness.errors import ProfharnessError, StoreError, UsageError, printable_path
-from profharness.processes import END_GRACE_S, delay_signals, kill_group, start_python
+from profharness.processes import (
+    END_GRACE_S,
+    child_environment,
+    delay_signals,
+    end_marked,
+    kill_group,
+    new_mark,
+    start_python,
+)
 from profharness.store.filesystems import refuse_network
 from profharness.store.ingest import ingest_source
 from profharness.store.schema import Writer, damaged, is_altered, is_damage, require_folder
@@ -40,6 +48,7 @@ WORKER = (
 LOCAL = "local"
 TRIES = 2  # for a source whose worker was killed, perhaps because others used up the memory
 STEP_S = 0.2
+LEAVING_S = 2 * END_GRACE_S + 1  # a worker first ends its tool, in up to twice the grace period
 LOG_BYTES, ERROR_CHARS = 4096, 300
 
 
@@ -78,12 +87,11 @@ class _Worker:
         self._log: IO[bytes] | None = None
         self._source: Path | None = None
         self._streams = False
+        self._mark: dict[str, str] = {}
 
     def start(self, path: Path) -> None:
         """Start reading a source. `source` reports errors."""
         with contextlib.suppress(OSError):
-            if self._process is None:
-                self._process = self._start()
             self._request("source", path)
             self._source = path
 
@@ -92,12 +100,10 @@ class _Worker:
 
         Raises WorkerLostError, or what reading the source raises.
         """
-        if self._process is None:
-            self._process = self._start()
         if self._source != path:
             self._request("source", path)
         self._source = None
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         while not select.select([self._process.stdout], [], [], STEP_S)[0]:
             waiting()
         source: Source = self._reply()
@@ -107,7 +113,7 @@ class _Worker:
         """Return a trace of the source. Raises what parsing it raises."""
         self._request("trace", path)
         trace, first = self._reply()
-        return replace(trace, close=self._drain), self._batches(path, first)
+        return replace(trace, close=self._skip_rest), self._batches(path, first)
 
     def _batches(self, path: Path, first: list[LaunchBatch]) -> Iterator[LaunchBatch]:
         yield from first
@@ -124,23 +130,31 @@ class _Worker:
             self._streams = batch is not None
         return batch
 
-    def _drain(self) -> None:
-        """Skip the remaining batches, so that the next reply belongs to the next request."""
-        with contextlib.suppress(ProfharnessError, OSError, WorkerLostError):
-            while self._streams:
-                self._streamed()
+    def _skip_rest(self) -> None:
+        """End the process if it is still sending batches, so that no later request receives them."""
+        if self._streams:
+            self.end()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
-        self._source, self._streams = None, False
-        arguments = (str(os.getpid()), os.fspath(self._store))
-        process = start_python(WORKER, *arguments, stderr=self._log, start_new_session=True)
+        self._mark = new_mark()
+        process = start_python(
+            WORKER,
+            *(str(os.getpid()), os.fspath(self._store)),
+            env=child_environment() | self._mark,
+            stderr=self._log,
+            start_new_session=True,
+        )
         with contextlib.suppress(OSError, AttributeError):  # it has ended, or not on Linux
             os.sched_setaffinity(process.pid, {self._cpu})
         return process
 
     def _request(self, name: str, path: Path) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        """Send a request to the process. Start a new one if it was lost: it reads the path again."""
+        if self._process is None:
+            with delay_signals():
+                self._process = self._start()
+        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # reading the reply reports it
             self._process.stdin.write(pickle.dumps((name, path)))
             self._process.stdin.flush()
@@ -151,6 +165,9 @@ class _Worker:
             reply = pickle.load(self._process.stdout)
         except (EOFError, pickle.UnpicklingError):
             raise WorkerLostError(self._lost()) from None
+        except BaseException:
+            self.end()  # the rest of the reply would be taken for the next one
+            raise
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -158,13 +175,14 @@ class _Worker:
     def _lost(self) -> str:
         """Describe how the process ended, and prepare for a new one."""
         assert self._process is not None and self._log is not None
-        process, log = self._process, self._log
-        self._close_pipes()
-        code = process.wait()
-        self._process = None
-        with log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_BYTES))
-            lines = log.read().decode(errors="replace").strip().splitlines()[-1:]
+        with delay_signals():
+            process = self._process
+            self._close_pipes()
+            self._wait(process, time.monotonic() + LEAVING_S)
+            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
+            self.join(0.0)
+        code = process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         if code == -signal.SIGKILL:
             how += ", as the system does where memory runs out"
@@ -180,22 +198,40 @@ class _Worker:
                     stream.close()
 
     def kill(self, number: signal.Signals) -> None:
-        """Send a signal to the process and all that it started."""
+        """Send a signal to the process and its group."""
         # the process id of an ended process may belong to another one
         if self._process is not None and self._process.poll() is None:
             kill_group(self._process, number)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the process has ended, for at most some seconds."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(0.0, seconds))
+    def end(self) -> None:
+        """End the process and its tools. The next request starts another process."""
+        with delay_signals():
+            self.leave()
+            self.join(time.monotonic() + LEAVING_S)
 
-    def close(self) -> None:
-        """Close the pipes and the log of a process that has ended."""
-        if self._process is not None and self._log is not None:
-            self._close_pipes()
-            self._log.close()
+    def leave(self) -> None:
+        """Ask the process to end."""
+        if self._process is not None:
+            self._close_pipes()  # it may wait until a reply is read
+            self.kill(signal.SIGTERM)
+
+    def join(self, deadline: float) -> None:
+        """Wait for the process until `deadline`, then kill it. End the tools that it left."""
+        process, self._process, self._source, self._streams = self._process, None, None, False
+        if process is None or self._log is None:
+            return
+        self._wait(process, deadline)
+        self._log.close()
+        if process.returncode < 0:
+            end_marked(self._mark)
+
+    @staticmethod
+    def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            kill_group(process)
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -206,14 +242,11 @@ def _workers(store: Path, cpus: Iterable[int]) -> Iterator[list[_Worker]]:
         yield workers
     finally:
         with delay_signals():
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                for worker in workers:
-                    worker.kill(number)
-                deadline = time.monotonic() + END_GRACE_S
-                for worker in workers:
-                    worker.wait(deadline - time.monotonic())
             for worker in workers:
-                worker.close()
+                worker.leave()
+            deadline = time.monotonic() + LEAVING_S
+            for worker in workers:
+                worker.join(deadline)
 
 
 def ingest_sources(

@@ -103,23 +103,23 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not be taken for a reply
 
-    def reply(value: object) -> None:
-        pickle.dump(value, replies, pickle.HIGHEST_PROTOCOL)
-        replies.flush()
-
-    with closing(SourceReader(Path(sys.argv[2]))) as reader, suppress(EOFError):
+    with closing(SourceReader(Path(sys.argv[2]))) as reader, suppress(EOFError, BrokenPipeError):
         while True:
             name, path = pickle.load(sys.stdin.buffer)
-            try:
-                if name == "batches":
-                    for batch in reader.batches(path):
-                        reply(batch)
-                else:
-                    reply(reader.source(path) if name == "source" else reader.trace(path))
-            except BrokenPipeError:
-                return
-            except (ProfharnessError, OSError, MemoryError) as error:
-                reply(error)
+            # An error while a reply is written ends this process: what follows could not be read.
+            for value in _replies(reader, name, path):
+                pickle.dump(value, replies, pickle.HIGHEST_PROTOCOL)
+                replies.flush()
+
+
+def _replies(reader: SourceReader, name: str, path: Path) -> Iterator[object]:
+    try:
+        if name == "batches":
+            yield from reader.batches(path)
+        else:
+            yield reader.source(path) if name == "source" else reader.trace(path)
+    except (ProfharnessError, OSError, MemoryError) as error:
+        yield error
 
 
 def _exit(number: int, _: FrameType | None) -> None:

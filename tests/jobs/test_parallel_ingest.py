@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -16,13 +17,14 @@ from typing import Any
 import pytest
 from make_ranks import Fleet, make_ranks, read
 from store_contents import contents
-from waiting import PATIENCE_S, alive, until
+from waiting import PATIENCE_S, alive, until, written_pid
 
 import profharness
 from profharness.errors import ProfharnessError, UsageError
 from profharness.jobs import parallel_ingest
 from profharness.jobs.parallel_ingest import ingest_sources, readers_of
 from profharness.parse.attribution import CHUNK_ROWS
+from profharness.processes import kill
 from profharness.run import RUN_FILE, read_run
 from profharness.store import ingest_path
 from profharness.store.ingest_worker import SourceReader
@@ -210,6 +212,156 @@ def test_unfinished_trace_does_not_affect_the_next_source(folder: Path, tmp_path
         assert len(next(batches).kernel) + len(next(batches).kernel) < trace.num_launches
         trace.close()
         assert worker.source(next_, lambda: None).path == next_
+
+
+def stubborn_nsys(folder: Path) -> Path:
+    """Write a tool that writes its process id to `tool` and its parent's to `worker`, ignores
+    SIGTERM, and never ends.
+    """
+    tool = folder / "nsys"
+    tool.write_text(
+        f"#!{sys.executable}\nimport os, signal, sys, time\nfrom pathlib import Path\n"
+        "if '--version' in sys.argv:\n"
+        "    sys.exit('NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0')\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"for name, pid in (('worker', os.getppid()), ('tool', os.getpid())):\n"
+        f"    part = Path({str(folder)!r}, name + '.part')\n"
+        "    part.write_text(str(pid))\n"
+        "    part.rename(part.with_suffix(''))\n"
+        "time.sleep(86400)\n"
+    )
+    tool.chmod(0o755)
+    return tool
+
+
+def ingest_reports(folder: Path, tmp_path: Path) -> subprocess.Popen[str]:
+    """Start to ingest a report that never gets exported, and a trace, with one worker."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "sources" / "a.nsys-rep").write_bytes(b"report")
+    shutil.copyfile(folder / "ranks" / "rank0.json", tmp_path / "sources" / "b.json")
+    command = [sys.executable, "-m", "profharness", "ingest", "sources", "--store", "s.db"]
+    return subprocess.Popen(
+        [*command, "--scheduler", "local:1"],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(Path(profharness.__file__).parents[1]),
+            "PROFHARNESS_NSYS": str(stubborn_nsys(tmp_path)),
+            "TMPDIR": str(tmp_path / "temporary"),
+        },
+    )
+
+
+def test_interrupt_ends_tool_that_ignores_sigterm(folder: Path, tmp_path: Path) -> None:
+    process = ingest_reports(folder, tmp_path)
+    until(lambda: written_pid(tmp_path / "tool"), process)
+    pid = written_pid(tmp_path / "tool")
+    assert pid is not None
+    try:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 130, errors
+        assert not alive(pid)
+        assert not list((tmp_path / "temporary").iterdir())
+    finally:
+        kill(pid, signal.SIGKILL)
+
+
+def test_tool_of_killed_worker_is_ended_and_other_sources_are_stored(
+    folder: Path, tmp_path: Path
+) -> None:
+    process = ingest_reports(folder, tmp_path)
+    tools = []
+    try:
+        for _ in range(parallel_ingest.TRIES):
+            until(lambda: written_pid(tmp_path / "tool"), process)
+            tool, worker = (written_pid(tmp_path / name) for name in ("tool", "worker"))
+            assert tool is not None and worker is not None
+            tools.append(tool)
+            (tmp_path / "tool").unlink()
+            kill(worker, signal.SIGKILL)
+        output, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1
+        assert "a.nsys-rep: the process that read it was ended by SIGKILL" in errors
+        assert "b.json: new" in output
+        assert not any(map(alive, tools))
+    finally:
+        for tool in tools:
+            kill(tool, signal.SIGKILL)
+
+
+def test_trace_is_read_again_if_worker_was_killed_in_the_middle_of_another(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = folder / "ranks" / "rank0.json"
+    with parallel_ingest._workers(tmp_path / "s.db", readers_of("local:1")) as (worker,):
+        worker.source(path, lambda: None)
+        trace, batches = worker.take(path, "")
+        next(batches)
+        worker._request("batches", path)
+        worker._streams = True
+        worker.kill(signal.SIGKILL)
+        trace.close()
+        again, batches = worker.take(path, "")
+        assert sum(len(batch.kernel) for batch in batches) == again.num_launches > 0
+
+
+IN_WORKER = """
+from profharness.store.ingest_worker import SourceReader
+class Unpicklable:
+    def __reduce__(self):
+        raise MemoryError
+trace = SourceReader.trace
+def without_memory(reader, path):
+    found = trace(reader, path)
+    return [b"1" * 100_000, found, Unpicklable()] if path.name == "rank0.json" else found
+SourceReader.trace = without_memory
+"""
+
+
+def test_worker_without_memory_for_a_reply_ends(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part of the reply that it sent is not taken for the next reply."""
+    begin, end = parallel_ingest.WORKER.rsplit("main()", 1)
+    code = f"{begin}exec({IN_WORKER!r}); main(){end}"
+    monkeypatch.setattr(parallel_ingest, "WORKER", code)
+    store, ranks = tmp_path / "s.db", folder / "ranks"
+    paths = [ranks / "rank0.json", ranks / "rank1.json"]
+    with closing(ingest_sources(store, paths, readers_of("local:1"))) as outcomes:
+        failed, stored = list(outcomes)
+    assert failed.error is not None and failed.error.endswith("ended with 1: MemoryError")
+    assert [result.status for result in stored.results] == ["new"]
+
+
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_partly_read_reply_is_not_taken_for_the_next_one(
+    kind: type[BaseException], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt is raised as such, and the source after a lack of memory is stored."""
+    load, failures = pickle.load, [kind]
+
+    def load_partly(file: Any) -> Any:
+        if failures:
+            file.read(10)
+            raise failures.pop()
+        return load(file)
+
+    monkeypatch.setattr(pickle, "load", load_partly)
+    store, ranks = tmp_path / "s.db", folder / "ranks"
+    paths = [ranks / "rank0.json", ranks / "rank1.json"]
+    with closing(ingest_sources(store, paths, readers_of("local:1"))) as outcomes:
+        if kind is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                list(outcomes)
+            return
+        failed, stored = list(outcomes)
+    assert failed.error is not None and "not enough memory" in failed.error
+    assert [result.status for result in stored.results] == ["new"]
 
 
 @pytest.mark.parametrize("text", ["local:0", "local:x", "tls://head:8786", "slurm:x.sbatch"])
