@@ -28,7 +28,12 @@ from profharness.config import Config
 from profharness.errors import CaptureError, Interrupted, UsageError
 from profharness.files import hold_lock_file, read_input
 from profharness.logs import log_wanted
-from profharness.processes import PrewarmedWorker, defer_signals, raise_deferred_signals
+from profharness.processes import (
+    PrewarmedWorker,
+    defer_signals,
+    delay_signals,
+    raise_deferred_signals,
+)
 from profharness.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.profilers.base import Outcome, Tool
 from profharness.run import (
@@ -277,9 +282,22 @@ def write_folder(
     """Create the folder of a run in `out`, with the sources of its backends.
 
     `python` is the interpreter of its worker; `name` replaces the run id as the folder's name.
-    Raise CaptureError after removing what was written.
+    Raise CaptureError after removing what was written. An interrupt removes it too.
     """
     folder = out / (name or run.run)
+    made = False
+    try:
+        with delay_signals():
+            _write_folder(folder, run, backends, python)
+            made = True
+    except KeyboardInterrupt:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write_folder(folder: Path, run: Run, backends: Sequence[str], python: str | None) -> None:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -299,9 +317,8 @@ def write_folder(
         shutil.rmtree(folder, ignore_errors=True)
         why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
         raise CaptureError(
-            f"cannot write to {out}: {why}; nothing was run; choose another folder with --out"
+            f"cannot write to {folder.parent}: {why}; nothing was run; choose another folder with --out"
         ) from None
-    return folder
 
 
 def _carry_out(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import HANG, PATIENCE_S, alive, until
@@ -18,7 +19,7 @@ from profharness.files import hold_lock_file
 from profharness.jobs import capture_into_store, find_run_folder
 from profharness.run import JOURNAL_FILE, RUN_FILE, CaptureOptions, Cell, Protocol, Run, read_run
 from profharness.runner import capture, resume
-from profharness.runner.capture import LOCK_FILE
+from profharness.runner.capture import LOCK_FILE, plan_capture, write_folder
 from profharness.runner.supervise import run_cells
 from profharness.store import open_store
 
@@ -338,3 +339,20 @@ cell.make_call = lambda *_: fail
 sys.argv = ["worker", sys.argv[1]]
 runpy.run_module("profharness.worker", run_name="__main__")
 """
+
+
+def test_interrupt_while_the_folder_is_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[write_folder.__module__]
+    write_sources = module.write_sources
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write_sources(*arguments)
+
+    monkeypatch.setattr(module, "write_sources", interrupted)
+    run, _ = plan_capture(expand_configs("1,2,64,64"), ("math",), CaptureOptions(()))
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path, run, ("math",))
+    assert not list(tmp_path.iterdir())
