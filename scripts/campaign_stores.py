@@ -117,12 +117,16 @@ def vanishing(bench: Bench, words: Sequence[str], longest: float, runs: int) -> 
     code = process.wait(PATIENCE_S)
     told = log.read_text(errors="replace")
     here, there = map(runs_in, (store, other))
-    found = re.search(r"(\d+) of (\d+) stored: ", told)
+    # the last line is about all sources, those before it about one each
+    *_, found = (None, *re.finditer(r"(\d+) of (\d+) (?:stored: |sources could not)", told))
     what, wrong = "the store is renamed", whole(store) or whole(other)
     if code == 0 and max(here, there) < runs:
         wrong = f"exit 0 with {here} and {there} of {runs} runs stored"
-    if found and found.groups() != (str(here), str(runs)):
-        wrong = f"{found[0]} where {here} of {runs} are"
+    if found:
+        count, total = map(int, found.groups())
+        stored = count if found[0].endswith("stored: ") else total - count
+        if (stored, total) != (here, runs):
+            wrong = f"{found[0]}where {here} of {runs} are"
     if wrong:
         return Outcome(what, wrong, told)
     shutil.rmtree(place)

@@ -216,7 +216,8 @@ def interrupted(bench: Bench, place: Path, words: Sequence[str], longest: float)
     if ended(mark):
         return f"a process is left behind after {sign.name}", what
     told = log.read_text(errors="replace")
-    if "Traceback (most recent call last)" in told:
+    # Python itself prints one for an interrupt before it runs any code of profharness
+    if "Traceback (most recent call last)" in told and "init_import_site" not in told:
         last = re.sub(r"\d+|/\S+", "#", told.strip().splitlines()[-1])[:80]
         return f"traceback after {sign.name}: {last}", f"{what}\n{told[-3000:]}"
     return "", what
