@@ -76,7 +76,8 @@ class Bench:
         are left behind.
         """
         kept = {key: value for key, value in os.environ.items() if key != "PROFHARNESS_STORE"}
-        paths = {"PYTHONPATH": str(self.root), MARK: mark, "CUDA_VISIBLE_DEVICES": ""}
+        found = [str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = {"PYTHONPATH": os.pathsep.join(found), MARK: mark, "CUDA_VISIBLE_DEVICES": ""}
         return kept | paths | self.extra
 
     def start(

@@ -35,7 +35,7 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("--steps", "2", "--warmup", "2"),
 )
 # Output of PyTorch's tracer at its first start, and when the program starts its own profiler.
-TRACER_LINES = ("USDT:", "ERROR: External init callback")
+TRACER_LINES = re.compile(r"USDT:|ERROR: External init callback|ERROR:.* DeviceProperties\.cpp:")
 
 PROLOGUE = '''
 import asyncio, concurrent.futures, contextlib, functools, multiprocessing, os, signal, sys, threading
@@ -503,7 +503,7 @@ def _difference(program: Program, alone: _Ended, seen: _Ended, counted: int) -> 
 def _lines(text: str) -> Counter[str]:
     """Return the lines without what differs between runs."""
     lines = (re.sub(r"0x[0-9a-f]+|\d+", "#", line).strip() for line in text.splitlines())
-    return Counter(line for line in lines if not line.startswith(TRACER_LINES))
+    return Counter(line for line in lines if not TRACER_LINES.match(line))
 
 
 def _is_fault(line: str) -> bool:
