@@ -9,7 +9,7 @@ STORE := $(DEMO)/profharness.db
 
 .PHONY: demo test check bench clean
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt profharness/parse/scanner.c profharness/parse/json.h
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt profharness/traces/scanner.c profharness/traces/json.h
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "profharness needs Python 3.11 or newer; name one with make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'

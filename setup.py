@@ -15,9 +15,9 @@ KERNELS = sorted(
 )
 TARGET = "profharness/_kernels"  # where backends/sources.py looks for them
 SCANNER = Extension(
-    "profharness.parse._scanner",
-    ["profharness/parse/scanner.c"],
-    depends=["profharness/parse/json.h"],
+    "profharness.traces._scanner",
+    ["profharness/traces/scanner.c"],
+    depends=["profharness/traces/json.h"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
     optional=True,

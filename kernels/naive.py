@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from profharness.config import Config
+    from profharness.attention.config import Config
 
 
 def attention(

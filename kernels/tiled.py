@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from _tiled_plan import Plan, Problem, choose_plan
 
-from profharness.backends.cuda_source import CudaSource
+from profharness.attention.backends.cuda_source import CudaSource
 
 if TYPE_CHECKING:
-    from profharness.config import Config
+    from profharness.attention.config import Config
 
 SOURCE = CudaSource(Path(__file__).with_suffix(".cu"))
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float"}

@@ -35,7 +35,7 @@ class Column:
     title: str
     """Heading for people. Empty for a field that only JSON and CSV contain."""
     format: str = "text"
-    """A key of `profharness.views.document.FORMATS`."""
+    """A key of `profharness.render.document.FORMATS`."""
     right: bool = False
     """Align to the right. Numeric formats always are."""
     shrink: bool = False

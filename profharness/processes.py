@@ -347,7 +347,7 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
     return pids
 
 
-WORKER_SCRIPT = Path(__file__).resolve().parent / "worker" / "foreign_python.py"
+WORKER_SCRIPT = Path(__file__).resolve().parent / "recording" / "worker" / "foreign_python.py"
 """Starts the worker in a Python without profharness."""
 
 
@@ -423,7 +423,7 @@ class PrewarmedWorker:
         """Start the process. Raise OSError if that fails."""
         mine, its = socket.socketpair()
         environment, mark = child_environment(), new_mark()
-        argv = [sys.executable, "-P", "-m", "profharness.worker.waiting"]
+        argv = [sys.executable, "-P", "-m", "profharness.recording.worker.waiting"]
         with its, delay_signals():
             group = start_group(argv, Path(os.devnull), environment | mark, stdin=its)
         return cls(group, mine, environment, mark)

@@ -417,7 +417,7 @@ UNTRACED = 0
 @dataclass(frozen=True, slots=True)
 class CallSignature:
     """A kind of call in one process of an observed program and its number of calls, with the fields
-    of `profharness.parse.observed.ObservedCall`.
+    of `profharness.traces.observed.ObservedCall`.
     """
 
     template: int

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from profharness.config import Config
+from profharness.attention.config import Config
 from profharness.device_types import DEVICE_TYPES, is_gpu
 from profharness.errors import TraceFormatError, UnwritableError, UsageError
 from profharness.files import (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from profharness.config import Config
+from profharness.attention.config import Config
 from profharness.devices import Device
 
 if TYPE_CHECKING:

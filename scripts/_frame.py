@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from profharness.answers.bench.measurements import all_samples
-from profharness.config import SDPA_BACKENDS
+from profharness.attention.config import SDPA_BACKENDS
+from profharness.measurements.measurements import all_samples
 from profharness.rows import KERNEL
 from profharness.run import Cell, read_run, write_run
 from profharness.stats import Series

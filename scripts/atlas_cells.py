@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from profharness.config import SDPA_BACKENDS, Config
-from profharness.costs import compulsory_bytes, flops, matrix_bytes, phases, tensor_bytes
-from profharness.dispatch.machine import Machine, from_config
-from profharness.dispatch.predict import Prediction, predict
+from profharness.attention.config import SDPA_BACKENDS, Config
+from profharness.attention.costs import compulsory_bytes, flops, matrix_bytes, phases, tensor_bytes
+from profharness.attention.dispatch.machine import Machine, from_config
+from profharness.attention.dispatch.predict import Prediction, predict
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
 from sklearn.tree import DecisionTreeClassifier
 
-from profharness.answers.atlas.data import NOTHING, NUMBERS, Atlas
-from profharness.answers.atlas.features import (
+from profharness.atlas.data import NOTHING, NUMBERS, Atlas
+from profharness.atlas.features import (
     TILES,
     Columns,
     at,
@@ -32,7 +32,7 @@ from profharness.answers.atlas.features import (
     sizes,
     with_shapes,
 )
-from profharness.answers.atlas.kernels import (
+from profharness.atlas.kernels import (
     COMPUTED,
     MAX_SLOTS,
     PRODUCT,
@@ -48,9 +48,9 @@ from profharness.answers.atlas.kernels import (
     quantity,
     with_product,
 )
-from profharness.answers.atlas.model import MODEL_VERSION, Model, Timing
-from profharness.answers.atlas.shards import DECODER_BYTES
-from profharness.answers.atlas.times import (
+from profharness.atlas.model import MODEL_VERSION, Model, Timing
+from profharness.atlas.shards import DECODER_BYTES
+from profharness.atlas.times import (
     PRODUCT_WORKS,
     WORKS,
     Curve,
@@ -60,8 +60,8 @@ from profharness.answers.atlas.times import (
     regimes_of,
     together,
 )
-from profharness.answers.atlas.trees import LEAF, Boost, Integers, Net, Tree, Values
-from profharness.config import SDPA_BACKENDS, Config
+from profharness.atlas.trees import LEAF, Boost, Integers, Net, Tree, Values
+from profharness.attention.config import SDPA_BACKENDS, Config
 from profharness.errors import UsageError, printable_path
 from profharness.files import RECORD_BYTES, read_input
 

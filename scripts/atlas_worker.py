@@ -27,22 +27,22 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from profharness.backends import find_backend
-from profharness.backends.inputs import Inputs, build_inputs
-from profharness.config import Config, parse_config
+from profharness.attention.backends import find_backend
+from profharness.attention.backends.inputs import Inputs, build_inputs
+from profharness.attention.config import Config, parse_config
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.trace import WARMUP_RANGE, cell_range
-from profharness.worker.environment import backend_name, collect
-from profharness.worker.failures import (
+from profharness.recording.worker.environment import backend_name, collect
+from profharness.recording.worker.failures import (
     context_is_dead,
     is_oom,
     is_refusal,
     recorded_warnings,
     refusals,
 )
-from profharness.worker.inputs import fused_choice, make_call, torch_dtype
-from profharness.worker.program import EXIT_DEAD_CONTEXT, end_with
-from profharness.worker.timing import elapsed_ms
+from profharness.recording.worker.inputs import fused_choice, make_call, torch_dtype
+from profharness.recording.worker.program import EXIT_DEAD_CONTEXT, end_with
+from profharness.recording.worker.timing import elapsed_ms
+from profharness.trace import WARMUP_RANGE, cell_range
 
 ENVIRONMENT = (
     "gpu", "torch", "torch_cuda", "cudnn", "driver", "capability", "num_sms", "gpu_memory_bytes",

@@ -16,11 +16,11 @@ from typing import Any
 import nvtx
 import torch
 
-from profharness.backends import find_backend
-from profharness.config import parse_config_lines
+from profharness.attention.backends import find_backend
+from profharness.attention.config import parse_config_lines
+from profharness.recording.worker.inputs import make_call, make_inputs
+from profharness.recording.worker.timing import MIN_SAMPLES
 from profharness.run import Protocol
-from profharness.worker.inputs import make_call, make_inputs
-from profharness.worker.timing import MIN_SAMPLES
 
 WARMUP_CALL = 1  # the call that opens a profiler session
 BUDGET_S = 0.5  # of the calls that replace samples; shorter than a capture's, as a lower bound

@@ -42,7 +42,7 @@ PARSE = "trace = parse_chrome(path); list(map(len, (b.kernel for b in trace.batc
 SUBJECTS = {
     "json.load": ("import gzip\nread = gzip.open if path.suffix == '.gz' else open",
                   "json.load(read(path))"),
-    "parse": ("from profharness.parse.chrome import parse_chrome", PARSE),
+    "parse": ("from profharness.traces.chrome import parse_chrome", PARSE),
     "ingest": ("from profharness.store import ingest_path", "ingest_path(store, path)"),
     "on one CPU": ("import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
                    "from profharness.store import ingest_path", "ingest_path(store, path)"),

@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from profharness import bench, costs
-from profharness.answers.agreement import replacement_notes, replacements
-from profharness.answers.bench.evaluation import BenchResult
-from profharness.backends import expand_backends
-from profharness.config import SDPA_BACKENDS, Config, expand_configs
+from profharness import bench
+from profharness.attention import costs
+from profharness.attention.backends import expand_backends
+from profharness.attention.config import SDPA_BACKENDS, Config, expand_configs
 from profharness.devices import Peaks, data_sheet
 from profharness.errors import ProfharnessError
+from profharness.measurements.agreement import replacement_notes, replacements
+from profharness.measurements.evaluation import BenchResult
 
 TABLE = (
     *("1,1,16,8192,fp32", "1,1,16,8192,fp16"),

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from profharness.backends.cuda_source import CudaSource
-from profharness.worker.timing import open_graph
+from profharness.attention.backends.cuda_source import CudaSource
+from profharness.recording.worker.timing import open_graph
 
 CUDA = r"""
 #include "../kernels/device.cuh"

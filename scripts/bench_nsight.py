@@ -14,7 +14,7 @@ from pathlib import Path
 
 from _frame import bare_calls, capture, in_turns, parser, print_ratio, print_times, seconds
 
-from profharness.profilers import require_tool
+from profharness.recording.profilers import require_tool
 from profharness.run import Protocol
 
 FIRST_CALL = 1

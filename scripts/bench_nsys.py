@@ -28,7 +28,7 @@ for table, columns in TABLES.items():
 """
 TABLES = """
 import sqlite3
-from profharness.parse.nsys import LAUNCHING, NUMBERS, VARIANTS
+from profharness.traces.nsys import LAUNCHING, NUMBERS, VARIANTS
 like = " OR ".join(f"value LIKE '{pattern}'" for pattern in LAUNCHING)
 CALLS = f"WHERE nameId IN (SELECT id FROM StringIds WHERE {like})"
 TABLES = {
@@ -40,7 +40,7 @@ connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
 """
 SUBJECTS = {
     "bare sqlite3": (TABLES, BARE),
-    "parse": ("from profharness.parse.nsys import parse_nsys", PARSE),
+    "parse": ("from profharness.traces.nsys import parse_nsys", PARSE),
 }
 
 

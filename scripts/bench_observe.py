@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from profharness.observer import in_process, wrapper
+from profharness.recording.observer import in_process, wrapper
 
-STARTUP = Path(__file__).resolve().parents[1] / "profharness" / "observer" / "startup"
+STARTUP = Path(__file__).resolve().parents[1] / "profharness" / "recording" / "observer" / "startup"
 CALLS = 100
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from _frame import in_turns, output, parser, seconds
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.run import Cell, Protocol, Run, TraceFile, write_run
 
 KERNELS_PER_CALL = 10

@@ -520,7 +520,7 @@ def opened(kind: Kind, folder: Path, root: Path, engine: str) -> tuple[Reader, l
         for module, _ in COMMANDS.values():
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
-        importlib.import_module("profharness.parse")
+        importlib.import_module("profharness.traces")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     base = folder / "base.db"
     reader = Reader(kind, main, b"", folder)

@@ -556,7 +556,7 @@ def store_seeds() -> list[bytes]:
     return []
 
 
-ATLASES = ROOT / "profharness" / "answers" / "atlas"
+ATLASES = ROOT / "profharness" / "atlas"
 ATLAS_CELLS = 6
 
 

@@ -56,7 +56,7 @@ def sanitized(bench: Bench, place: Path) -> dict[str, str]:
     """Compile the scanner with sanitizers, and return the environment in which Python loads it.
     Without a compiler or the libraries, return one for the installed scanner.
     """
-    parse = bench.root / "profharness" / "parse"
+    parse = bench.root / "profharness" / "traces"
     include = f"-I{sysconfig.get_paths()['include']}"
     output = place / "sanitized" / "_scanner.abi3.so"
     output.parent.mkdir()
@@ -79,15 +79,15 @@ def sanitized(bench: Bench, place: Path) -> dict[str, str]:
 def main(place: Path, seed: str, deadline: float) -> None:
     """Scan until the deadline; print a line of JSON for each batch."""
     if path := os.environ.get("CAMPAIGN_SCANNER"):
-        spec = importlib.util.spec_from_file_location("profharness.parse._scanner", path)
+        spec = importlib.util.spec_from_file_location("profharness.traces._scanner", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        sys.modules["profharness.parse._scanner"] = module
+        sys.modules["profharness.traces._scanner"] = module
     import numpy as np
 
-    from profharness.parse import chrome_columns as columns
-    from profharness.parse import compiled
+    from profharness.traces import chrome_columns as columns
+    from profharness.traces import compiled
 
     assert compiled.Scanner is not None, "the scanner is not compiled"
     events, random = kineto_events(), Random(seed)

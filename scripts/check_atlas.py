@@ -22,17 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from profharness.answers.atlas.catalog import PACKAGE, Entry, find_place
-from profharness.answers.atlas.data import (
+from profharness.atlas.catalog import PACKAGE, Entry, find_place
+from profharness.atlas.data import (
     NOTHING,
     Atlas,
     AtlasCell,
     packaged_atlases,
     read_atlas,
 )
-from profharness.answers.atlas.model import Estimate, estimate, model_of
-from profharness.answers.atlas.shards import parse_cell, shard_lines
-from profharness.config import AUTO, SDPA_BACKENDS, Config
+from profharness.atlas.model import Estimate, estimate, model_of
+from profharness.atlas.shards import parse_cell, shard_lines
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
 from profharness.errors import ProfharnessError, UsageError
 
 FEW_QUERIES = 8  # a decode

@@ -18,9 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profharness.config import Config
-from profharness.dispatch.machine import AttentionParams, Machine, from_config, machine_for
-from profharness.dispatch.predict import predict
+from profharness.attention.config import Config
+from profharness.attention.dispatch.machine import (
+    AttentionParams,
+    Machine,
+    from_config,
+    machine_for,
+)
+from profharness.attention.dispatch.predict import predict
 from profharness.errors import ProfharnessError, UsageError
 
 BAR = 0.995

@@ -206,10 +206,10 @@ class Row:
 
 def compared(folder: Path, gpu: str) -> Iterator[Row]:
     """Yield the rows of all traces in a folder whose calls have kernels and a config."""
-    from profharness.answers.atlas.catalog import find_place, known_atlases
-    from profharness.answers.layers.forecast import OF_SDPA, forecast_map
-    from profharness.answers.layers.layer_map import find_layers
+    from profharness.atlas.catalog import find_place, known_atlases
+    from profharness.commands.layers.forecast_map import OF_SDPA, forecast_map
     from profharness.errors import NotFoundError
+    from profharness.program.layer_map import find_layers
     from profharness.store import ingest_path, open_store
 
     place, doubt = find_place(known_atlases(), gpu, None)
@@ -235,7 +235,7 @@ def compared(folder: Path, gpu: str) -> Iterator[Row]:
 
 
 def regime(row: Row) -> str:
-    from profharness.config import parse_config
+    from profharness.attention.config import parse_config
 
     config = parse_config(row.config)
     if config.bwd:

@@ -28,11 +28,11 @@ from pathlib import Path
 from _frame import pack_files, without_traces
 
 from profharness import stats
-from profharness.answers.bench.measurements import all_samples
-from profharness.answers.diff.compare import diff_cells
-from profharness.answers.diff.result import Side
-from profharness.config import expand_configs
+from profharness.attention.config import expand_configs
+from profharness.commands.diff.compare import diff_cells
+from profharness.commands.diff.result import Side
 from profharness.jobs import PROFILED_CALLS, bench_into_store, device_type
+from profharness.measurements.measurements import all_samples
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import BenchPlan, CaptureOptions, Protocol, read_run
 from profharness.scrub import scrub

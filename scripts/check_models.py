@@ -27,13 +27,13 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from profharness.answers.layers.layer_map import actual_backend
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.dtypes import OF_TORCH
 from profharness.errors import UsageError
-from profharness.parse.replay import replay_config
+from profharness.program.layer_map import actual_backend
 from profharness.store import Selection, ingest_path, open_store
 from profharness.trace import TensorArgument
+from profharness.traces.replay import replay_config
 
 Work = Callable[[], Any]
 HEADER = "model           recorded  found  configs  modules  backends  replayed"

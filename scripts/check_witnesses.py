@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.answers.agreement import disagreements, with_predictions, witnesses
-from profharness.config import Config
+from profharness.attention.config import Config
 from profharness.jobs import capture_into_store
+from profharness.measurements.agreement import disagreements, with_predictions, witnesses
 from profharness.rows import CellRow, KernelRow
 from profharness.run import CaptureOptions, Protocol
 from profharness.store import open_store

@@ -135,8 +135,11 @@ class Trial:
                 # an ended process has no command line
                 command = (folder / "cmdline").read_bytes()
                 if command and f"{MARK}={self.place}".encode() in (folder / "environ").read_bytes():
-                    lane = b"profharness.runner.group" in command
-                    worker = b"foreign_python.py" in command or b"profharness.worker" in command
+                    lane = b"profharness.recording.group" in command
+                    worker = (
+                        b"foreign_python.py" in command
+                        or b"profharness.recording.worker" in command
+                    )
                     found[int(folder.name)] = "lane" if lane else "worker" if worker else "client"
         return found
 

@@ -35,14 +35,14 @@ from _frame import pack_files
 from atlas_cells import LONGEST_US, Cell, Sampler
 from atlas_fleet import measure_on_lanes
 
-from profharness.answers.atlas.data import MODEL_SUFFIX, PACKAGED, SUFFIX, write_atlas
-from profharness.answers.atlas.model import write_model
-from profharness.answers.atlas.shards import SHARD_VERSION, read_shards, shard_lines
-from profharness.dispatch.machine import Machine, machine_for, machine_of, release_text
+from profharness.atlas.data import MODEL_SUFFIX, PACKAGED, SUFFIX, write_atlas
+from profharness.atlas.model import write_model
+from profharness.atlas.shards import SHARD_VERSION, read_shards, shard_lines
+from profharness.attention.dispatch.machine import Machine, machine_for, machine_of, release_text
 from profharness.errors import ProfharnessError, UsageError
-from profharness.parse import open_trace
+from profharness.recording.worker.program import end_with
 from profharness.trace import NONE, LaunchConfig, Trace, range_cell
-from profharness.worker.program import end_with
+from profharness.traces import open_trace
 
 WORKER = Path(__file__).with_name("atlas_worker.py")
 CELLS_A_BATCH = 32

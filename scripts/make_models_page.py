@@ -10,10 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from profharness.answers.layers.layer_map import find_layers
+from profharness.commands.layers.tables import layers_document
+from profharness.program.layer_map import find_layers
+from profharness.render.terminal import render_table
 from profharness.store import ingest_path, open_store
-from profharness.views.layers import layers_document
-from profharness.views.terminal import render_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"

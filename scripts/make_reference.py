@@ -15,11 +15,12 @@ from typing import Any
 
 import click
 
-from profharness.answers.layers.layer_map import LayerForecast, LayerRow
 from profharness.cli import COMMANDS, find_command
 from profharness.columns import Column, columns_of
-from profharness.views import kernels, runs
-from profharness.views.glossary import GLOSSARY
+from profharness.commands.kernels import tables as kernels
+from profharness.commands.report.glossary import GLOSSARY
+from profharness.commands.runs import tables as runs
+from profharness.program.layer_map import LayerForecast, LayerRow
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 HEAD = """# Reference

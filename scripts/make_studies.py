@@ -31,13 +31,13 @@ import jinja2
 import msgspec
 from _frame import output, pack_files, without_traces
 
+from profharness.attention.config import SDPA_BACKENDS, parse_config
 from profharness.cli import find_command
-from profharness.config import SDPA_BACKENDS, parse_config
+from profharness.commands.report.glossary import words_of
+from profharness.recording.probe import Measured, measure_peaks
 from profharness.run import read_run
-from profharness.runner.probe import Measured, measure_peaks
 from profharness.scrub import scrub
 from profharness.store import ingest_path, open_store
-from profharness.views.glossary import words_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "studies"

@@ -10,10 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from profharness.config import SDPA_BACKENDS, expand_configs
+from profharness.attention.config import SDPA_BACKENDS, expand_configs
 from profharness.errors import ProfharnessError
+from profharness.recording.capture import capture
 from profharness.run import CaptureOptions, read_run
-from profharness.runner import capture
 from profharness.scrub import scrub
 
 CONFIGS = (

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from bench_kernels import TABLE
 
-from profharness.config import parse_config
-from profharness.worker.inputs import torch_dtype
-from profharness.worker.timing import open_graph
+from profharness.attention.config import parse_config
+from profharness.recording.worker.inputs import torch_dtype
+from profharness.recording.worker.timing import open_graph
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels"
 sys.path.append(str(FOLDER))
@@ -71,7 +71,7 @@ def precompile(names: list[str], arch: str) -> None:
 
 
 def _compile(name: str, arch: str) -> None:
-    from profharness.backends.cuda_source import CudaSource
+    from profharness.attention.backends.cuda_source import CudaSource
 
     CudaSource(FOLDER / "tiled.cu").cubin([name], arch)
 

@@ -88,9 +88,9 @@ def call(text: str, backend: str) -> None:
     """Run what ncu records: one call after one that compiles."""
     import torch
 
-    from profharness.backends import find_backend
-    from profharness.config import parse_config
-    from profharness.worker.inputs import make_call, make_inputs
+    from profharness.attention.backends import find_backend
+    from profharness.attention.config import parse_config
+    from profharness.recording.worker.inputs import make_call, make_inputs
 
     config, found = parse_config(text), find_backend(backend)
     attention = found.load() if found.load else None

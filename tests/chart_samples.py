@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from profharness.views.document import Chart, Roof
+from profharness.render.document import Chart, Roof
 
 NASTY = "<script>alert(1)</script>&'\""
 BACKENDS = ("flash", "math", NASTY)

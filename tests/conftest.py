@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from waiting import MARK, Clock
 
 if TYPE_CHECKING:
-    from profharness.answers.atlas.data import Atlas
+    from profharness.atlas.data import Atlas
 
 # With several torch threads in each of several tests, most of the time is spent waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +23,7 @@ settings.load_profile("patient")
 @pytest.fixture(scope="session")
 def packaged() -> Atlas:
     """Return the packaged atlas of an H200."""
-    from profharness.answers.atlas.data import packaged_atlases, read_atlas  # few tests need numpy
+    from profharness.atlas.data import packaged_atlases, read_atlas  # few tests need numpy
 
     (path,) = packaged_atlases()
     return read_atlas(path)
@@ -38,7 +38,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     mark = tmp_path / "hangs.pid"
     monkeypatch.setenv(MARK, str(mark))
-    monkeypatch.setattr("profharness.runner.supervise.time", Clock(mark))
+    monkeypatch.setattr("profharness.recording.supervise.time", Clock(mark))
     return mark
 
 

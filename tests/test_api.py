@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 import profharness
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.errors import NotFoundError, UsageError
-from profharness.profilers import PROFILERS as REGISTRY
+from profharness.recording.profilers import PROFILERS as REGISTRY
 from profharness.rows import TRACE_PROFILERS
 from profharness.run import read_run
 

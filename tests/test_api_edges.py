@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 import profharness
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs.progress import shown
+from profharness.recording.supervise import Step
 from profharness.run import Cell
-from profharness.runner.supervise import Step
 from profharness.store import open_store, to_frame
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,8 +21,8 @@ import make_atlas
 import pytest
 from atlas_cells import Cell, Point, Sampler
 
-from profharness.config import parse_config
-from profharness.dispatch.machine import machine_for
+from profharness.attention.config import parse_config
+from profharness.attention.dispatch.machine import machine_for
 from profharness.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -287,7 +287,7 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
 
 def test_inputs_of_the_pool_have_the_layout_of_a_capture() -> None:
     worker = pytest.importorskip("atlas_worker")
-    from profharness.worker.inputs import make_inputs
+    from profharness.recording.worker.inputs import make_inputs
 
     pool = worker.Pool("cpu")
     for text in (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from profharness.answers.atlas.data import Atlas
-from profharness.answers.atlas.features import sizes, with_shapes
-from profharness.answers.atlas.kernels import Formula
+from profharness.atlas.data import Atlas
+from profharness.atlas.features import sizes, with_shapes
+from profharness.atlas.kernels import Formula
 
 train = pytest.importorskip(
     "atlas_train", reason="needs scikit-learn and lightgbm (the extra `train`)"

@@ -62,7 +62,7 @@ def test_faults_of_a_reader_are_found_and_kept(line: str, tmp_path: Path) -> Non
     """Uses a copy of the package whose CSV reader has a fault."""
     root = tmp_path / "broken"
     shutil.copytree(ROOT / "profharness", root / "profharness")
-    (reader,) = root.glob("profharness/parse/ncu_csv.py")
+    (reader,) = root.glob("profharness/traces/ncu_csv.py")
     broken = f"\n\ndef read_csv_text(*_, **__):\n    {line}\n"
     text = reader.read_text()
     assert "\ndef read_csv_text(" in text
@@ -98,7 +98,7 @@ def test_read_beyond_text_of_scanner_is_found(tmp_path: Path) -> None:
         pytest.skip("no C compiler with the address sanitizer")
     root = tmp_path / "broken"
     shutil.copytree(ROOT / "profharness", root / "profharness")
-    source = root / "profharness" / "parse" / "scanner.c"
+    source = root / "profharness" / "traces" / "scanner.c"
     text, right = source.read_text(), "stop = begin + last;"
     assert text.count(right) == 1
     source.write_text(text.replace(right, "stop = begin + last + 1;"))

@@ -10,8 +10,8 @@ from pathlib import Path
 import check_atlas
 import pytest
 
-from profharness.answers.atlas.data import Atlas
-from profharness.answers.atlas.shards import shard_lines
+from profharness.atlas.data import Atlas
+from profharness.atlas.shards import shard_lines
 
 HELD_OUT = Path(__file__).parents[1] / "traces" / "atlas-h200-held-out.tar.xz"
 

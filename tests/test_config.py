@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.commands._types import read_config_file
-from profharness.config import (
+from profharness.attention.config import (
     LAYOUTS,
     MASK_SHAPES,
     MASKS,
@@ -19,6 +18,7 @@ from profharness.config import (
     parse_config,
     parse_config_lines,
 )
+from profharness.commands._types import read_config_file
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import UsageError
 

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from profharness import config, dtypes, rows
+from profharness import dtypes, rows
+from profharness.attention import config
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "profharness"

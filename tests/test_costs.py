@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.config import MASKS, Config, parse_config
-from profharness.costs import (
+from profharness.attention.config import MASKS, Config, parse_config
+from profharness.attention.costs import (
     CONVENTIONS,
     compulsory_bytes,
     copy_bytes,

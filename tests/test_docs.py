@@ -14,17 +14,19 @@ import click
 import pytest
 
 import profharness
-from profharness import config, kernel_names, stats
 from profharness import run as record
-from profharness.answers.agreement import check_expected_names
-from profharness.answers.changes import VERDICTS
-from profharness.answers.diff.result import COSTS, DiffRow
-from profharness.answers.ranks.comparison import CODES
-from profharness.backends import ALL, KERNELS, find_backend
+from profharness import stats
+from profharness.attention import config
+from profharness.attention.backends import ALL, KERNELS, find_backend
 from profharness.cli import COMMANDS, cli
+from profharness.commands.diff.result import COSTS, DiffRow
+from profharness.commands.kernels.tables import FIELDS
+from profharness.commands.ranks.comparison import CODES
+from profharness.measurements.agreement import check_expected_names
+from profharness.program.changes import VERDICTS
 from profharness.store import ingest_path, open_store
 from profharness.store.schema import VIEWS
-from profharness.views.kernels import FIELDS
+from profharness.traces import kernel_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (

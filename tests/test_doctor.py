@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from profharness.doctor import (
+from profharness.commands.doctor.checks import (
     check_compilers,
     check_counters,
     check_dcgm,
@@ -38,7 +38,7 @@ from profharness.doctor import (
     run_checks,
 )
 from profharness.environment import EXTRAS
-from profharness.profilers.base import Tool
+from profharness.recording.profilers.base import Tool
 from profharness.store.schema import connect
 
 LDD = """\tlinux-vdso.so.1 (0x00007ffc)
@@ -222,7 +222,7 @@ def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
         "from importlib import metadata\n"
         "def version(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = version\n"
-        "from profharness.doctor import ncu_reader; print(ncu_reader().detail)"
+        "from profharness.commands.doctor.checks import ncu_reader; print(ncu_reader().detail)"
     )
     root = str(Path(__file__).resolve().parents[1])
 
@@ -372,7 +372,7 @@ def test_an_extra_has_its_versions_or_its_remedy(
 def test_a_missing_nvrtc_has_its_remedy() -> None:
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "from profharness.doctor import check_nvrtc\n"
+        "from profharness.commands.doctor.checks import check_nvrtc\n"
         "print(check_nvrtc())"
     )
     argv = [sys.executable, "-c", code]

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "profharness"
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 TRACE = ROOT / "tests" / "data" / "kineto_h200.json.gz"
 
-BESIDE = {"worker", "observer"}  # not in a layer, with their own rules
+BESIDE = {"recording.worker", "recording.observer"}  # not in a layer, with their own rules
 HEAVY = ("torch", "triton", "pandas", "sqlite_utils", "distributed")
 PROBE = """
 import json, sys
@@ -44,9 +44,14 @@ RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 ONLY_IN = {library: set(units.split()) for library, units in table("Libraries with a home")}
 
 
-def unit_of(path: Path) -> str:
-    """Return `store` for `profharness/store/schema.py`, `config` for `profharness/config.py`."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def unit_of(place: Path | str) -> str:
+    """Return the unit of a file or of a dotted module: `store` for `profharness/store/schema.py`,
+    `attention.config` for `profharness.attention.config`. The tables name some parts of folders.
+    """
+    parts = place.split(".")[1:] if isinstance(place, str) else place.relative_to(PACKAGE).parts
+    first, *rest = (part.removesuffix(".py") for part in parts)
+    part = f"{first}.{rest[0]}" if rest else first
+    return part if part in RANK or part in BESIDE else first
 
 
 def nodes(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.AST, bool]]:
@@ -98,7 +103,7 @@ def test_imports_go_to_lower_layers_only() -> None:
         parts = name.split(".")
         if parts[0] != "profharness" or len(parts) < 2 or parts[1].startswith("__"):
             continue
-        other = parts[1]
+        other = unit_of(name)
         if other == unit or unit in ("__init__", "__main__"):
             continue
         checked += 1
@@ -114,7 +119,7 @@ def test_the_store_does_not_import_answers() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for path, name, _, line in everything()
-        if unit_of(path) == "store" and name.startswith("profharness.dispatch")
+        if unit_of(path) == "store" and name.startswith("profharness.attention.dispatch")
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -133,9 +138,9 @@ def test_the_observer_imports_the_standard_library_torch_and_itself() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path, name, _, line in everything()
-        if unit_of(path) == "observer"
+        if unit_of(path) == "recording.observer"
         and name.split(".")[0] not in {*sys.stdlib_module_names, "torch"}
-        and not name.startswith("profharness.observer")
+        and not name.startswith("profharness.recording.observer")
         and path.stem != "fixture"  # pytest imports it
     ]
     assert not wrong, "\n".join(wrong)
@@ -143,10 +148,10 @@ def test_the_observer_imports_the_standard_library_torch_and_itself() -> None:
 
 def test_the_worker_imports_from_the_lowest_four_layers() -> None:
     below = {
-        name.split(".")[1]
+        unit_of(name)
         for path, name, _, _ in everything()
-        if unit_of(path) == "worker" and name.startswith("profharness.")
-    } - {"worker"}
+        if unit_of(path) == "recording.worker" and name.startswith("profharness.")
+    } - {"recording.worker"}
     assert "run" in below
     assert {unit: RANK[unit] for unit in below if RANK[unit] > RANK["run"]} == {}
 
@@ -178,7 +183,7 @@ def test_children_start_and_process_groups_end_in_one_module() -> None:
 
     starts = r"subprocess\.(?:Popen|run|call|check_\w+)\(|os\.(?:killpg|system)\b"
     assert places(starts) == {"processes.py"}
-    assert places(r"os\.fork\b") == {"views/web_requests.py"}  # a copy of the server itself
+    assert places(r"os\.fork\b") == {"commands/serve/requests.py"}  # a copy of the server itself
 
 
 def test_torch_is_imported_only_in_functions_outside_of_the_worker() -> None:
@@ -230,9 +235,14 @@ def test_reading_a_store_loads_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_kernels_load_the_dispatch_rules_only_if_they_apply(tmp_path: Path) -> None:
-    watched = ("profharness.dispatch", "profharness.backends", "profharness.views.html", "cxxfilt")
+    watched = (
+        "profharness.attention.dispatch",
+        "profharness.attention.backends",
+        "profharness.render.html",
+        "cxxfilt",
+    )
     folder = ROOT / "traces" / "h200-torch2.11"
-    for source, rules in ((TRACE, []), (folder, ["profharness.dispatch"])):
+    for source, rules in ((TRACE, []), (folder, ["profharness.attention.dispatch"])):
         store = ["--store", str(tmp_path / f"{source.name}.db")]
         loaded(COMMAND.format(arguments=["ingest", str(source), *store]), tmp_path)
         work = COMMAND.format(arguments=["kernels", *store])

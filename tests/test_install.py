@@ -43,9 +43,9 @@ ELSEWHERE = {
     "_PROFHARNESS_COMPLETE": "of a shell's start-up file",
     "profharness serve": "runs until it is stopped: test_serve_answers_from_the_wheel",
     "profharness observe": "runs a program of the reader's: tests/observe",
-    "profharness mcp": "runs until its client leaves: tests/cli/test_mcp.py",
-    "profharness ranks": "of a job of the reader's: tests/answers/test_ranks.py",
-    "profharness ingest traces/step100": "of a job of the reader's: tests/answers/test_ranks.py",
+    "profharness mcp": "runs until its client leaves: tests/commands/test_mcp.py",
+    "profharness ranks": "of a job of the reader's: tests/commands/test_ranks.py",
+    "profharness ingest traces/step100": "of a job of the reader's: tests/commands/test_ranks.py",
     "profharness ingest /shared": "of a host that many use: tests/jobs/test_parallel_ingest.py",
     "profharness layers --gpu": "of a program of the reader's: tests/observe/test_forecast.py",
     "profharness scrub traces/runs/20261121-152530-4142": "an id of another day: test_a_run_is_scrubbed",
@@ -55,7 +55,7 @@ PYTHON_ELSEWHERE = (
     "import profharness\n\nwith profharness.observe",
     "with profharness.observe() as seen",  # around a reader's model: tests/observe
     "from pathlib",
-    "with torch.profiler",  # around a step of the reader's: tests/parse/test_calls.py
+    "with torch.profiler",  # around a step of the reader's: tests/traces/test_calls.py
     "from emulator",
 )  # contents of kernels' files
 # Exit codes other than 0 on a machine without a GPU and tools, by the command's first words.
@@ -269,12 +269,12 @@ def test_the_implementations_are_in_the_wheel_and_in_the_sdist(installed: Instal
     home = {path.name for path in (ROOT / "kernels").iterdir() if path.is_file()}
     assert {"naive.py", "tiled.cu", "device.cuh"} <= home
     names = zipfile.ZipFile(installed.wheel).namelist()
-    assert "profharness/observer/startup/sitecustomize.py" in names
+    assert "profharness/recording/observer/startup/sitecustomize.py" in names
     folder = "profharness/_kernels/"
     assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == home
-    assert {"profharness/py.typed", "profharness/views/assets/page.css"} <= set(names)
-    assert [name for name in names if name.startswith("profharness/answers/atlas/h200-")]
-    assert [name for name in names if name.startswith("profharness/parse/_scanner.")]
+    assert {"profharness/py.typed", "profharness/render/assets/page.css"} <= set(names)
+    assert [name for name in names if name.startswith("profharness/atlas/h200-")]
+    assert [name for name in names if name.startswith("profharness/traces/_scanner.")]
     assert not [name for name in names if not name.startswith("profharness")]
     with tarfile.open(installed.sdist) as archive:
         inside = {Path(name).name for name in archive.getnames() if "/kernels/" in name}
@@ -283,7 +283,7 @@ def test_the_implementations_are_in_the_wheel_and_in_the_sdist(installed: Instal
 
 def test_the_installed_package_runs_and_not_the_checkout(installed: Installed) -> None:
     code = (
-        "import profharness\nfrom profharness.backends import find_backend\n"
+        "import profharness\nfrom profharness.attention.backends import find_backend\n"
         "print(profharness.__file__, find_backend('tiled').file)"
     )
     paths = installed.run(f"python -c {shlex.quote(code)}").stdout.split()
@@ -301,7 +301,7 @@ def test_own_kernels_come_first_and_foreign_ones_are_ignored(
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "naive.py").write_text("def attention(): ...\n")
     code = (
-        "from profharness.backends import find_backend, implementation_names\n"
+        "from profharness.attention.backends import find_backend, implementation_names\n"
         "print(find_backend('naive').file, *implementation_names())"
     )
     try:

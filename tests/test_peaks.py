@@ -80,7 +80,7 @@ def test_the_ridge_is_rate_over_bandwidth_of_the_dtype() -> None:
 def run_folder(root: Path, environment: dict[str, object]) -> Path:
     folder = root / "20261121-000000-aaaa"
     folder.mkdir()
-    from profharness.config import parse_config
+    from profharness.attention.config import parse_config
 
     cells = (Cell("c0", parse_config("1,1,64,64,fp16"), "auto", "ok", samples={"wall": [5, 6]}),)
     made = "2026-11-21T00:00:00+00:00"
@@ -111,7 +111,7 @@ def test_the_store_prefers_measured_peaks_and_keeps_them_without_the_run(tmp_pat
 
 def test_a_real_measurement_in_a_child_process() -> None:
     pytest.importorskip("torch")
-    from profharness.runner.probe import measure_peaks
+    from profharness.recording.probe import measure_peaks
 
     found = measure_peaks("cpu")
     peaks = found.peaks
@@ -126,7 +126,7 @@ def test_a_real_measurement_in_a_child_process() -> None:
 
 def test_a_process_that_dies_has_its_reason() -> None:
     pytest.importorskip("torch")
-    from profharness.runner.probe import measure_peaks
+    from profharness.recording.probe import measure_peaks
 
     with pytest.raises(CaptureError, match="data-sheet"):
         measure_peaks("no-such-device")

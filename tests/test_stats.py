@@ -133,7 +133,7 @@ def test_threshold_is_symmetric() -> None:
 
 
 def test_importing_is_light() -> None:
-    code = "import sys, profharness.stats, profharness.answers.diff.compare, profharness.answers.roles;"
+    code = "import sys, profharness.stats, profharness.commands.diff.compare, profharness.program.roles;"
     code += "print(sorted({'numpy','scipy','pandas','torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

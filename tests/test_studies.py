@@ -21,8 +21,8 @@ import pytest
 
 from profharness.cli import COMMANDS, find_command
 from profharness.devices import Peaks
+from profharness.render import charts
 from profharness.run import read_run
-from profharness.views import charts
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "studies"
@@ -57,7 +57,7 @@ def test_a_page_agrees_with_its_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compares text, figures in it, and the list of pictures. `python scripts/make_studies.py
-    write` creates them again. The contents of pictures are not compared; tests/views/test_charts.py
+    write` creates them again. The contents of pictures are not compared; tests/render/test_charts.py
     covers drawing.
     """
     monkeypatch.setattr(charts, "draw_svg", lambda *_, **__: "<svg/>")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from profharness.answers.agreement import join_kernels
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
+from profharness.measurements.agreement import join_kernels
 from profharness.run import read_run
 from profharness.scrub import audit
 from profharness.store import ingest_path, open_store

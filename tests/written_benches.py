@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path
 

@@ -25,7 +25,7 @@ from profharness.commands._output import (
     measured,
     on_terminal,
 )
-from profharness.views.document import Document
+from profharness.render.document import Document
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -17,12 +17,12 @@ import msgspec
 from msgspec import Meta
 
 from profharness import __version__
+from profharness.attention.config import grammar_lines
 from profharness.commands._command import Declaration
 from profharness.commands._options import Parameter
 from profharness.commands._output import on_terminal
-from profharness.config import grammar_lines
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
-from profharness.views.renderers import render_json
+from profharness.render.renderers import render_json
 
 try:
     from mcp import types

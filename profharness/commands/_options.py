@@ -151,7 +151,7 @@ def _click_type(base: Any) -> click.ParamType[Any] | None:
 
 def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
     """Return a check that raises UsageError for unknown names, separated by commas or repeated."""
-    from profharness.config import split_names  # parses numbers of configs too
+    from profharness.attention.config import split_names  # parses numbers of configs too
 
     names = tuple(known)
 

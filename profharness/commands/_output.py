@@ -23,13 +23,13 @@ from profharness.commands._options import Option, Parameter
 from profharness.environment import missing_packages
 from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
 from profharness.files import atomic_file, check_output
-from profharness.views.document import Chart, Document
-from profharness.views.renderers import RENDERERS, render_markdown
+from profharness.render.document import Chart, Document
+from profharness.render.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
     from profharness.jobs import Listener
+    from profharness.recording.supervise import Progress, Step
     from profharness.run import Cell
-    from profharness.runner.supervise import Progress, Step
 
 
 FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
@@ -201,7 +201,7 @@ def emit(
         return
     if chosen == "table":
         # loads rich, which only this format needs
-        from profharness.views.terminal import render_table
+        from profharness.render.terminal import render_table
 
         on_terminal = output is None and sys.stdout.isatty()
         # https://no-color.org: any value that is not empty counts
@@ -244,7 +244,7 @@ def _write_markdown(document: Document, output: Path, images: str, *, force: boo
 
 
 def _picture(chart: Chart, number: int, kind: str) -> bytes:
-    from profharness.views.charts import draw_png, draw_svg
+    from profharness.render.charts import draw_png, draw_svg
 
     return draw_png(chart) if kind == "png" else draw_svg(chart, number, alone=True).encode()
 

@@ -8,17 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import profharness.store as stores
-from profharness.answers.agreement import with_predictions
+from profharness.attention.config import split_names
 from profharness.commands._types import ConfigLike, Names, PathLike, config_list, store_path
 from profharness.commands.kernels import EVERY_PROFILER, require_profilers
-from profharness.config import split_names
+from profharness.measurements.agreement import with_predictions
 from profharness.rows import CellRow, LaunchRow, preferred_profiler_rows
 from profharness.store import open_store
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OBSERVER = "profharness.observer.in_process"  # by name: nothing of the package imports it
+OBSERVER = "profharness.recording.observer.in_process"  # by name: nothing of the package imports it
 
 
 def observe() -> contextlib.AbstractContextManager[Any]:

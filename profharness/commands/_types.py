@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import click
 
+from profharness.attention.config import Config, expand_configs, parse_config_lines
 from profharness.commands._options import Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, OUTPUT_OPTION
-from profharness.config import Config, expand_configs, parse_config_lines
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
 from profharness.run import DEVICES, PROCESSES, SEEDS, Fleet, Protocol, gpu_classes
@@ -30,8 +30,8 @@ MAX_TOOL_CONFIGS = 1000  # per call of an MCP tool
 def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """Return the backends that complete the last name, after a comma."""
     # every command imports this file, but only completion needs these names
-    from profharness.backends import ALL, BACKENDS, KERNELS
-    from profharness.backends.sources import implementation_names
+    from profharness.attention.backends import ALL, BACKENDS, KERNELS
+    from profharness.attention.backends.sources import implementation_names
 
     before, comma, last = incomplete.rpartition(",")
     names = dict.fromkeys([*BACKENDS, *implementation_names(), ALL, KERNELS])

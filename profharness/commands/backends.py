@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from profharness.commands._command import command, declaration_of, document
+from profharness.commands.doctor.tables import backends_document
+from profharness.render.document import Document
 from profharness.store import to_frame
-from profharness.views.doctor import backends_document
-from profharness.views.document import Document
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.runner.probe import BackendState
+    from profharness.recording.probe import BackendState
 
 
 def _to_frame(states: list[BackendState]) -> pd.DataFrame:
-    from profharness.runner.probe import BackendState
+    from profharness.recording.probe import BackendState
 
     return to_frame(states, BackendState)
 
@@ -27,14 +27,14 @@ def list_backends() -> list[BackendState]:
 
     Each backend is tried on one small config in a worker process. The list includes your own
     implementations in kernels/ and those of installed packages (entry points of the group
-    profharness.backends).
+    profharness.attention.backends).
 
     \b
     Example:
       profharness backends --format json
     """
     # loads what starts workers, which --help does not need
-    from profharness.runner.probe import probe_backends
+    from profharness.recording.probe import probe_backends
 
     return probe_backends()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
+from profharness.attention.config import Config, grammar_lines, split_names
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import echo, hint, is_command_line, run_listener
@@ -32,7 +33,6 @@ from profharness.commands._types import (
     store_path,
     timeout_option,
 )
-from profharness.config import Config, grammar_lines, split_names
 from profharness.errors import CaptureError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.processes import prewarmed_worker
@@ -201,7 +201,7 @@ def capture(
         wanted = not (resume or pythons or profilers) and where == Fleet()
         with prewarmed_worker(wanted=wanted) as prewarmed:
             from profharness import jobs  # loads what runs workers
-            from profharness.profilers.ncu_metrics import metric_names
+            from profharness.recording.profilers.ncu_metrics import metric_names
 
             listener = run_listener(progress)
             if resume is not None:

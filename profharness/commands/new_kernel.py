@@ -10,9 +10,9 @@ from typing import Annotated
 
 import click
 
-from profharness.backends import ALL, BACKENDS
-from profharness.backends.sources import FOLDER, implementation_names
-from profharness.backends.templates import check_text, kernel_text
+from profharness.attention.backends import ALL, BACKENDS
+from profharness.attention.backends.sources import FOLDER, implementation_names
+from profharness.attention.backends.templates import check_text, kernel_text
 from profharness.commands._command import as_is, command, declaration_of
 from profharness.commands._options import Option
 from profharness.commands._output import echo

@@ -11,9 +11,7 @@ from typing import Annotated, Literal
 
 import click
 
-from profharness.answers.atlas.answer import Place
-from profharness.answers.layers.gates import Gates, check_gates, parse_gates
-from profharness.answers.layers.layer_map import NO_MASK_EFFECT, find_layers
+from profharness.atlas.answer import Place
 from profharness.commands._command import as_is, command, declaration_of, document, gate
 from profharness.commands._options import Option
 from profharness.commands._output import DEFAULT_WIDTH, hint
@@ -27,14 +25,16 @@ from profharness.commands.layers import (
     require_forecast_alone,
     require_gpu,
 )
+from profharness.commands.layers.gpu_tables import forecasts_document
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.jobs import ObserveResult, observe_into_store
-from profharness.parse.observed import ObservedCall
+from profharness.program.gates import Gates, check_gates, parse_gates
+from profharness.program.layer_map import NO_MASK_EFFECT, find_layers
+from profharness.render.renderers import RENDERERS
 from profharness.run import ObserveOptions
 from profharness.store import open_store
-from profharness.views.layers_by_gpu import forecasts_document
-from profharness.views.renderers import RENDERERS
+from profharness.traces.observed import ObservedCall
 
 FAILED = 1
 

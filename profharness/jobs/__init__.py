@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from profharness.jobs.recording import (
+    from profharness.jobs.into_store import (
         EVERYDAY,
         PROFILED_CALLS,
         SILENT,
@@ -65,4 +65,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.recording"), name)
+    return getattr(importlib.import_module(f"{__name__}.into_store"), name)

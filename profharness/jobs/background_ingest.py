@@ -14,10 +14,10 @@ from typing import Any
 import profharness.store as stores
 from profharness.errors import ProfharnessError
 from profharness.processes import STEP_S, defer_signals, raise_deferred_signals
-from profharness.profilers import PROFILERS
+from profharness.recording.profilers import PROFILERS
+from profharness.recording.supervise import Progress, Step
 from profharness.rows import COLD, EAGER, GRAPH
 from profharness.run import read_run
-from profharness.runner.supervise import Progress, Step
 from profharness.store.trace_cache import ParsedTraceCache
 
 LEAVING_S = 5.0  # how long an interrupted job waits until the store is created

@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 import xxhash
 
-from profharness.backends import find_backends, fingerprints
-from profharness.costs import compulsory_bytes, flops
+from profharness.attention.backends import find_backends, fingerprints
+from profharness.attention.costs import compulsory_bytes, flops
 from profharness.device_types import CPU, CUDA, DEVICE_TYPES
 from profharness.errors import TraceFormatError
 from profharness.jobs.run_archive import UNPACKING
-from profharness.profilers import find_profilers
+from profharness.recording.group import PART, make_part, publish, results_in
+from profharness.recording.profilers import find_profilers
 from profharness.run import (
     CAMPAIGN_FILE,
     GROUP_NAME,
@@ -34,7 +35,6 @@ from profharness.run import (
     read_run,
     write_run,
 )
-from profharness.runner.group import PART, make_part, publish, results_in
 
 SCHEMA = "profharness.campaign/1"
 # Estimated work per group and process; starting a worker (5.5 s on an H200) adds at most a tenth.

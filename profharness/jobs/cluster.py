@@ -31,8 +31,8 @@ from profharness.jobs.lane import describe_lane, end_groups, run_spec
 from profharness.jobs.run_archive import unpack
 from profharness.jobs.scheduler import OnStep
 from profharness.processes import STEP_S, raise_deferred_signals
+from profharness.recording.group import PART
 from profharness.run import CAMPAIGN_FILE
-from profharness.runner.group import PART
 
 Plain = dict[str, Any]
 T = TypeVar("T")

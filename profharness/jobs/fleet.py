@@ -27,9 +27,9 @@ from profharness.jobs.campaign import (
 from profharness.jobs.local import LocalLanes, local_lanes
 from profharness.jobs.scheduler import CampaignScheduler, Transport, is_of_class
 from profharness.processes import PrewarmedWorker
+from profharness.recording.capture import RunFolder, finished_message, write_folder
+from profharness.recording.supervise import Progress
 from profharness.run import Fleet, Run, class_word, read_record, read_run
-from profharness.runner.capture import RunFolder, finished_message, write_folder
-from profharness.runner.supervise import Progress
 
 SCHEDULERS = "local, local:2, tls://head:8786"
 PRIVATE = ("uuid", "cpus", "address")  # keys of a lane that are not displayed

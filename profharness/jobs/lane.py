@@ -25,12 +25,12 @@ from profharness import __version__
 from profharness.environment import VISIBLE, driver_version, hashed_key, visible_gpus
 from profharness.jobs.run_archive import content_hash, pack
 from profharness.processes import child_environment, kill_group, read_end, start_python
+from profharness.recording.group import PART, results_in
 from profharness.rows import NCU
-from profharness.runner.group import PART, results_in
 
 CHILD = (
     "import sys; from profharness.processes import end_with_parent; "
-    "end_with_parent(int(sys.argv[1])); from profharness.runner.group import main; main()"
+    "end_with_parent(int(sys.argv[1])); from profharness.recording.group import main; main()"
 )
 LAST_WORDS = 500
 ENDED_S = 2.0

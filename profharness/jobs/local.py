@@ -19,7 +19,7 @@ from profharness.errors import UsageError
 from profharness.jobs.lane import describe_lane, run_group
 from profharness.jobs.scheduler import OnStep
 from profharness.processes import kill_group
-from profharness.runner.group import SHARED_HOST
+from profharness.recording.group import SHARED_HOST
 
 OWN = ("uuid", "gpu_key", "cpus")  # keys of a lane that say where its groups run
 CORES = 2  # minimum per GPU lane; with fewer, lanes share all cores

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from profharness.errors import one_line
 
 if TYPE_CHECKING:
-    from profharness.runner.supervise import Progress, Step
+    from profharness.recording.supervise import Progress, Step
 
 WIDEST = 100  # characters in a line
 

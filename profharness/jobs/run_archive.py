@@ -13,8 +13,8 @@ from typing import IO, cast
 
 from profharness.errors import CaptureError, TraceFormatError
 from profharness.files import open_input
+from profharness.recording.group import publish
 from profharness.run import read_run, unwritable
-from profharness.runner.group import publish
 
 BLOCK = 1 << 20
 UNPACKING = ".unpacking"  # suffix of a folder while it is unpacked

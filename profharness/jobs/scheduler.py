@@ -29,9 +29,9 @@ from profharness.jobs.campaign import (
 )
 from profharness.jobs.progress import duration
 from profharness.processes import defer_signals, raise_deferred_signals
+from profharness.recording.capture import locked
+from profharness.recording.supervise import Progress, Step
 from profharness.run import Cell, Run, read_run, unwritable
-from profharness.runner.capture import locked
-from profharness.runner.supervise import Progress, Step
 
 TRIES = 3  # per group
 LANE_TRIES = 3  # consecutive failed groups after which a lane gets no more

@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib import resources
 
 from profharness.environment import CHANGED
-from profharness.parse.demangle import canonical_names
+from profharness.traces.demangle import canonical_names
 
 REPLACEMENT = "removed_"  # followed by a number; also a valid name of a kernel or a module
 MAX_TEXT = 1 << 16

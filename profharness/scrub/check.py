@@ -14,10 +14,10 @@ import msgspec
 
 from profharness.errors import ProfharnessError, TraceFormatError
 from profharness.files import is_store
-from profharness.parse.nsys_export import MAGIC
-from profharness.parse.packed import GZIP, SUFFIX
 from profharness.scrub.formats import as_plain_file, writer_of
 from profharness.scrub.replace import Scrubber
+from profharness.traces.nsys_export import MAGIC
+from profharness.traces.packed import GZIP, SUFFIX
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
 MAX_JSON = 1 << 28  # bytes; a larger document that is no trace is read by lines

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import IO
 
 from profharness.files import open_input
-from profharness.parse.nsys_export import MAGIC
-from profharness.parse.packed import unpacked
 from profharness.scrub.kineto import scrub_kineto
 from profharness.scrub.nsys import scrub_nsys
 from profharness.scrub.replace import Scrubber
 from profharness.scrub.reports import scrub_ncu
+from profharness.traces.nsys_export import MAGIC
+from profharness.traces.packed import unpacked
 
 Writer = Callable[[Path, IO[bytes], Scrubber], None]
 

@@ -13,7 +13,9 @@ from typing import IO, Any
 
 import msgspec
 
-from profharness.parse.chrome_read import (
+from profharness.scrub.allowed import words
+from profharness.scrub.replace import Scrubber
+from profharness.traces.chrome_read import (
     MAX_PIECE,
     Layout,
     Window,
@@ -22,8 +24,6 @@ from profharness.parse.chrome_read import (
     probe,
     skip_space,
 )
-from profharness.scrub.allowed import words
-from profharness.scrub.replace import Scrubber
 
 HEADER_KEYS = words(
     "schemaVersion deviceProperties record_shapes profile_memory with_flops with_modules with_stack "

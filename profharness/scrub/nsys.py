@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from profharness.errors import TraceFormatError
-from profharness.parse.nsys_export import EXPECTED, opened
 from profharness.scrub.replace import Scrubber
+from profharness.traces.nsys_export import EXPECTED, opened
 
 SYSTEM_TABLE = "TARGET_INFO_SYSTEM_ENV"
 _PLACE = "deviceId contextId greenContextId streamId correlationId #globalPid"

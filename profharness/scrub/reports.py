@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import IO
 
 from profharness.errors import MissingExtraError, ProfharnessError, TraceFormatError, UsageError
-from profharness.parse.ncu_csv import PUSH_POP, START_END, nvtx_ranges, read_table, read_text
-from profharness.parse.ncu_readers import report_to_csv
-from profharness.parse.nsys_export import opened
-from profharness.parse.packed import SUFFIX, unpacked
-from profharness.profilers import require_tool
-from profharness.profilers.base import ToolError
-from profharness.profilers.nsys import export_report
+from profharness.recording.profilers import require_tool
+from profharness.recording.profilers.base import ToolError
+from profharness.recording.profilers.nsys import export_report
 from profharness.rows import NSYS
 from profharness.scrub.allowed import NUMBER_CELL
 from profharness.scrub.replace import Scrubber
+from profharness.traces.ncu_csv import PUSH_POP, START_END, nvtx_ranges, read_table, read_text
+from profharness.traces.ncu_readers import report_to_csv
+from profharness.traces.nsys_export import opened
+from profharness.traces.packed import SUFFIX, unpacked
 
 EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profharness.kernel_names import COLLECTIVE
-from profharness.parse.columns import distinct
 from profharness.rows import NSYS, TORCH
 from profharness.store.schema import insert_row
 from profharness.trace import LaunchBatch
+from profharness.traces.columns import distinct
+from profharness.traces.kernel_names import COLLECTIVE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

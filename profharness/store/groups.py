@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profharness.parse.columns import pack
+from profharness.traces.columns import pack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,7 +22,6 @@ import xxhash
 from profharness.device_types import device_name
 from profharness.errors import StoreError, TraceFormatError, printable_path
 from profharness.files import shell_command
-from profharness.parse import open_trace
 from profharness.rows import NCU
 from profharness.run import (
     OBSERVE,
@@ -62,9 +61,10 @@ from profharness.store.sources import Raw, Source, find_sources, read_source
 from profharness.store.trace_cache import ParsedTraces
 from profharness.store.validate_input import check_record, check_tables
 from profharness.trace import LaunchBatch, Trace
+from profharness.traces import open_trace
 
 if TYPE_CHECKING:
-    from profharness.parse.observed import Journals
+    from profharness.traces.observed import Journals
 
 Progress = Callable[[str, int, int], None]
 
@@ -209,7 +209,7 @@ def ingest_source(
         return same
     journals = None
     if source.run is not None and source.run.kind == OBSERVE:
-        from profharness.parse.observed import read_journals
+        from profharness.traces.observed import read_journals
 
         journals = read_journals(source.path)
     while True:
@@ -491,7 +491,7 @@ def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
     """Return a warning if an ncu trace lacks requested metrics."""
     if trace.profiler != NCU or not trace.num_launches:
         return []
-    from profharness.profilers.ncu_metrics import QUERY_METRICS, unmeasured
+    from profharness.recording.profilers.ncu_metrics import QUERY_METRICS, unmeasured
 
     names = ", ".join(unmeasured(protocol.metrics, trace.metrics.names if trace.metrics else ()))
     return [f"ncu measured no {names}; {QUERY_METRICS}"] if names else []

@@ -24,11 +24,11 @@ from pathlib import Path
 from types import FrameType
 
 from profharness.errors import ProfharnessError, StoreError
-from profharness.parse import open_trace
 from profharness.store.ingest import unchanged
 from profharness.store.schema import connect
 from profharness.store.sources import Source, read_source
 from profharness.trace import LaunchBatch, Trace
+from profharness.traces import open_trace
 
 Parsed = tuple[Trace, list[LaunchBatch], Iterator[LaunchBatch]]
 

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profharness.config import Config
-from profharness.kernel_names import parse_kernel_name
-from profharness.parse.columns import distinct
+from profharness.attention.config import Config
 from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
@@ -32,6 +30,8 @@ from profharness.trace import (
     Trace,
     range_cell,
 )
+from profharness.traces.columns import distinct
+from profharness.traces.kernel_names import parse_kernel_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -65,8 +65,8 @@ from profharness.store.verifications import (
 )
 
 if TYPE_CHECKING:
-    from profharness.cases import VerificationRow
-    from profharness.config import Config
+    from profharness.attention.cases import VerificationRow
+    from profharness.attention.config import Config
     from profharness.devices import Peaks
     from profharness.run import Problem
 

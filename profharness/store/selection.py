@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
-from profharness.config import FLAGS, STRIDES, Config
+from profharness.attention.config import FLAGS, STRIDES, Config
 from profharness.errors import NotFoundError
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS

@@ -13,8 +13,6 @@ import xxhash
 
 from profharness.errors import TraceFormatError, printable_path
 from profharness.files import open_input
-from profharness.parse import is_trace, sniff
-from profharness.parse.packed import open_file
 from profharness.run import (
     OBSERVE,
     RUN_FILE,
@@ -24,6 +22,8 @@ from profharness.run import (
     observed_journals,
     read_run,
 )
+from profharness.traces import is_trace, sniff
+from profharness.traces.packed import open_file
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from profharness.config import Config
-from profharness.parse.observed import Journals, ObservedCall, completed, match_calls
+from profharness.attention.config import Config
 from profharness.store.insert import config_ids
 from profharness.store.schema import insert_row
 from profharness.trace import AttentionCall
+from profharness.traces.observed import Journals, ObservedCall, completed, match_calls
 
 _OF_CALL = ("kind", "op", "path", "compiled", "recompute", "backward", "reason")
 _OF_TEMPLATE = (

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from profharness.errors import TraceFormatError
-from profharness.parse import open_trace
 from profharness.store.sources import hash_file
 from profharness.trace import LaunchBatch, Trace
+from profharness.traces import open_trace
 
 MOST_BYTES = 16 << 20  # of trace files; parsed traces take several times as much memory
 

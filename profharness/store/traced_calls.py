@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.config import Config
+from profharness.attention.config import Config
 from profharness.trace import LaunchBatch, TensorArgument, Trace
 
 Column = NDArray[np.int64]

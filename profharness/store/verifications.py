@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from profharness.cases import VerificationRow
-from profharness.config import Config, parse_config
+from profharness.attention.cases import VerificationRow
+from profharness.attention.config import Config, parse_config
 from profharness.devices import MEASURED, Peaks, data_sheet
 from profharness.store.schema import insert_row
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 from written_samples import STUDY, answer, cell, regretful, steady
 
-from profharness.answers.bench.evaluation import (
+from profharness.attention.config import parse_config
+from profharness.commands.bench.tables import bench_document
+from profharness.errors import NotFoundError, TraceFormatError
+from profharness.measurements.evaluation import (
     bench_configs,
     evaluate_bench,
     stored_backends,
     stored_configs,
 )
-from profharness.config import parse_config
-from profharness.errors import NotFoundError, TraceFormatError
+from profharness.render.renderers import RENDERERS
 from profharness.run import BenchPlan, Cell, read_run, write_plan, write_run
 from profharness.store import ingest_path, open_store
-from profharness.views.bench import bench_document
-from profharness.views.renderers import RENDERERS
 
 
 def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:

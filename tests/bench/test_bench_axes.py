@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from written_samples import answer, cell, steady
 
-from profharness.answers.bench.axes import AXES, LENGTH, Sweep, families
-from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
+from profharness.commands.bench.tables import bench_document
+from profharness.measurements.axes import AXES, LENGTH, Sweep, families
+from profharness.measurements.evaluation import BenchResult, evaluate_bench
+from profharness.render.document import Chart
+from profharness.render.renderers import RENDERERS
 from profharness.store import ingest_path, open_store
-from profharness.views.bench import bench_document
-from profharness.views.document import Chart
-from profharness.views.renderers import RENDERERS
 
 MIB = 1 << 20
 # length: ns of flash, efficient and math, and auto's choice; flash is overtaken after 512

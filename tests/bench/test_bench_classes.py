@@ -7,12 +7,12 @@ from pathlib import Path
 
 from written_samples import L4, STUDY, answer, cell, steady
 
-from profharness.answers.bench.evaluation import BenchResult
+from profharness.commands.bench.by_gpu import benches_by_gpu_document
+from profharness.commands.bench.tables import bench_document
+from profharness.measurements.evaluation import BenchResult
+from profharness.render.renderers import render_json
+from profharness.render.terminal import render_table
 from profharness.rows import COLD
-from profharness.views.bench import bench_document
-from profharness.views.benches_by_gpu import benches_by_gpu_document
-from profharness.views.renderers import render_json
-from profharness.views.terminal import render_table
 
 
 def on(folder: Path, gpu: str, **times: int) -> BenchResult:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from written_samples import answer, cell, steady
 
-from profharness.config import expand_configs, parse_config
+from profharness.attention.config import expand_configs, parse_config
 from profharness.devices import data_sheet
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,17 @@ from waiting import PATIENCE_S
 from written_samples import STUDY, answer, cell, steady
 
 from profharness import stats
-from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
-from profharness.answers.bench.measurements import all_samples
-from profharness.config import expand_configs, parse_config
+from profharness.attention.config import expand_configs, parse_config
+from profharness.commands.bench.tables import bench_document
 from profharness.jobs import Captured, bench_into_store, resume_into_store
+from profharness.measurements.evaluation import BenchResult, evaluate_bench
+from profharness.measurements.measurements import all_samples
+from profharness.recording.supervise import Step
+from profharness.recording.worker.bench import Contestant
+from profharness.recording.worker.cell import call_sums, with_torch_profiler
+from profharness.recording.worker.timing import L2Flush
+from profharness.recording.worker.workspace import Workspace
+from profharness.render.renderers import RENDERERS
 from profharness.run import (
     JOURNAL_FILE,
     BenchPlan,
@@ -32,14 +39,7 @@ from profharness.run import (
     with_result,
     write_run,
 )
-from profharness.runner.supervise import Step
 from profharness.store import ingest_path, open_store
-from profharness.views.bench import bench_document
-from profharness.views.renderers import RENDERERS
-from profharness.worker.bench import Contestant
-from profharness.worker.cell import call_sums, with_torch_profiler
-from profharness.worker.timing import L2Flush
-from profharness.worker.workspace import Workspace
 
 TRACES = Path(__file__).parents[2] / "traces"
 ONCE = """
@@ -222,7 +222,7 @@ def test_a_run_without_its_traces_keeps_all_kernel_times(
     for pending in (replace(each, status="pending") for each in run.cells[:3]):
         kept = pending
         session = Recorded(source / f"{pending.cell}.torch.json.gz")
-        monkeypatch.setattr("profharness.worker.cell.profile", lambda s=session, **_: s)
+        monkeypatch.setattr("profharness.recording.worker.cell.profile", lambda s=session, **_: s)
         for process in range(3):
             timed = Contestant(replace(pending, process=process), nullcontext, int, 1, {})
             timed.keep_sums(with_torch_profiler(timed.call, timed.cell, workspace))

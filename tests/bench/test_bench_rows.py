@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
 
-from profharness.answers.bench.evaluation import bench_configs, evaluate_bench, parse_baseline
-from profharness.answers.bench.measurements import (
+from profharness.attention.config import Config, expand_configs, parse_config
+from profharness.commands.bench.tables import FIELDS, bench_document
+from profharness.errors import NotFoundError, UsageError
+from profharness.measurements.evaluation import bench_configs, evaluate_bench, parse_baseline
+from profharness.measurements.measurements import (
     BenchRow,
     clock_doubts,
     with_regret,
     with_speedup,
 )
-from profharness.config import Config, expand_configs, parse_config
-from profharness.errors import NotFoundError, UsageError
+from profharness.render.renderers import RENDERERS
 from profharness.rows import CPU_WAIT, NAIVE_COMPILED, REPLACEMENTS, SHARED_CORES, Refusal
 from profharness.store import ingest_path, open_store, query
-from profharness.views.bench import FIELDS, bench_document
-from profharness.views.renderers import RENDERERS
 
 
 def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
 def test_codes_of_winners_run() -> None:
     import torch
 
-    from profharness.answers.bench.evaluation import selecting
+    from profharness.measurements.evaluation import selecting
 
     row = BenchRow("r", "b1-h2-s8-d8-fp32-causal", "math", "ok", None)
     q, k, v = torch.randn(3, 1, 2, 8, 8)

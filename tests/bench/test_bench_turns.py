@@ -15,9 +15,20 @@ from hypothesis import strategies as st
 from waiting import HANG, PATIENCE_S
 
 from profharness import stats
-from profharness.config import expand_configs
+from profharness.attention.config import expand_configs
 from profharness.errors import UsageError
 from profharness.jobs import Captured, bench_into_store, resume_into_store
+from profharness.recording.supervise import Step
+from profharness.recording.worker.bench import (
+    COPIES_MAX,
+    MAX_SAMPLES,
+    Contestant,
+    copies_of,
+    narrow,
+    rotating,
+    take_turns,
+)
+from profharness.recording.worker.timing import NeverHeldError
 from profharness.run import (
     BENCH_FILE,
     RUN_FILE,
@@ -32,17 +43,6 @@ from profharness.run import (
     turn_order,
     write_run,
 )
-from profharness.runner.supervise import Step
-from profharness.worker.bench import (
-    COPIES_MAX,
-    MAX_SAMPLES,
-    Contestant,
-    copies_of,
-    narrow,
-    rotating,
-    take_turns,
-)
-from profharness.worker.timing import NeverHeldError
 
 CONFIG = "1,1,16,8"
 LABEL = "b1-h1-s16-d8-fp32"

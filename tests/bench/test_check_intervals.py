@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from profharness.config import expand_configs, parse_config
+from profharness.attention.config import expand_configs, parse_config
 from profharness.run import Cell, Protocol, Run, read_run, write_run
 
 SCRIPTS, TRACES = (Path(__file__).parents[2] / name for name in ("scripts", "traces"))

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
-from profharness.answers.bench.measurements import BenchRow
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
+from profharness.measurements.evaluation import BenchResult, evaluate_bench
+from profharness.measurements.measurements import BenchRow
 from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from profharness.commands.report.contents import report_document
+from profharness.render.html import render_html
 from profharness.store import ingest_path, open_store
-from profharness.views.html import render_html
-from profharness.views.report import report_document
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (

@@ -13,8 +13,8 @@ import pytest
 from chart_samples import NASTY, SAMPLES
 
 from profharness.columns import Column
-from profharness.views.document import Code, Document, Heading, Note, Table
-from profharness.views.html import render_html
+from profharness.render.document import Code, Document, Heading, Note, Table
+from profharness.render.html import render_html
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from profharness.answers.explain.by_rule import Explanation
-from profharness.answers.explain.live import explain_live
-from profharness.config import Config
-from profharness.dispatch.machine import machine_of, with_flags
-from profharness.dispatch.perturb import blockers, rule_oracle
+from profharness.attention.config import Config
+from profharness.attention.dispatch.by_rule import Explanation
+from profharness.attention.dispatch.machine import machine_of, with_flags
+from profharness.attention.dispatch.perturb import blockers, rule_oracle
+from profharness.commands.explain.live import explain_live
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.jobs import default_backends
 

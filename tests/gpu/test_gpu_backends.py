@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from profharness.backends import BACKENDS, LIBRARY_BACKENDS, TORCH_ROWS, find_backend
-from profharness.config import expand_configs
+from profharness.attention.backends import BACKENDS, LIBRARY_BACKENDS, TORCH_ROWS, find_backend
+from profharness.attention.config import expand_configs
 from profharness.jobs import default_backends
+from profharness.recording.capture import capture
 from profharness.run import CaptureOptions, Protocol, Run, read_run
-from profharness.runner import capture
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ CONFIGS = (
 )
 CHECK = """
 import sys, torch
-from profharness.backends import BACKENDS, find_backend
+from profharness.attention.backends import BACKENDS, find_backend
 for name in sys.argv[1:]:
     backend = BACKENDS[name]
     if backend.absent(): continue
@@ -84,7 +84,7 @@ def test_available_backends_agree_with_fp64() -> None:
 
 @pytest.mark.parametrize("kind", ["triton", "cuda"])
 def test_templates_run_on_the_gpu(kind: str, tmp_path: Path) -> None:
-    from profharness.backends.templates import kernel_text
+    from profharness.attention.backends.templates import kernel_text
 
     (tmp_path / "made.py").write_text(kernel_text("made", kind))
     protocol = Protocol(iterations=2, warmup=1, samples=0, timeout_s=300.0, device="cuda")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from profharness.answers.bench.evaluation import BenchResult, evaluate_bench
-from profharness.config import expand_configs
+from profharness.attention.config import expand_configs
 from profharness.jobs import bench_into_store, default_backends
+from profharness.measurements.evaluation import BenchResult, evaluate_bench
+from profharness.recording.worker.timing import open_graph
 from profharness.run import BenchPlan, CaptureOptions, Protocol
 from profharness.store import open_store
-from profharness.worker.timing import open_graph
 
 pytestmark = [
     pytest.mark.gpu,

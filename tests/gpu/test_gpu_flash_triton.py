@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from profharness.backends import find_backend
-from profharness.cases import failures
-from profharness.config import expand_configs
+from profharness.attention.backends import find_backend
+from profharness.attention.cases import failures
+from profharness.attention.config import expand_configs
 from profharness.jobs import default_backends, verify_into_store
 from profharness.run import Protocol, VerifyOptions
 

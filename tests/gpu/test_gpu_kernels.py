@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from profharness.backends import find_backend
-from profharness.backends.cuda_launch import CudaKernel, LaunchError
-from profharness.backends.cuda_source import CudaSource
+from profharness.attention.backends import find_backend
+from profharness.attention.backends.cuda_launch import CudaKernel, LaunchError
+from profharness.attention.backends.cuda_source import CudaSource
 
 pytestmark = [
     pytest.mark.gpu,

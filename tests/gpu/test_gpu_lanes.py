@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.config import expand_configs
+from profharness.attention.config import expand_configs
 from profharness.environment import visible_gpus
 from profharness.jobs import campaign, capture_into_store
 from profharness.run import CaptureOptions, Fleet, read_run

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from profharness.answers.agreement import join_kernels
-from profharness.config import expand_configs
+from profharness.attention.config import expand_configs
 from profharness.jobs import capture_into_store, default_backends
+from profharness.measurements.agreement import join_kernels
 from profharness.processes import find_workers
-from profharness.profilers import PROFILERS, find_tool, open_session, require_tools
-from profharness.profilers.base import Outcome
+from profharness.recording.profilers import PROFILERS, find_tool, open_session, require_tools
+from profharness.recording.profilers.base import Outcome
+from profharness.recording.supervise import run_cells
 from profharness.run import CaptureOptions, Cell, Protocol
-from profharness.runner.supervise import run_cells
 from profharness.store import ingest_path, open_store
 
 pytestmark = [
@@ -92,7 +92,7 @@ def test_an_unknown_metric_is_reported(tmp_path: Path) -> None:
 HANGING = """
 import runpy, sys, time
 import torch
-import profharness.worker.cell as cell
+import profharness.recording.worker.cell as cell
 run_cell = cell.run_cell
 def hanging(job, bench, stage):
     done = run_cell(job, bench, stage)
@@ -101,7 +101,7 @@ def hanging(job, bench, stage):
     return done
 cell.run_cell = hanging
 sys.argv = ["worker", sys.argv[1]]
-runpy.run_module("profharness.worker", run_name="__main__")
+runpy.run_module("profharness.recording.worker", run_name="__main__")
 """
 
 

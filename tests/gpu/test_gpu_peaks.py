@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from profharness.cli import find_command
 from profharness.devices import data_sheet
 from profharness.environment import gpu_name
-from profharness.runner.probe import measure_peaks
+from profharness.recording.probe import measure_peaks
 from profharness.store import open_store
 
 command = find_command("analyze")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from profharness.backends import find_backend
+from profharness.attention.backends import find_backend
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels"))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from profharness.cases import VerificationRow, failures
-from profharness.config import expand_configs
+from profharness.attention.cases import VerificationRow, failures
+from profharness.attention.config import expand_configs
 from profharness.jobs import default_backends, verify_into_store
 from profharness.run import Protocol, VerifyOptions
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from profharness.worker import standins
+from profharness.recording.worker import standins
 
 GPU = "PROFHARNESS_TEST_GPU"  # path of a file; while it exists, the process has a GPU of that name
 NVML = f"""

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.jobs import background_ingest
 from profharness.jobs.background_ingest import open_background_ingest
+from profharness.recording.supervise import Step
 from profharness.rows import COLD, WALL
 from profharness.run import Cell, TraceFile, read_run, write_run
-from profharness.runner.supervise import Step
 from profharness.store import ingest, ingest_path, sources, trace_cache
 from profharness.store.trace_cache import ParsedTraceCache
 

@@ -17,7 +17,7 @@ import pytest
 from kill_lanes import CELLS, Trial, stand_in
 from waiting import until
 
-from profharness.config import expand_configs
+from profharness.attention.config import expand_configs
 from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
 from profharness.files import atomic_file
 from profharness.jobs import background_ingest, campaign, capture_into_store, resume_into_store
@@ -33,6 +33,9 @@ from profharness.jobs.campaign import (
 from profharness.jobs.progress import duration
 from profharness.jobs.run_archive import content_hash, pack, unpack
 from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain
+from profharness.recording.capture import plan_capture, write_folder
+from profharness.recording.group import finish, make_part, publish
+from profharness.recording.supervise import Step
 from profharness.rows import SHARED_CORES
 from profharness.run import (
     BenchPlan,
@@ -45,9 +48,6 @@ from profharness.run import (
     read_run,
     write_run,
 )
-from profharness.runner.capture import plan_capture, write_folder
-from profharness.runner.group import finish, make_part, publish
-from profharness.runner.supervise import Step
 from profharness.store import ingest, ingest_path, open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parents")

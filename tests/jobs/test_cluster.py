@@ -26,8 +26,8 @@ from waiting import Clock, alive, until
 
 import profharness.jobs.campaign as campaigns
 from profharness import __version__
-from profharness.config import expand_configs, parse_config
-from profharness.doctor import check_lanes
+from profharness.attention.config import expand_configs, parse_config
+from profharness.commands.doctor.checks import check_lanes
 from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs import capture_into_store, resume_into_store
 from profharness.jobs import cluster as clusters
@@ -35,8 +35,8 @@ from profharness.jobs.cluster import Cluster, check_address
 from profharness.jobs.fleet import describe_lanes, lanes_device, open_transport
 from profharness.jobs.scheduler import Plain
 from profharness.processes import child_environment
+from profharness.recording.supervise import Step
 from profharness.run import CaptureOptions, Fleet, Protocol
-from profharness.runner.supervise import Step
 from profharness.store import open_store
 
 CONFIGS = [parse_config("1,1,8,8,fp32")]

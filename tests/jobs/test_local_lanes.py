@@ -14,12 +14,12 @@ import pytest
 from waiting import until
 
 from profharness import environment
-from profharness.answers.changes import environment_changes
 from profharness.environment import VisibleGpu, gpu_name, gpu_present, visible_gpus
 from profharness.errors import UsageError
 from profharness.files import open_lock_file, try_lock
 from profharness.jobs.local import gpu_cores, local_lanes, parse_cores, split_cores
-from profharness.runner import gpu_lock
+from profharness.program.changes import environment_changes
+from profharness.recording import gpu_lock
 
 
 class FakeNvml(ModuleType):

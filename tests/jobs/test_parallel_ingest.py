@@ -23,7 +23,6 @@ import profharness
 from profharness.errors import ProfharnessError, UsageError
 from profharness.jobs import parallel_ingest
 from profharness.jobs.parallel_ingest import ingest_sources, readers_of
-from profharness.parse.attribution import CHUNK_ROWS
 from profharness.processes import kill
 from profharness.run import RUN_FILE, read_run
 from profharness.store import ingest_path
@@ -31,6 +30,7 @@ from profharness.store.ingest_worker import SourceReader
 from profharness.store.schema import connect
 from profharness.store.sources import find_sources, read_source
 from profharness.trace import LaunchBatch, Trace
+from profharness.traces.attribution import CHUNK_ROWS
 
 ROOT = Path(__file__).parents[2]
 MODELS, CAPTURED = ROOT / "traces" / "models", ROOT / "traces" / "h200-torch-nsys-ncu"

@@ -15,9 +15,9 @@ import interpreted
 import pytest
 from click.testing import CliRunner
 
-from profharness.backends import find_backend
+from profharness.attention.backends import find_backend
+from profharness.attention.config import parse_config
 from profharness.cli import cli
-from profharness.config import parse_config
 from profharness.run import read_run
 
 pytest.importorskip("triton")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from emulator import COMPILER, emulate
 
-from profharness.backends import find_backend
-from profharness.backends.cuda_source import CudaSource
-from profharness.config import expand_configs
+from profharness.attention.backends import find_backend
+from profharness.attention.backends.cuda_source import CudaSource
+from profharness.attention.config import expand_configs
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "kernels" / "single_query.py"

@@ -13,7 +13,7 @@ import torch
 from emulator import COMPILER, EmulatorError
 from tiled_emulated import KERNELS, Plan, Problem, call, choose_plan, instance, run, tiled
 
-from profharness.backends import find_backend
+from profharness.attention.backends import find_backend
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 5e-7, FP16: 4e-4, BF16: 3e-3}

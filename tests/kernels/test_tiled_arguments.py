@@ -10,8 +10,8 @@ import torch
 from tiled_emulated import KERNELS, tiled
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from profharness.backends import find_backend
-from profharness.config import expand_configs
+from profharness.attention.backends import find_backend
+from profharness.attention.config import expand_configs
 
 FP16, BF16 = torch.float16, torch.bfloat16
 

@@ -30,7 +30,7 @@ from tiled_emulated import (
     instance,
 )  # fmt: skip
 
-from profharness.backends.cuda_source import CudaSource
+from profharness.attention.backends.cuda_source import CudaSource
 
 MULTIPROCESSORS = 132
 """Of an H100 SXM and an H200."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from profharness.parse.observed import ObservedCall, read_observed
+from profharness.traces.observed import ObservedCall, read_observed
 
 MODEL = """
 import sys

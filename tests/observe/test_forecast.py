@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 from waiting import PATIENCE_S
 from written_benches import US, bench_run
 
-from profharness.answers.atlas.data import packaged_atlases, read_atlas
+from profharness.atlas.data import packaged_atlases, read_atlas
+from profharness.attention.config import parse_config
 from profharness.cli import find_command
-from profharness.config import parse_config
 from profharness.store import ingest_path
 
 layers = find_command("layers")

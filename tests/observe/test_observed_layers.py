@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 from programs import Seen, observe, write
 
-from profharness.answers.layers.gates import check_gates, parse_gates
-from profharness.answers.layers.layer_map import LayerMap, find_layers
 from profharness.cli import cli
 from profharness.errors import GateError, NotFoundError, UsageError
-from profharness.parse.observed import CUT_SHORT, read_observed
+from profharness.program.gates import check_gates, parse_gates
+from profharness.program.layer_map import LayerMap, find_layers
 from profharness.scrub import audit, scrub
 from profharness.store import Selection, ingest_path, open_store
+from profharness.traces.observed import CUT_SHORT, read_observed
 
 # Trains with other lengths after the window; then masks, another backend, a refusal.
 BODY = """

@@ -221,7 +221,7 @@ def test_a_failure_of_the_observer_is_printed_once_and_the_program_continues(
     tmp_path: Path,
 ) -> None:
     body = (
-        "infer(1)\nfrom profharness.observer import recorder\n"
+        "infer(1)\nfrom profharness.recording.observer import recorder\n"
         "recorder.Recorder.note = None\ninfer(3)\nprint('done')"
     )
     seen = observe(tmp_path, write(tmp_path, body))

@@ -236,7 +236,7 @@ def test_the_fixture_is_available_to_tests(tmp_path: Path) -> None:
         "def test_two():\n    assert type(F.scaled_dot_product_attention).__name__\n"
     )
     write(tmp_path, tests, "test_it.py")
-    plugin = ("-p", "profharness.observer.fixture")
+    plugin = ("-p", "profharness.recording.observer.fixture")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "test_it.py"],
         capture_output=True,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fake_tools import Scenario, environments, install, invocations
 
-from profharness.profilers import ncu, nsys
+from profharness.recording.profilers import ncu, nsys
 
 DEFAULTS = ",".join(ncu.DEFAULT_METRICS)
-COMMAND = ["python", "-P", "-m", "profharness.worker", "run folder"]
+COMMAND = ["python", "-P", "-m", "profharness.recording.worker", "run folder"]
 
 
 def test_nsys_profile() -> None:
@@ -29,7 +29,7 @@ def test_nsys_profile() -> None:
         "python",
         "-P",
         "-m",
-        "profharness.worker",
+        "profharness.recording.worker",
         "run folder",
     ]
 

@@ -14,8 +14,8 @@ from fake_tools import Behaviour, Scenario, environments, install, invocations
 from waiting import PATIENCE_S, alive, start_limits_with, until, written_pid
 
 from profharness import processes
-from profharness.profilers.base import ToolError
-from profharness.profilers.nsys import export_report
+from profharness.recording.profilers.base import ToolError
+from profharness.recording.profilers.nsys import export_report
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_hanging_export_is_ended(
 def test_interrupted_export_leaves_no_process_and_no_file(tmp_path: Path, out: Path) -> None:
     nsys = hanging(tmp_path, ignore_signals=False)
     code = (
-        "from pathlib import Path; from profharness.profilers.nsys import export_report;"
+        "from pathlib import Path; from profharness.recording.profilers.nsys import export_report;"
         f"export_report(Path('a.nsys-rep'), Path({str(out / 'a.sqlite')!r}), Path({str(nsys)!r}))"
     )
     process = subprocess.Popen(

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import PATIENCE_S, alive, until, written_pid
 
-from profharness.profilers import ncu, nsys
-from profharness.profilers.base import (
+from profharness.recording.profilers import ncu, nsys
+from profharness.recording.profilers.base import (
     Failure,
     FailureRule,
     ToolError,

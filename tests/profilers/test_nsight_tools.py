@@ -10,14 +10,14 @@ from fake_tools import Scenario, install
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.profilers import (
+from profharness.recording.profilers import (
     PROFILERS,
     find_tool,
     installed,
     parse_version,
     require_tool,
 )
-from profharness.profilers.base import Tool, ToolError, version_key
+from profharness.recording.profilers.base import Tool, ToolError, version_key
 
 PLACES = {name: PROFILERS[name].places for name in ("nsys", "ncu")}
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from profharness.parse.ncu_csv import PUSH_POP, START_END
 from profharness.run import Problem, read_run, write_run
 from profharness.scrub import audit, scrub
+from profharness.traces.ncu_csv import PUSH_POP, START_END
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "traces" / "h200-torch-nsys-ncu"

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from profharness.errors import TraceFormatError, UsageError
-from profharness.parse import open_trace
-from profharness.parse.ncu_native import has_package
-from profharness.profilers.base import ToolError
+from profharness.recording.profilers.base import ToolError
 from profharness.run import TraceFile, read_run, write_run
 from profharness.scrub import scrub
 from profharness.scrub.reports import StaleExportError
 from profharness.store import ingest_path
+from profharness.traces import open_trace
+from profharness.traces.ncu_native import has_package
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"

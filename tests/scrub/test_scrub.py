@@ -25,12 +25,12 @@ from click.testing import CliRunner
 import profharness
 from profharness.cli import find_command
 from profharness.errors import GateError, NotFoundError, TraceFormatError, UsageError
-from profharness.parse import open_trace
-from profharness.parse.ncu_native import has_package
 from profharness.run import Problem, TraceFile, read_run, write_run
 from profharness.scrub import PrivateDataError, audit, scrub
 from profharness.scrub.copies import default_output
 from profharness.store import ingest_path, open_store
+from profharness.traces import open_trace
+from profharness.traces.ncu_native import has_package
 
 command = find_command("scrub")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.rows import Refusal
 from profharness.run import Cell, Protocol, Run, TraceFile, write_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.errors import NotFoundError
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import Need, Selection, ingest_path, open_store

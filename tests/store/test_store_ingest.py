@@ -19,16 +19,16 @@ import msgspec
 import pytest
 from nsys_make import unpacked
 
+from profharness.commands.report.contents import report_document
 from profharness.errors import StoreError, TraceFormatError
-from profharness.parse import open_trace
-from profharness.profilers.ncu import check_file
+from profharness.recording.profilers.ncu import check_file
 from profharness.rows import Refusal
 from profharness.run import BENCH_FILE, Cell, Problem, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.store.insert import insert_trace
 from profharness.store.schema import connect, transaction
 from profharness.store.sources import find_sources
-from profharness.views.report import report_document
+from profharness.traces import open_trace
 
 Folder = Callable[..., Path]
 KINETO = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profharness.config import parse_config
-from profharness.parse import open_trace
-from profharness.parse.ncu_launches import NcuLaunch, NcuReport, NvtxRange
-from profharness.parse.ncu_readers import write_csv
+from profharness.attention.config import parse_config
 from profharness.run import Cell, Problem, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store, query, to_frame
+from profharness.traces import open_trace
+from profharness.traces.ncu_launches import NcuLaunch, NcuReport, NvtxRange
+from profharness.traces.ncu_readers import write_csv
 
 Folder = Callable[..., Path]
 DATA = Path(__file__).parents[1] / "data"

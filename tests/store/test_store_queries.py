@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
 from profharness.devices import Device
 from profharness.errors import NotFoundError, StoreError, UsageError
-from profharness.parse.columns import pack
 from profharness.store import Selection, ingest_path, open_store, query, to_frame
 from profharness.store.groups import group
 from profharness.store.insert import insert_trace, sdpa_op
 from profharness.store.schema import SCHEMA_VERSION, connect, transaction
 from profharness.trace import LaunchBatch, LaunchConfig, Range, Trace
+from profharness.traces.columns import pack
 
 Folder = Callable[..., Path]
 KERNEL_LAUNCHES = (

@@ -16,8 +16,8 @@ from profharness.cli import cli
 from profharness.commands import ingest as command
 from profharness.errors import ProfharnessError, StoreError
 from profharness.jobs import recording
+from profharness.recording.capture import RunFolder
 from profharness.run import read_run
-from profharness.runner.capture import RunFolder
 from profharness.store import ingest, ingest_path, open_store
 
 SOURCES = 5

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.cases import CASES, derive_cases
-from profharness.config import Config, parse_config
+from profharness.attention.cases import CASES, derive_cases
+from profharness.attention.config import Config, parse_config
 from profharness.errors import UsageError
+from profharness.recording.worker.compare import NAN_BYTE, OTHER_BYTE, poison_value, poisoned
+from profharness.recording.worker.inputs import make_inputs
+from profharness.recording.worker.reference import GRADIENTS, Variant, attend
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
-from profharness.worker.compare import NAN_BYTE, OTHER_BYTE, poison_value, poisoned
-from profharness.worker.inputs import make_inputs
-from profharness.worker.reference import GRADIENTS, Variant, attend
 
 
 def torch_in_fp64(config: Config, inputs: object) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config("1,4,33,8,fp32,kv_heads=2,causal,bwd")
     inputs = make_inputs(config, "cpu", 0)
     whole = attend(config, inputs, torch.float64).tensors
-    monkeypatch.setattr("profharness.worker.reference.MAX_SCORES", 100)
+    monkeypatch.setattr("profharness.recording.worker.reference.MAX_SCORES", 100)
     for name, tensor in attend(config, inputs, torch.float64).tensors.items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-12, atol=1e-13)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S
 
-from profharness.cases import CASES, VerificationRow, failures
-from profharness.config import expand_configs
+from profharness.attention.cases import CASES, VerificationRow, failures
+from profharness.attention.config import expand_configs
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs import verify_into_store
+from profharness.recording.capture import verify
 from profharness.run import Protocol, VerifyOptions, read_run
-from profharness.runner.capture import verify
 from profharness.store import Selection, ingest_path, open_store
 
 # its fixtures are slow, so one process creates them once

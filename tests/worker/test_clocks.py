@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, until
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
+from profharness.recording.worker import timing
+from profharness.recording.worker.bench import bench_group
+from profharness.recording.worker.timing import ClockReader, over_time
+from profharness.recording.worker.workspace import Workspace
 from profharness.run import BenchPlan, Cell, JournalEntry, Plan, Protocol
-from profharness.worker import timing
-from profharness.worker.bench import bench_group
-from profharness.worker.timing import ClockReader, over_time
-from profharness.worker.workspace import Workspace
 
 
 def questions(ask: Callable[[], int]) -> Callable[[], dict[str, Callable[[], Any]]]:

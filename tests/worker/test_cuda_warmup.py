@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from profharness.worker import cuda_warmup
+from profharness.recording.worker import cuda_warmup
 
 
 def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

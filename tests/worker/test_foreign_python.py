@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from profharness.answers.repro import ReproCell, repro_script
+from profharness.attention.config import parse_config
 from profharness.cli import cli
-from profharness.config import parse_config
+from profharness.commands.repro.program import ReproCell, repro_script
 from profharness.processes import WORKER_SCRIPT
 from profharness.rows import Refusal
 from profharness.run import Cell, JournalEntry, Plan, Problem, Protocol, read_run, write_run
@@ -149,8 +149,8 @@ def test_the_oldest_torch_is_the_required_one() -> None:
 
 def test_the_oldest_python_can_read_what_a_worker_imports() -> None:
     oldest = by_path(WORKER_SCRIPT).OLDEST_PYTHON
-    paths = [*(ROOT / "profharness").glob("*.py"), *(ROOT / "profharness" / "worker").rglob("*.py")]
-    paths += [*(ROOT / "profharness" / "backends").glob("*.py")]
-    paths += [*(ROOT / "profharness" / "dispatch").glob("*.py")]
+    package = ROOT / "profharness"
+    paths = [*package.glob("*.py"), *(package / "recording" / "worker").rglob("*.py")]
+    paths += (package / "attention").rglob("*.py")
     for path in paths:
         ast.parse(path.read_text(), str(path), feature_version=oldest)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from profharness.config import parse_config
+from profharness.attention.config import parse_config
+from profharness.recording.supervise import RunRecord, Step
+from profharness.recording.worker.gpu_watch import GpuLock
 from profharness.run import GPU, Cell, JournalEntry, Problem, Protocol, Run, read_run
-from profharness.runner.supervise import RunRecord, Step
-from profharness.worker.gpu_watch import GpuLock
 
 # The part of NVML that the watch uses. Its values come from a file. A null means "not supported".
 NVML = """
@@ -57,7 +57,7 @@ def nvmlDeviceGetUtilizationRates(handle): return SimpleNamespace(gpu=state("gpu
 WATCHER = """
 import os, sys
 from pathlib import Path
-from profharness.worker.gpu_watch import open_watch
+from profharness.recording.worker.gpu_watch import open_watch
 watch = open_watch()
 print("opened", flush=True)
 for number, line in enumerate(sys.stdin):

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from waiting import until
 
-from profharness.rows import CPU_WAIT
-from profharness.worker import timing
-from profharness.worker.timing import (
+from profharness.recording.worker import timing
+from profharness.recording.worker.timing import (
     HOLD_MAX_NS,
     HOLD_NS,
     MIN_SAMPLES,
@@ -29,6 +28,7 @@ from profharness.worker.timing import (
     open_graph,
     overlapped,
 )
+from profharness.rows import CPU_WAIT
 
 
 def queue_of(needed_ns: int, hold: Hold, queued: list[int]) -> Queued:

@@ -1,1 +1,0 @@
-"""Analyze one cell: findings with evidence, a bottleneck, and ranked remedies."""

@@ -1,1 +1,0 @@
-"""Explain why a backend is chosen: by the rules, by PyTorch's own choice, and by the store."""

@@ -1,0 +1,1 @@
+"""Measured cells of many GPUs, and the model that predicts the others (docs/atlas.md)."""

@@ -1,0 +1,507 @@
+"""The measured cells of one GPU, in memory as columns of integers and in a `.npz` file.
+
+docs/atlas.md describes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from profharness.atlas.checks import (
+    BACKENDS,
+    CHOICES,
+    LARGEST,
+    STATUSES,
+    Dim3,
+    machine_fault,
+    parse_label,
+)
+from profharness.atlas.npz import MAGIC, read_arrays, write_arrays
+from profharness.attention.config import Config
+from profharness.errors import ProfharnessError, UsageError, printable_path
+from profharness.files import decode_json, open_input
+from profharness.run import NOT_A_RECORD
+
+VERSION = 2
+SUFFIX, MODEL_SUFFIX = ".npz", ".model.npz"
+OLD_MAGIC = b"phatlas\n"  # of files before version 2
+PACKAGED = Path(__file__).parent
+NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
+KEY = (*NUMBERS, "variant", "backend")
+# Each column has one value per cell, launch kind, distinct sequence of launches, launch of a
+# distinct sequence, or timed launch.
+COLUMNS = {
+    **dict.fromkeys(KEY, "cells"),
+    **dict.fromkeys(("regime", "status", "choice", "message"), "cells"),
+    **dict.fromkeys(("kernel_ns", "graph_ns", "peak_bytes", "sequence"), "cells"),
+    **dict.fromkeys(("kernel", "block_x", "block_y", "block_z"), "kinds"),
+    **dict.fromkeys(("registers", "shared_bytes"), "kinds"),
+    "length": "sequences",
+    **dict.fromkeys(("kind", "grid_x", "grid_y", "grid_z"), "launches"),
+    "time_ns": "times",
+}
+MAX_COUNTS = {
+    "cells": 250_000,
+    "kinds": 250_000,
+    "sequences": 250_000,
+    "launches": 4_000_000,
+    "times": 4_000_000,
+}
+# The columns that are indices into a table of texts.
+TABLES = {
+    "variant": "variants",
+    "backend": "backends",
+    "regime": "regimes",
+    "status": "statuses",
+    "choice": "choices",
+    "message": "messages",
+    "kernel": "kernels",
+}
+MAX_TIME_GAP = 0.5  # relative difference between two times of one cell
+NOTHING = -1  # in a column: no value
+VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # what distinguishes two machines
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPU and software on which an atlas was measured."""
+
+    gpu: str
+    torch: str
+    cuda: str | None = None
+    cudnn: int | None = None  # 91900 for 9.19.0
+    driver: str | None = None
+    capability: str | None = None
+    num_sms: int | None = None
+    l2_bytes: int | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, Any]) -> Machine:
+        """Return the machine of a run's or a shard's environment."""
+        renamed = {"cuda": "torch_cuda"}
+        names = (each.name for each in fields(cls))
+        return cls(**{name: environment.get(renamed.get(name, name)) for name in names})  # type: ignore[arg-type]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Return the fields under the names of an environment."""
+        values = asdict(self)
+        return {"torch_cuda": values.pop("cuda"), **values}
+
+    @property
+    def name(self) -> str:
+        """Return a file name such as `h200-torch2.11.0-cuda13.0-cudnn91900-driver580.159.04`."""
+        gpu = self.gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
+        parts = [gpu, f"torch{self.torch.split('+')[0]}"]
+        parts += [f"cuda{self.cuda}"] if self.cuda else []
+        parts += [f"cudnn{self.cudnn}"] if self.cudnn else []
+        parts += [f"driver{self.driver}"] if self.driver else []
+        # texts of a foreign file must not form a path outside the folder
+        return re.sub(r"[^\w.-]+", "-", "-".join(parts)).lstrip("-.")
+
+
+class Launch(NamedTuple):
+    """One kernel of a call. A memset has neither a grid nor registers."""
+
+    kernel: str
+    grid: Dim3 | None
+    block: Dim3 | None
+    registers: int | None
+    shared_bytes: int | None
+    time_us: float | None
+
+
+def _kinds(launches: Iterable[Launch]) -> list[tuple[Any, ...]]:
+    return [launch[:5] for launch in launches]
+
+
+@dataclass(frozen=True)
+class AtlasCell:
+    """A measured config on a backend. A refused one has no times."""
+
+    config: Config
+    backend: str
+    regime: str  # what the config was sampled for, such as `decode`
+    status: str
+    choice: str | None
+    launches: tuple[Launch, ...]
+    kernel_us: float | None
+    graph_us: float | None
+    peak_bytes: int | None
+    message: str | None
+
+    def difference(self, other: AtlasCell) -> tuple[str, str] | None:
+        """Return the first field in which another result differs and both values, or None."""
+        values: tuple[tuple[str, Any, Any], ...] = (
+            ("status", self.status, other.status),
+            ("choice", self.choice, other.choice),
+            ("kernels", _kinds(self.launches), _kinds(other.launches)),
+        )
+        for name, old, new in values:
+            if old == new or not old or not new:
+                continue
+            if name != "kernels":
+                return name, f"{old} ↔ {new}"
+            if len(old) != len(new):
+                return name, f"{len(old)} and {len(new)} launches"
+            return name, "other kernels or launch configurations"
+        if self.kernel_us and other.kernel_us:
+            low, high = sorted((self.kernel_us, other.kernel_us))
+            if high / low - 1 > MAX_TIME_GAP:
+                return "times", f"{self.kernel_us:g} ↔ {other.kernel_us:g} µs"
+        return None
+
+
+@dataclass(frozen=True)
+class Atlas:
+    """The cells of one machine."""
+
+    machine: Machine
+    tables: Mapping[str, tuple[Any, ...]]  # a variant has the fields of a config besides NUMBERS
+    columns: Mapping[str, Integers]
+    source: str = ""  # for messages
+
+    def __len__(self) -> int:
+        return len(self.columns["status"])
+
+    @cached_property
+    def starts(self) -> Integers:
+        """Return the first launch of each distinct sequence, followed by the number of launches."""
+        return _edges(self.columns["length"])
+
+    @cached_property
+    def time_starts(self) -> Integers:
+        """Return the first time of each cell's launches, followed by the number of times."""
+        # a cell without launches has the sequence -1, which is the 0 at the end
+        return _edges(np.append(self.columns["length"], 0)[self.columns["sequence"]])
+
+    @cached_property
+    def _rows(self) -> dict[bytes, int]:
+        keys = np.stack([self.columns[name] for name in KEY], axis=1)
+        data, width = keys.tobytes(), keys.shape[1] * keys.itemsize
+        return {data[row * width : (row + 1) * width]: row for row in range(len(self))}
+
+    @cached_property
+    def _variants(self) -> dict[tuple[Any, ...], int]:
+        return {
+            variant_of(_config(dict.fromkeys(NUMBERS, 1), fields)): code
+            for code, fields in enumerate(self.tables["variants"])
+        }
+
+    def rows(self, configs: Iterable[Config], backends: Iterable[str]) -> list[int]:
+        """Return the row of each config on each backend, in the order configs x backends, or -1."""
+        table = self.tables["backends"]
+        codes = [table.index(name) if name in table else NOTHING for name in backends]
+        known, rows = self._variants, self._rows
+        found = []
+        for config in configs:
+            numbers = [getattr(config, name) for name in NUMBERS]
+            variant = known.get(variant_of(config), NOTHING)
+            found += [
+                rows.get(struct.pack("<8q", *numbers, variant, code), NOTHING) for code in codes
+            ]
+        return found
+
+    def find(self, config: Config, backend: str) -> AtlasCell | None:
+        """Return the measured cell, or None."""
+        (row,) = self.rows([config], [backend])
+        return None if row == NOTHING else self.cell(row)
+
+    def cells(self) -> Iterator[AtlasCell]:
+        """Yield all cells in the order in which they were measured."""
+        return map(self.cell, range(len(self)))
+
+    def config(self, row: int) -> Config:
+        """Return the config of a cell."""
+        numbers = {name: int(self.columns[name][row]) for name in NUMBERS}
+        return _config(numbers, self.tables["variants"][self.columns["variant"][row]])
+
+    def cell(self, row: int) -> AtlasCell:
+        """Return one cell."""
+        peak_bytes = int(self.columns["peak_bytes"][row])
+        return AtlasCell(
+            config=self.config(row),
+            backend=self._text("backend", row),
+            regime=self._text("regime", row),
+            status=self._text("status", row),
+            choice=self._text("choice", row) or None,
+            launches=self.launches(row),
+            kernel_us=self._us("kernel_ns", row),
+            graph_us=self._us("graph_ns", row),
+            peak_bytes=None if peak_bytes == NOTHING else peak_bytes,
+            message=self._text("message", row) or None,
+        )
+
+    def launches(self, row: int) -> tuple[Launch, ...]:
+        """Return the launches of a cell in order, with their times."""
+        sequence = self.columns["sequence"][row]
+        if sequence == NOTHING:
+            return ()
+        first, last = self.starts[sequence : sequence + 2].tolist()
+        times = self.columns["time_ns"][self.time_starts[row] :][: last - first].tolist()
+        return tuple(
+            self._launch(index, time / 1e3)
+            for index, time in zip(range(first, last), times, strict=True)
+        )
+
+    def _launch(self, index: int, time_us: float) -> Launch:
+        kind = self.columns["kind"][index]
+        registers, shared_bytes = (
+            int(self.columns[name][kind]) for name in ("registers", "shared_bytes")
+        )
+        return Launch(
+            kernel=self.tables["kernels"][self.columns["kernel"][kind]],
+            grid=_dim3(*(self.columns[f"grid_{axis}"][index] for axis in "xyz")),
+            block=_dim3(*(self.columns[f"block_{axis}"][kind] for axis in "xyz")),
+            registers=None if registers == NOTHING else registers,
+            shared_bytes=None if shared_bytes == NOTHING else shared_bytes,
+            time_us=time_us,
+        )
+
+    def _text(self, name: str, row: int) -> str:
+        return str(self.tables[TABLES[name]][self.columns[name][row]])
+
+    def _us(self, name: str, row: int) -> float | None:
+        value = self.columns[name][row]
+        return None if value == NOTHING else float(value) / 1e3
+
+
+def variant_of(config: Config) -> tuple[Any, ...]:
+    """Return the values of a config besides its NUMBERS."""
+    others: tuple[Any, ...] = _variant(config)
+    return others
+
+
+VARIANT = tuple(each.name for each in fields(Config) if each.name not in NUMBERS)
+_variant = attrgetter(*VARIANT)
+_DEFAULTS = {each.name: each.default for each in fields(Config)}
+
+
+def _config(numbers: Mapping[str, int], variant: Mapping[str, Any]) -> Config:
+    # JSON has lists for tuples
+    others: dict[str, Any] = {
+        name: tuple(each) if isinstance(each, list) else each for name, each in variant.items()
+    }
+    values: dict[str, Any] = {**numbers, **others}
+    return Config(**values)
+
+
+def _dim3(x: int, y: int, z: int) -> Dim3 | None:
+    return None if x == NOTHING else (int(x), int(y), int(z))
+
+
+def _ns(us: float | None) -> int:
+    return NOTHING if us is None else round(us * 1e3)
+
+
+def _edges(lengths: Integers) -> Integers:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+class _Table(dict[Any, int]):
+    """A dict that numbers its keys in the order of their first use."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
+    """Return an atlas of cells, in their order, with the first of equal config and backend.
+
+    Raise UsageError for more cells or launches than MAX_COUNTS.
+    """
+    tables = {name: _Table() for name in TABLES.values()}
+    kinds, sequences = _Table(), _Table()
+    rows: list[tuple[int, ...]] = []
+    times: list[tuple[int]] = []
+    known = set()
+    for cell in cells:
+        if (cell.config, cell.backend) in known:
+            continue
+        known.add((cell.config, cell.backend))
+        sequence = NOTHING
+        if cell.launches:
+            launches = []
+            for launch in cell.launches:
+                name = tables["kernels"][launch.kernel]
+                block = launch.block or (NOTHING,) * 3
+                rest = (NOTHING if each is None else each for each in launch[3:5])
+                launches.append((kinds[(name, *block, *rest)], *(launch.grid or (NOTHING,) * 3)))
+            sequence = sequences[tuple(launches)]
+            times += [(_ns(launch.time_us),) for launch in cell.launches]
+        values = zip(VARIANT, variant_of(cell.config), strict=True)
+        variant = json.dumps({name: each for name, each in values if each != _DEFAULTS[name]})
+        row = (
+            *(getattr(cell.config, name) for name in NUMBERS),
+            tables["variants"][variant],
+            tables["backends"][cell.backend],
+            tables["regimes"][cell.regime],
+            tables["statuses"][cell.status],
+            tables["choices"][cell.choice or ""],
+            tables["messages"][cell.message or ""],
+            _ns(cell.kernel_us),
+            _ns(cell.graph_us),
+            NOTHING if cell.peak_bytes is None else cell.peak_bytes,
+            sequence,
+        )
+        rows.append(row)
+        if len(rows) > MAX_COUNTS["cells"] or len(times) > MAX_COUNTS["times"]:
+            raise UsageError(
+                f"{source}: more than {MAX_COUNTS['cells']:,} cells or {MAX_COUNTS['times']:,} "
+                "launches in one atlas"
+            )
+    values_by_kind = {
+        "cells": rows,
+        "kinds": list(kinds),
+        "sequences": [(len(sequence),) for sequence in sequences],
+        "launches": [launch for sequence in sequences for launch in sequence],
+        "times": times,
+    }
+    columns: dict[str, Integers] = {}
+    for kind, some in values_by_kind.items():
+        names = [name for name, each in COLUMNS.items() if each == kind]
+        table = np.array(some, np.int64).reshape(-1, len(names)).T
+        columns.update(zip(names, table, strict=True))
+    texts = {name: tuple(table) for name, table in tables.items()}
+    texts["variants"] = tuple(map(json.loads, texts["variants"]))
+    return Atlas(machine, texts, columns, source)
+
+
+def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
+    """Write an atlas atomically. Raise UsageError if the file exists and `force` is False."""
+    header = {
+        "version": VERSION,
+        "machine": asdict(atlas.machine),
+        "tables": {name: list(atlas.tables[name]) for name in TABLES.values()},
+    }
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    arrays = {name: narrowed(atlas.columns[name]) for name in COLUMNS}
+    write_arrays({"header": np.frombuffer(text, np.uint8), **arrays}, path, force=force)
+
+
+def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return integers in the narrowest signed dtype that fits all of them."""
+    largest = int(np.abs(values).max(initial=0))
+    return values.astype(next(f"<i{n}" for n in (1, 2, 4, 8) if largest < 1 << (8 * n - 1)))
+
+
+def read_atlas(path: Path) -> Atlas:
+    """Read an atlas.
+
+    Raise UsageError for a file that cannot be read, is no atlas or has another version, and
+    ProfharnessError for one that was cut short, changed or forged.
+    """
+    name = printable_path(path)
+    try:
+        with open_input(path) as file:
+            start = file.read(len(OLD_MAGIC))
+        if start == OLD_MAGIC:
+            raise UsageError(
+                f"{name}: an atlas in the format before .npz; export it as .jsonl with the version "
+                "that wrote it, or run `profharness atlas add` on its shards or store"
+            )
+        if not start.startswith(MAGIC):
+            raise UsageError(
+                f"{name}: not an atlas; `profharness atlas list` prints the known ones"
+            )
+        arrays = read_arrays(path, ("header", *COLUMNS))
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}; give the path of an atlas") from None
+    try:
+        header = decode_json(arrays.pop("header").tobytes(), _Header)
+        if header.version != VERSION:
+            raise UsageError(
+                f"{name}: an atlas of version {header.version}; this profharness reads version {VERSION}"
+            )
+        machine = msgspec.convert(header.machine, Machine)
+        if machine_fault(machine.environment) or asdict(machine).keys() < header.machine.keys():
+            raise ValueError
+        tables = _checked_tables(header.tables)
+    except (ValueError, TypeError, KeyError, *NOT_A_RECORD):
+        raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
+    _check_columns(arrays, tables, name)
+    columns = {each: values.astype(np.int64) for each, values in arrays.items()}
+    atlas = Atlas(machine, tables, columns, name)
+    for edges, column in ((atlas.starts, "kind"), (atlas.time_starts, "time_ns")):
+        if edges[-1] != len(columns[column]):
+            raise ProfharnessError(f"{name}: the lengths in the atlas disagree; get it again")
+    return atlas
+
+
+class _Header(msgspec.Struct):
+    version: int
+    machine: dict[str, str | int | None]
+    tables: dict[str, list[Any]]
+
+
+def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
+    """Return the tables of a header. Raise ValueError and the like for forged ones."""
+    allowed = {"backends": BACKENDS, "statuses": STATUSES, "choices": (*CHOICES, "")}
+    checked = {name: tuple(tables[name]) for name in TABLES.values()}
+    for name, table in checked.items():
+        if name == "variants":
+            for variant in table:
+                if not isinstance(variant, dict) or not variant.keys() <= set(VARIANT):
+                    raise ValueError
+                try:
+                    config = msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config)
+                    parse_label(config.label)
+                except UsageError as error:
+                    raise ValueError from error
+        elif not all(isinstance(each, str) for each in table) or not set(table) <= set(
+            allowed.get(name, table)
+        ):
+            raise ValueError
+    return checked
+
+
+def _check_columns(
+    arrays: Mapping[str, npt.NDArray[Any]], tables: Mapping[str, tuple[Any, ...]], source: str
+) -> None:
+    """Raise ProfharnessError for columns of different lengths or with values out of bounds."""
+    counts: dict[str, int] = {}
+    for name, kind in COLUMNS.items():
+        count = counts.setdefault(kind, len(arrays[name]))
+        if arrays[name].shape != (count,) or arrays[name].dtype.kind != "i":
+            raise ProfharnessError(f"{source}: column {name} of the atlas is forged; get it again")
+        if count > MAX_COUNTS[kind]:
+            raise ProfharnessError(f"{source}: more than {MAX_COUNTS[kind]:,} {kind} in the atlas")
+    for name, values in arrays.items():
+        least, bound = (1 if name in NUMBERS else NOTHING), LARGEST
+        if name in TABLES:
+            least, bound = 0, len(tables[TABLES[name]])
+        elif name == "length":
+            least, bound = 0, counts["launches"] + 1
+        elif name in ("sequence", "kind"):
+            least, bound = (NOTHING if name == "sequence" else 0), counts[f"{name}s"]
+        if len(values) and not least <= values.min() <= values.max() < bound:
+            raise ProfharnessError(f"{source}: column {name} of the atlas is damaged; get it again")
+    for what in ("grid", "block"):
+        absent = [arrays[f"{what}_{axis}"] == NOTHING for axis in "xyz"]
+        if not all(np.array_equal(absent[0], other) for other in absent[1:]):
+            raise ProfharnessError(f"{source}: a {what} in the atlas is damaged; get it again")
+
+
+def packaged_atlases() -> tuple[Path, ...]:
+    """Return the paths of the atlases in the package."""
+    return atlas_files(PACKAGED)
+
+
+def atlas_files(folder: Path) -> tuple[Path, ...]:
+    """Return the atlases of a folder, without models."""
+    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ()
+    return tuple(path for path in paths if not path.name.endswith(MODEL_SUFFIX))

@@ -1,0 +1,177 @@
+"""Predict the kernels that a backend launches for a config, and their grids.
+
+A call is a template of slots. A slot has a role: a tree selects the kernels that fill it, another
+tree the launch configuration of each kernel, and a formula computes each size of the grid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from profharness.atlas.data import NOTHING
+from profharness.atlas.features import Columns, product_features, product_sizes, tiled
+from profharness.atlas.trees import Integers, Net, Tree, Values
+
+# Kernels whose shared memory has a row of scores and a number for each warp of the block.
+COMPUTED = re.compile(r"cunn_SoftMax(Forward|Backward)Smem")
+PRODUCT = "product"  # the family of the kernels of batched products
+MAX_SLOTS = 16  # slots of one family between two anchors
+MAX_PARTS = 4  # kernels that fill one slot
+# A family of kernels, and the slot: anchors before it * MAX_SLOTS + slots of the family since then.
+Key = tuple[str, int]
+# dP is a product like the scores, and dQ one like the output. dK has the layout of dV and other sizes.
+SAME_PRODUCT = {3: 0, 5: 1}
+SAME_LAYOUT = {4: 2}
+
+
+class Subset(Columns):
+    """The columns of some rows, each of them computed on first use."""
+
+    def __init__(self, whole: Columns, rows: Integers) -> None:
+        super().__init__()
+        self.whole, self.rows = whole, rows
+
+    def __missing__(self, name: str) -> Values:
+        self[name] = self.whole[name][self.rows]
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.whole
+
+
+class Formula(NamedTuple):
+    """A size of a grid: min(ceil(quantity / step) * multiplier, limit). The quantity `1` is one."""
+
+    quantity: str
+    step: float
+    multiplier: str
+    limit: int = 0  # 0: none
+
+    def values(self, c: Columns) -> Values:
+        """Return the sizes for some configs."""
+        steps = np.ceil(quantity(c, self.quantity) / self.step - 1e-9)
+        value = steps * quantity(c, self.multiplier)
+        return np.minimum(value, self.limit) if self.limit else value
+
+
+def quantity(c: Columns, name: str) -> Values:
+    """Return a product of columns by its name, such as `BH*D`."""
+    if name in c:
+        return c[name]
+    value = np.ones_like(c["B"])
+    for part in name.split("*"):
+        if part != "1":
+            value = value * c[part]
+    return value
+
+
+class Choice(msgspec.Struct, frozen=True, tag=True):
+    """A size of a grid that a tree selects among known sizes."""
+
+    sizes: tuple[int, ...]
+    tree: Tree
+
+    def values(self, c: Columns) -> Values:
+        """Return the sizes for some configs."""
+        return np.array(self.sizes, np.float64)[self.tree.classes(c)]
+
+
+Size = Formula | Choice
+
+
+@dataclass
+class Calls:
+    """The launches of many calls, as columns."""
+
+    place: Integers  # the row of the config
+    order: Integers
+    kind: Integers
+    grid: Integers  # launches x 3
+    product: Integers  # of batched products which one, else NOTHING
+
+    @cached_property
+    def blocks(self) -> Values:
+        """Return the number of blocks of each launch, 1 for a memset."""
+        blocks: Values = np.maximum(np.prod(self.grid, axis=1), 1).astype(np.float64)
+        return blocks
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """The kernels of one backend."""
+
+    templates: tuple[tuple[Key, ...], ...]  # the slots of a call
+    template: Tree
+    parts: dict[Key, tuple[tuple[str, ...], ...]] = {}  # by class: the kernels that fill a slot
+    roles: dict[Key, Tree | Net] = {}
+    kinds: dict[tuple[Key, str], tuple[tuple[int, ...], Tree]] = {}  # launch kinds of a kernel
+    formulas: dict[tuple[int, Key], tuple[Size, Size, Size]] = {}  # by kind: x, y and z
+
+    def calls(self, c: Columns) -> Calls:
+        """Return the launches of each config, in order."""
+        chosen = self.template.classes(c)
+        slots: dict[Key, list[tuple[Integers, int, int]]] = defaultdict(list)
+        for template in np.unique(chosen):
+            rows = np.flatnonzero(chosen == template)
+            for number, key in enumerate(self.templates[template]):
+                slots[pooled(key)].append((rows, number, product_of(key)))
+        found: list[Calls] = []
+        for key, users in slots.items():
+            rows = np.concatenate([each for each, _, _ in users])
+            order = np.concatenate([np.full(len(each), number) for each, number, _ in users])
+            product = np.concatenate([np.full(len(each), number) for each, _, number in users])
+            some = with_product(Subset(c, rows), product)
+            found += self._slot_calls(key, rows, order * MAX_PARTS, product, some)
+        names = ("place", "order", "kind", "grid", "product")
+        columns = [np.concatenate([getattr(each, name) for each in found]) for name in names]
+        by = np.lexsort((columns[1], columns[0]))
+        return Calls(*(column[by] for column in columns))
+
+    def _slot_calls(
+        self, key: Key, rows: Integers, order: Integers, product: Integers, c: Columns
+    ) -> list[Calls]:
+        role, parts = self.roles[key], self.parts[key]
+        classes = role.classes(product_features(c)) if isinstance(role, Net) else role.classes(c)
+        found = []
+        for number in np.unique(classes):
+            inside = np.flatnonzero(classes == number)
+            part = Subset(c, inside)
+            for place, name in enumerate(parts[number]):
+                kinds, tree = self.kinds[key, name]
+                indexes = np.array(kinds)[tree.classes(part)]
+                grid = np.empty((len(inside), 3), np.int64)
+                for kind in np.unique(indexes):
+                    same = indexes == kind
+                    those = Subset(part, same)
+                    formulas = self.formulas[int(kind), key]
+                    grid[same] = np.stack([each.values(those) for each in formulas], axis=1)
+                found.append(
+                    Calls(rows[inside], order[inside] + place, indexes, grid, product[inside])
+                )
+        return found
+
+
+def pooled(key: Key) -> Key:
+    """Return the slot whose rules apply to a slot."""
+    product = product_of(key)
+    return key if product == NOTHING else (PRODUCT, MAX_SLOTS * SAME_LAYOUT.get(product, product))
+
+
+def product_of(key: Key) -> int:
+    """Return the number of the batched product of math in a slot, or NOTHING."""
+    product = key[1] // MAX_SLOTS
+    return SAME_PRODUCT.get(product, product) if key[0] == PRODUCT else NOTHING
+
+
+def with_product(c: Columns, product: Integers) -> Columns:
+    """Add the sizes and tiles of a slot's batched products, if it has any."""
+    if len(product) and product[0] != NOTHING:
+        sizes = product_sizes(c, product)
+        c.update(sizes | tiled(sizes))
+    return c

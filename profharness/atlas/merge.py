@@ -1,0 +1,193 @@
+"""Merge atlases, compare the cells that two of them share, and make atlases from a store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from profharness.atlas.catalog import Entry, same_machine
+from profharness.atlas.checks import MAX_EXAMPLES, SETTLED, machine_fault
+from profharness.atlas.data import (
+    SUFFIX,
+    VERSIONS,
+    Atlas,
+    AtlasCell,
+    Launch,
+    Machine,
+    build_atlas,
+    write_atlas,
+)
+from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config
+from profharness.device_types import on_gpu
+from profharness.errors import NotFoundError, ProfharnessError, UsageError
+from profharness.rows import GRAPH, CellRow, LaunchRow, preferred_profiler_rows, triple
+from profharness.store import ALL_RUNS, Store
+
+OWN_REGIME = "own"  # the regime of cells that come from a store
+MAX_MEDIAN_GAP = 0.1  # the same for the median over all shared cells
+LEAST_FOR_MEDIAN = 10  # shared cells with times
+
+
+def merge(atlases: Sequence[Atlas]) -> Atlas:
+    """Return one atlas of all cells. The first result that ran or was refused wins.
+
+    Raise UsageError for different machines and ProfharnessError for conflicts.
+    """
+    first, *others = atlases
+    for other in others:
+        for name in VERSIONS:
+            old, new = getattr(first.machine, name), getattr(other.machine, name)
+            if old != new:
+                raise UsageError(
+                    f"{first.source or 'the first'} is of {name} {old}, {other.source or 'another'} "
+                    f"of {new}; an atlas belongs to one machine, so they are not mixed"
+                )
+    for number, later in enumerate(atlases):
+        for earlier in atlases[:number]:
+            if text := conflicts(earlier, later):
+                raise ProfharnessError(f"{earlier.source} and {later.source} are not mixed: {text}")
+    cells = chain.from_iterable(atlas.cells() for atlas in atlases)
+    # the sort is stable
+    ordered = sorted(cells, key=lambda cell: cell.status not in SETTLED)
+    return build_atlas(first.machine, ordered, first.source)
+
+
+def conflicts(one: Atlas, other: Atlas) -> str:
+    """Describe the cells on which two atlases of a machine disagree. Return "" if there are none.
+
+    The text is such as `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto: …`.
+    """
+    counts: Counter[str] = Counter()
+    examples: list[str] = []
+    ratios: list[float] = []
+    shared = 0
+    for cell in other.cells():
+        known = one.find(cell.config, cell.backend)
+        if known is None or not {known.status, cell.status} <= {*SETTLED}:
+            continue
+        shared += 1
+        if known.kernel_us and cell.kernel_us:
+            ratios.append(cell.kernel_us / known.kernel_us)
+        if (found := known.difference(cell)) is not None:
+            counts[found[0]] += 1
+            examples.append(f"{cell.config.label} {cell.backend}: {found[1]}")
+    texts = []
+    if counts:
+        parts = ", ".join(f"{what} of {count}" for what, count in counts.items())
+        texts = [
+            f"{counts.total():,} of {shared:,} shared cells disagree: {parts}",
+            f"first {'; '.join(examples[:MAX_EXAMPLES])}",
+        ]
+    ratio = median(ratios) if len(ratios) >= LEAST_FOR_MEDIAN else 1.0
+    if abs(ratio - 1) > MAX_MEDIAN_GAP:
+        texts.append(f"times are {ratio:.2f}x in the median over {shared:,} shared cells")
+    return "; ".join(texts)
+
+
+def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | None, int]:
+    """Add the new cells of an atlas to the user's own atlas of that machine.
+
+    Return its file and the number of new cells. Without new cells nothing is written and the file
+    is None. Raise UsageError for an invalid machine, and as `merge` does.
+    """
+    source = atlas.source or "the atlas"
+    if fault := machine_fault(atlas.machine.environment):
+        raise UsageError(f"{source}: {fault}")
+    same = [entry for entry in entries if same_machine(entry.atlas.machine, atlas.machine)]
+    for entry in same:
+        if text := conflicts(entry.atlas, atlas):
+            raise ProfharnessError(
+                f"{source} is not added to {entry.name} ({entry.origin}), for the two disagree: {text}"
+            )
+    new = [cell for cell in atlas.cells() if not any(_contains(each.atlas, cell) for each in same)]
+    if not new:
+        return None, 0
+    path = folder / f"{atlas.machine.name}{SUFFIX}"
+    parts = [each.atlas for each in same if each.path == path]
+    parts.append(build_atlas(atlas.machine, new, source))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror}; give --atlas") from None
+    write_atlas(merge(parts), path, force=True)
+    return path, len(new)
+
+
+def _contains(atlas: Atlas, cell: AtlasCell) -> bool:
+    known = atlas.find(cell.config, cell.backend)
+    return known is not None and (known.status in SETTLED or cell.status not in SETTLED)
+
+
+def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
+    """Return an atlas for each machine whose captures of PyTorch's backends a store has.
+
+    Newer runs come first, so that their cells win. Raise NotFoundError without such cells.
+    """
+    names = [row.run for row in store.runs()] if run == ALL_RUNS else [store.resolve(run)]
+    found: dict[Machine, list[AtlasCell]] = {}
+    for name in names:
+        environment = store.environment(name)
+        if not on_gpu(environment) or not environment.get("gpu"):
+            continue
+        machine = Machine.from_environment(environment)
+        found.setdefault(machine, []).extend(_run_cells(store, name))
+    atlases = [
+        build_atlas(machine, cells, f"the store's {machine.name}")
+        for machine, cells in found.items()
+        if cells
+    ]
+    if not atlases:
+        what = "the store" if run == ALL_RUNS else f"run {names[0]}"
+        raise NotFoundError(
+            f"{what} has no cells of auto, {', '.join(SDPA_BACKENDS)} with kernels on a GPU; "
+            "`profharness capture` on one makes some"
+        )
+    return atlases
+
+
+def _run_cells(store: Store, run: str) -> Iterator[AtlasCell]:
+    launches: dict[str | None, list[LaunchRow]] = {}
+    for launch in preferred_profiler_rows(store.launches(run)):
+        launches.setdefault(launch.cell, []).append(launch)
+    for cell in store.cells(run):
+        if cell.backend in (AUTO, *SDPA_BACKENDS) and cell.status in SETTLED:
+            own = launches.get(cell.cell, [])
+            if own or cell.status == "refused":
+                yield _cell(cell, own)
+
+
+def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:
+    """Return a cell with the most frequent sequence of launches and the medians of its times."""
+    ordered = sorted(launches, key=lambda launch: (launch.iteration or 0, launch.start_ns))
+    calls = [list(call) for _, call in groupby(ordered, key=lambda launch: launch.iteration)]
+    sequences = Counter(tuple(map(_kind, call)) for call in calls)
+    usual = sequences.most_common(1)[0][0] if sequences else ()
+    same = [call for call in calls if tuple(map(_kind, call)) == usual]
+    times = [[each.duration_ns for each in call if each.duration_ns is not None] for call in same]
+    known = bool(usual) and all(len(each) == len(usual) for each in times)
+    medians = [median(each) / 1e3 for each in zip(*times, strict=True)] if known else []
+    graph = cell.samples.get(GRAPH)
+    return AtlasCell(
+        config=parse_config(cell.config),
+        backend=cell.backend,
+        regime=OWN_REGIME,
+        status=cell.status,
+        choice=cell.choice,
+        launches=tuple(
+            Launch._make((*kind, medians[at] if known else None)) for at, kind in enumerate(usual)
+        ),
+        kernel_us=median(map(sum, times)) / 1e3 if known else None,
+        graph_us=median(graph) / 1e3 if graph else None,
+        peak_bytes=cell.peak_memory_bytes,
+        message=cell.reason,
+    )
+
+
+def _kind(launch: LaunchRow) -> tuple[Any, ...]:
+    grid = triple(launch.grid_x, launch.grid_y, launch.grid_z)
+    block = triple(launch.block_x, launch.block_y, launch.block_z)
+    return launch.kernel, grid, block, launch.registers_per_thread, launch.shared_bytes

@@ -1,0 +1,453 @@
+"""Estimate configs on backends of a GPU: by measured cells, by the model, or by the roofline bound.
+
+docs/atlas.md describes the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from profharness.atlas.data import (
+    MODEL_SUFFIX,
+    NOTHING,
+    NUMBERS,
+    PACKAGED,
+    VARIANT,
+    Atlas,
+    AtlasCell,
+    Launch,
+    narrowed,
+    variant_of,
+)
+from profharness.atlas.features import KINDS, Columns, at, sizes, with_shapes
+from profharness.atlas.kernels import COMPUTED, Rules
+from profharness.atlas.npz import DTYPES, Array, read_arrays, write_arrays
+from profharness.atlas.times import Curve, Launched, columns, regimes_of, together
+from profharness.atlas.trees import Boost, Integers, Values
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
+from profharness.attention.costs import compulsory_bytes, flops
+from profharness.attention.dispatch.machine import Machine, from_config, machine_for
+from profharness.attention.dispatch.predict import predict
+from profharness.device_types import CUDA
+from profharness.devices import data_sheet, find_gpu, flop_peak
+from profharness.dtypes import CONFIG_DTYPES
+from profharness.errors import ProfharnessError, UsageError, printable_path
+
+MODEL_VERSION = 3
+MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # that were sampled
+BOUNDS = {
+    "batch": "batch",
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "seq_len_q": "queries",
+    "seq_len_kv": "keys",
+    "head_dim": "head_dim",
+}
+LONGER = 1.5  # an estimate may exceed the longest measured call by this factor
+NEAR = 0.45  # the share of the time from which a ceiling of the GPU is the bottleneck
+MAX_KNOWN = 100_000  # cached answers of the dispatch rules
+TINY_US = 4.0  # kernels with a shorter average time are bound by their launches
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """The times of one backend, forward alone or with backward."""
+
+    trees: Boost  # log of the factor by which the time differs from that of the curves
+    errors: dict[str, float]  # by regime: the relative error of the 90 % interval; "" for others
+    graph: dict[str, float]  # by size: graph time over kernel time
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The model fitted to an atlas."""
+
+    version: int
+    machine: str
+    names: tuple[str, ...]  # of kernels
+    kinds: Integers  # name, block x y z, registers, shared bytes of each launch kind
+    codes: Integers  # of each kind; kinds with one code share a curve
+    rules: dict[str, Rules]  # by backend
+    curves: dict[str, dict[tuple[int, int], Curve]]  # by backend, then code and product
+    timings: dict[tuple[str, int], Timing]  # by backend and direction
+    bounds: dict[str, float]  # least and largest sampled values
+
+
+def write_model(model: Model, path: Path) -> None:
+    """Write a model atomically. All its arrays of one dtype are stored as one array."""
+    pools: dict[str, list[Array]] = {dtype: [] for dtype in DTYPES}
+    sizes = dict.fromkeys(DTYPES, 0)
+
+    def encode(array: Array) -> list[int]:
+        stored = narrowed(array) if array.dtype.kind in "iu" else array
+        dtype = stored.dtype.str if stored.dtype.str in DTYPES else "<f4"
+        pools[dtype].append(stored.astype(dtype).reshape(-1))
+        start, sizes[dtype] = sizes[dtype], sizes[dtype] + array.size
+        return [DTYPES.index(dtype), start, *array.shape]
+
+    header = msgspec.msgpack.encode(model, enc_hook=encode)
+    arrays = {dtype: np.concatenate([np.zeros(0, dtype), *pools[dtype]]) for dtype in DTYPES}
+    names = {dtype: dtype[1:] for dtype in DTYPES}
+    write_arrays(
+        {"header": np.frombuffer(header, np.uint8)}
+        | {names[dtype]: array for dtype, array in arrays.items()},
+        path,
+        force=True,
+    )
+
+
+def read_model(path: Path) -> Model:
+    """Read a model. Raise ProfharnessError for a damaged one or one of another version."""
+    arrays = read_arrays(path, ("header", *(dtype[1:] for dtype in DTYPES)))
+    pools: list[Array] = [arrays[dtype[1:]] for dtype in DTYPES]
+
+    def decode(_: type, value: Any) -> Array:
+        number, start, *shape = value
+        if min(number, start, *shape) < 0:
+            raise ValueError("a negative size")
+        array: Array = pools[number][start : start + math.prod(shape)].reshape(shape)
+        return array
+
+    try:
+        model = msgspec.msgpack.decode(arrays["header"].tobytes(), type=Model, dec_hook=decode)
+    except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError):
+        raise ProfharnessError(
+            f"{printable_path(path)}: the model is forged; get it again"
+        ) from None
+    if model.version != MODEL_VERSION:
+        raise ProfharnessError(
+            f"{printable_path(path)}: a model of version {model.version}; this profharness reads version "
+            f"{MODEL_VERSION}"
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimate for one config on one backend."""
+
+    backend: str
+    source: str  # `measured` in the atlas, by the `model`, or `floor`: by rules and roofline alone
+    choice: str | None
+    status: str
+    launches: tuple[Launch, ...] = ()
+    kernel_us: float | None = None  # None for a floor; low_us is then the roofline bound
+    low_us: float | None = None  # the 90 % interval
+    high_us: float | None = None
+    error: float | None = None  # the relative error behind the interval
+    graph_us: float | None = None
+    bottleneck: str | None = None
+    outside: str | None = None  # why the atlas did not sample such configs
+
+
+class Dispatched(NamedTuple):
+    """The answer of the dispatch rules: PyTorch's own choice, and the eligibility of each backend."""
+
+    choice: str
+    eligible: dict[str, bool | None]
+
+    def answer(self, backend: str) -> tuple[str | None, str]:
+        """Return the backend that runs and the status of a call on a backend."""
+        if backend == AUTO:
+            known = self.choice in SDPA_BACKENDS
+            return (
+                (self.choice, "ok")
+                if known
+                else (None, "refused" if self.choice == "none" else "unknown")
+            )
+        eligible = self.eligible.get(backend)
+        return (backend, "ok") if eligible else (None, "unknown" if eligible is None else "refused")
+
+
+class Dispatch:
+    """The dispatch rules of a machine, with a cache for configs that they do not distinguish."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._known: dict[tuple[object, ...], Dispatched] = {}
+
+    def dispatch(self, config: Config) -> Dispatched:
+        """Return the choice and the eligible backends for a config."""
+        key = self._key(config) if self.machine.torch >= (2, 9) else (config,)
+        if len(self._known) > MAX_KNOWN:
+            self._known.clear()
+        if key not in self._known:
+            prediction = predict(from_config(config), self.machine)
+            eligible = {name: each.eligible for name, each in prediction.backends.items()}
+            self._known[key] = Dispatched(prediction.choice, eligible)
+        return self._known[key]
+
+    def _key(self, config: Config) -> tuple[object, ...]:
+        """Return what the rules from 2.9 on depend on. Sizes are reduced to what they compare."""
+        queries, keys, dim = config.seq_len_q, config.seq_len_kv, config.head_dim
+        broadcast = config.mask != "none" or config.layout != "contiguous"
+        return (
+            *variant_of(config), dim % 8, dim if dim > 128 else 0,
+            (min(config.batch, 2), min(config.num_heads, 2)) if broadcast else (),
+            config.num_heads == config.num_kv_heads, config.num_heads % config.num_kv_heads == 0,
+            max(config.batch, config.num_heads) > 65_535, min(queries, 2), min(keys, 2),
+            config.causal and queries == keys, self.machine.torch >= (2, 15) and keys % 128 == 64,
+            config.mask_strides is None or config.mask_dims,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def dispatch_of(machine: Machine) -> Dispatch:
+    """Return the dispatch rules of a machine, with one cache per process."""
+    return Dispatch(machine)
+
+
+class Forecast(NamedTuple):
+    """The model's answers for some configs on one backend."""
+
+    edges: list[int]  # the launches of config i are those from edges[i] to edges[i + 1]
+    launches: list[Launch]
+    us: list[float]
+    error: list[float]
+    graph: list[float]
+    bottleneck: list[str]
+
+
+def estimate(
+    atlas: Atlas | None,
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    gpu: str,
+    torch: str,
+    *,
+    measured: bool = True,
+    rules: Machine | None = None,
+) -> list[Estimate]:
+    """Return an estimate for each config on each backend, in the order configs x backends.
+
+    Without `measured` the cells of the atlas are not used. `rules` is the machine whose dispatch
+    rules apply; by default that GPU with the release's wheel. Raise UsageError for an unknown GPU.
+    """
+    configs = [config.resolve(CUDA) for config in configs]
+    count = len(backends)
+    rows = [NOTHING] * (len(configs) * count)
+    if atlas is not None and measured:
+        rows = atlas.rows(configs, backends)
+    dispatch = dispatch_of(rules or machine_for(gpu, torch))
+    model = None if atlas is None else model_of(atlas.machine.name)
+    answers: list[Estimate | None] = [None] * len(rows)
+    wanted: dict[str, dict[int, list[int]]] = {}  # choice -> config -> places of its answers
+    bounds = {} if model is None else model.bounds
+    limits = [(name, bounds[f"least {name}"], bounds[name]) for name in BOUNDS if name in bounds]
+    for place, row in enumerate(rows):
+        config, backend = configs[place // count], backends[place % count]
+        if atlas is not None and row != NOTHING:
+            answers[place] = measured_estimate(atlas.cell(row))
+            continue
+        choice, status = dispatch.dispatch(config).answer(backend)
+        outside = None if model is None or choice is None else _outside(config, limits)
+        answer = Estimate(backend, "floor", choice, status, outside=outside)
+        if choice is None and status == "refused" and model is not None:
+            answers[place] = replace(answer, source="model")
+        elif choice is None or model is None or outside or choice not in model.rules:
+            answers[place] = replace(answer, low_us=floor_us(config, gpu) if choice else None)
+        else:
+            wanted.setdefault(choice, {}).setdefault(place // count, []).append(place)
+    if model is not None and wanted:
+        with _uncollected():
+            _fill(answers, model, configs, backends, wanted, gpu)
+    return [answer for answer in answers if answer is not None]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Disable the cyclic garbage collector: answers contain no cycles, and there are many."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _fill(
+    answers: list[Estimate | None],
+    model: Model,
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    wanted: dict[str, dict[int, list[int]]],
+    gpu: str,
+) -> None:
+    """Set the answers of the model."""
+    asked = sorted({index for places in wanted.values() for index in places})
+    c = with_shapes(sizes([configs[index] for index in asked]))
+    number = {index: row for row, index in enumerate(asked)}
+    for choice, places in wanted.items():
+        rows = np.array([number[index] for index in places])
+        forecast = _forecast(model, choice, at(c, rows), gpu)
+        most = model.bounds[f"{choice} us"] * LONGER
+        for row, (index, users) in enumerate(places.items()):
+            us, error = forecast.us[row], forecast.error[row]
+            first, last = forecast.edges[row : row + 2]
+            launches = tuple(forecast.launches[first:last])
+            for place in users:
+                backend = backends[place % len(backends)]
+                if us > most:
+                    text = f"{choice} was measured up to {most / LONGER / 1e3:.0f} ms a call"
+                    answers[place] = Estimate(
+                        backend,
+                        "floor",
+                        choice,
+                        "ok",
+                        low_us=floor_us(configs[index], gpu),
+                        outside=text,
+                    )
+                    continue
+                answers[place] = Estimate(
+                    backend, "model", choice, "ok", launches, us, us / (1 + error), us * (1 + error), error,
+                    forecast.graph[row], forecast.bottleneck[row],
+                )  # fmt: skip
+
+
+def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
+    calls = model.rules[choice].calls(c)
+    whole = together(calls, c, model.codes, model.curves[choice])
+    count = len(c["B"])
+    us, error, graph = np.empty(count), np.empty(count), np.empty(count)
+    for direction in (0, 1):
+        rows = np.flatnonzero(c["BWD"] == direction)
+        timing = model.timings.get((choice, direction))
+        if len(rows) and timing is not None:
+            part, some = at(c, rows), whole.at(rows)
+            us[rows] = np.exp(timing.trees.sums(columns(part, some))) * some.us
+            error[rows], graph[rows] = _errors(timing, part, us[rows])
+    scale = us / whole.us
+    kinds = [
+        (
+            model.names[name],
+            None if x == NOTHING else (x, y, z),
+            None if x == NOTHING else registers,
+        )
+        for name, x, y, z, registers, _ in model.kinds.tolist()
+    ]
+    times = (whole.each * scale[calls.place]).tolist()
+    grids = map(tuple, calls.grid.tolist())
+    shared_bytes = computed_bytes(model, calls.kind, c["SK"][calls.place]).tolist()
+    launches = []
+    for kind, grid, time, shared in zip(
+        calls.kind.tolist(), grids, times, shared_bytes, strict=True
+    ):
+        name, block, registers = kinds[kind]
+        launches.append(
+            Launch(name, grid if block else None, block, registers, shared if block else None, time)
+        )
+    edges = np.searchsorted(calls.place, np.arange(count + 1)).tolist()
+    bottleneck = _bottlenecks(c, whole, us, gpu)
+    return Forecast(edges, launches, us.tolist(), error.tolist(), graph.tolist(), bottleneck)
+
+
+def _errors(timing: Timing, c: Columns, us: Values) -> tuple[list[float], list[float]]:
+    regimes = regimes_of(c, us)
+    error = [timing.errors.get(each, timing.errors[""]) for each in regimes]
+    graph = [timing.graph.get(each.split()[1], 1.0) for each in regimes]
+    return error, (np.array(graph) * us).tolist()
+
+
+def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]:
+    """Return `compute`, `memory`, `launch` or `latency` for each call, by the data sheet's rates."""
+    work = 2 * np.where(c["BWD"] > 0, 7, 2) * c["S"] * c["D"] * np.where(c["CAUSAL"] > 0, 0.5, 1.0)
+    moved = c["ITEM"] * (2 * c["Q"] + 2 * c["K"]) * np.where(c["BWD"] > 0, 2.5, 1.0)
+    unfused = whole.count > 11  # matrices of scores are read and written several times
+    moved = moved + np.where(unfused, 4 * c["S"] * whole.count * 0.8, c["M"] * c["ITEM"])
+    peaks = data_sheet(find_gpu(gpu).name)
+    if peaks is None or not peaks.bandwidth_bytes_per_s:
+        return ["latency"] * len(us)
+    rates = np.array([(flop_peak(peaks, dtype) or ("", np.inf))[1] for dtype in CONFIG_DTYPES])
+    rate = np.where(unfused, rates[2], rates[c["DT"].astype(int)])
+    compute, memory = work / rate * 1e6 / us, moved / peaks.bandwidth_bytes_per_s * 1e6 / us
+    small = us / whole.count < TINY_US
+    bound = np.select(
+        [(compute >= memory) & (compute > NEAR), memory > NEAR, small], ["compute", "memory", "launch"], "latency"
+    )  # fmt: skip
+    return [str(each) for each in bound.tolist()]
+
+
+def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
+    """Return the shared memory of launches. For some kernels it depends on the number of keys."""
+    names = [bool(COMPUTED.search(name)) for name in model.names]
+    block, fixed = model.kinds[kinds, 1], model.kinds[kinds, 5]
+    computed = np.array(names)[model.kinds[kinds, 0]]
+    return np.asarray(np.where(computed, 4 * keys + block // 8, fixed), np.int64)
+
+
+@lru_cache(maxsize=4)
+def model_of(name: str) -> Model | None:
+    """Return the packaged model of a machine by its name, or None."""
+    path = PACKAGED / f"{name}{MODEL_SUFFIX}"
+    return read_model(path) if path.exists() else None
+
+
+@lru_cache(maxsize=4096)
+def _unsampled(others: tuple[Any, ...]) -> str | None:
+    """Return why the atlas did not sample configs with this variant, or None."""
+    values = dict.fromkeys(NUMBERS, 1) | dict(zip(VARIANT, others, strict=True))
+    variant = Config(**values)
+    beyond = {
+        "dtype": variant.dtype not in CONFIG_DTYPES,
+        f"mask={variant.mask}": variant.mask not in KINDS,
+        f"mask_shape={variant.mask_shape}": variant.mask_shape not in MASK_SHAPES,
+        "dropout": variant.dropout != 0,
+        "scale": variant.scale is not None,
+        f"layout={variant.layout}": variant.layout != "contiguous",
+        "head_dim_v": variant.head_dim_v is not None,
+        "kv_batch": variant.kv_batch is not None,
+        "deterministic": variant.deterministic,
+        "strides": any(
+            (variant.q_strides, variant.k_strides, variant.v_strides, variant.mask_strides)
+        ),
+    }
+    wrong = [name for name, is_so in beyond.items() if is_so]
+    return f"the atlas has no configs with {', '.join(wrong)}" if wrong else None
+
+
+def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str | None:
+    """Return why the atlas did not sample such a config, or None. `limits`: name, least and most."""
+    for name, least, most in limits:
+        value = getattr(config, name)
+        if not least <= value <= most:
+            return f"{BOUNDS[name]} {value} is outside of the atlas's {least:.0f} to {most:.0f}"
+    return _unsampled(variant_of(config))
+
+
+def measured_estimate(cell: AtlasCell) -> Estimate:
+    """Return a measured cell as an answer."""
+    return Estimate(
+        cell.backend,
+        "measured",
+        cell.choice,
+        cell.status,
+        cell.launches,
+        cell.kernel_us,
+        cell.kernel_us,
+        cell.kernel_us,
+        0.0 if cell.kernel_us is not None else None,
+        cell.graph_us,
+    )
+
+
+def floor_us(config: Config, gpu: str) -> float | None:
+    """Return the roofline bound by the data sheet, or None for a GPU without one."""
+    try:
+        peaks = data_sheet(find_gpu(gpu).name)
+    except UsageError:
+        return None
+    if peaks is None or not peaks.bandwidth_bytes_per_s:
+        return None
+    rate = flop_peak(peaks, str(config.dtype))
+    times = [compulsory_bytes(config) / peaks.bandwidth_bytes_per_s]
+    times += [flops(config) / rate[1]] if rate else []
+    return 1e6 * max(times)

@@ -1,0 +1,177 @@
+"""Predictions of an atlas in the form of rows of a store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from profharness.atlas.answer import Place, Predicted, nanoseconds, predict_all
+from profharness.atlas.catalog import place_at, predicted
+from profharness.atlas.checks import BACKENDS
+from profharness.atlas.data import Launch
+from profharness.attention.config import Config, parse_config
+from profharness.device_types import on_gpu
+from profharness.devices import Device, occupancy
+from profharness.rows import CellRow, KernelRow
+from profharness.traces.kernel_names import parse_kernel_name
+
+PROFILER = "atlas"  # instead of a profiler, in rows of predicted kernels
+
+
+def predicted_rows(
+    configs: Sequence[Config],
+    backends: Sequence[str] = (),
+    gpu: str | None = None,
+    torch: str | None = None,
+    folder: Path | None = None,
+    driver: str | None = None,
+) -> tuple[list[KernelRow], list[CellRow], str]:
+    """Return predictions as rows of a store, and the reason if the GPU has no atlas.
+
+    The rows contain their source, and the place as their run. Raise as `predicted` does.
+    """
+    found = predicted(configs, backends, gpu, torch, folder, driver)
+    prediction = [row for answer in found.answers for row in found.of(answer)]
+    rows = [row for each in prediction for row in _kernel_rows(each, found.place)]
+    return rows, [_cell_row(each, found.place) for each in prediction], found.doubt
+
+
+def _cell_row(prediction: Predicted, place: Place) -> CellRow:
+    message = None
+    if prediction.status == "ok" and not prediction.kernels:
+        message = (
+            prediction.outside
+            or "no atlas has this config on this GPU, so its kernels are not known"
+        )
+    return CellRow(
+        run=place.text,
+        cell=f"{prediction.config} {prediction.backend}",
+        config=prediction.config,
+        backend=prediction.backend,
+        status=prediction.status,
+        message=message,
+        choice=prediction.choice,
+        sdpa_op=None,
+        iterations=1,
+        refusals=prediction.reasons,
+        warnings=(),
+        predicted=prediction.choice,
+    )
+
+
+def _kernel_rows(prediction: Predicted, place: Place) -> Iterator[KernelRow]:
+    """Yield one row per kernel and launch configuration, as for a capture."""
+    groups: dict[tuple[Any, ...], list[tuple[int, Launch]]] = {}
+    for order, launch in enumerate(prediction.kernels or ()):
+        key = (launch.kernel, launch.grid, launch.block, launch.registers, launch.shared_bytes)
+        groups.setdefault(key, []).append((order, launch))
+    whole = sum(nanoseconds(launch.time_us) or 0 for launch in prediction.kernels or ())
+    for same in groups.values():
+        yield _kernel_row(prediction, place, same, whole)
+
+
+def _kernel_row(
+    prediction: Predicted, place: Place, same: Sequence[tuple[int, Launch]], whole_ns: int
+) -> KernelRow:
+    order, launch = same[0]
+    name = parse_kernel_name(launch.kernel)
+    times = sorted(ns for _, each in same if (ns := nanoseconds(each.time_us)) is not None)
+    total = sum(times) if len(times) == len(same) else None
+    filled = None
+    if launch.block is not None and None not in (launch.registers, launch.shared_bytes):
+        major, minor = place.rules.capability
+        device = Device(0, place.gpu, major, minor, 0)  # occupancy only needs one SM
+        x, y, z = launch.block
+        filled = occupancy(x * y * z, launch.registers or 0, launch.shared_bytes or 0, device)
+    return KernelRow(
+        run=place.text,
+        config=prediction.config,
+        backend=prediction.backend,
+        cell=f"{prediction.config} {prediction.backend}",
+        profiler=PROFILER,
+        status=prediction.status,
+        range=None,
+        kernel=launch.kernel,
+        kernel_short=name.short,
+        kernel_kind="kernel" if launch.grid is not None else "memset",
+        family=name.family,
+        grid=launch.grid,
+        block=launch.block,
+        registers_per_thread=launch.registers,
+        static_shared_bytes=None,
+        dynamic_shared_bytes=None,
+        shared_bytes=launch.shared_bytes,
+        launches=len(same),
+        launches_per_call=float(len(same)),
+        duration_ns=times[len(times) // 2] if total is not None else None,
+        total_ns=total,
+        min_ns=times[0] if total is not None else None,
+        max_ns=times[-1] if total is not None else None,
+        share=total / whole_ns if total is not None and whole_ns else None,
+        first_ns=order,
+        op_path=None,
+        sdpa_op=None,
+        occupancy=filled.fraction if filled else None,
+        occupancy_limiter=filled.limiter if filled else None,
+        device=0,
+        shared_share=filled.shared_share if filled else None,
+        source=prediction.source,
+    )
+
+
+AGAINST = (
+    *("config", "backend", "ran_ns", "kernel_ns", "low_ns", "high_ns", "ratio", "inside", "source"),
+    *("same_kernels", "best", "regret"),
+)
+
+
+def against(
+    cells: Sequence[CellRow], rows: Sequence[KernelRow], environment: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the cells of a run with the time that the atlas of their machine predicts.
+
+    Without an atlas, return nothing. `rows` are those of one profiler. `inside` is whether the measured
+    time is in the model's interval; it is None if the atlas itself has the cell.
+    """
+    gpu, torch = environment.get("gpu"), environment.get("torch")
+    if not on_gpu(environment) or not gpu or not torch:
+        return []
+    by_cell: dict[str, list[KernelRow]] = {}
+    for row in rows:
+        by_cell.setdefault(row.cell or "", []).append(row)
+    ran = [each for each in cells if each.backend in BACKENDS and each.cell in by_cell]
+    place = place_at(environment)
+    if place is None or not ran:
+        return []
+    labels = list(dict.fromkeys(cell.config for cell in ran))
+    answers = dict(zip(labels, predict_all(place, list(map(parse_config, labels))), strict=True))
+    found = []
+    for cell in ran:
+        (prediction,) = (row for row in answers[cell.config] if row.backend == cell.backend)
+        if prediction.kernel_ns:
+            found.append(_compared(prediction, prediction.kernel_ns, by_cell[cell.cell]))
+    return found
+
+
+def _compared(prediction: Predicted, expected_ns: int, rows: Sequence[KernelRow]) -> dict[str, Any]:
+    ran_ns = round(sum(row.call_ns or 0 for row in rows))
+    inside = None
+    if (
+        prediction.source == "model"
+        and prediction.low_ns is not None
+        and prediction.high_ns is not None
+    ):
+        inside = prediction.low_ns <= ran_ns <= prediction.high_ns
+    launched = Counter[str]()
+    for row in rows:
+        launched[row.kernel_short] += round(row.launches_per_call or 0)
+    expected = Counter(parse_kernel_name(each.kernel).short for each in prediction.kernels or ())
+    values = {
+        "ran_ns": ran_ns,
+        "ratio": ran_ns / expected_ns,
+        "inside": inside,
+        "same_kernels": launched == expected if expected else None,
+    }
+    return {name: values[name] if name in values else getattr(prediction, name) for name in AGAINST}

@@ -1,0 +1,196 @@
+"""Estimate the time of launches by a curve per kernel, over the work that determines its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from profharness.atlas.features import SMS, Columns, at, ceil, product_sizes
+from profharness.atlas.kernels import Calls
+from profharness.atlas.trees import Integers, Values
+
+KERNEL_US = 1.5  # of a kernel without a curve
+FEW_QUERIES = 8
+TINY_US, LONG_US = 20, 200
+
+
+def _pairs(c: Columns, rows: float, keys: float) -> Values:
+    """Return the scores of a head in whole tiles. Causal ones end at the diagonal."""
+    height, width = ceil(c["SQ"], rows) * rows, ceil(c["SK"], keys) * keys
+    low = np.minimum(height, width)
+    below = low * (low + keys) / 2 + (height - low) * width
+    return np.where(c["CAUSAL"] > 0, np.minimum(below, height * width), height * width)
+
+
+def _quantized(blocks: Values) -> Values:
+    """Return the number of waves at one block per SM, rounded up."""
+    return np.ceil(blocks / SMS)
+
+
+def _forward(rows: float) -> Callable[[Columns], Values]:
+    def work(c: Columns) -> Values:
+        tiles = c["BH"] * ceil(c["SQ"], rows)
+        waves: Values = _quantized(tiles) / tiles
+        return waves * c["BH"] * _pairs(c, rows, 128) * c["D8"]
+
+    return work
+
+
+def _backward(c: Columns) -> Values:
+    tiles = c["BH"] * ceil(c["SK"], 128)
+    waves: Values = _quantized(tiles) / tiles
+    return waves * c["BH"] * _pairs(c, 64, 128) * c["D8"]
+
+
+def _walk(c: Columns) -> Values:
+    """Return the keys that the longest block loops over, times head_dim."""
+    keys = np.where(c["CAUSAL"] > 0, np.minimum(c["SQ"], c["SK"]), c["SK"])
+    width: Values = c["D8"]
+    return ceil(keys, 64) * 64 * width
+
+
+def _makespan(rows: float) -> Callable[[Columns], Values]:
+    """Return the work of one SM if all share it evenly, and at least that of the longest block."""
+
+    def work(c: Columns) -> Values:
+        longest: Values = np.minimum(c["SQ"], rows) * _walk(c)
+        return np.maximum(c["BH"] * _pairs(c, rows, 64) * c["D8"] / SMS, longest) + longest / 2
+
+    return work
+
+
+# Quantities on which a kernel's time may depend. GRID is the number of its blocks.
+WORKS: dict[str, Callable[[Columns], Values]] = {
+    "waves": lambda c: _quantized(c["GRID"]),
+    "blocks": lambda c: c["GRID"],
+    "scores": lambda c: c["S"],
+    "query": lambda c: c["Q"],
+    "keys": lambda c: c["K"],
+    "repeated keys": lambda c: c["KX"],
+    "mask": lambda c: np.maximum(c["M"], 1),
+    "keys of a block": lambda c: c["SK"] * _quantized(c["GRID"]),
+    "rows": lambda c: c["GRID"] * c["SK"],
+    "walk": lambda c: _walk(c) * _quantized(c["GRID"]),
+    "walk of two": lambda c: _walk(c) * _quantized(c["GRID"] / 2),
+    "pairs of a block": lambda c: _quantized(c["GRID"]) / c["GRID"] * c["BH"] * _pairs(c, 64, 64) * c["D8"],
+    "pairs of two blocks": lambda c: _quantized(c["GRID"] / 2) / c["GRID"] * c["BH"] * _pairs(c, 64, 64) * c["D8"],
+    "makespan 64": _makespan(64),
+    "makespan 32": _makespan(32),
+    "forward 128": _forward(128),
+    "forward 64": _forward(64),
+    "forward 32": _forward(32),
+    "split keys": lambda c: _quantized(c["GRID"]) * ceil(c["SK"], 64) * c["D8"] * c["FBLOCKS"] / c["GRID"],
+    "read": lambda c: c["BKV"] * np.where(c["CAUSAL"] > 0, np.minimum(c["SQ"], c["SK"]), c["SK"]) * c["D8"]
+    + c["Q"] / 2,
+    "backward": _backward,
+    "pairs": lambda c: c["BH"] * _pairs(c, 64, 64) * c["D8"],
+}  # fmt: skip
+PRODUCT_WORKS: dict[str, Callable[[Columns], Values]] = {
+    "waves of k": lambda c: _quantized(c["GRID"]) * c["k"],
+    "blocks": WORKS["blocks"],
+    "blocks of k": lambda c: c["GRID"] * c["k"],
+    "m n k": lambda c: c["mnb"] * c["k"],
+    "read": lambda c: (c["m"] + c["n"]) * c["k"] * c["batch"] + c["mnb"],
+}
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """The time of a launch, interpolated linearly between knots.
+
+    Beyond the last knot the time is proportional to the work.
+    """
+
+    work: str  # of WORKS or PRODUCT_WORKS
+    x: Values  # log2 of the work
+    y: Values  # log2 of microseconds
+
+    def us(self, work: Values) -> Values:
+        """Return microseconds."""
+        x = np.log2(np.maximum(work, 1e-9))
+        beyond = np.maximum(0, x - self.x[-1])
+        return np.asarray(np.exp2(np.interp(x, self.x, self.y) + beyond))
+
+
+SIZES = ("B", "H", "KV", "SQ", "SK", "D", "BH", "BKV", "G", "S", "Q", "K", "M", "BLOCKS64", "BLOCKS128", "KBLOCKS64",
+         "KBLOCKS128", "SQSK", "ROWS", "KROWS", "FBLOCKS", "D8")  # fmt: skip
+PLAIN = ("DT", "F32", "CAUSAL", "MASK", "MB", "MH", "MQ", "SK%8", "SK%4", "SK%64", "SK%128", "SQ%64", "SQ%128", "D%8",
+         "D%32", "SPLITS", "KEYSPLITS", "SWAP", "SQ=SK", "EVEN")  # fmt: skip
+
+
+def columns(c: Columns, launches: Launched) -> Values:
+    """Return the features of the trees, as rows."""
+    rows = [np.log2(np.maximum(c[name], 0.5)) for name in SIZES]
+    rows += [c[name] for name in PLAIN]
+    rows += [np.log2(launches.us), launches.count, np.log2(launches.longest), launches.share]
+    rows += [np.log2(np.maximum(launches.blocks, 1)), launches.blocks / SMS % 1, launches.code]
+    for tile in (64, 128):
+        for blocks in (c["BH"] * ceil(c["SQ"], tile), c["BH"] * ceil(c["SK"], tile)):
+            waves = blocks / SMS
+            rows += [np.ceil(waves), waves / np.ceil(waves)]
+    rows += [np.log2(_walk(c)), np.log2(_makespan(64)(c)), c["D"] > 128]
+    bytes_read = c["ITEM"] * (2 * c["Q"] + 2 * c["K"])
+    rows += [np.log2(bytes_read), np.log2(c["BH"] * _pairs(c, 64, 64) * c["D8"] / bytes_read)]
+    return np.stack(rows)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The launches of each config together, by their curves."""
+
+    us: Values
+    count: Values
+    longest: Values  # microseconds of the longest launch, and its share, blocks and code
+    share: Values
+    blocks: Values
+    code: Values
+    each: Values  # microseconds of every launch
+
+    def at(self, rows: Integers) -> Launched:
+        """Return the values of some configs. `each` is unchanged."""
+        names = ("us", "count", "longest", "share", "blocks", "code")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+
+def launch_columns(c: Columns, calls: Calls, some: Integers, product: int) -> Columns:
+    """Return the columns that WORKS need for some launches."""
+    columns = at(c, calls.place[some])
+    if product >= 0:
+        columns = columns | product_sizes(columns, product)
+    return columns | {"GRID": calls.blocks[some]}
+
+
+def together(
+    calls: Calls, c: Columns, codes: Integers, curves: dict[tuple[int, int], Curve]
+) -> Launched:
+    """Return the time of each launch by its curve, and the sums for each config."""
+    code, us = codes[calls.kind], np.full(len(calls.kind), KERNEL_US)
+    joined = code * 8 + calls.product + 1
+    order = np.argsort(joined, kind="stable")
+    for some in np.split(order, np.flatnonzero(np.diff(joined[order])) + 1):
+        product = int(calls.product[some[0]])
+        curve = curves.get((int(code[some[0]]), product))
+        if curve is not None:
+            table = PRODUCT_WORKS if product >= 0 else WORKS
+            us[some] = curve.us(table[curve.work](launch_columns(c, calls, some, product)))
+    count = len(c["B"])
+    total = np.bincount(calls.place, us, count)
+    number = np.bincount(calls.place, minlength=count)
+    last = np.lexsort((us, calls.place))[np.cumsum(number) - 1]
+    return Launched(
+        total, number.astype(np.float64), us[last], us[last] / total, calls.blocks[last],
+        joined[last].astype(np.float64), us,
+    )  # fmt: skip
+
+
+def regimes_of(c: Columns, us: Values) -> list[str]:
+    """Return the regime of each call, such as `decode tiny` or `masked long`."""
+    kinds = np.select(
+        [c["SQ"] <= FEW_QUERIES, c["MASK"] > 0, c["CAUSAL"] > 0],
+        ["decode", "masked", "causal"],
+        "whole",
+    )
+    sizes = np.select([us < TINY_US, us < LONG_US], ["tiny", "short"], "long")
+    return [f"{kind} {size}" for kind, size in zip(kinds.tolist(), sizes.tolist(), strict=True)]

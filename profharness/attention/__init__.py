@@ -1,0 +1,1 @@
+"""The attention problem: config grammar, FLOPs and bytes, backends and dispatch rules."""

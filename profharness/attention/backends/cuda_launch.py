@@ -1,0 +1,250 @@
+"""Launch compiled CUDA kernels in torch's context and on its streams, through cuda.core."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from profharness.attention.backends.base import ImplementationError
+from profharness.attention.backends.cubin_cache import CompiledSource
+
+PORTABLE_CLUSTER = 8
+"""The largest cluster that every GPU with clusters supports (CUDA C++ Programming Guide)."""
+DEFAULT_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory that a kernel can use without opting in to more."""
+Dim = int | tuple[int, ...]
+INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
+# Errors that make all later calls in the context fail.
+_STICKY = (
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+)
+_MAX_CONFIGS = 256
+Convert = Callable[[Any], Any]
+
+
+class LaunchError(ImplementationError):
+    """A kernel cannot be loaded or launched."""
+
+
+class CudaKernel:
+    """A kernel loaded on one device. `CudaSource.kernel` creates it."""
+
+    def __init__(
+        self, kernel: Any, name: str, device: int, shared_bytes: int, cluster: int
+    ) -> None:
+        from cuda import core
+
+        self.name = name
+        self.device = device
+        self.shared_bytes = shared_bytes
+        self.cluster = cluster
+        self._core = core
+        self._kernel = kernel
+        self._stream = _stream_getter()
+        self._converters: dict[tuple[type, ...], list[Convert]] = {}
+        self._configs: dict[tuple[Any, ...], Any] = {}
+        self._streams: dict[int, Any] = {}
+        attributes = kernel.attributes[device]
+        self.registers: int = attributes.num_regs
+        self.local_bytes: int = attributes.local_size_bytes
+        self.static_shared_bytes: int = attributes.shared_size_bytes
+
+    def launch(
+        self,
+        grid: Dim,
+        block: Dim,
+        *args: Any,
+        cluster: Dim | None = None,
+        cooperative: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        """Launch on torch's current stream of the kernel's device, without waiting.
+
+        `grid` counts blocks, also with clusters, and must be a multiple of the cluster. With
+        `cooperative`, all blocks are resident together, or the launch is refused. With `overlap`,
+        blocks may start while the previous kernel in the stream ends, so the kernel must execute
+        griddepcontrol.wait before it accesses memory. A tensor is passed as its pointer, None as a
+        null pointer, bool and int as int32, float as float32, numpy scalars as they are. Raise
+        LaunchError if the arguments do not match the kernel's, or if the driver refuses the launch.
+        """
+        types = tuple(map(type, args))
+        converters = self._converters.get(types) or self._learn(types, args)
+        values = [convert(arg) for convert, arg in zip(converters, args, strict=True)]
+        stream = self._core_stream(self._stream(self.device))
+        shape = (grid, block, cluster, cooperative, overlap)
+        try:
+            try:
+                self._core.launch(stream, self._config(*shape), self._kernel, *values)
+            except Exception as error:
+                if INVALID_CONTEXT not in str(error):
+                    raise
+                # A thread that has not used the GPU yet, such as one of autograd's.
+                self._core.Device(self.device).set_current()
+                self._core.launch(stream, self._config(*shape), self._kernel, *values)
+        except Exception as error:  # cuda.core's exception types are private
+            what = f"{self.name} with grid {grid}, block {block}, cluster {cluster or self.cluster}"
+            raise LaunchError(f"{what}, {self.shared_bytes} B shared: {reason(error)}") from error
+
+    def _core_stream(self, handle: int) -> Any:
+        """Return torch's stream as cuda.core's. torch calls the default stream 0."""
+        stream = self._streams.get(handle)
+        if stream is None:
+            legacy, wrap = self._core.LEGACY_DEFAULT_STREAM, self._core.Stream.from_handle
+            stream = self._streams[handle] = wrap(handle) if handle else legacy
+        return stream
+
+    def max_active_clusters(self, grid: Dim, block: Dim, cluster: Dim) -> int:
+        """Return how many clusters of such a launch fit on the device at once."""
+        config = self._config(grid, block, cluster, False, False)
+        stream = self._core.LEGACY_DEFAULT_STREAM
+        return int(self._kernel.occupancy.max_active_clusters(config, stream=stream))
+
+    def blocks_per_sm(self, block: Dim) -> int:
+        """Return how many blocks of that many threads fit on one SM at once."""
+        x, y, z = _three(block)
+        occupancy = self._kernel.occupancy
+        return int(occupancy.max_active_blocks_per_multiprocessor(x * y * z, self.shared_bytes))
+
+    def _learn(self, types: tuple[type, ...], args: Sequence[Any]) -> list[Convert]:
+        """Return the converters for a new row of types. Compare their sizes with the kernel's."""
+        pairs = [converter(index, arg) for index, arg in enumerate(args)]
+        given = [size for size, _ in pairs]
+        try:
+            sizes = [info.size for info in self._kernel.arguments_info]
+        except (NotImplementedError, RuntimeError):  # a driver older than CUDA 12.4
+            sizes = given
+        if sizes != given:
+            raise LaunchError(
+                f"{self.name} takes arguments of {sizes} B; the call passes {given} B "
+                f"({', '.join(kind.__name__ for kind in types)})"
+            )
+        self._converters[types] = [convert for _, convert in pairs]
+        return self._converters[types]
+
+    def _config(
+        self, grid: Dim, block: Dim, cluster: Dim | None, cooperative: bool, overlap: bool
+    ) -> Any:
+        key = (grid, block, cluster, cooperative, overlap)
+        config = self._configs.get(key)
+        if config is None:
+            # A program may use any number of grids.
+            if len(self._configs) >= _MAX_CONFIGS:
+                self._configs.clear()
+            clusters = _three(self.cluster if cluster is None else cluster)
+            config = self._configs[key] = self._core.LaunchConfig(
+                grid=clusters_in(_three(grid), clusters),
+                block=_three(block),
+                cluster=clusters if clusters != (1, 1, 1) else None,
+                shmem_size=self.shared_bytes,
+                is_cooperative=cooperative,
+                programmatic_stream_serialization=overlap,
+            )
+        return config
+
+
+def load_kernel(
+    compiled: CompiledSource, name: str, device: int, shared_bytes: int, cluster: int
+) -> CudaKernel:
+    """Load a kernel of a cubin on a device, and raise its limits of shared memory and cluster size."""
+    import torch
+    from cuda import core
+
+    torch.cuda.init()
+    what = f"{name} ({compiled.arch}, NVRTC {compiled.nvrtc})"
+    try:
+        core.Device(device).set_current()
+        kernel = core.ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.names[name])
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            what = f"{name} with {shared_bytes} B of shared memory"
+            _set_attribute(kernel, device, "MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_bytes)
+        if cluster > PORTABLE_CLUSTER:
+            what = f"{name} with clusters of {cluster}"
+            _set_attribute(kernel, device, "NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+        return CudaKernel(kernel, name, device, shared_bytes, cluster)
+    except Exception as error:  # cuda.core's exception types are private
+        raise LaunchError(f"{what}: {reason(error)}") from error
+
+
+def _set_attribute(kernel: Any, device: int, name: str, value: int) -> None:
+    """Set an attribute, which cuda.core 1.2 can only read. Raise LaunchError if the driver refuses."""
+    from cuda.bindings import driver
+
+    attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    handle = driver.CUkernel(int(kernel.handle))
+    (code,) = driver.cuKernelSetAttribute(attribute, value, handle, driver.CUdevice(device))
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(code.name)
+
+
+def reason(error: Exception) -> str:
+    """Return the text of cuda.core's error. Errors that end the context start with `CUDA error`."""
+    text = str(error)
+    return f"CUDA error: {text}" if any(name in text for name in _STICKY) else text
+
+
+def clusters_in(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Convert a grid of blocks to one of clusters. Raise LaunchError if it is not a multiple."""
+    if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
+        raise LaunchError(f"grid {grid} is not a multiple of the cluster {cluster}")
+    x, y, z = (blocks // size for blocks, size in zip(grid, cluster, strict=True))
+    return x, y, z
+
+
+def _stream_getter() -> Callable[[int], int]:
+    """Return a function from a device to the handle of torch's current stream.
+
+    torch's private function takes 0.1 µs, the public one is the fallback.
+    """
+    import torch
+
+    def stream(device: int) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    getter: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", stream)
+    return getter
+
+
+def _three(dim: Dim) -> tuple[int, int, int]:
+    x, y, z = (*((dim,) if isinstance(dim, int) else dim), 1, 1, 1)[:3]
+    return int(x), int(y), int(z)
+
+
+def converter(index: int, arg: Any) -> tuple[int, Convert]:
+    """Return the size of a kernel argument in bytes, and its conversion for cuda.core.
+
+    Raise LaunchError for a type that no kernel takes.
+    """
+    import numpy as np
+
+    if arg is None:
+        return ctypes.sizeof(ctypes.c_void_p), lambda _: 0
+    if hasattr(arg, "data_ptr"):
+        return ctypes.sizeof(ctypes.c_void_p), operator.methodcaller("data_ptr")
+    # numpy.float64 is a float too, and is passed as a double.
+    if isinstance(arg, np.generic):
+        return arg.itemsize, lambda scalar: scalar
+    if isinstance(arg, bool | int):
+        return ctypes.sizeof(ctypes.c_int), _int32
+    if isinstance(arg, float):
+        return ctypes.sizeof(ctypes.c_float), ctypes.c_float
+    raise LaunchError(
+        f"argument {index} is a {type(arg).__name__}; a kernel takes tensors, bool, int, float, "
+        "numpy scalars and None"
+    )
+
+
+def _int32(value: int) -> ctypes.c_int:
+    if not -(2**31) <= value < 2**31:
+        raise LaunchError(
+            f"argument {value} does not fit in an int32; wrap larger ones in numpy.int64"
+        )
+    return ctypes.c_int(value)

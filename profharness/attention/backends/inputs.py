@@ -1,0 +1,111 @@
+"""The tensors of a config and the arguments of its call, in operations that work on tensors and on
+source text: the worker creates tensors with them, `repro` writes a script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from profharness.attention.config import Config
+
+Fill = Callable[..., Any]
+"""A new tensor of the sizes that it is called with."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """query [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv]; the config's mask, or
+    None; grad of the output's shape [B, Hq, Sq, Dv], or None.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    grad: Any
+    mask: Any
+
+
+def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = True) -> Inputs:
+    """Return the inputs, drawn in the order of the fields. `kept` fills a bool mask. Without
+    `written`, the tensors have no values and there is no grad.
+    """
+
+    def tensor(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Any:
+        made = laid_out(config.layout, shape, strides, normal)
+        return made.requires_grad_() if config.bwd else made
+
+    keys = (config.key_batch, config.num_kv_heads, config.seq_len_kv)
+    queries = (config.batch, config.num_heads, config.seq_len_q, config.head_dim)
+    return Inputs(
+        tensor(queries, config.q_strides),
+        tensor((*keys, config.head_dim), config.k_strides),
+        tensor((*keys, config.value_dim), config.v_strides),
+        normal(*output_shape(config)) if config.bwd and written else None,
+        _mask(config, normal, kept, written),
+    )
+
+
+def output_shape(config: Config) -> tuple[int, int, int, int]:
+    """Return [B, Hq, Sq, Dv]."""
+    return config.output_batch, config.num_heads, config.seq_len_q, config.value_dim
+
+
+def laid_out(
+    layout: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, fill: Fill
+) -> Any:
+    """Return a tensor of a shape with the given strides, else in the given layout."""
+    if strides:
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        return fill(elements).as_strided(shape, strides)
+    batch, heads, rows, head_dim = shape
+    if layout == "bshd":
+        return fill(batch, rows, heads, head_dim).transpose(1, 2)
+    if layout == "strided_last":
+        return fill(batch, heads, rows, 2 * head_dim)[..., ::2]
+    if layout == "offset1":
+        return fill(batch * heads * rows * head_dim + 1)[1:].view(shape)
+    if layout == "broadcast_batch":
+        return fill(1, heads, rows, head_dim).expand(shape)
+    return fill(*shape)
+
+
+def _mask(config: Config, normal: Fill, kept: Fill, written: bool) -> Any:
+    if config.mask == "none":
+        return None
+    shape, strides = config.mask_dims, config.mask_strides
+    fill = normal if config.mask.startswith("float") else kept
+    mask = laid_out("contiguous", shape, strides, fill) if strides else fill(*shape)
+    if fill is normal:
+        return mask.requires_grad_() if config.mask == "float_grad" else mask
+    if strides:  # a dimension of stride 0 cannot be written as a whole
+        stored = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
+        mask = mask.as_strided(stored, strides)
+    if written:
+        mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
+    return mask.as_strided(shape, strides) if strides else mask
+
+
+def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
+    """Return the keyword arguments of the call. With `own` they are those of an `Attention`, whose
+    contract has no mask.
+    """
+    grouped = config.num_kv_heads != config.num_heads
+    arguments: dict[str, Any] = {"is_causal": config.causal, "scale": config.scale}
+    if not own:
+        arguments |= {"attn_mask": mask, "dropout_p": config.dropout}
+    if own or grouped:
+        arguments["enable_gqa"] = grouped
+    return arguments
+
+
+def choice_arguments(config: Config, mask: Any) -> dict[str, Any]:
+    """Return the keyword arguments of `_fused_sdp_choice`."""
+    grouped = config.num_kv_heads != config.num_heads
+    return call_arguments(config, mask, own=False) | {"enable_gqa": grouped}
+
+
+def leaf_names(config: Config) -> list[str]:
+    """Return the inputs that have a gradient if the config has a backward pass."""
+    return ["query", "key", "value", *(["mask"] if config.mask == "float_grad" else [])]

@@ -1,0 +1,121 @@
+"""Attention of other packages: one adapter and one table row each.
+
+An adapter converts SDPA's layout to the package's layout and back as views. It copies only where
+its docstring says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from profharness.attention.backends.base import (
+    Attention,
+    GpuBackend,
+    check_limits,
+    needs_module,
+    outside_contract,
+    refuse_if_unloadable,
+)
+from profharness.dtypes import HALF
+
+
+def flash_attn() -> Attention:
+    """Adapt flash_attn_func, which takes [B, S, H, D] and supports grouped key heads."""
+    from flash_attn import flash_attn_func
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        del enable_gqa
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal).transpose(1, 2)
+
+    return attention
+
+
+def xformers() -> Attention:
+    """Adapt memory_efficient_attention(query, key, value, attn_bias, p, scale) on [B, S, H, D].
+
+    For grouped queries it takes [B, S, Hkv, Hq / Hkv, D] with expanded key and value. Its lower
+    triangle is aligned to the top left, like SDPA's.
+    """
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        if enable_gqa:
+            groups, size = k.shape[2], q.shape[2] // k.shape[2]
+            q = q.unflatten(2, (groups, size))
+            k, v = (tensor.unsqueeze(3).expand(-1, -1, -1, size, -1) for tensor in (k, v))
+        bias = LowerTriangularMask() if is_causal else None
+        out = memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale)
+        return (out.flatten(2, 3) if enable_gqa else out).transpose(1, 2)
+
+    return attention
+
+
+def sage() -> Attention:
+    """Adapt sageattn, which takes SDPA's layout as HND and supports grouped key heads."""
+    from sageattention import sageattn
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        del enable_gqa
+        return sageattn(q, k, v, tensor_layout="HND", is_causal=is_causal, sm_scale=scale)
+
+    return attention
+
+
+def flashinfer() -> Attention:
+    """Adapt single_prefill_with_kv_cache, which takes one sequence and supports grouped key heads."""
+    from flashinfer import single_prefill_with_kv_cache
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        del enable_gqa
+        out = single_prefill_with_kv_cache(
+            q[0].transpose(0, 1), k[0], v[0], causal=is_causal, kv_layout="HND", sm_scale=scale
+        )
+        return out.transpose(0, 1)[None]
+
+    return attention
+
+
+LIBRARY_BACKENDS = (
+    GpuBackend(
+        "flash-attn",
+        "flash_attn_func of the package flash-attn (FA2)",
+        load=refuse_if_unloadable("flash_attn", flash_attn),
+        supports=check_limits(
+            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=256
+        ),
+        absent=needs_module("flash_attn.flash_attn_interface", "pip install flash-attn"),
+        packages=("flash-attn",),
+        isolated=True,
+    ),
+    GpuBackend(
+        "xformers",
+        "memory_efficient_attention of the package xformers",
+        load=refuse_if_unloadable("xformers", xformers),
+        supports=outside_contract,
+        absent=needs_module("xformers.ops", "pip install xformers"),
+        packages=("xformers",),
+        isolated=True,
+    ),
+    GpuBackend(
+        "sage",
+        "sageattn of the package sageattention (8-bit Q·K)",
+        load=refuse_if_unloadable("sageattention", sage),
+        supports=check_limits(
+            dtypes=HALF, square_causal=True, same_head_dim=True, max_head_dim=128, forward_only=True
+        ),
+        absent=needs_module("sageattention", "pip install sageattention"),
+        packages=("sageattention",),
+        isolated=True,
+    ),
+    GpuBackend(
+        "flashinfer",
+        "single_prefill_with_kv_cache of the package flashinfer-python",
+        load=refuse_if_unloadable("flashinfer", flashinfer),
+        supports=check_limits(dtypes=HALF, square_causal=True, forward_only=True, one_batch=True),
+        absent=needs_module("flashinfer", "pip install flashinfer-python"),
+        packages=("flashinfer-python",),
+        isolated=True,
+    ),
+)

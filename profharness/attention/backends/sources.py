@@ -1,0 +1,338 @@
+"""Implementations of attention by users: where they are, and how the worker loads them.
+
+The parent only searches files and names. Only the worker imports them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from profharness.attention.backends.base import (
+    Attention,
+    Backend,
+    ImplementationError,
+    RefusedError,
+    find_module,
+    outside_contract,
+)
+from profharness.attention.backends.cubin_cache import SOURCE_BYTES, is_source, local_files
+from profharness.attention.config import Config
+from profharness.device_types import DEVICE_TYPES
+from profharness.environment import CHANGED
+from profharness.errors import UsageError
+from profharness.processes import run_briefly
+
+GROUP = "profharness.attention.backends"
+FOLDER = "kernels"
+_PACKAGE = Path(__file__).resolve().parents[2]
+# where setup.py puts the folder in a wheel; beside site-packages there may be a foreign `kernels`
+_IN_WHEEL = _PACKAGE / "_kernels"
+SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
+FUNCTION = "attention"
+GIT_S = 5.0  # that git may take
+NESTED = "an expression may be nested too deeply for Python"
+_CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
+_NAME = re.compile(r"[A-Za-z][\w.-]*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def parts_of(file: Path) -> dict[Path, bytes]:
+    """Yield a file and its dependencies with their contents: modules in its folder that it imports,
+    the CUDA source of the same name, those that a string names, and their `"..."` includes. Raise
+    OSError for an unreadable file.
+    """
+    parts: dict[Path, bytes] = {}
+    todo = [file]
+    while todo:
+        path = todo.pop()
+        if path in parts:
+            continue
+        # CUDA text in a Python file includes as a .cu file does
+        for part, content in local_files(path, path.read_bytes()).items():
+            if parts.setdefault(part, content) is content and part.suffix == ".py":
+                todo += (named for named in _named(part, content) if is_source(named))
+    return parts
+
+
+def _named(path: Path, content: bytes) -> Iterator[Path]:
+    """Yield the paths that a Python file may refer to, whether they exist or not."""
+    yield path.with_suffix(".cu")
+    try:
+        tree = ast.parse(content)
+    # a file that Python cannot compile; loading it will say so
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _modules(path.parent, alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            up = max(0, node.level - 1)
+            folder = path.parents[min(up, len(path.parents) - 1)]
+            base = node.module.split(".") if node.module else []
+            for alias in node.names:
+                yield from _modules(folder, [*base, alias.name])
+        elif isinstance(node, ast.Constant) and _CUDA_NAME.fullmatch(str(node.value)):
+            yield Path(os.path.normpath(path.parent / str(node.value)))
+
+
+def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
+    """Yield the possible paths of `a.b.c`: each of its packages, and `c` as a file or a folder."""
+    for part in parts:
+        yield folder / f"{part}.py"
+        folder = folder / part
+        yield folder / "__init__.py"
+
+
+def find_implementation(text: str) -> Backend | None:
+    """Return the implementation for a name, `file.py`, `file.py:function` or
+    `package.module:function`, or None if the name is unknown. Raise UsageError for a missing file.
+    """
+    path, colon, function = text.rpartition(":") if ".py:" in text else (text, "", FUNCTION)
+    if path.endswith(".py"):
+        if colon and not function.isidentifier():
+            raise UsageError(f"backend {text!r}: {function!r} is not the name of a function")
+        return _of_file(Path(path).expanduser(), function, text)
+    if _MODULE.fullmatch(text):
+        return from_source(text, text, "function of a package")
+    return _by_name(text) if _NAME.fullmatch(text) else None
+
+
+def implementation_names() -> Iterable[str]:
+    """Return the names in `kernels/` folders and entry points, without duplicates."""
+    # a folder lists its files in any order
+    files = (path.stem for folder in _folders() for path in sorted(folder.glob("*.py")))
+    points = (point.name for point in metadata.entry_points(group=GROUP))
+    return dict.fromkeys([*filter(_NAME.fullmatch, files), *points])
+
+
+def from_source(name: str, source: str, summary: str = "") -> Backend:
+    """Return the backend for a `Backend.source`."""
+    path = source.rpartition(":")[0]
+    return Backend(
+        name,
+        summary,
+        tuple(DEVICE_TYPES),
+        load=lambda: _implementation(source).attention,
+        supports=lambda config: _supports(source, config),
+        tuning=lambda: _implementation(source).tuning(),
+        # whatever else a user's own code raises is a fault in it
+        refuses=(NotImplementedError,),
+        source=source,
+        file=Path(path) if path.endswith(".py") else _file_of(path),
+        isolated=True,
+    )
+
+
+def fingerprint(backend: Backend) -> str | None:
+    """Return the hash of a backend's file and its dependencies, or its packages' versions, or None."""
+    if backend.file is not None and backend.file.is_file():
+        return f"sha256:{_digest(backend.file)}"
+    versions = []
+    for package in backend.packages:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(versions) or None
+
+
+def commit(file: Path) -> str | None:
+    """Return the commit that is checked out at a file, with `, changed` if the file or a dependency
+    differs from it. Return None outside of a git work tree, or if git fails.
+    """
+    if not file.is_file():
+        return None
+    head = _git(file.parent, "rev-parse", "--verify", "HEAD")
+    state = head and _git(
+        file.parent, "status", "--porcelain", "--", *(str(part) for part in parts_of(file))
+    )
+    if not head or state is None:
+        return None
+    return f"{head}{CHANGED}" if state else head
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return git's output, or None if it is missing, fails or takes too long."""
+    # fsmonitor is a program of the work tree's choice; status would else lock the index
+    argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
+    done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
+    return done.stdout.strip() if done is not None and done.returncode == 0 else None
+
+
+def _digest(file: Path) -> str:
+    """Return 16 hex digits, of the content alone if there is only one file."""
+    parts = parts_of(file)
+    if len(parts) == 1:
+        return hashlib.sha256(parts[file]).hexdigest()[:16]
+    # relative: the same files in another folder are the same code
+    named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
+    digest = hashlib.sha256()
+    for name in sorted(named):
+        for text in (os.fsencode(name), named[name]):
+            # the lengths keep `ab`, `c` apart from `a`, `bc`
+            digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()[:16]
+
+
+def where(error: BaseException, file: Path | None) -> str:
+    """Return ` (file.py, line 12)`: the innermost line of the file in an exception's traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if file and frame.filename == str(file)]
+    return f" ({file.name}, line {lines[-1]})" if file and lines else ""
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    """The function in a source. `tuning` may belong to the module that defines it."""
+
+    attention: Attention
+    supports: Callable[[Config], Any] | None
+    tuning: Callable[[], Any]
+
+
+def _of_file(path: Path, function: str, text: str) -> Backend:
+    """Return a backend named by the given text, without the folder if it is outside the working
+    one.
+    """
+    file = path
+    if not path.is_file() and path.parent == Path(FOLDER):
+        file = SHIPPED / path.name
+    if not file.is_file():
+        raise UsageError(f"backend {text!r}: there is no file {path}")
+    if not is_source(file):
+        raise UsageError(f"backend {text!r}: {path} is larger than {SOURCE_BYTES:,} bytes")
+    outside = path.is_absolute() or ".." in path.parts
+    shown = path.name if outside else path.as_posix()
+    name = f"{shown}:{function}" if text.endswith(f".py:{function}") else shown
+    return from_source(name, f"{file.resolve()}:{function}", "implementation in a file")
+
+
+def _by_name(name: str) -> Backend | None:
+    for folder in _folders():
+        path = folder / f"{name}.py"
+        if is_source(path):
+            source = f"{path.resolve()}:{FUNCTION}"
+            own = folder != SHIPPED
+            summary = f"implementation in {FOLDER}/{name}.py" if own else "comes with profharness"
+            return from_source(name, source, summary)
+    points = metadata.entry_points(group=GROUP, name=name)
+    values = {point.value: point for point in points}
+    if len(values) > 1:
+        raise UsageError(
+            f"backend {name!r}: several packages offer it ({', '.join(sorted(values))}); "
+            "give one of these, package.module:function, as the backend"
+        )
+    for value, point in values.items():
+        source = value if ":" in value else f"{value}:{FUNCTION}"
+        package = point.dist.name if point.dist is not None else "a package"
+        return from_source(name, source, f"implementation of {package}")
+    return None
+
+
+def _folders() -> list[Path]:
+    """Return `kernels/` in the working directory and the one of profharness."""
+    folders = dict.fromkeys([(Path.cwd() / FOLDER).resolve(), SHIPPED])
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _file_of(dotted: str) -> Path | None:
+    """Return the file of a module, or None if there is none."""
+    spec = find_module(dotted)
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _supports(source: str, config: Config) -> str | None:
+    reason = outside_contract(config)
+    supports = _implementation(source).supports
+    if reason or supports is None:
+        return reason
+    answer = supports(config)
+    if answer is not None and not isinstance(answer, str):
+        raise ImplementationError(
+            f"supports() returned {answer!r}; it must return a reason, or None for a config it takes"
+        )
+    return answer
+
+
+def _implementation(source: str) -> _Implementation:
+    loaded = _load(source)
+    if not isinstance(loaded, _Implementation):
+        raise loaded
+    return loaded
+
+
+@functools.cache
+def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
+    """Load a source once per process. Failures are cached too, so that a slow compilation fails
+    once.
+    """
+    place, _, function = source.rpartition(":")
+    file = Path(place) if place.endswith(".py") else None
+    shown = file.name if file else place
+    try:
+        module = _module_of_file(file) if file else importlib.import_module(place)
+    # a script without a main guard may leave by sys.exit
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return RefusedError("absent", f"{shown} needs Triton (pip install triton)")
+        # what Python's parser raises where its stack is full has no text
+        text = str(error) or (NESTED if isinstance(error, MemoryError) else "")
+        return ImplementationError(
+            f"{shown} cannot be imported: {type(error).__name__}: {text}{where(error, file)}"
+        )
+    attention = getattr(module, function, None)
+    if not callable(attention):
+        return ImplementationError(
+            f"{shown} has no function {function!r}; the contract is "
+            f"{function}(q, k, v, *, is_causal=False, scale=None, enable_gqa=False)"
+        )
+    home = sys.modules.get(getattr(attention, "__module__", None) or "")
+    tunings = (getattr(owner, "tuning", None) for owner in (module, home))
+    return _Implementation(
+        attention,
+        supports if callable(supports := getattr(module, "supports", None)) else None,
+        next(filter(callable, tunings), lambda: None),
+    )
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """Import a file under a unique name, so that it cannot shadow an installed package. Its folder
+    is importable meanwhile, after all others.
+    """
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = "_".join(("_profharness", re.sub(r"\W", "_", path.stem), digest))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path.name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # before it runs: dataclasses look their module up while they are made
+    sys.modules[name] = module
+    folder = str(path.parent)
+    sys.path.append(folder)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        # the last one: a file may have added the same folder by itself
+        for index in range(len(sys.path) - 1, -1, -1):
+            if sys.path[index] == folder:
+                del sys.path[index]
+                break
+    return module

@@ -1,0 +1,177 @@
+"""The cases that `verify` derives from a config, the rows for their checks, and the rows that make
+a backend wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from profharness.attention.config import Config
+from profharness.errors import UsageError
+
+AS_GIVEN = "as_given"
+STANDARD = "standard"
+NO_CASES = "none"
+MAX_BATCH = 2  # in derived cases: two batch elements suffice to expose a fault
+MAX_HEADS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem to verify.
+
+    Inputs are normally distributed, except in cases with these names. `large` has scores beyond the
+    range of exp, `equal` has the same score for every key, `large_offset` has tensors that start 1
+    MiB elements into their storage, and `masked_row` has a query row that may not attend to any
+    key.
+    """
+
+    name: str
+    config: Config
+
+    @property
+    def values(self) -> str:
+        """The distribution of the inputs: one of VALUES, or `normal`."""
+        return values_of(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationRow:
+    """One check of one case on one backend."""
+
+    run: str
+    asked: str
+    """Label of the config that the case was derived from."""
+    config: str
+    """Label of the case's own config."""
+    case: str
+    backend: str
+    what: str
+    """`out`, `dq`, `dk`, `dv`, or `inputs` (they must be unchanged)."""
+    error: float | None
+    """Largest absolute difference from the fp64 reference. None if it is not finite."""
+    allowance: float | None
+    relative_error: float | None
+    """Frobenius norm of the difference divided by that of the reference. None if it is not finite."""
+    relative_allowance: float | None
+    passed: bool | None
+    """None if nothing was checked, as for a refusal or too little memory. `message` is the reason."""
+    message: str | None
+    status: str
+
+
+def _small(config: Config) -> Config:
+    """Return the config with the fewest batch elements and heads that expose faults, and contiguous
+    tensors. The number of query heads per key head is kept.
+    """
+    group = config.num_heads // config.num_kv_heads
+    kv_heads = max(1, min(config.num_kv_heads, MAX_HEADS // group))
+    return replace(
+        replace(config.contiguous(), layout=config.layout),
+        batch=min(config.batch, MAX_BATCH),
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        kv_batch=None,
+        mask_strides=None,
+    )
+
+
+Derive = Callable[[Config], Config | None]
+
+
+def _sized(rows: int, columns: int) -> Derive:
+    return lambda config: replace(_small(config), seq_len_q=rows, seq_len_kv=columns)
+
+
+def _grouped(divisor: int | None) -> Derive:
+    """Group the query heads by `divisor` per key head, or all over one key head if it is None."""
+
+    def derive(config: Config) -> Config | None:
+        heads = min(config.num_heads, MAX_HEADS)
+        heads = heads if heads % 4 == 0 else 4
+        kv_heads = 1 if divisor is None else heads // divisor
+        if config.num_kv_heads == kv_heads == 1:
+            return None
+        return replace(_small(config), num_heads=heads, num_kv_heads=kv_heads)
+
+    return derive
+
+
+def _laid_out(layout: str) -> Derive:
+    return lambda config: replace(_small(config), layout=layout, batch=max(2, _small(config).batch))
+
+
+def _narrower(change: int) -> Derive:
+    def derive(config: Config) -> Config | None:
+        head_dim, value_dim = config.head_dim - change, config.value_dim - change
+        if min(head_dim, value_dim) < 1:
+            return None
+        own = None if head_dim == value_dim else value_dim
+        return replace(_small(config), head_dim=head_dim, head_dim_v=own)
+
+    return derive
+
+
+def _plain(config: Config) -> Config:
+    return _small(config).contiguous()
+
+
+# How each case changes the config. None if it does not apply.
+_DERIVED: dict[str, Derive] = {
+    "seq_1": _sized(1, 1),
+    "seq_7": _sized(7, 7),
+    "seq_127": _sized(127, 127),
+    "seq_129": _sized(129, 129),
+    "seq_1000": _sized(1000, 1000),
+    "fewer_queries": _sized(33, 200),
+    "more_queries": _sized(200, 33),
+    "gqa": _grouped(2),
+    "mqa": _grouped(None),
+    "batch_stride_0": _laid_out("broadcast_batch"),
+    "transposed": _laid_out("bshd"),
+    "large_offset": _plain,
+    "head_dim_less_8": _narrower(8),
+    "head_dim_odd": _narrower(3),
+    "large": _plain,
+    "equal": _plain,
+    "masked_row": lambda config: _plain(config) if config.mask != "none" else None,
+}
+VALUES = (
+    "large_offset",
+    "large",
+    "equal",
+    "masked_row",
+)  # cases whose inputs are not normally distributed
+CASES = (AS_GIVEN, *_DERIVED)
+
+
+def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
+    """Return the config itself, then its cases with these names that apply, without duplicates.
+
+    `names` are case names, `standard` for all, `none` for the config alone. Dropout is off in all
+    cases, because its result is random. Raise UsageError for an unknown name.
+    """
+    unknown = sorted(set(names) - {*CASES, STANDARD, NO_CASES})
+    if unknown:
+        raise UsageError(
+            f"no case {unknown[0]!r}; known are {STANDARD}, {NO_CASES}, {', '.join(CASES)}"
+        )
+    config = replace(config, dropout=0.0)
+    cases = {(config, "normal"): Case(AS_GIVEN, config)}
+    for name, derive in _DERIVED.items():
+        derived = derive(config) if STANDARD in names or name in names else None
+        if derived is not None:
+            case = Case(name, derived)
+            cases.setdefault((derived, case.values), case)
+    return tuple(cases.values())
+
+
+def values_of(case: str) -> str:
+    """Return the distribution of the inputs of a case."""
+    return case if case in VALUES else "normal"
+
+
+def failures(rows: Iterable[VerificationRow]) -> list[VerificationRow]:
+    """Return the rows that make a backend wrong."""
+    return [row for row in rows if row.passed is False]

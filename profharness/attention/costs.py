@@ -1,0 +1,256 @@
+"""Compute the FLOPs, compulsory bytes and phases of a config from its shapes.
+
+The section "FLOPs and bytes" of docs/measuring.md explains the conventions and their sources.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from profharness.attention.config import Config
+from profharness.dtypes import DTYPES
+from profharness.errors import UsageError
+
+CONVENTIONS = ("exact", "flash-attention")
+STATISTIC_BYTES = 4  # fp32: one log-sum-exp or delta per query row
+CASTS = "casts"  # phase of inputs that are narrower than the scores
+REPEAT = "repeat K and V"  # phase of grouped heads if the products do not group them
+SOFTMAX_OPS = 5  # per score: scale, compare, subtract and exponentiate, add, divide
+SOFTMAX_BWD_OPS = 4  # per score: multiply by the probability, subtract delta, multiply, scale
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """Bytes of each tensor of a call as stored.
+
+    In inputs, a dimension with stride 0 counts once. Key and value have only the rows that some
+    query attends to.
+    """
+
+    query: int
+    key: int
+    value: int
+    mask: int
+    output: int
+    statistics: int
+    """One log-sum-exp per query row."""
+    gradients: int
+    """Gradients of Q, K, V and of a mask that requires one. They are written in full."""
+
+    @property
+    def forward(self) -> int:
+        """Bytes of the inputs and the output."""
+        return self.query + self.key + self.value + self.mask + self.output
+
+
+def tensor_bytes(config: Config) -> TensorBytes:
+    """Return the bytes of a config's tensors. Raise UsageError if the config has no dtype."""
+    if config.dtype is None:
+        text = "bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
+        raise UsageError(f"config {config}: {text}")
+    item = DTYPES[config.dtype].bytes
+    rows, columns, dims = config.seq_len_q, config.seq_len_kv, config.head_dim + config.value_dim
+    seen = min(rows, columns) if config.causal else columns
+    heads = config.output_batch * config.num_heads
+    query, key, value = (
+        _stored(count, config.layout, strides)
+        for count, strides in (
+            (config.batch, config.q_strides),
+            (config.key_batch, config.k_strides),
+            (config.key_batch, config.v_strides),
+        )
+    )
+    mask = math.prod(config.mask_dims) if config.mask != "none" else 0
+    mask *= item if config.mask.startswith("float") else 1  # a bool takes one byte per score
+    gradients = item * config.batch * config.num_heads * rows * config.head_dim
+    gradients += item * config.key_batch * config.num_kv_heads * columns * dims
+    return TensorBytes(
+        query=query * config.num_heads * rows * config.head_dim * item,
+        key=key * config.num_kv_heads * seen * config.head_dim * item,
+        value=value * config.num_kv_heads * seen * config.value_dim * item,
+        mask=mask,
+        output=heads * rows * config.value_dim * item,
+        statistics=STATISTIC_BYTES * heads * rows,
+        gradients=gradients + (mask if config.mask == "float_grad" else 0),
+    )
+
+
+def matrix_bytes(config: Config, dtype: str) -> int:
+    """Return the bytes of the score matrices of all heads in a dtype, as unfused attention stores them."""
+    return _all_scores(config) * DTYPES[dtype].bytes
+
+
+def copy_bytes(config: Config, dtype: str) -> int:
+    """Return the bytes of the copies that unfused attention in a dtype makes first: K and V for
+    each query head if heads are grouped, and Q, K and V if they are widened.
+    """
+    tensors = tensor_bytes(replace(config, causal=False))  # causal does not reduce the copies
+    widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
+    repeated = config.num_heads // config.num_kv_heads
+    grown = repeated * widen
+    keys = (tensors.key + tensors.value) * grown if grown > 1 else 0
+    return keys + (tensors.query * widen if widen > 1 else 0)
+
+
+def _all_scores(config: Config) -> int:
+    """Count the scores of all heads, including masked ones."""
+    return config.output_batch * config.num_heads * config.seq_len_q * config.seq_len_kv
+
+
+def _stored(batch: int, layout: str, strides: tuple[int, ...] | None) -> int:
+    """Return the number of batch elements in memory."""
+    return 1 if layout == "broadcast_batch" or (strides and strides[0] == 0) else batch
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One step of attention."""
+
+    name: str
+    flops: int
+    bytes: int
+    """Bytes moved to and from memory, 0 for a fused phase that uses only registers."""
+    matmul: bool = True
+    """Whether this is a matrix product. Only these count as FLOPs of a config."""
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte. None if the phase moves no bytes."""
+        return self.flops / self.bytes if self.bytes else None
+
+
+def score_count(config: Config) -> int:
+    """Count the scores that one head must compute.
+
+    With `causal`, these are the scores that torch's is_causal keeps: aligned to the top left, query
+    row i attends to the keys up to i. Scores that a mask tensor hides count, because a config does
+    not contain the mask's values.
+    """
+    rows, columns = config.seq_len_q, config.seq_len_kv
+    if not config.causal:
+        return rows * columns
+    full = min(rows, columns)
+    return full * (full + 1) // 2 + (rows - full) * columns
+
+
+def flops(config: Config, convention: str = "exact") -> int:
+    """Return the FLOPs of the matrix products of one call. A multiply-add counts as two.
+
+    `exact` counts 2 products over the required scores, and with bwd 5 more (QK^T again, dV, dP, dQ,
+    dK). `flash-attention` counts like that project's benchmarks: causal as half of a square
+    (aligned to the bottom right if the lengths differ), backward as 2.5 times the forward. Query
+    heads count, key-value heads do not. Raise UsageError for an unknown convention.
+    """
+    if convention == "exact":
+        scores = 2 * config.output_batch * config.num_heads * score_count(config)
+        key_products, value_products = (4, 3) if config.bwd else (1, 1)
+        return scores * (key_products * config.head_dim + value_products * config.value_dim)
+    if convention != "flash-attention":
+        raise UsageError(
+            f"FLOP convention {convention!r} is not known; there are {', '.join(CONVENTIONS)}"
+        )
+    rows, columns = config.seq_len_q, config.seq_len_kv
+    seen_twice = max(0, columns - rows) + columns if config.causal else 2 * columns
+    dims = config.head_dim + config.value_dim
+    forward = config.output_batch * config.num_heads * rows * seen_twice * dims
+    return forward * 7 // 2 if config.bwd else forward
+
+
+def compulsory_bytes(config: Config) -> int:
+    """Return the bytes that a call must move if every input is read once and every output is
+    written once.
+
+    With bwd, the log-sum-exp is written and read, Q, K, V, mask and output are read again with the
+    output's gradient, and the gradients of Q, K, V and of a float_grad mask are written. Raise
+    UsageError if the config has no dtype.
+    """
+    tensors = tensor_bytes(config)
+    again = tensors.forward + tensors.statistics if config.bwd else 0
+    return working_set_bytes(config) + again
+
+
+def working_set_bytes(config: Config) -> int:
+    """Return the bytes of all tensors of a call, each counted once. If a cache of this size holds
+    them, repeated calls do not read from memory.
+    """
+    tensors = tensor_bytes(config)
+    if not config.bwd:
+        return tensors.forward
+    return tensors.forward + tensors.output + tensors.gradients + tensors.statistics
+
+
+def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
+    """Return the steps of one call in order. Raise UsageError if the config has no dtype.
+
+    Without `score_dtype`, attention is fused: scores stay on the chip, QK^T moves Q and K, PV moves
+    V and the output, and only the required scores are computed. The softmax phase reads the mask.
+
+    With `score_dtype`, it is unfused: each step reads and writes whole score matrices in that
+    dtype, causal saves nothing, and K and V of grouped heads are repeated. Narrower inputs are cast
+    first, as PyTorch's math backend casts 16-bit inputs to fp32.
+    """
+    return _fused(config) if score_dtype is None else _unfused(config, score_dtype)
+
+
+def _fused(config: Config) -> tuple[Phase, ...]:
+    tensors = tensor_bytes(config)
+    query, key, value, output = tensors.query, tensors.key, tensors.value, tensors.output
+    heads = config.output_batch * config.num_heads
+    scores = heads * score_count(config)
+    softmax = tensors.mask + (tensors.statistics if config.bwd else 0)
+    per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
+    forward = (
+        Phase("QK^T", per_key, query + key),
+        Phase("softmax", SOFTMAX_OPS * scores, softmax, matmul=False),
+        Phase("PV", per_value, value + output),
+    )
+    if not config.bwd:
+        return forward
+    gradients = tensors.gradients - query - key - value  # without those of dV, dP, dQ, dK
+    delta = 2 * heads * config.seq_len_q * config.value_dim
+    return (
+        *forward,
+        Phase("delta", delta, 2 * output, matmul=False),
+        Phase("QK^T again", per_key, query + key),
+        Phase("softmax backward", SOFTMAX_BWD_OPS * scores, softmax + gradients, matmul=False),
+        Phase("dV", per_value, value),
+        Phase("dP", per_value, value),
+        Phase("dQ", per_key, query),
+        Phase("dK", per_key, key),
+    )
+
+
+def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
+    tensors = tensor_bytes(config)
+    whole = tensor_bytes(replace(config, causal=False))  # causal saves nothing
+    key, value, matrix = whole.key, whole.value, matrix_bytes(config, dtype)
+    scores = _all_scores(config)
+    widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
+    repeated = config.num_heads // config.num_kv_heads
+    per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
+    steps = []
+    if repeated > 1:
+        steps.append(Phase(REPEAT, 0, (key + value) * (1 + repeated), matmul=False))
+    query, output = tensors.query * widen, tensors.output * widen
+    key, value = key * repeated * widen, value * repeated * widen
+    if widen > 1:
+        wide = query + key + value + output
+        steps.append(Phase(CASTS, 0, wide + wide // widen, matmul=False))
+    steps.append(Phase("QK^T", per_key, query + key + matrix))
+    if config.causal or config.mask != "none":
+        hidden = tensors.mask or config.seq_len_q * config.seq_len_kv
+        steps.append(Phase("mask", scores, 2 * matrix + hidden, matmul=False))
+    steps.append(Phase("softmax", SOFTMAX_OPS * scores, 2 * matrix, matmul=False))
+    if config.dropout:
+        steps.append(Phase("dropout", scores, 2 * matrix + scores, matmul=False))
+    steps.append(Phase("PV", per_value, matrix + value + output))
+    if config.bwd:
+        steps += [
+            Phase("dV", per_value, matrix + output + value),
+            Phase("dP", per_value, output + value + matrix),
+            Phase("softmax backward", SOFTMAX_BWD_OPS * scores, 3 * matrix, matmul=False),
+            Phase("dQ", per_key, matrix + key + query),
+            Phase("dK", per_key, matrix + query + key),
+        ]
+    return tuple(steps)

@@ -1,0 +1,424 @@
+"""Find the smallest change of a config that lets a backend compute it, by a search that queries an
+oracle for every candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from profharness.attention.config import AUTO, SDP_BACKENDS, Config, SdpaSetting, sdpa_setting
+from profharness.attention.dispatch.perturb import ChoiceFunction, Oracle, rounded_up, with_dims
+from profharness.attention.dispatch.predict import Eligibility
+from profharness.dtypes import DTYPES
+from profharness.rows import Refusal
+
+PADDED_LENGTH = 8
+LARGEST_DIM = 256
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """A change of a config that may remove a reason against a backend."""
+
+    name: str
+    codes: tuple[str, ...]
+    """Reason codes that it may remove."""
+    apply: Callable[[Config], Config | None]
+    """Return the changed config, or None if the change does not apply."""
+    text: str
+    """A format string over `b` and `a`, the configs before and after."""
+    exact: bool = True
+    """Whether the output stays equal within the dtype's error."""
+    group: str | None = None
+    """In a group, only the first change that removes the reason is used."""
+
+
+def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
+    """Pad the head dims, and keep the scale of the original head_dim."""
+    scale = config.scale
+    if head_dim != config.head_dim and scale is None:
+        scale = config.head_dim**-0.5
+    return with_dims(replace(config, scale=scale), head_dim, value_dim)
+
+
+def _pad_both(config: Config, dim: int) -> Config | None:
+    return _padded(config, dim, dim) if max(config.head_dim, config.value_dim) <= dim else None
+
+
+def _causal_instead(config: Config) -> Config | None:
+    square = config.seq_len_q == config.seq_len_kv
+    return replace(config, mask="none", causal=True) if square and not config.causal else None
+
+
+def _fewer_keys(config: Config) -> Config | None:
+    shorter = 1 < config.seq_len_q < config.seq_len_kv
+    plain = config.causal and config.mask == "none"
+    return replace(config, seq_len_kv=config.seq_len_q) if shorter and plain else None
+
+
+def _pad_queries(config: Config) -> Config | None:
+    one_query = config.seq_len_q == 1 and config.mask == "none"
+    return replace(config, seq_len_q=PADDED_LENGTH) if one_query else None
+
+
+def _pad_keys(config: Config) -> Config | None:
+    if config.mask != "none" or config.causal:
+        return None
+    length = rounded_up(config.seq_len_kv + 1)
+    return replace(config, seq_len_kv=length, mask="bool_2d")
+
+
+def _sixteenth(config: Config) -> Config | None:
+    nearest = min(max(round(config.dropout * 16), 1), 15) / 16
+    return replace(config, dropout=nearest) if config.dropout else None
+
+
+# In order of preference: first changes that keep the output, then those with a cost.
+CHANGES = (
+    ConfigChange("contiguous", ("last_dim_stride",), Config.contiguous,
+           "make the last dimension of q, k and v contiguous (a copy of each)"),
+    ConfigChange("aligned copy", ("alignment",), Config.contiguous,
+           "copy q, k and v with clone(), so that their storage offset is 0"),
+    ConfigChange("pad head_dim", ("head_dim_multiple",),
+           lambda c: _padded(c, rounded_up(c.head_dim), rounded_up(c.value_dim)),
+           "pad head_dim from {b.head_dim} to {a.head_dim} (head_dim_v from {b.value_dim} to {a.value_dim}), "
+           "keep the scale and slice the output"),
+    ConfigChange("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
+           "pad head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to the same {a.head_dim}, keep the scale "
+           "and slice the output"),
+    ConfigChange("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, LARGEST_DIM),
+           "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
+           "slice the output"),
+    ConfigChange("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
+           "repeat the {b.num_kv_heads} key and value heads to {a.num_kv_heads} instead of enable_gqa (more memory "
+           "for k and v)"),
+    ConfigChange("detach mask", ("mask_grad",),
+           lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
+           "detach attn_mask, if its gradient is not needed"),
+    ConfigChange("slice keys", ("causal_non_square",), _fewer_keys,
+           "cut k and v to the first {a.seq_len_kv} keys: is_causal starts at the first key, so later ones never "
+           "count (for a mask that ends at the last key see torch.nn.attention.bias.causal_lower_right)"),
+    ConfigChange("no causal", ("causal_non_square",),
+           lambda c: replace(c, causal=False) if c.seq_len_q == 1 else None,
+           "leave is_causal out, if the one query may see all keys (is_causal lets it see the first alone)",
+           exact=False),
+    ConfigChange("pad queries", ("seq_len_one", "decode_disabled"), _pad_queries,
+           "pad the one query to {a.seq_len_q} and slice the output"),
+    ConfigChange("pad keys", ("seq_len_one", "known_bug"), _pad_keys,
+           "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added ones"),
+    ConfigChange("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
+           "put the triangle of is_causal into attn_mask, and leave is_causal out"),
+    ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
+           "say is_causal=True instead of attn_mask, which holds only if the mask is lower triangular", exact=False),
+    ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: replace(c, mask="none"),
+           "leave attn_mask out, if it hides nothing", exact=False),
+    ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
+           "compute in bf16 instead of {b.dtype}: 8 significant bits (about 2 to 3 digits) instead of the 24 of fp32, "
+           "with the same range", exact=False, group="dtype"),
+    ConfigChange("fp16", ("dtype",), lambda c: replace(c, dtype="fp16"),
+           "compute in fp16 instead of {b.dtype}: 11 significant bits (about 3 digits), and values must stay below "
+           "65504", exact=False, group="dtype"),
+    ConfigChange("dropout in sixteenths", ("dropout",), _sixteenth,
+           "set dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
+    ConfigChange("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
+           "leave dropout out (dropout_p=0), as outside of training", exact=False, group="dropout"),
+    ConfigChange("not deterministic", ("deterministic",), lambda c: replace(c, deterministic=False),
+           "turn torch.use_deterministic_algorithms off or to warn_only=True (gradients may then differ from run to "
+           "run)"),
+    ConfigChange("no gradients", ("head_dim_training", "known_bug"), lambda c: replace(c, bwd=False),
+           "call it under torch.inference_mode(), if no gradients are needed"),
+)  # fmt: skip
+
+
+def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
+    """Return Python code that has the tensors of `before` and makes the call of `after`. Its output
+    has the shape and dtype of `before`. With `backend`, only the backends that this name permits
+    may run it (`sdpa_kernel`).
+    """
+    imports = ["import torch", "import torch.nn.functional as F"]
+    contexts = ["torch.inference_mode()"] if before.bwd and not after.bwd else []
+    setting = sdpa_setting(backend)
+    if setting is not None:
+        imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
+        contexts.append(setting_code(setting))
+    first = [FIRST_CHOICE_LINE] if setting is not None and setting.ordered else []
+    call = f"out = F.scaled_dot_product_attention({', '.join(['q', 'k', 'v', *_arguments(after)])})"
+    if contexts:
+        call = f"with {', '.join(contexts)}:\n    {call}"
+    lines = [*imports, "", *_before_call(before, after), *first, call]
+    if after.seq_len_q > before.seq_len_q:
+        lines.append(f"out = out[:, :, :{before.seq_len_q}]")
+    if after.value_dim > before.value_dim:
+        lines.append(f"out = out[..., :{before.value_dim}]")
+    if before.dtype != after.dtype:
+        lines.append(f"out = out.to(torch.{DTYPES[str(before.dtype)].torch})")
+    return "\n".join(lines)
+
+
+FIRST_CHOICE_LINE = (
+    "torch._fused_sdp_choice(q, k, v)  # a process's first choice would undo a set order"
+)
+
+
+def setting_code(setting: SdpaSetting) -> str:
+    """Return the sdpa_kernel call that permits these backends."""
+    members = ", ".join(f"SDPBackend.{SDP_BACKENDS[name]}" for name in setting.backends)
+    return f"sdpa_kernel([{members}]{', set_priority=True' if setting.ordered else ''})"
+
+
+def _arguments(config: Config) -> Iterator[str]:
+    if config.mask != "none":
+        yield "attn_mask=attn_mask"
+    if config.dropout:
+        yield f"dropout_p={config.dropout}"
+    if config.causal:
+        yield "is_causal=True"
+    if config.scale is not None:
+        yield f"scale={config.scale!r}"
+    if config.num_kv_heads != config.num_heads:
+        yield "enable_gqa=True"
+
+
+def _before_call(before: Config, after: Config) -> Iterator[str]:
+    if before.deterministic and not after.deterministic:
+        yield "torch.use_deterministic_algorithms(False)  # or (True, warn_only=True)"
+    if before.contiguous() != before and after.contiguous() == after:
+        # contiguous() returns the same tensor if only its storage offset is odd
+        copy = "clone" if before.layout == "offset1" else "contiguous"
+        yield f"q, k, v = (each.{copy}() for each in (q, k, v))"
+    queries, keys = after.seq_len_q - before.seq_len_q, after.seq_len_kv - before.seq_len_kv
+    if queries > 0:
+        yield f"q = F.pad(q, (0, 0, 0, {queries}))"
+    if keys < 0:
+        yield f"k, v = (each[:, :, :{after.seq_len_kv}] for each in (k, v))"
+    if keys > 0:
+        yield f"k, v = (F.pad(each, (0, 0, 0, {keys})) for each in (k, v))"
+        real = f"torch.arange({after.seq_len_kv}, device=q.device) < {before.seq_len_kv}"
+        yield f"attn_mask = ({real}).repeat({after.seq_len_q}, 1)"
+    if before.num_kv_heads != after.num_kv_heads:
+        group = after.num_kv_heads // before.num_kv_heads
+        yield f"k, v = (each.repeat_interleave({group}, dim=1) for each in (k, v))"
+    query, value = after.head_dim - before.head_dim, after.value_dim - before.value_dim
+    if query > 0 and query == value:
+        yield f"q, k, v = (F.pad(each, (0, {query})) for each in (q, k, v))"
+    elif query > 0:
+        yield f"q, k = (F.pad(each, (0, {query})) for each in (q, k))"
+    if value > 0 and query != value:
+        yield f"v = F.pad(v, (0, {value}))"
+    if before.dtype != after.dtype:
+        dtype = f"torch.{DTYPES[str(after.dtype)].torch}"
+        yield f"q, k, v = (each.to({dtype}) for each in (q, k, v))"
+        if before.mask.startswith("float") and after.mask.startswith("float"):
+            yield f"attn_mask = attn_mask.to({dtype})"
+    if before.causal and before.mask != "none" and after.mask == before.mask and not after.causal:
+        above = f"{after.seq_len_q}, {after.seq_len_kv}, dtype=torch.bool, device=q.device).triu(1)"
+        hidden = "False" if after.mask.startswith("bool") else '-float("inf")'
+        yield f"attn_mask = attn_mask.masked_fill(torch.ones({above}, {hidden})"
+    if before.mask == "float_grad" and after.mask == "float":
+        yield "attn_mask = attn_mask.detach()"
+
+
+MAX_ADVICE = 3
+MAX_CHANGES = 6
+FLEX_CODE = """\
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+bias = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+def score_mod(score, b, h, i, j):
+    return {score}
+
+out = torch.compile(flex_attention)(q, k, v, score_mod=score_mod{arguments})"""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that lets a backend compute a config."""
+
+    change: str
+    """A sentence."""
+    code: str
+    """Python code that makes the change."""
+    config: str | None = None
+    """Label of the changed config. None if the grammar cannot express it."""
+    verified: bool | None = None
+    """Whether the backend was eligible for the changed config. None if it could not be queried."""
+    choice: str | None = None
+    """Backend that `auto`, or the requested setting, then selects."""
+    gain: float | None = None
+    """Time before divided by time after, if both were measured."""
+    steps: tuple[str, ...] = ()
+    """Names of the changes."""
+
+
+@dataclass(frozen=True)
+class _State:
+    config: Config
+    answer: Eligibility
+    steps: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> str:
+        """Code of the first reason against the backend."""
+        return self.answer.reasons[0].code if self.answer.reasons else "no_text"
+
+
+def advise(
+    config: Config, backend: str, oracle: Oracle, choose: ChoiceFunction, asked: str = AUTO
+) -> tuple[Advice, ...]:
+    """Return at most three changes that let a backend compute a config, with the fewest steps
+    possible.
+
+    `asked` is `auto` or the setting under which `choose` selects a backend; the code then sets it
+    too. The config must have a dtype. Changes that the grammar cannot express come last and have
+    verified None. Return nothing if the backend runs without a change, if nothing is known, or if
+    no change helps.
+    """
+    answer = oracle(config, backend)
+    if answer.eligible is None:
+        return ()
+    if answer.eligible:
+        return () if choose(config) == backend else (_name_it(config, backend, asked),)
+    start = _State(config, answer)
+    ways = [
+        _way(config, state, backend, choose, asked) for state in _search(start, backend, oracle)
+    ]
+    if (outside := OUTSIDE.get(start.code)) and (advice := outside(config, backend)):
+        ways.append(advice)
+    return tuple(ways[:MAX_ADVICE])
+
+
+def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
+    """Search breadth-first, so that the fewest changes come first. A step must remove the first
+    reason, because PyTorch stops there.
+    """
+    seen = {start.config}
+    level = [start]
+    for _ in range(MAX_CHANGES):
+        following = [
+            state for before in level for state in _steps_from(before, backend, oracle, seen)
+        ]
+        if goals := [state for state in following if state.answer.eligible]:
+            return goals
+        level = [state for state in following if state.answer.eligible is False]
+    return []
+
+
+def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config]) -> list[_State]:
+    states: list[_State] = []
+    served: set[str] = set()  # groups in which one change has removed the reason
+    for change in CHANGES:
+        if before.code not in change.codes or change.group in served:
+            continue
+        config = change.apply(before.config)
+        if config is None or config in seen:
+            continue
+        seen.add(config)
+        sentences = (*before.sentences, change.text.format(b=before.config, a=config))
+        state = _State(config, oracle(config, backend), (*before.steps, change.name), sentences)
+        if change.group and (state.answer.eligible or state.code != before.code):
+            served.add(change.group)
+        states.append(state)
+    return states
+
+
+def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, asked: str) -> Advice:
+    """If another backend is selected even after the change, the code also requests the wanted one."""
+    choice = choose(state.config)
+    named = asked if choice == backend else backend
+    sentences = list(state.sentences)
+    if named != asked:
+        sentences.append(f"then name {backend} with sdpa_kernel, since {asked} takes {choice}")
+    return Advice(
+        change="; ".join(sentences),
+        code=call_code(config, state.config, named),
+        config=state.config.label,
+        verified=True,
+        choice=choice,
+        steps=state.steps,
+    )
+
+
+def _name_it(config: Config, backend: str, asked: str) -> Advice:
+    """Return the advice for a backend that is eligible but not selected: request it with sdpa_kernel."""
+    return Advice(
+        change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow {backend} alone with "
+        "sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the others as a fallback, with "
+        f"{setting_code(SdpaSetting((backend, 'math'), ordered=True))})",
+        code=call_code(config, config, backend),
+        config=config.label,
+        verified=True,
+        choice=backend,
+        steps=("name it",),
+    )
+
+
+def _flex(config: Config, _: str) -> Advice | None:
+    if config.causal or config.dropout:
+        return None
+    score = "score + bias[b, h, i, j]"
+    if config.mask.startswith("bool"):
+        score = 'torch.where(bias[b, h, i, j], score, -float("inf"))'
+    arguments = "" if config.scale is None else f", scale={config.scale!r}"
+    arguments += ", enable_gqa=True" if config.num_kv_heads != config.num_heads else ""
+    return Advice(
+        "keep the mask and call flex_attention, which takes any mask (its own kernels, not those of flash)",
+        FLEX_CODE.format(score=score, arguments=arguments),
+        steps=("flex",),
+    )
+
+
+def _switch(_: Config, backend: str) -> Advice:
+    name = {"efficient": "mem_efficient"}.get(backend, backend)
+    code = f"import torch\n\ntorch.backends.cuda.enable_{name}_sdp(True)"
+    sentence = f"{backend} is switched off in this process; switch it on"
+    return Advice(sentence, code, steps=("switch",))
+
+
+def _four_d(config: Config, _: str) -> Advice:
+    lines = call_code(config, config).split("\n")
+    lines.insert(3, "q, k, v = (each.unsqueeze(0) for each in (q, k, v))")
+    code = "\n".join([*lines, "out = out.squeeze(0)"])
+    return Advice("give 3-D inputs a batch dimension", code, steps=("four_d",))
+
+
+# Reasons with a remedy that a config cannot express.
+OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
+    "mask": _flex,
+    "runtime_disabled": _switch,
+    "not_4d": _four_d,
+}
+ANSWERS_FILE = "answers.jsonl"
+
+
+@dataclass(frozen=True)
+class BackendAnswer:
+    """The answer for one backend."""
+
+    backend: str
+    eligible: bool | None
+    """None if unknown."""
+    reasons: tuple[Refusal, ...] = ()
+    """All reasons against it. PyTorch stops at the first."""
+    advice: tuple[Advice, ...] = ()
+    can_use: bool | None = None
+    """Result of `can_use_*_attention`. None if the function does not exist or was not called."""
+
+
+@dataclass(frozen=True)
+class LiveAnswer:
+    """The answers for one config."""
+
+    cell: str
+    """Id of the question."""
+    config: str
+    """Label of the config."""
+    choice: str | None = None
+    """A backend, or `none` if PyTorch raises."""
+    priority_order: tuple[str, ...] = ()
+    backends: tuple[BackendAnswer, ...] = ()
+    error: str | None = None
+    """Why no backend could be queried."""

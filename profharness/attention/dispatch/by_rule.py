@@ -1,0 +1,450 @@
+"""Why PyTorch chooses a backend: the records of `explain`, and explanations by rule for a GPU, a
+PyTorch release and a cuDNN version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import metadata
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from profharness.attention.config import (
+    AUTO,
+    SDPA_BACKENDS,
+    Config,
+    pytorch_chooses,
+    sdpa_setting,
+    setting_name,
+)
+from profharness.attention.dispatch.advice import BackendAnswer, advise
+from profharness.attention.dispatch.machine import (
+    RELEASES,
+    SETS_PRIORITY,
+    AttentionParams,
+    Machine,
+    Release,
+    build_of,
+    from_config,
+    machine_for,
+    parse_release,
+    parse_releases,
+    permitted,
+    release_text,
+)
+from profharness.attention.dispatch.perturb import rule_choice, rule_oracle
+from profharness.attention.dispatch.predict import CPU_ORDER, Prediction, predict, undecided
+from profharness.device_types import CPU, CUDA, is_gpu
+from profharness.devices import GPUS, find_gpu
+from profharness.environment import gpu_name
+from profharness.errors import UsageError, join_few
+
+SCHEMA = "profharness.explain/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The explanation of one config. predicted, choice and observed are a backend, `none` (PyTorch
+    raises) or `unknown`.
+    """
+
+    config: str
+    source: str  # `live` (queried from PyTorch) or `rules`
+    environment: dict[str, Any]
+    priority_order: tuple[str, ...]  # empty if unknown
+    predicted: str | None  # by the rules
+    choice: str | None = None  # by PyTorch; None if it was not queried
+    observed: str | None = None  # by the op or kernels of a stored run
+    agree: bool | None = None  # whether the known ones are equal
+    backends: tuple[BackendAnswer, ...]
+    caveats: tuple[str, ...] = ()  # sentences with reasons for doubt
+    error: str | None = None
+    asked: str = AUTO  # `auto`, or the set or order of backends that the call allows
+    prediction: dict[str, Any] | None = None  # time and best backend by the machine's atlas
+
+
+FIELDS = tuple(field.name for field in fields(Explanation))
+
+
+def explanation_record(answer: Explanation) -> dict[str, Any]:
+    """Return the JSON record of one explanation, with the keys of FIELDS."""
+    record: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+    for side in record["backends"]:
+        del side["can_use"]
+        for advice in side["advice"]:
+            del advice["steps"]
+    return record
+
+
+def flat_record(answer: Explanation) -> dict[str, Any]:
+    """Return one flat row for a data frame, with `<backend>_eligible` and `<backend>_reasons`
+    (codes).
+    """
+    environment = answer.environment
+    facts = ("torch", "device_type", "gpu", "capability", "cudnn")
+    row: dict[str, Any] = {
+        "config": answer.config,
+        "asked": answer.asked,
+        "source": answer.source,
+        **{name: environment.get(name) for name in facts},
+        "priority_order": " > ".join(answer.priority_order) or None,
+        "predicted": answer.predicted,
+        "choice": answer.choice,
+        "observed": answer.observed,
+        "agree": answer.agree,
+    }
+    for side in answer.backends:
+        row[f"{side.backend}_eligible"] = side.eligible
+        row[f"{side.backend}_reasons"] = "; ".join(reason.code for reason in side.reasons)
+    return row | {"error": answer.error}
+
+
+def environment_text(answer: Explanation) -> str:
+    """Return `torch 2.8.0, RTX A6000, cuDNN 91002, by rule`."""
+    environment = answer.environment
+    parts = [f"torch {environment['torch']}"] if environment.get("torch") else []
+    device = environment.get("gpu") or {"cpu": "CPU"}.get(str(environment.get("device_type")))
+    parts += [str(device)] if device else []
+    parts += [f"cuDNN {environment['cudnn']}"] if environment.get("cudnn") else []
+    parts += ["by rule" if answer.source == "rules" else "live"]
+    return ", ".join([*parts, *([answer.asked] if answer.asked != AUTO else [])])
+
+
+def chosen(answer: Explanation) -> str:
+    """Return PyTorch's own choice, or that of the rules if only these were used."""
+    return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
+
+
+def settle(answer: Explanation) -> Explanation:
+    """Return the explanation with `agree` set: whether all known choices are equal, or None if
+    fewer than two are known.
+    """
+    witnesses = (answer.predicted, answer.choice, answer.observed)
+    names = [name for name in witnesses if name not in (None, "unknown")]
+    return replace(answer, agree=len(set(names)) == 1 if len(names) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A machine and release to apply the rules to."""
+
+    machine: Machine
+    device: str
+    gpu: str | None  # its name; None for the CPU
+    # cuDNN's version is that of the release's build for this CUDA, not a given one
+    pinned: bool = True
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Return flat keys, named as in a run's environment. None if unknown."""
+        machine = self.machine
+        environment: dict[str, Any] = {
+            "torch": release_text(machine.torch),
+            "torch_cuda": machine.cuda,
+            "device_type": self.device,
+        }
+        if is_gpu(self.device):
+            environment |= {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
+        return environment
+
+    @property
+    def text(self) -> str:
+        """`torch 2.8.0, RTX A6000 (sm 8.6), cuDNN 91002, CUDA 12.8`."""
+        machine = self.machine
+        release = f"torch {release_text(machine.torch)}"
+        if not is_gpu(self.device):
+            return f"{release}, CPU"
+        return (
+            f"{release}, {self.gpu} (sm {machine.sm}), cuDNN {machine.cudnn or 'unknown'}, "
+            f"CUDA {machine.cuda or 'unknown'}"
+        )
+
+
+def named_platforms(
+    torch: str | None,
+    gpu: str | None,
+    cudnn: str | None = None,
+    cuda: str | None = None,
+    cudnn_compiled: str | None = None,
+) -> list[Platform]:
+    """Return the platforms that the options name, one per release, oldest first. Return None if
+    neither `torch` nor `gpu` is given, which selects PyTorch itself. `torch` is `2.8`, `2.9.1`,
+    `2.5..2.15` or `2.8,2.10`; None is the installed release. A single release may be unknown to the
+    rules. `gpu` is a name, a capability such as sm90, or `cpu`; None is this machine's GPU by NVML.
+    `cudnn` is the version at run time, `cudnn_compiled` the one that PyTorch was built with. Raise
+    UsageError for an invalid version, an unknown GPU, and cuDNN or CUDA without `torch` or `gpu`.
+    """
+    versions = {"cudnn": cudnn, "cuda": cuda, "cudnn-compiled": cudnn_compiled}
+    given = [option for option, version in versions.items() if version is not None]
+    if torch is None and gpu is None:
+        if given:
+            raise UsageError(
+                f"--{given[0]} is for an answer by rule; add --torch or --gpu. "
+                "Live, PyTorch's own version counts"
+            )
+        return []
+    releases = parse_releases(torch) if torch is not None else [_installed()]
+    if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
+        raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
+    if (gpu or "").lower() == CPU:
+        if given:
+            raise UsageError(
+                "--cudnn, --cuda and --cudnn-compiled say nothing about a CPU; leave them out"
+            )
+        return [Platform(Machine(torch=release), CPU, None) for release in releases]
+    name = gpu or gpu_name()
+    if name is None:
+        names = ", ".join(entry.name for entry in GPUS)
+        raise UsageError(
+            f"this machine has no NVIDIA GPU: add --gpu NAME; known are {names}; "
+            "a capability such as sm90 works too, and `cpu`"
+        )
+    full_name = find_gpu(name).name
+    return [
+        Platform(
+            machine_for(name, release, cudnn, cuda, cudnn_compiled),
+            CUDA,
+            full_name,
+            pinned=cudnn is None and build_of(release, cuda) is not None,
+        )
+        for release in releases
+    ]
+
+
+def _installed() -> tuple[int, ...]:
+    """Return the installed torch's release from its package metadata, without importing torch."""
+    try:
+        return parse_release(metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        raise UsageError(
+            "--gpu without --torch means the installed torch, and none is installed; "
+            "add --torch, for example --torch 2.11"
+        ) from None
+
+
+FUSED_BACKENDS = ("flash", "efficient", "cudnn")
+FACTS = {
+    "cudnn": "cuDNN's version (--cudnn VERSION)",
+    "cuda": "the CUDA version that PyTorch was built for (--cuda VERSION)",
+    "cudnn_compiled": "the cuDNN version that PyTorch was compiled with (--cudnn-compiled VERSION)",
+}
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """The explanation for one release, compared with the release before."""
+
+    explanation: Explanation
+    flips: bool = False  # the choice differs
+    changes: tuple[str, ...] = ()  # other differences, as sentences
+
+
+def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the setting that backends name (`flash+math`, `cudnn>flash`, else `auto`), and the
+    backends that limit the advice. Raise UsageError for several settings, and for anything but
+    PyTorch's own backends.
+    """
+    settings = [setting_name(name) for name in names if pytorch_chooses(name)]
+    if len(settings) > 1:
+        raise UsageError(
+            f"explain answers for one setting at a time, not for {' and '.join(settings)}; ask twice"
+        )
+    single = tuple(name for name in names if not pytorch_chooses(name))
+    for name in single:
+        if name not in SDPA_BACKENDS:
+            raise UsageError(
+                f"--backend {name!r}: advice is on PyTorch's own backends: "
+                f"{', '.join(SDPA_BACKENDS)}; or a set such as flash+math"
+            )
+    return (settings[0] if settings else AUTO), single
+
+
+def explain_by_rule(
+    config: Config,
+    platform: Platform,
+    *,
+    backends: Sequence[str] = (),
+    advice: bool = True,
+    asked: str = AUTO,
+) -> Explanation:
+    """Explain a config on a platform by the rules, for `auto` or a setting. `backends` limits the
+    advice.
+    """
+    config = config.resolve(platform.device)
+    machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
+    params = permitted(from_config(config, device), setting)
+    prediction = predict(params, machine)
+    order = prediction.priority_order or (SDPA_BACKENDS if is_gpu(device) else CPU_ORDER)
+    sides = sides_by_rule(prediction, order)
+    if advice:
+        oracle, choose = rule_oracle(machine, device), rule_choice(machine, device, setting)
+        advised = SDPA_BACKENDS if prediction.choice == "none" else FUSED_BACKENDS
+        sides = [
+            replace(side, advice=advise(config, side.backend, oracle, choose, asked))
+            if side.backend in (backends or advised) and side.backend in params.enabled
+            else side
+            for side in sides
+        ]
+    early = _sets_no_order(asked, machine)
+    return Explanation(
+        config=config.label,
+        environment=platform.environment,
+        source="rules",
+        priority_order=() if early else prediction.priority_order,
+        predicted="unknown" if early else prediction.choice,
+        backends=tuple(sides),
+        caveats=(*prediction.hazards, *_caveats(platform, params, prediction)),
+        error=NO_ORDER if early else None,
+        asked=asked,
+    )
+
+
+NO_ORDER = (
+    "PyTorch before 2.6 sets no order: its sdpa_kernel has no set_priority; joined by + the backends "
+    "are the same set without an order"
+)
+
+
+def _sets_no_order(asked: str, machine: Machine) -> bool:
+    setting = sdpa_setting(asked)
+    return setting is not None and setting.ordered and machine.torch < SETS_PRIORITY
+
+
+def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendAnswer]:
+    """Return the backends of a prediction, with the reason at which PyTorch stops listed first."""
+    sides = []
+    for name in names:
+        verdict = prediction.backends[name]
+        first = verdict.certain[:1]
+        reasons = (*first, *(reason for reason in verdict.reasons if reason not in first))
+        sides.append(BackendAnswer(name, verdict.eligible, reasons))
+    return sides
+
+
+def choices_by_rule(configs: Sequence[Config], platform: Platform, asked: str = AUTO) -> list[str]:
+    """Return only the choice of `auto` or a setting, one per config."""
+    if _sets_no_order(asked, platform.machine):
+        return ["unknown"] * len(configs)
+    choose = rule_choice(platform.machine, platform.device, sdpa_setting(asked))
+    return [choose(config) for config in configs]
+
+
+def matrix(config: Config, platforms: Sequence[Platform], asked: str = AUTO) -> list[MatrixRow]:
+    """Explain one config for several releases."""
+    answers = [
+        explain_by_rule(config, platform, advice=False, asked=asked) for platform in platforms
+    ]
+    rows = [
+        MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
+        for before, after in pairwise(answers)
+    ]
+    return [MatrixRow(answers[0]), *rows]
+
+
+def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
+    """Return the differences, the likely cause of another choice first."""
+    changes = []
+    if before.predicted != after.predicted:
+        changes.append(f"choice {before.predicted} → {after.predicted}")
+    if before.priority_order != after.priority_order:
+        changes.append(f"order {' > '.join(after.priority_order) or 'unknown'}")
+    earlier = {side.backend: side for side in before.backends}
+    later = {side.backend: side for side in after.backends}
+    for name in FUSED_BACKENDS:
+        old, new = earlier.get(name), later.get(name)
+        if old is None or new is None or old.eligible == new.eligible:
+            continue
+        reasons = (old if new.eligible else new).reasons
+        state = {True: "takes it", False: "refuses it", None: "unknown"}[new.eligible]
+        lead = "no longer: " if new.eligible else ""
+        changes.append(f"{name} {state}" + (f" ({lead}{reasons[0].code})" if reasons else ""))
+    old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
+    if changes and None not in (old_cudnn, new_cudnn) and old_cudnn != new_cudnn:
+        changes.append(f"cuDNN {old_cudnn} → {new_cudnn}")
+    return tuple(changes)
+
+
+COMPILED = (
+    "Under torch.compile the choice is made when the graph is traced, and stays as it was then."
+)
+ALLOW_SET = (
+    "sdpa_kernel([...]) says which backends are allowed, not in which order, unless set_priority=True "
+    "(PyTorch 2.6 and newer)."
+)
+FIRST_CHOICE = (
+    "The first choice of a process on CUDA puts PyTorch's own order in place of one that is set, and leaves "
+    "another one behind for auto (PyTorch 2.9 and newer): make a call before the order is set."
+)
+CPU_IGNORES = "On a CPU PyTorch keeps its own order (flash, then math), whatever order is set."
+LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
+
+
+def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
+    """Yield uncertain assumptions of the rules, and caveats that apply whenever PyTorch chooses."""
+    machine, on_gpu = platform.machine, is_gpu(platform.device)
+    release = release_text(machine.torch)
+    if not machine.known:
+        yield _unread([machine.torch])
+    elif on_gpu and platform.pinned:
+        pypi = RELEASES[machine.torch].cuda == machine.cuda
+        wheel = f"{'PyPI wheel' if pypi else 'build of this release'} for CUDA {machine.cuda}"
+        yield (
+            f"cuDNN {machine.cudnn} is what the {wheel} brings; another build or a cuDNN found "
+            "earlier on the library path may choose otherwise (--cudnn VERSION)."
+        )
+    elif on_gpu and machine.cudnn is None:
+        yield (
+            f"Which cuDNN PyTorch {release} for CUDA {machine.cuda} brings is "
+            "not known here (--cudnn VERSION)."
+        )
+    if machine.known and prediction.choice == "unknown":
+        yield f"The rules cannot decide this call: {'; '.join(_gaps(platform, params, prediction))}."
+    yield COMPILED
+    if params.priority and (not on_gpu or machine.torch >= (2, 9)):
+        yield FIRST_CHOICE if on_gpu else CPU_IGNORES
+    if on_gpu:
+        yield from (ALLOW_SET, LEGACY)
+
+
+def unread(answers: Iterable[Explanation]) -> str | None:
+    """Return one sentence about releases that the rules do not know, if any explanation by rule has
+    one.
+    """
+    releases = [
+        parse_release(answer.environment["torch"]) for answer in answers if answer.source == "rules"
+    ]
+    missing = [release for release in dict.fromkeys(releases) if release not in RELEASES]
+    return _unread(missing) if missing else None
+
+
+LISTED = 6  # releases in one sentence
+
+
+def skipped_text(releases: Sequence[str]) -> str:
+    """Return one sentence about the releases of a range that have no explanation."""
+    names = join_few(releases, LISTED)
+    return f"left out of the answer: the rules of PyTorch {names} were not read"
+
+
+def _unread(missing: Sequence[Release]) -> str:
+    same = [number for number in RELEASES if {number[:2]} == {release[:2] for release in missing}]
+    near = same or RELEASES
+    names = ", ".join(map(release_text, near))
+    verb = "is" if len(near) == 1 else "are"
+    releases = ", ".join(map(release_text, missing))
+    return f"The rules of PyTorch {releases} were not read; known {verb} {names}."
+
+
+def _gaps(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
+    """Yield what must be known to decide."""
+    if not prediction.priority_order:
+        facts = " and ".join(FACTS[name] for name in undecided(params, platform.machine))
+        yield f"the order of the backends hangs on {facts}"
+    names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
+    if names:
+        their = "their" if len(names) > 1 else "its"
+        yield f"whether {' and '.join(names)} can take it is not known, as {their} reasons say"

@@ -1,0 +1,421 @@
+"""The inputs of a prediction: a machine (PyTorch release, compute capability, cuDNN) and the
+parameters of one SDPA call.
+
+Table rows in this package are NamedTuples: creating a dataclass takes longer than creating all of
+its rows, which would slow the start of every command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from profharness.attention.config import SDPA_BACKENDS, Config, SdpaSetting
+from profharness.device_types import CPU, CUDA, DEVICE_TYPES
+from profharness.devices import find_gpu
+from profharness.dtypes import DTYPES
+from profharness.errors import UsageError
+
+Value = TypeVar("Value")
+Release = tuple[int, ...]
+
+
+class Wheel(NamedTuple):
+    """Versions in a CUDA build of a release.
+
+    cuDNN versions have the format of cudnnGetVersion(): 9.19.0 is 91900, 8.9.2 is 8902.
+    """
+
+    cuda: str
+    cudnn: int | None
+    """The version that the wheel requires at run time."""
+    cudnn_compiled: int | None = None
+    """The constant that CUDAHooks::versionCuDNN() returns."""
+
+
+# Releases whose binaries were read. Other releases are unknown, never guessed from their neighbours.
+RELEASES: dict[Release, Wheel] = {
+    (2, 5, 0): Wheel("12.4", 90100, 90100),
+    (2, 5, 1): Wheel("12.4", 90100, 90100),
+    (2, 6, 0): Wheel("12.4", 90100, 90100),
+    (2, 7, 0): Wheel("12.6", 90501, 90501),
+    (2, 7, 1): Wheel("12.6", 90501, 90501),
+    (2, 8, 0): Wheel("12.8", 91002, 90800),
+    (2, 9, 0): Wheel("12.8", 91002, 90800),
+    (2, 9, 1): Wheel("12.8", 91002, 90800),
+    (2, 10, 0): Wheel("12.8", 91002, 91002),
+    (2, 11, 0): Wheel("13.0", 91900, 91900),
+    (2, 12, 0): Wheel("13.0", 92000, 92000),
+    (2, 12, 1): Wheel("13.0", 92000, 92000),
+    (2, 13, 0): Wheel("13.0", 92000, 92000),
+    (2, 14, 0): Wheel("13.0", 92400, 92400),
+    (2, 14, 1): Wheel("13.0", 92400, 92400),
+    (2, 15, 0): Wheel("13.2", 92600, 92600),
+}
+OLDEST: Release = (2, 5)
+# Builds for a CUDA version other than the PyPI wheel's. The cu130 build of 2.9 is known to try cuDNN
+# first, so it was compiled with 9.9 or newer; PyTorch's build scripts pin its cuDNN to 9.13.0.
+OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
+    (2, 9, 1): (Wheel("13.0", 91300, 90900),),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The properties of a machine that dispatch depends on. None means unknown."""
+
+    torch: Release
+    capability: tuple[int, int] = (0, 0)
+    cudnn: int | None = None
+    """Runtime version as an integer: 9.19.0 is 91900."""
+    cuda: str | None = None
+    cudnn_compiled: int | None = None
+    """The version that PyTorch was built with, or the oldest possible one."""
+    cudnn_preferred: bool | None = None
+    """False if TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0
+    (2.9) is set. None for the default.
+    """
+
+    @property
+    def known(self) -> bool:
+        """Whether the rules cover this release."""
+        return self.torch in RELEASES
+
+    @property
+    def major(self) -> int:
+        return self.capability[0]
+
+    @property
+    def sm(self) -> str:
+        """The capability in the format of PyTorch's messages, such as `9.0`."""
+        return f"{self.capability[0]}.{self.capability[1]}"
+
+    @property
+    def cuda_major(self) -> int | None:
+        return int(self.cuda.split(".")[0]) if self.cuda else None
+
+
+def machine_for(
+    gpu: str,
+    release: str | Release,
+    cudnn: int | str | None = None,
+    cuda: str | None = None,
+    cudnn_compiled: int | str | None = None,
+) -> Machine:
+    """Return the machine with this GPU and the release's build for this CUDA.
+
+    If `cuda` is None, the build is the PyPI wheel. `cudnn` and `cudnn_compiled` override the build's
+    versions. Unknown versions of a build are None, and an unknown release returns a machine that is
+    not `known`. Raise UsageError for an unknown GPU.
+    """
+    number = parse_release(release) if isinstance(release, str) else release
+    wheel = build_of(number, cuda)
+    own, compiled = (wheel.cudnn, wheel.cudnn_compiled) if wheel else (None, None)
+    return Machine(
+        torch=number,
+        capability=find_gpu(gpu).capability,
+        cudnn=own if cudnn is None else parse_cudnn(cudnn),
+        cuda=cuda or (wheel.cuda if wheel else None),
+        cudnn_compiled=compiled if cudnn_compiled is None else parse_cudnn(cudnn_compiled),
+    )
+
+
+def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
+    """Return a release's build for a CUDA version such as 13.0 or 13.0.1 (None: the PyPI wheel)."""
+    wheel = RELEASES.get(release)
+    if wheel is None or cuda is None:
+        return wheel
+    builds = (wheel, *OTHER_BUILDS.get(release, ()))
+    short = ".".join(cuda.split(".")[:2])
+    return next((build for build in builds if build.cuda == short), None)
+
+
+def parse_cudnn(value: int | str) -> int:
+    """Parse `9.19.0`, `9.19.0.56`, `91900` or 91900 as 91900. Raise UsageError for other text."""
+    text = str(value).strip()
+    if match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\.\d+)?", text):
+        major = int(match[1])
+        # From cuDNN 9 on, the major version is multiplied by 10,000.
+        scale = 10_000 if major >= 9 else 1_000
+        return major * scale + int(match[2]) * 100 + int(match[3] or 0)
+    if re.fullmatch(r"\d{4,6}", text):
+        return int(text)
+    raise UsageError(f"cuDNN version {value!r} is not a version; write 9.19.0 or 91900")
+
+
+def parse_release(text: str) -> Release:
+    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`.
+
+    A version without a patch number is the newest known patch release, or .0 if none is known.
+    Raise UsageError if the text is not a version.
+    """
+    match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
+    if not match:
+        raise UsageError(f"PyTorch release {text!r} is not a version; write 2.8 or 2.9.1")
+    if match[3] is not None:
+        return (int(match[1]), int(match[2]), int(match[3]))
+    minor = (int(match[1]), int(match[2]))
+    return max((release for release in RELEASES if release[:2] == minor), default=(*minor, 0))
+
+
+class ReleaseRange(NamedTuple):
+    """The releases in a range such as `2.5..2.15`, with and without known rules, oldest first."""
+
+    known: tuple[Release, ...]
+    unknown: tuple[Release, ...]
+
+
+def parse_range(first: str, last: str) -> ReleaseRange:
+    """Return the releases from `first` to `last`: `2.5` starts at 2.5.0, `2.15` ends at its newest
+    patch.
+
+    Raise UsageError for an empty range, a range without a known release, and a start before 2.5.
+    """
+    low, high = _supported(parse_release(first)), parse_release(last)
+    low = low if first.count(".") > 1 else (*low[:2], 0)
+    text = f"release range '{first.strip()}..{last.strip()}'"
+    if low > high:
+        raise UsageError(f"{text} is empty: its first release is newer than its last")
+    releases = tuple(release for release in sorted(RELEASES) if low <= release <= high)
+    if not releases:
+        span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
+        raise UsageError(f"{text} contains no release that the rules cover; known are {span}")
+    unknown = {low, high} - RELEASES.keys()
+    newest = max(RELEASES)
+    if high[0] == newest[0]:
+        # The patches of minor versions after the newest known one are unknown.
+        unknown |= {(high[0], minor, 0) for minor in range(newest[1] + 1, high[1])}
+    return ReleaseRange(releases, tuple(sorted(unknown)))
+
+
+def _supported(release: Release) -> Release:
+    if release < OLDEST:
+        oldest = release_text(OLDEST)
+        raise UsageError(
+            f"PyTorch {release_text(release)} is too old: {oldest} is the oldest supported release"
+        )
+    return release
+
+
+def _ranges(text: str) -> Iterator[ReleaseRange]:
+    """Yield the range of each comma-separated part. A single release counts as known."""
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        if dots:
+            yield parse_range(first, last)
+        else:
+            yield ReleaseRange((_supported(parse_release(part)),), ())
+
+
+def parse_releases(text: str) -> list[Release]:
+    """Parse `2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or
+    a mix. Return the releases, oldest first.
+
+    Raise UsageError for a release before 2.5, and for a range that is empty or contains no known
+    release.
+    """
+    return sorted({release for part in _ranges(text) for release in part.known})
+
+
+def skipped_releases(text: str) -> list[Release]:
+    """Return the releases in the ranges of `text` that the rules do not cover, oldest first."""
+    return sorted({release for part in _ranges(text) for release in part.unknown} if text else ())
+
+
+def release_text(release: Release) -> str:
+    """Format `(2, 9, 1)` as `2.9.1`."""
+    return ".".join(map(str, release))
+
+
+ALLOWED = {
+    "dtype": tuple(DTYPES),
+    "device": tuple(DEVICE_TYPES),
+    "deterministic": ("off", "error", "warn_only"),
+    "flash_impl": ("FA2", "FA3", "FA4"),
+}
+
+
+class Mask(NamedTuple):
+    """An attn_mask. A `bool` mask selects scores, a `float` mask is added to them."""
+
+    shape: tuple[int, ...]
+    kind: str = "float"
+    requires_grad: bool = False
+    last_stride: int = 1
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """The parameters of one scaled_dot_product_attention call on dense tensors.
+
+    query is [batch, heads, seq_q, head_dim], key [batch_kv, kv_heads, seq_kv, head_dim], value
+    [batch_kv, kv_heads_v, seq_kv, head_dim_v]. If batch_kv, kv_heads_v or head_dim_v is None, it
+    equals batch, kv_heads or head_dim.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_q: int
+    seq_kv: int
+    head_dim: int
+    dtype: str = "fp16"
+    device: str = CUDA
+    batch_kv: int | None = None
+    kv_heads_v: int | None = None
+    head_dim_v: int | None = None
+    ndim: int = 4
+    """Dimensions of query, key and value."""
+    enable_gqa: bool = False
+    is_causal: bool = False
+    mask: Mask | None = None
+    dropout: float = 0.0
+    requires_grad: bool = False
+    """Whether grad mode is on and query, key or value requires a gradient."""
+    last_stride: int = 1
+    batch_stride_zero: bool = False
+    storage_offset_bytes: int = 0
+    """Offset of query, key and value in their storages."""
+    deterministic: str = "off"
+    enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
+    """Backends whose runtime flag is on."""
+    priority: tuple[str, ...] = ()
+    """Backends that the caller put first (`set_priority=True`)."""
+    flash_impl: str = "FA2"
+
+    def __post_init__(self) -> None:
+        for name, allowed in ALLOWED.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise UsageError(f"{name} {value!r} is unknown; allowed are {' '.join(allowed)}")
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def value_heads(self) -> int:
+        return self.kv_heads if self.kv_heads_v is None else self.kv_heads_v
+
+    @property
+    def key_batch(self) -> int:
+        return self.batch if self.batch_kv is None else self.batch_kv
+
+    @property
+    def same_heads(self) -> bool:
+        return self.heads == self.kv_heads == self.value_heads
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return DTYPES[self.dtype].bytes
+
+    @property
+    def dtype_text(self) -> str:
+        """The dtype in the format of PyTorch's messages."""
+        return DTYPES[self.dtype].message
+
+    @property
+    def query_sizes(self) -> list[int]:
+        return [self.batch, self.heads, self.seq_q, self.head_dim]
+
+    @property
+    def key_sizes(self) -> list[int]:
+        return [self.key_batch, self.kv_heads, self.seq_kv, self.head_dim]
+
+    @property
+    def value_sizes(self) -> list[int]:
+        return [self.key_batch, self.value_heads, self.seq_kv, self.value_dim]
+
+
+def from_config(config: Config, device: str = CUDA) -> AttentionParams:
+    """Return the call that the worker makes for `config` on `device` (`cuda` or `cpu`), with all
+    flags at their defaults. Grouped heads set enable_gqa.
+    """
+    dtype = str(config.resolve(device).dtype)
+    mask = None
+    if config.mask != "none":
+        kind = "bool" if config.mask.startswith("bool") else "float"
+        last = config.mask_strides[-1] if config.mask_strides else 1
+        mask = Mask(config.mask_dims, kind, config.mask == "float_grad", last)
+    strides = [given for given in (config.q_strides, config.k_strides, config.v_strides) if given]
+    return AttentionParams(
+        batch=config.batch,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        seq_q=config.seq_len_q,
+        seq_kv=config.seq_len_kv,
+        head_dim=config.head_dim,
+        batch_kv=config.kv_batch,
+        head_dim_v=config.head_dim_v,
+        dtype=dtype,
+        device=device,
+        enable_gqa=config.num_kv_heads != config.num_heads,
+        is_causal=config.causal,
+        mask=mask,
+        dropout=config.dropout,
+        requires_grad=config.bwd,
+        last_stride=max(
+            (given[-1] for given in strides), default=2 if config.layout == "strided_last" else 1
+        ),
+        batch_stride_zero=config.layout == "broadcast_batch"
+        or (config.batch > 1 and any(given[0] == 0 for given in strides)),
+        storage_offset_bytes=DTYPES[dtype].bytes if config.layout == "offset1" else 0,
+        deterministic="error" if config.deterministic else "off",
+    )
+
+
+SETS_PRIORITY: Release = (2, 6)  # first release whose sdpa_kernel has set_priority
+
+
+def permitted(params: AttentionParams, setting: SdpaSetting | None) -> AttentionParams:
+    """Return the call under a setting of sdpa_kernel, or unchanged if `setting` is None."""
+    if setting is None:
+        return params
+    priority = setting.backends if setting.ordered else ()
+    return replace(params, enabled=frozenset(setting.backends), priority=priority)
+
+
+def machine_of(environment: Mapping[str, Any]) -> Machine:
+    """Return the machine of a recorded environment. Unreadable values are unknown."""
+    try:
+        release = parse_release(str(environment.get("torch", "")))
+    except UsageError:
+        release = (0, 0, 0)
+    cuda = _of_kind(environment.get("torch_cuda"), str)
+    build = build_of(release, cuda) if cuda else None
+    variables: Mapping[str, Any] = _of_kind(environment.get("env"), dict) or {}
+    # 2.9 reads one variable to lower cuDNN's priority, newer releases read another.
+    variable, off = ("TORCH_CUDNN_SDPA_PREFERRED", "0")
+    if release >= (2, 10):
+        variable, off = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    capability = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", str(environment.get("capability")))
+    return Machine(
+        torch=release,
+        capability=(int(capability[1]), int(capability[2])) if capability else (0, 0),
+        cudnn=_of_kind(environment.get("cudnn"), int),
+        cuda=cuda,
+        cudnn_compiled=build.cudnn_compiled if build else None,
+        cudnn_preferred=False if variables.get(variable) == off else None,
+    )
+
+
+def _of_kind(value: object, kind: type[Value]) -> Value | None:
+    return value if isinstance(value, kind) else None
+
+
+def rules_know(environment: Mapping[str, Any]) -> bool:
+    """Return whether the rules cover the environment's release, device and capability."""
+    machine = machine_of(environment)
+    if machine.torch not in RELEASES or str(environment.get("device_type")) not in DEVICE_TYPES:
+        return False
+    return environment["device_type"] == CPU or machine.capability != (0, 0)
+
+
+def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
+    """Return a function that sets the runtime flags and the flash implementation of a run's process."""
+    on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)
+    activated = str(environment.get("flash_attention_impl"))
+    impl = activated if activated in ALLOWED["flash_impl"] else "FA2"
+    return lambda params: replace(params, enabled=on, flash_impl=impl)

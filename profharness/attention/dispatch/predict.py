@@ -1,0 +1,368 @@
+"""Apply the dispatch rules: predict which backend PyTorch selects and why it refuses the others."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, sdpa_setting
+from profharness.attention.dispatch.checks import hazards
+from profharness.attention.dispatch.machine import (
+    SETS_PRIORITY,
+    AttentionParams,
+    Machine,
+    Release,
+    from_config,
+    machine_of,
+    permitted,
+    release_text,
+    rules_know,
+    with_flags,
+)
+from profharness.attention.dispatch.rules import (
+    CPU_FLASH,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    ON_DEVICE,
+    RAISED_LATER,
+    Rule,
+)
+from profharness.device_types import CPU, CUDA
+from profharness.rows import Refusal
+
+# Earlier orders of PyTorch's checks: first release, first release without the order, checks.
+EARLIER_ORDER: dict[str, tuple[tuple[Release, Release, tuple[str, ...]], ...]] = {
+    "cudnn": (
+        ((2, 5), (2, 7), ("runtime_disabled", "nonzero_lengths", "last_stride", "on_device",
+                  "tensor_shapes", "cudnn_shapes", "deterministic", "dtypes", "mask_shape",
+                  "hardware")),
+        ((2, 7), (2, 9), ("runtime_disabled", "nonzero_lengths", "on_device", "tensor_shapes",
+                  "cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware",
+                  "last_stride", "num_heads")),
+    ),
+}  # fmt: skip
+
+
+TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
+    (CUDA, "flash"): FLASH,
+    (CUDA, "efficient"): EFFICIENT,
+    (CUDA, "cudnn"): CUDNN,
+    (CUDA, "math"): MATH,
+    (CPU, "flash"): CPU_FLASH,
+    (CPU, "efficient"): (ON_DEVICE,),
+    (CPU, "cudnn"): (ON_DEVICE,),
+    (CPU, "math"): MATH,
+}
+
+_SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
+_HEADER = re.compile(
+    r"^(memory efficient kernel|flash attention kernel|cudnn attention kernel) not used because:$",
+    re.IGNORECASE,
+)
+# Fragments of refusal texts in lower case, and their codes. The first match wins.
+CODES: tuple[tuple[str, str], ...] = (
+    ("has been runtime disabled", "runtime_disabled"),
+    ("requires a cuda device", "not_on_cuda"),
+    ("need to be on cuda device", "not_on_cuda"),
+    ("to be 4 dimensional", "not_4d"),
+    ("not support non-null attn_mask", "mask"),
+    ("attn_mask requires a gradient", "mask_grad"),
+    ("explicit attn_mask should not be set when is_causal", RAISED_LATER),
+    ("same last dimension and to be less than or equal to", "head_dim"),
+    ("only supports gpu architectures", "capability"),
+    ("compute capability", "capability"),
+    ("doesn't support training with head_dim", "head_dim_training"),
+    ("does not support the is_causal flag when seqlen_q", "causal_non_square"),
+    ("expected query, key and value to all be of dtype", "dtype"),
+    ("expected query, key and value to all be of the same dtype", "dtype"),
+    ("low-precision flash attention sdpa requires fa3", "dtype"),
+    ("nested inputs", "nested"),
+    (" nt inputs", "nested"),
+    ("to be a multiple of 8 and less than", "head_dim_multiple"),
+    ("q,k,v to have the same last dimension.", "head_dim"),
+    ("to have the same batch_size and num_heads", "num_heads"),
+    ("to have the same batch_size", "batch_size"),
+    ("to have the same num_heads", "num_heads"),
+    ("heads in key/value must divide", "num_heads"),
+    ("batch size or num_heads greater than", "grid_size"),
+    ("do not support zero seq_len", "seq_len_zero"),
+    ("do not support seq_len == 0", "seq_len_zero"),
+    ("last dimension of the input to have stride 1", "last_dim_stride"),
+    ("last dimension of inputs to be divisible by", "head_dim_multiple"),
+    ("storage offsets * element_size to be aligned", "alignment"),
+    ("please use the following attn mask shapes", "mask_shape"),
+    ("head_dim should be no more than", "head_dim"),
+    ("head_dim should be a multiple of", "head_dim_multiple"),
+    ("does not support sequence length 1", "seq_len_one"),
+    ("does not support key/value sequence length 1", "seq_len_one"),
+    ("query sequence length 1 with dropout", "seq_len_one"),
+    ("non-deterministic algorithm", "deterministic"),
+    ("is not deterministic", "deterministic"),
+    ("nested tensor", "nested"),
+    ("dropout", "dropout"),
+    ("decode is disabled", "decode_disabled"),
+    ("does not support backward with these head dimensions", "head_dim_training"),
+    ("non-finite query gradients", "known_bug"),
+    ("provided head dimensions", "head_dim"),
+)
+
+
+@lru_cache(maxsize=1024)
+def active_rules(device: str, backend: str, release: Release) -> tuple[Rule, ...]:
+    """Return the rules of a release in the order of its checks."""
+    rules = [rule for rule in TABLES[device, backend] if rule.since <= release < rule.until]
+    for since, until, names in EARLIER_ORDER.get(backend, ()) if device == CUDA else ():
+        if since <= release < until:
+            return tuple(sorted(rules, key=lambda rule: names.index(rule.check)))
+    return tuple(rules)
+
+
+def clean(text: str) -> str:
+    """Remove the C++ source position that PyTorch appends to a warning."""
+    return _SUFFIX.sub("", text).strip()
+
+
+def is_header(text: str) -> bool:
+    """Return whether a warning only announces the reasons that follow it."""
+    return bool(_HEADER.match(clean(text)))
+
+
+def code(text: str) -> str:
+    """Return the reason code of a refusal text, or `unknown`."""
+    lowered = text.lower()
+    return next((code for fragment, code in CODES if fragment in lowered), "unknown")
+
+
+# One cuDNN version from each interval between the versions in the rules.
+CUDNN_POINTS = (
+    *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402, 92501),
+    92600,
+)
+# Fields of Machine that may be unknown and decide the order, with values on both sides of each limit.
+MISSING: dict[str, tuple[object, ...]] = {
+    "cudnn": CUDNN_POINTS,
+    "cuda": ("12.9", "13.0"),
+    "cudnn_compiled": (90500, 90501, 90800, 90900, 91000),
+}
+DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
+CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
+CPU_ORDER = ("flash", "math")
+
+
+class Eligibility(NamedTuple):
+    """Whether a backend accepts a call, and the reasons against it in PyTorch's order.
+
+    There are no reasons if and only if eligible is True.
+    """
+
+    eligible: bool | None
+    """None if unknown."""
+    reasons: tuple[Refusal, ...] = ()
+    certain: tuple[Refusal, ...] = ()
+    """The reasons that are known to apply. PyTorch stops at the first and reports no other."""
+
+
+class Prediction(NamedTuple):
+    """The predicted choice for a call, and each backend's verdict."""
+
+    choice: str
+    """A backend, `none` if PyTorch raises, or `unknown`."""
+    priority_order: tuple[str, ...]
+    """Empty if unknown."""
+    backends: Mapping[str, Eligibility]
+    hazards: tuple[str, ...] = ()
+    """Known failures of the chosen backend."""
+
+
+class Priority(NamedTuple):
+    """The order of a span of releases: `preferred` on machines that `prefers` selects."""
+
+    since: Release
+    until: Release
+    prefers: Callable[[Machine], bool]
+    preferred: tuple[str, ...] = CUDNN_FIRST
+    otherwise: tuple[str, ...] = DEFAULT_ORDER
+
+
+def _newer_cudnn(machine: Machine) -> bool:
+    return (machine.cudnn or 0) > 91500 and machine.major in (9, 10)
+
+
+# The overrideable backend that 2.9 appended is omitted: on CUDA, PyTorch raises when it reaches it.
+PRIORITIES = (
+    Priority((2, 5, 0), (2, 5, 1), lambda m: m.major >= 9,
+             otherwise=("flash", "cudnn", "efficient", "math")),
+    Priority((2, 5, 1), (2, 9), lambda _: False),
+    Priority((2, 9), (2, 10),
+             lambda m: (m.cudnn_compiled or 0) >= 90900 and m.capability in ((9, 0), (10, 0))),
+    Priority((2, 10), (2, 13), lambda m: _newer_cudnn(m) and m.capability[1] in (0, 3)),
+    Priority((2, 13), (99,),
+             lambda m: _newer_cudnn(m) and (m.capability[1] in (0, 3) or (m.cuda_major or 0) >= 13)),
+)  # fmt: skip
+
+
+def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibility:
+    """Return whether a backend (`flash efficient cudnn math`) accepts the call, with all reasons."""
+    if not machine.known:
+        release = release_text(machine.torch)
+        text = f"The dispatch rules of PyTorch {release} were not read."
+        return Eligibility(None, (Refusal("unknown", text, "rule"),))
+    reasons: list[Refusal] = []
+    certain: list[Refusal] = []
+    for rule in active_rules(params.device, backend, machine.torch):
+        answer = _evaluate(rule, params, machine)
+        if answer is False:
+            continue
+        text = rule.text(params, machine)
+        if answer is None:
+            text = f"Cannot be known from what was given; PyTorch might say: {text}"
+        reasons.append(Refusal(rule.code, text, "rule"))
+        certain += reasons[-1:] if answer else []
+    eligible = False if certain else None if reasons else True
+    return Eligibility(eligible, tuple(reasons), tuple(certain))
+
+
+def raises_later(verdict: Eligibility) -> bool:
+    """Return whether the dispatcher selects the backend, whose own code then raises."""
+    return [reason.code for reason in verdict.certain] == [RAISED_LATER]
+
+
+def priority_order(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Return the backends in the order in which PyTorch tries them, empty if unknown."""
+    orders = _orders(params, machine)
+    return orders[0] if len(orders) == 1 else ()
+
+
+def predict(params: AttentionParams, machine: Machine) -> Prediction:
+    """Predict the result of torch._fused_sdp_choice, without torch and without a GPU."""
+    verdicts = {backend: judge(backend, params, machine) for backend in SDPA_BACKENDS}
+    orders = _orders(params, machine)
+    choices = {choice for order in orders for choice in _choices(order, verdicts)}
+    choice = choices.pop() if len(choices) == 1 else "unknown"
+    order = orders[0] if len(orders) == 1 else ()
+    return Prediction(choice, order, verdicts, hazards(choice, params, machine))
+
+
+def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -> str | None:
+    """Predict the outcome of a cell of a run.
+
+    For `auto`, `all-disabled`, a set or an order, return the backend that PyTorch selects, or `none`
+    if it raises. For a forced backend return `eligible` or `refused`. Return None if the outcome is
+    unknown, and for backends outside of PyTorch's dispatcher.
+    """
+    if not rules_know(environment):
+        return None
+    machine = machine_of(environment)
+    params = with_flags(environment)(from_config(config, environment["device_type"]))
+    if backend in SDPA_BACKENDS:
+        alone = replace(params, enabled=frozenset({backend}))
+        eligible = judge(backend, alone, machine).eligible
+        return None if eligible is None else "eligible" if eligible else "refused"
+    setting = sdpa_setting(backend)
+    if setting is None and backend != AUTO:
+        return None
+    if setting is not None and setting.ordered and machine.torch < SETS_PRIORITY:
+        return None
+    choice = predict(permitted(params, setting), machine).choice
+    return None if choice == "unknown" else choice
+
+
+def every_refusal(
+    config: Config, backend: str, refusals: Sequence[Refusal], environment: Mapping[str, Any]
+) -> tuple[Refusal, ...]:
+    """Return a refused cell's refusals, with the further reasons that the rules find.
+
+    PyTorch stops at the first reason. If the rules do not cover the cell, return `refusals` alone.
+    """
+    if backend not in SDPA_BACKENDS or not refusals or not rules_know(environment):
+        return tuple(refusals)
+    alone = replace(
+        with_flags(environment)(from_config(config, environment["device_type"])),
+        enabled=frozenset({backend}),
+    )
+    codes = {reason.code for reason in refusals}
+    verdict = judge(backend, alone, machine_of(environment))
+    return (*refusals, *(reason for reason in verdict.certain if reason.code not in codes))
+
+
+def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set[str]:
+    """Return every backend that may be the first eligible one, and `none` if the call may raise."""
+    choices: set[str] = set()
+    for backend in order:
+        eligible = verdicts[backend].eligible
+        if raises_later(verdicts[backend]):
+            return choices | {"none"}
+        if eligible is not False:
+            choices.add(backend)
+        if eligible:
+            return choices
+    return choices | {"none"}
+
+
+def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
+    """Return the possible orders: several if a property of the machine is unknown, none for an
+    unknown release. PyTorch's order for the CPU is fixed.
+    """
+    if not machine.known:
+        return ()
+    if params.device == CPU:
+        return (CPU_ORDER,)
+    orders = _default_orders(machine)
+    return tuple({tuple(dict.fromkeys((*params.priority, *order))): None for order in orders})
+
+
+def _default_orders(machine: Machine) -> tuple[tuple[str, ...], ...]:
+    """Return the possible default orders on CUDA."""
+    row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
+    if machine.cudnn_preferred is False and machine.torch >= (2, 9):
+        return (row.otherwise,)
+    machines = _completions(machine, _missing(machine))
+    return tuple({row.preferred if row.prefers(each) else row.otherwise for each in machines})
+
+
+def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Return the unknown fields of a Machine (`cudnn cuda cudnn_compiled`) that decide the priority
+    order of a call. Empty if the order is certain.
+    """
+    if len(_orders(params, machine)) < 2:
+        return ()
+    missing = _missing(machine)
+    return tuple(
+        name
+        for name in missing
+        if any(  # for some values of the other fields, this field decides the order
+            len(_orders(params, each)) > 1
+            for each in _completions(machine, tuple(other for other in missing if other != name))
+        )
+    )
+
+
+def _missing(machine: Machine) -> tuple[str, ...]:
+    return tuple(name for name in MISSING if getattr(machine, name) is None)
+
+
+@lru_cache(maxsize=64)
+def _completions(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
+    """Return the machine with every combination of values of its missing fields."""
+    return tuple(
+        replace(machine, **dict(zip(missing, values, strict=True)))  # type: ignore[arg-type]
+        for values in itertools.product(*(MISSING[name] for name in missing))
+    )
+
+
+def _evaluate(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
+    """Evaluate a rule. If a cuDNN version is unknown, return the result only if it is the same for
+    all versions, else None.
+    """
+    versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
+    missing = tuple(name for name in versions if getattr(machine, name) is None)
+    if not missing:
+        return rule.refuses(params, machine)
+    results = {rule.refuses(params, each) for each in _completions(machine, missing)}
+    return results.pop() if len(results) == 1 else None

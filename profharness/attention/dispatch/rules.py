@@ -1,0 +1,311 @@
+"""Dispatch rules: one table per backend, in the order in which PyTorch checks them.
+
+Sources: the dispatch functions in the binaries of the releases in machine.RELEASES, PyTorch's
+public source of sdp_utils, measurements on an H200 (2.11) and on a CPU (2.13). To add a release,
+add a row to machine.RELEASES and edit the tables here and in checks.py where the release differs.
+`predict.py` applies the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from profharness.attention.dispatch import checks as c
+from profharness.attention.dispatch.machine import OLDEST, AttentionParams, Machine, Release
+from profharness.device_types import CUDA
+from profharness.dtypes import DTYPES
+
+GRID_LIMIT = 65_535  # of a CUDA grid's second and third dimension
+
+RuleMessage = str | Callable[[AttentionParams, Machine], str]
+
+
+class Rule(NamedTuple):
+    """One condition under which a backend refuses a call."""
+
+    code: str
+    """Reason code, such as `head_dim`."""
+    check: str
+    """The PyTorch function that contains the condition."""
+    refuses: c.Condition
+    message: RuleMessage
+    """PyTorch's text: a format string over `p` (params) and `m` (machine), or a function."""
+    since: Release = OLDEST
+    until: Release = c.NEVER
+    """The first release without the rule."""
+
+    def text(self, params: AttentionParams, machine: Machine) -> str:
+        """Return the message with its values filled in."""
+        if callable(self.message):
+            return self.message(params, machine)
+        return self.message.format(p=params, m=machine)
+
+
+_SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
+# Until 2.14, the text about heads is worded differently from the one about batches.
+_HEADS_SIZES = "Query.sizes(): {p.query_sizes}, Key sizes(): {p.key_sizes}, Value sizes(): {p.value_sizes} instead."
+_DENSE_HEADS = (
+    "For dense input, both fused kernels require query, key and value to have the same num_heads. "
+    + _HEADS_SIZES
+)
+_EXPAND = " To broadcast dense inputs, try using unsqueeze and expand_to before passing them into the kernel."
+_DIMS = "Got Query.size(-1): {p.head_dim}, Key.size(-1): {p.head_dim}, Value.size(-1): {p.value_dim} instead."
+_GROUPS = "Got input Key sizes(): {p.kv_heads}, Value sizes(): {p.value_heads}, Query sizes(): {p.heads} instead."
+_MASK_SHAPES = (
+    "Please use the following attn mask shapes: 2d - ({{Q_seq_len, 1}}  x {{KV_seq_len, 1}}); "
+    "4d - ({{Batch, 1}} x {{Num_heads, 1}} x {{Q_seq_len, 1}}  x {{KV_seq_len, 1}})"
+)
+
+
+def sm_range(kernel: str, oldest: str) -> RuleMessage:
+    def text(_: AttentionParams, machine: Machine) -> str:
+        major, minor = c.newest_sm(machine)
+        return (
+            f"{kernel} only supports gpu architectures in the range [{oldest}, sm{major}{minor}]. "
+            f"Attempting to run on a sm {machine.sm} gpu."
+        )
+
+    return text
+
+
+def dtype_text(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> RuleMessage:
+    def text(params: AttentionParams, machine: Machine) -> str:
+        names = ", ".join(DTYPES[name].message for name in allowed(params, machine))
+        got = params.dtype_text
+        return (
+            f"Expected query, key and value to all be of dtype: {{{names}}}. "
+            f"Got Query dtype: {got}, Key dtype: {got}, and Value dtype: {got} instead."
+        )
+
+    return text
+
+
+# Rules that several tables share.
+ON_DEVICE = Rule(
+    "not_on_cuda", "on_device", lambda p, _: p.device != CUDA,
+    "All tensors need to be on cuda device. Got query on device: {p.device}, key on device: {p.device}, "
+    "value on device: {p.device}",
+)  # fmt: skip
+FOUR_D = Rule(
+    # From 2.14 on, the front end adds a batch dimension to 3-D inputs.
+    "not_4d", "tensor_shapes", lambda p, m: p.ndim not in ((3, 4) if m.torch >= (2, 14) else (4,)),
+    "All fused kernels requires query, key and value to be 4 dimensional, but got Query dim: {p.ndim}, "
+    "Key dim: {p.ndim}, Value dim: {p.ndim} instead.",
+)  # fmt: skip
+ZERO_LENGTH = Rule(
+    "seq_len_zero", "nonzero_lengths", lambda p, _: 0 in (p.seq_q, p.seq_kv),
+    "All fused kernels do not support zero seq_len_q or seq_len_kv.",
+)  # fmt: skip
+
+
+# check_attn_mask_shape has three conditions. PyTorch has no text for the first two.
+MASK_RULES = (
+    Rule("mask_grad", "mask_shape", lambda p, _: p.mask is not None and p.mask.requires_grad,
+         "attn_mask requires a gradient."),
+    Rule("mask_shape", "mask_shape", c.mask_rows,
+         "The last two dimensions of attn_mask do not fit. " + _MASK_SHAPES),
+    Rule("mask_shape", "mask_shape", c.mask_shape, _MASK_SHAPES),
+)  # fmt: skip
+
+
+def stride(singleton_ok: bool, mask_matters: bool = True) -> Rule:
+    def text(params: AttentionParams, _: Machine) -> str:
+        step = params.last_stride
+        inputs = (
+            "All fused kernels require the last dimension of the input to have stride 1. "
+            f"Got Query.stride(-1): {step}, Key.stride(-1): {step}, Value.stride(-1): {step}"
+        )
+        if params.mask is None:
+            return inputs
+        return (
+            f"{inputs}, Attn_mask.stride(-1): {params.mask.last_stride} (GPU backends require attn_mask's last "
+            "dimension to have stride 1 while the CPU does not)."
+        )
+
+    refuses = c.strided(singleton_ok, mask_matters)
+    return Rule("last_dim_stride", "last_stride", refuses, text)
+
+
+def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> tuple[Rule, ...]:
+    """Return the rules of check_batch_size_and_num_heads_dense.
+
+    The backend considers enable_gqa from release `gqa` on. With `same_kv`, key and value must then
+    have the same number of heads.
+    """
+
+    def differ(params: AttentionParams, machine: Machine) -> str:
+        late = f"For dense inputs, both fused kernels require query, key and value to have the same num_heads. {_SIZES}"
+        text = _DENSE_HEADS if machine.torch < (2, 15) else late
+        return (text + _EXPAND).format(p=params)
+
+    uneven = "The number of heads in key/value must divide number of heads in query."
+    only_v2 = (
+        "FlashAttentionV2 only supports grouped query attention, where the number of heads in "
+        "key/value must divide number of heads in query."
+    )
+    same = "Both fused kernels require key and value to have the same num_heads"
+    start = max(since, gqa)
+
+    def other_kv(params: AttentionParams, _: Machine) -> bool:
+        return params.enable_gqa and params.kv_heads != params.value_heads
+
+    grouped = (
+        Rule("num_heads", "num_heads", c.heads_not_divisible, only_v2 + _GROUPS, start, (2, 8)),
+        Rule("num_heads", "num_heads", c.heads_not_divisible, uneven + _GROUPS, max(start, (2, 8))),
+    )  # fmt: skip
+    unequal = (
+        Rule("num_heads", "num_heads", other_kv,
+             same + " and batch_size but got: Key sizes: {p.key_sizes}, Value sizes: {p.value_sizes}, "
+             "Query sizes: {p.query_sizes} instead.", start, (2, 15)),
+        Rule("num_heads", "num_heads", other_kv,
+             same + ". Got Key num_heads: {p.kv_heads}, Value num_heads: {p.value_heads} instead.",
+             max(start, (2, 15))),
+    )  # fmt: skip
+    return (
+        Rule("batch_size", "num_heads", lambda p, _: p.key_batch != p.batch,
+             "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
+             + _SIZES + _EXPAND, since),
+        Rule("num_heads", "num_heads", c.heads_differ(False), differ, since, gqa),
+        Rule("num_heads", "num_heads", c.heads_differ(True), differ, start),
+        *(unequal if same_kv else ()),
+        *grouped,
+    )  # fmt: skip
+
+
+def _over_grid(params: AttentionParams, _: Machine) -> bool:
+    return max(params.batch, params.heads) > GRID_LIMIT
+
+
+def disabled(backend: str, name: str, since: Release = OLDEST, until: Release = c.NEVER) -> Rule:
+    text = f"{name} attention has been runtime disabled."
+    code = "runtime_disabled"
+    return Rule(code, code, lambda p, _: backend not in p.enabled, text, since, until)
+
+
+FLASH = (
+    disabled("flash", "Flash"),
+    ON_DEVICE,
+    FOUR_D,
+    Rule("mask", "for_attn_mask", lambda p, _: p.mask is not None,
+         "Flash Attention does not support non-null attn_mask."),
+    Rule("capability", "fa4_constraints", c.fa4_capability,
+         "FA4 requires compute capability 9.0 or 10.0.", (2, 15)),
+    Rule("dropout", "fa4_constraints", lambda p, _: p.flash_impl == "FA4" and p.dropout > 0,
+         "FA4 does not support dropout.", (2, 15)),
+    Rule("head_dim", "fa4_constraints", lambda p, _: None if p.flash_impl == "FA4" else False,  # not read
+         "FA4 does not support the provided head dimensions.", (2, 15)),
+    Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim or p.head_dim > 256,
+         "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
+         + _DIMS),
+    Rule("capability", "hardware", c.outside((8, 0)), sm_range("Flash attention", "sm80")),
+    Rule("head_dim_training", "head_dim_gt192", c.training_large_heads,
+         "Flash attention currently doesn't support training with head_dim ∈ (192, 224] or (head_dim ∈ (224, 256] "
+         "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
+         "{p.dropout} and head_dim: {p.head_dim} on a sm {m.sm} gpu."),
+    Rule("causal_non_square", "causal_non_square",
+         lambda p, _: p.is_causal and p.seq_q != p.seq_kv,
+         "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
+         "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
+         "CausalAttnMask."),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.flash_dtypes(p, m), dtype_text(c.flash_dtypes)),
+    *head_rules(gqa=(2, 5)),
+    Rule("grid_size", "grid_size", _over_grid,
+         "Flash attention does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
+         "num_heads: {p.heads}", (2, 15)),
+    ZERO_LENGTH,
+    stride(singleton_ok=True),
+)  # fmt: skip
+
+
+EFFICIENT = (
+    disabled("efficient", "Memory Efficient"),
+    ON_DEVICE,
+    Rule("capability", "hardware", c.outside((5, 0)), sm_range("Mem Efficient Attention", "sm50")),
+    FOUR_D,
+    Rule("head_dim_multiple", "head_dim_size", c.dims_unaligned,
+         lambda p, m: "Mem efficient attention requires last dimension of inputs to be divisible by "
+         f"{c.gemm_alignment(p, m)}. " + _DIMS.format(p=p)),
+    Rule("alignment", "data_ptr_alignment", c.misaligned,
+         lambda p, m: "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size "
+         f"to be aligned to {c.alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
+         (2, 13)),
+    ZERO_LENGTH,
+    stride(singleton_ok=False),
+    *head_rules(gqa=(2, 14)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(p, m), dtype_text(c.efficient_dtypes)),
+)  # fmt: skip
+
+
+CUDNN = (
+    Rule("dropout", "version_dropout", lambda p, m: p.dropout > 0 and 91100 < (m.cudnn or 0) < 91400,
+         "{m.cudnn} cuDNN version does not support dropout in SDPA (9.11 - 9.13).", (2, 9)),
+    disabled("cudnn", "CuDNN", until=(2, 9)),
+    disabled("cudnn", "cuDNN", (2, 9)),
+    ON_DEVICE,
+    FOUR_D,
+    Rule("deterministic", "deterministic", lambda p, _: p.deterministic == "error",
+         "cuDNN SDPA is not deterministic."),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.low_precision(p, m), dtype_text(c.low_precision)),
+    *MASK_RULES,
+    Rule("capability", "hardware", c.outside((8, 0)), sm_range("cuDNN MHA", "sm80")),
+    Rule("dropout", "cudnn_dropout", lambda p, _: (p.dropout * 16) % 1 != 0,
+         "cuDNN dropout probability resolution is limited to 1/16.Use a dropout probability that is a multiple of "
+         "1/16 to select the cuDNN backend", (2, 12)),
+    ZERO_LENGTH,
+    stride(singleton_ok=True),
+    *head_rules(gqa=(2, 8), since=(2, 8), same_kv=False),
+    Rule("grid_size", "cudnn_shapes", _over_grid,
+         "cuDNN SDPA does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
+         "num_heads: {p.heads}", (2, 13)),
+    Rule("head_dim", "cudnn_shapes", lambda p, m: max(p.head_dim, p.value_dim) > c.cudnn_head_dim_limit(p, m),
+         lambda p, m: f"head_dim should be no more than {c.cudnn_head_dim_limit(p, m)}"),
+    Rule("head_dim_multiple", "cudnn_shapes", lambda p, _: p.head_dim % 8 != 0 or p.value_dim % 8 != 0,
+         "head_dim should be a multiple of 8"),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: None if p.seq_kv == 1 else False,
+         "cudnn SDPA does not support key/value sequence length 1.", until=(2, 6)),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_q == 1 or p.seq_kv == 1,
+         "cudnn SDPA does not support sequence length 1.", (2, 6), (2, 9)),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_kv == 1,
+         "cudnn SDPA does not support key/value sequence length 1.", (2, 9)),
+    Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_q == 1 and p.dropout > 0,
+         "cudnn SDPA does not support query sequence length 1 with dropout.", (2, 9)),
+    Rule("decode_disabled", "cudnn_shapes", c.decode_disabled,
+         "cuDNN SDPA decode is disabled for cuDNN versions 9.19-9.25.0 (except 9.24.1) on SM 10.x and 11.x.",
+         (2, 14)),
+    Rule("head_dim_training", "d256_bprop_head_dim", c.cudnn_backward_dims,
+         "cuDNN SDPA on SM 9.0/10.x does not support backward with these head dimensions. Got d_qk: {p.head_dim}, "
+         "d_v: {p.value_dim}", (2, 14)),
+    Rule("known_bug", "sm90_gradients", c.non_finite_gradients,
+         "cuDNN SDPA before version 9.26 can produce non-finite query gradients on SM90 for non-causal attention "
+         "when the key/value sequence length is 64 modulo 128.", (2, 15)),
+)  # fmt: skip
+
+
+# The dispatcher does not check this: it selects math, whose own code raises. The fused backends apply
+# both the mask and is_causal (measured on an H100 with 2.11 and on a CPU with 2.13).
+RAISED_LATER = "causal_mask"
+CAUSAL_MASK = (
+    "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
+)
+MATH = (
+    disabled("math", "Math"),
+    Rule(RAISED_LATER, "math_call",
+         lambda p, _: p.is_causal and p.mask is not None and 0 not in (p.seq_q, p.seq_kv), CAUSAL_MASK),
+)  # fmt: skip
+CPU_FLASH = (
+    disabled("flash", "Flash"),
+    Rule("dropout", "dropout", lambda p, _: p.dropout > 0,
+         "Both fused kernels do not support non-zero dropout."),
+    FOUR_D,
+    *head_rules(gqa=(2, 5)),
+    Rule("num_heads", "num_heads", lambda p, _: None if p.enable_gqa and not p.same_heads else False,
+         _DENSE_HEADS, until=(2, 13)),
+    *MASK_RULES,
+    Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim,
+         "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
+    ZERO_LENGTH,
+    stride(singleton_ok=False, mask_matters=False),
+    Rule("dtype", "dtypes", lambda p, _: p.dtype not in c.CPU_DTYPES,
+         dtype_text(lambda *_: c.CPU_DTYPES)),
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""`profharness analyze`: find the bottleneck of each backend, with evidence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from profharness.attention.config import split_names
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
+from profharness.commands._output import hint, is_command_line
+from profharness.commands._types import (
+    Backends,
+    Configs,
+    LatestRun,
+    Store,
+    config_list,
+    store_path,
+)
+from profharness.commands.analyze.cells import ANALYZED, analyze_here, prepare_peaks
+from profharness.commands.analyze.figures import FIELDS, CellAnalysis, analyze_record
+from profharness.commands.analyze.programs import (
+    analyze_program,
+    analyze_selected,
+    selected_program,
+)
+from profharness.commands.analyze.tables import analyze_document
+from profharness.commands.kernels import find_rows, select
+from profharness.render.document import Document
+from profharness.store import frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Peaks = Annotated[
+    Literal["measure", "data-sheet"] | None,
+    Option(
+        ("--peaks",),
+        help="measure: measure this machine's device now and keep it; data-sheet: the built-in table.  "
+        "[default: what the store has measured, measured once if the cells ran on a GPU like this "
+        "machine's, else the table]",
+    ),
+]
+Full = Annotated[bool, Option(("--full",), help="Show every finding, with all of its evidence.")]
+
+
+def _to_frame(analyses: list[CellAnalysis]) -> pd.DataFrame:
+    made = frame(list(map(analyze_record, analyses)), list(FIELDS))
+    made.attrs["analyses"] = analyses
+    return made
+
+
+@command("analyze", frame=_to_frame)
+def analyze(
+    configs: Configs = None,
+    backends: Backends = (),
+    *,
+    run: LatestRun = None,
+    peaks: Peaks = None,
+    store: Store = None,
+) -> list[CellAnalysis]:
+    """Find the bottleneck of each backend, with evidence.
+
+    Without --config, analyze every config of the latest run. With --config, use the latest run that
+    has them; if there is none, capture them first. Counters of ncu are used if a run has them.
+
+    For a program's trace, analyze each group of equal attention calls whose config is known, on the
+    time of their kernels, including backward if it was traced.
+
+    Each finding is measured (from a counter or a timing) or derived (from a formula or a launch
+    configuration), and shows its figures. TFLOP/s and GB/s are exact FLOPs and compulsory bytes
+    divided by the time in the column `of`. Configs that differ in one number get a sweep table. A
+    finding that several configs share is printed once. A summary names the best backend for
+    training, prefill, decoding and low memory.
+
+    \b
+    Examples:
+      profharness analyze --config 2,8,512,64
+      profharness analyze --config '1,4,64,{512,2048,4096,8192},fp32' --peaks measure
+      profharness ingest trace.json.gz; profharness analyze --run trace-5bbb73728d  # as ingest says
+
+    In Python nothing is captured or measured unless `peaks` is "measure". The result has one row per
+    cell, with the keys of the JSON. `findings` and `remedies` are lists of dicts;
+    `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`.
+    """
+    path = store_path(store)
+    selection = select(run, config_list(configs), split_names(backends or ()))
+    if not is_command_line():
+        return analyze_selected(path, selection, peaks, warnings.warn)
+    program = selected_program(path, selection)
+    if program is not None:
+        prepare_peaks(path, [program], peaks, hint)
+        return analyze_program(path, program, selection, peaks, hint)
+    rows, cells = find_rows(path, selection, needs=ANALYZED)
+    return analyze_here(path, cells, rows, peaks, hint)
+
+
+@document(analyze)
+def show(analyses: list[CellAnalysis], *, full: Full = False) -> Document:
+    """Return the document."""
+    return analyze_document(analyses, full=full)
+
+
+DECLARATION = declaration_of(analyze)

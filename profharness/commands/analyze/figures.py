@@ -1,0 +1,536 @@
+"""The records of an analysis and its figures, with helpers for evidence and text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from statistics import median
+from typing import Any
+
+from profharness.attention.config import Config
+from profharness.attention.costs import REPEAT, compulsory_bytes, flops, phases, working_set_bytes
+from profharness.devices import (
+    Device,
+    DeviceFact,
+    Peaks,
+    data_sheet,
+    device_facts,
+    flop_peak,
+    occupancy,
+    ridge,
+)
+from profharness.program.counters import Counters, metric, read_counters
+from profharness.program.roles import (
+    FUSED_ROLES,
+    assign_roles,
+    call_ns,
+    launches_per_call,
+    score_dtype,
+)
+from profharness.recording.profilers.ncu_metrics import L1_BYTES, L2_BYTES
+from profharness.rows import (
+    ACTIVE_WARPS,
+    COLD,
+    COUNTERS,
+    DRAM_READ,
+    DRAM_WRITE,
+    EAGER,
+    EVENT,
+    GRAPH,
+    HOST,
+    KERNEL,
+    TRACE_PROFILERS,
+    WALL,
+    CellRow,
+    KernelRow,
+)
+from profharness.traces.kernel_names import parse_kernel_name
+
+MEASURED = "measured"  # from a counter or a timing
+DERIVED = "derived"  # from a formula or a launch configuration
+SEVERITIES = ("major", "minor", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One figure behind a finding."""
+
+    name: str
+    value: float | str
+    unit: str
+    source: str  # the counter, the timing or the formula
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One statement about a cell."""
+
+    code: str
+    sentence: str
+    severity: str  # one of SEVERITIES
+    grade: str
+    evidence: tuple[Evidence, ...]
+    factor: float | None = None  # the largest possible gain from removing the cause
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A remedy for findings, given by their codes."""
+
+    text: str
+    findings: tuple[str, ...]
+    factor: float | None
+    grade: str  # what the factor rests on
+
+
+@dataclass(frozen=True, slots=True)
+class RunMachine:
+    """The machine of the cells. None for anything unknown."""
+
+    device: Device | None = None
+    peaks: Peaks | None = None
+    l2_bytes: int | None = None
+    tf32: bool = False  # fp32 products may use TF32
+    sm_mhz: float | None = None  # median while cells were timed
+    memory_mhz: float | None = None  # median while cells were timed
+
+    @property
+    def name(self) -> str | None:
+        """The name of the device in its traces or peaks."""
+        if self.device is not None:
+            return self.device.name
+        return self.peaks.device if self.peaks else None
+
+    def facts(self) -> tuple[DeviceFact, ...]:
+        """Return what is known of the device: its data sheet and measured peaks."""
+        known = (data_sheet(self.name or ""), self.peaks)
+        by_source = {peaks.source: peaks for peaks in known if peaks}
+        return device_facts(
+            self.device,
+            [*by_source.values()],
+            l2_bytes=self.l2_bytes,
+            sm_mhz=self.sm_mhz,
+            memory_mhz=self.memory_mhz,
+        )
+
+
+def run_machine(
+    environment: Mapping[str, Any],
+    devices: Sequence[Device],
+    peaks: Peaks | None,
+    cells: Sequence[CellRow] = (),
+) -> RunMachine:
+    """Return the machine of a run from its stored environment, devices, peaks and cells."""
+    return RunMachine(
+        device=devices[0] if devices else None,
+        peaks=peaks,
+        l2_bytes=environment.get("l2_bytes"),
+        tf32=bool(environment.get("tf32")),
+        sm_mhz=_clock(cells, "sm_mhz"),
+        memory_mhz=_clock(cells, "memory_mhz"),
+    )
+
+
+def _clock(cells: Sequence[CellRow], name: str) -> float | None:
+    values = [value for cell in cells if (value := cell.clocks.get(name))]
+    return float(median(values)) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigures:
+    """One kernel of a cell. Times are in ns per call."""
+
+    role: str
+    kernel: str
+    family: str
+    launches_per_call: float
+    call_ns: float | None
+    share: float | None
+    blocks: int | None
+    threads: int | None
+    blocks_per_sm: int | None
+    waves: float | None  # blocks over those that fit at once
+    occupancy: float | None
+    limiter: str | None
+    achieved_occupancy: float | None  # by ncu, per launch
+    registers_per_thread: int | None
+    shared_bytes: int | None
+    dram_read_bytes: float | None  # by ncu, per launch, like the other bytes
+    dram_write_bytes: float | None
+    ncu_ns: float | None  # by ncu, per launch
+    grid: tuple[int, int, int] | None = None
+    l1_bytes: float | None = None
+    l2_bytes: float | None = None
+    dtype: str | None = None  # in the kernel's name
+    dram_bytes_per_s: float | None = None
+    shared_share: float | None = None  # of one block, of an SM's shared memory
+    counters: Counters = field(default_factory=Counters)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFigures:
+    """One phase of the call."""
+
+    name: str
+    flops: int
+    bytes: int
+    intensity: float | None
+    bound: str | None  # `memory`, `compute` or None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of a cell. Shares are of the peak."""
+
+    basis: str | None  # the time behind the rates, a key of BASIS_SOURCE
+    duration_ns: float | None  # median of the basis
+    kernels_ns: float | None
+    event_ns: float | None  # of an older run, else cold_ns
+    graph_ns: float | None
+    wall_ns: float | None
+    launches: float
+    flops: int
+    compulsory_bytes: int
+    intensity: float
+    ridge: float | None
+    flops_per_s: float | None
+    flops_share: float | None
+    rate: str | None
+    bytes_per_s: float | None
+    bandwidth_share: float | None
+    dram_bytes: float | None  # per call, counted by ncu, like l2_bytes and l1_bytes
+    dram_bytes_per_s: float | None  # over ncu_ns
+    against: str | None
+    peak_memory_bytes: int | None
+    kv_head_bytes: int = 0
+    working_set_bytes: int = 0
+    cold_ns: float | None = None
+    eager_ns: float | None = None
+    host_ns: float | None = None
+    l2_bytes: float | None = None
+    l1_bytes: float | None = None
+    ncu_ns: float | None = None  # with cold caches
+    past_l1: bool = False  # l1_bytes lacks what some kernel copied by TMA
+
+
+@dataclass(frozen=True, slots=True)
+class CellAnalysis:
+    """The complete analysis of one cell."""
+
+    run: str
+    cell: str
+    config: Config
+    backend: str
+    status: str
+    message: str | None
+    figures: Figures | None = None
+    kernels: tuple[KernelFigures, ...] = ()
+    phases: tuple[PhaseFigures, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    # One word, or None if no figure decides. The finding `bottleneck` has the evidence.
+    bottleneck: str | None = None
+    machine: RunMachine = field(default_factory=RunMachine)
+    main: KernelFigures | None = None
+    # Memories (`shared`, `L1`, `L2`, with sizes) that can contain K and V of one head. None if
+    # sizes are unknown.
+    kv_places: tuple[str, ...] | None = None
+    module: str | None = None  # the layers of a program; None in a capture
+    wrong: bool = False  # a check found wrong results
+
+    def finding(self, code: str) -> Finding | None:
+        """Return the finding with this code, or None."""
+        return next((finding for finding in self.findings if finding.code == code), None)
+
+
+SCHEMA = "profharness.analyze/1"
+_CELL = ("run", "cell", "config", "backend", "status", "message", "bottleneck")
+_LISTS = ("kernels", "phases", "findings", "remedies")
+FIELDS = (*_CELL, *(item.name for item in fields(Figures)), *_LISTS, "module")
+
+
+def analyze_record(analysis: CellAnalysis) -> dict[str, Any]:
+    """Return the JSON record of one cell, with the keys of FIELDS."""
+    record: dict[str, Any] = dict.fromkeys(FIELDS)
+    if analysis.figures is not None:
+        record |= asdict(analysis.figures)
+    record |= {name: getattr(analysis, name) for name in _CELL}
+    record |= {"config": analysis.config.label, "module": analysis.module}
+    return record | {name: [asdict(item) for item in getattr(analysis, name)] for name in _LISTS}
+
+
+BASIS_SOURCE = {
+    KERNEL: "profiled launches of one call",
+    GRAPH: "graph samples, L2 warm",
+    COLD: "cold samples, L2 flushed",
+    EVENT: "event samples, L2 flushed",
+    EAGER: "eager samples, L2 warm",
+    WALL: "wall samples",
+}
+FLUSHED = (COLD, EVENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The input of the rules: one cell with its figures."""
+
+    config: Config
+    backend: str
+    machine: RunMachine
+    figures: Figures
+    kernels: tuple[KernelFigures, ...]
+    phases: tuple[PhaseFigures, ...]
+    main: KernelFigures | None  # None if no kernel has a grid
+
+    @property
+    def score_dtype(self) -> str | None:
+        """The dtype of score matrices in memory. None if none were stored there."""
+        return _score_dtype(self.config, self.kernels)
+
+    @property
+    def l2_bytes(self) -> int | None:
+        """The size of the machine's L2, else that of the peaks."""
+        peaks = self.machine.peaks
+        return self.machine.l2_bytes or (peaks.l2_bytes if peaks else None)
+
+    @property
+    def dram_share(self) -> float | None:
+        """Measured DRAM bytes per second over the bandwidth, 0 to 1."""
+        peaks, rate = self.machine.peaks, self.figures.dram_bytes_per_s
+        top = peaks.bandwidth_bytes_per_s if peaks else None
+        return rate / top if rate and top else None
+
+    @property
+    def num_sms(self) -> int | None:
+        return self.machine.device.num_sms if self.machine.device else None
+
+    @property
+    def fused(self) -> tuple[KernelFigures, ...]:
+        return tuple(kernel for kernel in self.kernels if kernel.role in FUSED_ROLES)
+
+    def share_of(self, *roles: str) -> float:
+        """Return the share of the kernels' time, 0 to 1, of these roles."""
+        return sum(kernel.share or 0 for kernel in self.kernels if kernel.role in roles)
+
+    def duration(self) -> Evidence:
+        """Return the time behind the rates, as evidence."""
+        basis = self.figures.basis or ""
+        return us(f"{basis} time", self.figures.duration_ns or 0, BASIS_SOURCE[basis])
+
+
+Rule = Callable[[Facts], list[Finding]]
+
+
+def us(name: str, value_ns: float, source: str) -> Evidence:
+    """Return a time as evidence, in microseconds."""
+    return Evidence(name, round(value_ns / 1e3, 3), "µs", source)
+
+
+def share(name: str, value: float, source: str) -> Evidence:
+    """Return a share, 0 to 1, as evidence."""
+    return Evidence(name, round(value, 4), "", source)
+
+
+def size(value: float) -> str:
+    """Return bytes as text: `16.8 MB`, `64.0 kB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def percent(value: float) -> str:
+    """Return a share as text: `38.5 %`."""
+    return f"{100 * value:.1f} %"
+
+
+WAVES = "launch__waves_per_multiprocessor"
+
+
+def kernel_figures(
+    rows: Sequence[KernelRow], machine: RunMachine, calls: int
+) -> tuple[KernelFigures, ...]:
+    """Return all kernels of one cell in launch order, with times from the best profiler that
+    recorded them and counters from ncu.
+    """
+    timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
+    roles = assign_roles(row for row in rows if row.profiler == timed)
+    counted = {(row.kernel, row.grid, row.block): row for row in rows if row.profiler in COUNTERS}
+    total = sum(row.total_ns or 0 for _, row in roles)
+    return tuple(
+        _kernel(role, row, counted.get((row.kernel, row.grid, row.block)), machine, total, calls)
+        for role, row in roles
+    )
+
+
+def cell_figures(
+    cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: RunMachine
+) -> Figures:
+    """Return rates and shares of the peak of one cell. `config` must have its dtype."""
+    times = {name: float(median(values)) for name, values in cell.samples.items() if values}
+    call_times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
+    on_device = any(kernel.blocks is not None for kernel in kernels)
+    if on_device and len(call_times) == len(kernels):
+        times[KERNEL] = sum(call_times)
+    basis = next((name for name in BASIS_SOURCE if times.get(name)), None)
+    duration = times[basis] if basis else None
+    work, moved = flops(config), compulsory_bytes(config)
+    peaks = machine.peaks
+    rate = flop_peak(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None
+    flops_per_s = work / duration * 1e9 if duration else None
+    bytes_per_s = moved / duration * 1e9 if duration else None
+    dram, ncu_ns = (
+        _sum_of_call(kernels, _dram_bytes),
+        _sum_of_call(kernels, lambda kernel: kernel.ncu_ns),
+    )
+    l1 = _sum_of_call(kernels, lambda kernel: kernel.l1_bytes)
+    top = peaks.bandwidth_bytes_per_s if peaks else None
+    one_head = config.seq_len_kv * (config.head_dim + config.value_dim)
+    return Figures(
+        basis=basis,
+        duration_ns=duration,
+        kernels_ns=times.get(KERNEL),
+        event_ns=times.get(EVENT, times.get(COLD)),
+        graph_ns=times.get(GRAPH),
+        wall_ns=times.get(WALL),
+        launches=sum(kernel.launches_per_call for kernel in kernels) if on_device else 0,
+        flops=work,
+        compulsory_bytes=moved,
+        intensity=work / moved,
+        ridge=ridge(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None,
+        flops_per_s=flops_per_s,
+        flops_share=flops_per_s / rate[1] if flops_per_s and rate else None,
+        rate=rate[0] if rate else None,
+        bytes_per_s=bytes_per_s,
+        bandwidth_share=bytes_per_s / top if bytes_per_s and top else None,
+        dram_bytes=dram,
+        dram_bytes_per_s=dram / ncu_ns * 1e9 if dram is not None and ncu_ns else None,
+        against=peaks.source if peaks else None,
+        peak_memory_bytes=cell.peak_memory_bytes,
+        kv_head_bytes=one_head * (4 if config.dtype == "fp32" else 2),
+        working_set_bytes=working_set_bytes(config),
+        cold_ns=times.get(COLD),
+        eager_ns=times.get(EAGER),
+        host_ns=times.get(HOST),
+        l2_bytes=_sum_of_call(kernels, lambda kernel: kernel.l2_bytes),
+        l1_bytes=l1,
+        ncu_ns=ncu_ns,
+        past_l1=bool(kernels_past_l1(kernels)) or (l1 is not None and l1 < moved),
+    )
+
+
+# On an H200, kernels that load by TMA count less than 0.001 of their L2 bytes in the L1, others
+# more than 0.1. Cold L2 reads of their own bring the smallest kernels close to the limit, so these
+# reads must have some weight.
+PAST_L1 = 0.1
+
+
+def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
+    """Return the kernels with at least a tenth of the L2 bytes that bypass the L1. TMA copies from
+    the L2 to shared memory, and the L1 does not count these bytes.
+    """
+    total = sum(kernel.l2_bytes or 0 for kernel in kernels)
+    return [
+        kernel
+        for kernel in kernels
+        if kernel.l1_bytes is not None
+        and kernel.l1_bytes < (kernel.l2_bytes or 0) * PAST_L1
+        and (kernel.l2_bytes or 0) >= total * PAST_L1
+    ]
+
+
+def phase_figures(
+    config: Config, kernels: Sequence[KernelFigures], ridge_point: float | None
+) -> tuple[PhaseFigures, ...]:
+    """Return the phases that the cell's kernels show."""
+    copies = any(kernel.role == "copy" for kernel in kernels)
+    result = []
+    for phase in phases(config, _score_dtype(config, kernels)):
+        if phase.name == REPEAT and not copies:
+            continue
+        bound = None
+        if ridge_point is not None and phase.intensity is not None and phase.matmul:
+            bound = "compute" if phase.intensity >= ridge_point else "memory"
+        elif phase.bytes and not phase.matmul:
+            bound = "memory"
+        result.append(PhaseFigures(phase.name, phase.flops, phase.bytes, phase.intensity, bound))
+    return tuple(result)
+
+
+def _score_dtype(config: Config, kernels: Sequence[KernelFigures]) -> str | None:
+    return score_dtype(str(config.dtype), [(kernel.role, kernel.dtype) for kernel in kernels])
+
+
+def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
+    """Return the attention kernel with the longest time, else the longest kernel. None without
+    grids.
+    """
+    own = [kernel for kernel in kernels if kernel.blocks is not None]
+    fused = [kernel for kernel in own if kernel.role in FUSED_ROLES]
+    return max(fused or own, key=lambda kernel: kernel.call_ns or 0, default=None)
+
+
+def _kernel(
+    role: str,
+    row: KernelRow,
+    ncu: KernelRow | None,
+    machine: RunMachine,
+    total_ns: float,
+    calls: int,
+) -> KernelFigures:
+    counters = ncu.metrics if ncu else {}
+    threads = math.prod(row.block) if row.block else None
+    blocks = math.prod(row.grid) if row.grid else None
+    fits = None
+    if machine.device and threads and None not in (row.registers_per_thread, row.shared_bytes):
+        fit = occupancy(
+            threads, row.registers_per_thread or 0, row.shared_bytes or 0, machine.device
+        )
+        fits = fit.blocks_per_sm if fit else None
+    sms = machine.device.num_sms if machine.device else None
+    waves = metric(counters, WAVES)
+    if waves is None and blocks and fits and sms:
+        waves = blocks / (fits * sms)
+    active = metric(counters, ACTIVE_WARPS)
+    return KernelFigures(
+        role=role,
+        kernel=row.kernel_short,
+        family=row.family,
+        launches_per_call=launches_per_call(row, calls),
+        call_ns=call_ns(row, calls),
+        share=row.total_ns / total_ns if row.total_ns and total_ns else None,
+        blocks=blocks,
+        threads=threads,
+        blocks_per_sm=fits,
+        waves=waves,
+        occupancy=row.occupancy,
+        limiter=row.occupancy_limiter,
+        achieved_occupancy=None if active is None else active / 100,
+        registers_per_thread=row.registers_per_thread,
+        shared_bytes=row.shared_bytes,
+        dram_read_bytes=metric(counters, DRAM_READ),
+        dram_write_bytes=metric(counters, DRAM_WRITE),
+        ncu_ns=float(ncu.duration_ns) if ncu and ncu.duration_ns else None,
+        grid=row.grid,
+        l1_bytes=metric(counters, L1_BYTES),
+        l2_bytes=metric(counters, L2_BYTES),
+        dtype=parse_kernel_name(row.kernel, row.kernel_kind).dtype,
+        dram_bytes_per_s=ncu.dram_bytes_per_s if ncu else None,
+        shared_share=row.shared_share,
+        counters=read_counters(counters),
+    )
+
+
+def _sum_of_call(
+    kernels: Sequence[KernelFigures], value: Callable[[KernelFigures], float | None]
+) -> float | None:
+    """Return ncu's sum over a call. None unless ncu recorded every kernel other than copies."""
+    seen = [(value(kernel), kernel) for kernel in kernels if kernel.blocks is not None]
+    known = [count * kernel.launches_per_call for count, kernel in seen if count is not None]
+    return sum(known) if known and len(known) == len(seen) else None
+
+
+def _dram_bytes(kernel: KernelFigures) -> float | None:
+    read, written = kernel.dram_read_bytes, kernel.dram_write_bytes
+    return None if read is None else read + (written or 0)

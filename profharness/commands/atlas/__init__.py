@@ -1,0 +1,194 @@
+"""`profharness atlas`: list, add, merge and export atlases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from profharness.atlas.catalog import (
+    Entry,
+    find_entries,
+    known_atlases,
+    read_any,
+    user_folder,
+)
+from profharness.atlas.data import SUFFIX, write_atlas
+from profharness.atlas.merge import add, atlases_of_store, merge
+from profharness.atlas.shards import format_lines
+from profharness.commands._command import CommandGroup, as_is, command, declaration_of, document
+from profharness.commands._options import Option
+from profharness.commands._output import hint
+from profharness.commands._types import (
+    AtlasFolder,
+    Force,
+    OutputFile,
+    PathLike,
+    complete_runs,
+)
+from profharness.commands.atlas.tables import atlas_document
+from profharness.errors import UsageError
+from profharness.files import atomic_file
+from profharness.render.document import Document
+from profharness.store import ALL_RUNS, open_store
+
+AtlasFiles = Annotated[
+    PathLike,
+    Option(metavar="FILE...", type=click.Path(exists=True, path_type=Path)),
+]
+CapturesStore = Annotated[
+    PathLike | None,
+    Option(
+        ("--store",),
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="STORE",
+        help="Add the captures of a store, as one atlas per machine.",
+    ),
+]
+OnlyRun = Annotated[
+    str | None,
+    Option(
+        ("--run",),
+        metavar="RUN",
+        complete=complete_runs,
+        help="Only this run of the store.  [default: all]",
+    ),
+]
+AtlasName = Annotated[str, Option(metavar="NAME")]
+
+
+def _folder(atlas: PathLike | None) -> Path | None:
+    return None if atlas is None else Path(atlas)
+
+
+@command("list", frame=as_is)
+def list_atlases(*, atlas: AtlasFolder = None) -> list[Entry]:
+    """List the package's atlases and the user's own.
+
+    \b
+    Examples:
+      profharness atlas list
+      profharness atlas list --atlas /data/atlases --format json
+    """
+    return known_atlases(_folder(atlas))
+
+
+@document(list_atlases)
+def show(entries: list[Entry]) -> Document:
+    """Return the document."""
+    return atlas_document(entries)
+
+
+@command("add", frame=as_is)
+def add_atlases(
+    *files: AtlasFiles,
+    store: CapturesStore = None,
+    run: OnlyRun = None,
+    atlas: AtlasFolder = None,
+) -> None:
+    """Add atlases to the user's own: packed ones, shards of scripts/make_atlas.py, or a store.
+
+    New cells of a machine (GPU, torch, CUDA, cuDNN, driver) are added to the user's own atlas of it.
+    Predictions use that atlas together with the package's. If the two disagree on a cell, nothing is
+    added and the conflicts are printed.
+
+    \b
+    Examples:
+      profharness atlas add shards
+      profharness atlas add h200.npz --atlas /data/atlases
+      profharness atlas add --store profharness.db --run latest
+    """
+    if not files and store is None:
+        raise UsageError("atlas add needs a file of an atlas, or --store STORE")
+    if run is not None and store is None:
+        raise UsageError("--run requires --store; add --store STORE")
+    made = [read_any(Path(path)) for path in files]
+    if store is not None:
+        with open_store(Path(store)) as opened:
+            made += atlases_of_store(opened, run or ALL_RUNS)
+    for each in made:
+        path, count = add(each, user_folder(_folder(atlas)), known_atlases(_folder(atlas)))
+        where = f"; in {path}" if path else ", so nothing was written"
+        hint(f"{each.source}: {count:,} new cells of {len(each):,}{where}")
+
+
+@command("merge", frame=as_is)
+def merge_atlases(*files: AtlasFiles, output: OutputFile = None, force: Force = False) -> None:
+    """Merge atlases of one machine into one file.
+
+    Atlases with conflicting cells are not merged; the conflicts are printed.
+
+    \b
+    Example:
+      profharness atlas merge monday.npz tuesday.jsonl -o both.npz
+    """
+    if len(files) < 2 or output is None:
+        raise UsageError("atlas merge needs two files or more, and -o FILE for the result")
+    path = Path(output)
+    _check_suffix(path)
+    merged = merge([read_any(Path(path)) for path in files])
+    write_atlas(merged, path, force=force)
+    hint(f"wrote {output}: {len(merged):,} cells of {merged.machine.name}")
+
+
+@command("export", frame=as_is)
+def export_atlas(
+    name: AtlasName,
+    *,
+    atlas: AtlasFolder = None,
+    output: OutputFile = None,
+    force: Force = False,
+) -> None:
+    """Write an atlas to a file: packed (.npz), or as JSON lines (.jsonl).
+
+    NAME is a name from `atlas list`, a GPU, or a file. The package's atlas and your own of that machine
+    are written together. `atlas add` reads both formats.
+
+    \b
+    Examples:
+      profharness atlas export H200 -o h200.jsonl
+      profharness atlas export shards -o mine.npz
+    """
+    if output is None:
+        raise UsageError("atlas export needs -o FILE, ending in .npz or .jsonl")
+    path = Path(output)
+    _check_suffix(path, ".jsonl")
+    entries = find_entries(known_atlases(_folder(atlas)), name)
+    found = merge([entry.atlas for entry in entries]) if len(entries) > 1 else entries[0].atlas
+    if path.suffix == SUFFIX:
+        write_atlas(found, path, force=force)
+    else:
+        with atomic_file(path, force=force) as file:
+            for line in format_lines(found):
+                file.write(line.encode())
+    hint(f"wrote {output}: {len(found):,} cells of {found.machine.name}")
+
+
+def _check_suffix(output: Path, *others: str) -> None:
+    if output.suffix not in (SUFFIX, *others):
+        raise UsageError(f"-o {output}: name it {' or '.join(f'*{s}' for s in (SUFFIX, *others))}")
+
+
+DECLARATION = CommandGroup(
+    "atlas",
+    """List the atlases that `predict` uses, and add, merge or export some.
+
+    An atlas has the results of thousands of configs on PyTorch's backends on one GPU: choice, kernels
+    with launch configuration, times and memory. It belongs to a GPU, a PyTorch release, and versions
+    of CUDA, cuDNN and the driver.
+
+    \b
+    Examples:
+      profharness atlas list
+      profharness atlas add shards
+      profharness atlas add --store profharness.db
+      profharness atlas export H200 -o h200.jsonl
+    """,
+    (
+        declaration_of(list_atlases),
+        declaration_of(add_atlases),
+        declaration_of(merge_atlases),
+        declaration_of(export_atlas),
+    ),
+)

@@ -1,0 +1,311 @@
+"""`profharness bench`: time backends on configs, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+
+from profharness.attention.config import split_names
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
+from profharness.commands._output import (
+    STDOUT,
+    SUFFIX_FORMATS,
+    check_file,
+    emit,
+    hint,
+    is_command_line,
+    measured,
+    require_charts,
+    run_listener,
+)
+from profharness.commands._types import (
+    Backends,
+    Configs,
+    Device,
+    Force,
+    Format,
+    GpuClasses,
+    Insecure,
+    Names,
+    OutFolder,
+    PathLike,
+    Processes,
+    Scheduler,
+    ShowProgress,
+    Store,
+    complete_runs,
+    config_list,
+    fleet,
+    store_path,
+    timeout_option,
+)
+from profharness.environment import missing_packages
+from profharness.errors import MissingExtraError, UsageError
+from profharness.files import RUNS_FOLDER, atomic_file, shell_command
+from profharness.measurements.measurements import BenchRow
+from profharness.render.document import Document
+from profharness.render.renderers import RENDERERS
+from profharness.rows import GPU_MEASUREMENTS
+from profharness.run import BenchOptions, BenchPlan, Protocol, parse_precision, parse_seconds
+from profharness.store import frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profharness.measurements.evaluation import BenchResult
+
+FOLDER_FILES = {
+    kind: f"bench{suffix}" for suffix, kind in SUFFIX_FORMATS.items() if suffix != ".htm"
+}
+ENVIRONMENT_FILE = "environment.json"
+
+
+def is_folder(output: Path) -> bool:
+    """Return whether -o names a folder."""
+    return output.is_dir() or not output.suffix
+
+
+def check_target(ctx: click.Context, option: click.Parameter, output: Path | None) -> Path | None:
+    """Return the file or folder of -o, None for stdout. Raise UsageError as `check_file` does."""
+    if output is None or output == STDOUT or not is_folder(output):
+        return check_file(ctx, option, output)
+    for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
+        if (output / name).exists() and not (ctx.params["force"] or ctx.resilient_parsing):
+            raise UsageError(f"{output / name}: already exists; --force overwrites it")
+    return output
+
+
+Dtypes = Annotated[
+    Names,
+    Option(
+        ("--dtype",),
+        multiple=True,
+        metavar="NAME",
+        help="fp16, bf16, fp32: for configs without a dtype.",
+    ),
+]
+Measurements = Annotated[
+    Names,
+    Option(
+        ("--measurement",),
+        multiple=True,
+        metavar="NAME",
+        help=f"{', '.join(GPU_MEASUREMENTS)} (default: all); backends are ranked by the first. A CPU "
+        "only has wall-clock time.",
+    ),
+]
+Warmup = Annotated[int, Option(("--warmup",), type=click.IntRange(0), help="Warm-up calls.")]
+Iterations = Annotated[
+    int | None,
+    Option(
+        ("--iterations",), type=click.IntRange(1), help="Take exactly this many samples per cell."
+    ),
+]
+Precision = Annotated[
+    float | str | None,
+    Option(
+        ("--precision",),
+        metavar="PART",
+        help="Sample until half the 95 % interval of the median is at most this fraction of it.  "
+        "[default: 1%; with --run, that of the run]",
+    ),
+]
+MaxTime = Annotated[
+    float | str,
+    Option(
+        ("--max-time",),
+        help="Time limit for sampling one cell.",
+        click={"default": f"{BenchPlan.max_time_s:g}s", "show_default": True},
+    ),
+]
+Baseline = Annotated[
+    str | None,
+    Option(
+        ("--baseline",),
+        metavar="BACKEND",
+        help="Compute speed-ups relative to this backend on each config, or to this config.  "
+        "[default: naive, else math]",
+    ),
+]
+Convention = Annotated[
+    Literal["exact", "flash-attention"],
+    Option(("--convention",), help="How to count FLOPs."),
+]
+Verified = Annotated[
+    bool, Option(("--verify",), help="Check outputs. A wrong backend is not ranked.")
+]
+BenchSeed = Annotated[int, Option(("--seed",), help="Seed of inputs and order.")]
+Timeout = Annotated[float, timeout_option("Time limit of one step of a cell, in seconds.")]
+BenchRun = Annotated[
+    str | None,
+    Option(
+        ("--run",),
+        metavar="RUN",
+        complete=complete_runs,
+        help="Measure nothing. Use a stored run: all of it, or the configs and backends given.",
+    ),
+]
+Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]
+Raw = Annotated[bool, Option(("--raw",), help="Include the samples in JSON and CSV.")]
+Target = Annotated[
+    PathLike | None,
+    Option(
+        ("-o", "--output"),
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A file, - for stdout, or a folder (out/) for all formats and the environment.",
+        click={"callback": check_target},
+    ),
+]
+
+
+def _to_frame(answers: list[BenchResult]) -> pd.DataFrame:
+    rows = [asdict(row) for row in answers[0].rows]
+    made = frame(rows, [field.name for field in fields(BenchRow)])
+    made.attrs["answer"] = answers[0]
+    return made
+
+
+@command("bench", frame=_to_frame)
+def bench(
+    configs: Configs = None,
+    backends: Backends = (),
+    *,
+    dtypes: Dtypes = (),
+    measurements: Measurements = (),
+    warmup: Warmup = BenchOptions.warmup,
+    iterations: Iterations = None,
+    processes: Processes = BenchOptions.processes,
+    scheduler: Scheduler = None,
+    gpu: GpuClasses = (),
+    insecure: Insecure = False,
+    precision: Precision = None,
+    max_time_s: MaxTime = BenchPlan.max_time_s,
+    baseline: Baseline = None,
+    convention: Convention = "exact",
+    verify: Verified = False,
+    seed: BenchSeed = BenchOptions.seed,
+    timeout_s: Timeout = Protocol.timeout_s,
+    device: Device = Protocol.device,
+    run: BenchRun = None,
+    out: OutFolder = RUNS_FOLDER,
+    store: Store = None,
+    format: Format = None,
+    output: Target = None,
+    progress: ShowProgress = None,
+) -> list[BenchResult]:
+    """Time backends on configs, side by side.
+
+    All backends of a config are prepared first. They are then sampled in turns, in random order each
+    round, so that clocks and temperature affect all of them alike. Measurements: cold is one call on
+    the GPU with L2 flushed and inputs rotated, host time excluded; graph is a CUDA graph replay;
+    kernel is the kernels of a profiled call; eager is calls one after the other, as in a program. A
+    cell that is refused, fails, crashes or hangs is a row with the reason.
+
+    Without --backend, or with `all`, time the default backends of the device.
+
+    \b
+    Examples:
+      profharness bench --config 8,4,128,2048 --backend all,naive --explain
+      profharness bench --config '32,8,{128:2048:*2},64' --baseline 32,8,512,64
+      profharness bench --config '1,8,{256:4096:*2},64' --backend all --baseline auto
+      profharness bench --config 8,4,128,64 --backend auto,flash+math,flash-then-cudnn
+      profharness bench --config 8,4,128,64 --dtype fp16,bf16 --iterations 500 -o out/
+
+    In Python the result has one row per cell and measurement, times in ns. The whole answer is in
+    `attrs["answer"]`. Raise CaptureError if no worker starts.
+    """
+    from profharness import jobs  # loads what runs workers, which --help does not need
+
+    options = BenchOptions(
+        configs=config_list(configs),
+        backends=split_names(backends),
+        run=run,
+        baseline=baseline,
+        dtypes=split_names(dtypes),
+        measurements=split_names(measurements),
+        precision=parse_precision(precision) if isinstance(precision, str) else precision,
+        max_time_s=parse_seconds(max_time_s) if isinstance(max_time_s, str) else max_time_s,
+        iterations=iterations,
+        warmup=warmup,
+        convention=convention,
+        verify=verify,
+        seed=seed,
+        timeout_s=timeout_s,
+        device=device,
+        out=Path(out),
+        processes=processes,
+        fleet=fleet(scheduler, gpu, insecure),
+    )
+    if is_command_line() and (output is None or not is_folder(Path(output))):
+        require_charts(format, None if output is None else Path(output))
+    path, listener = store_path(store), run_listener(progress)
+    answer = jobs.bench(options, path, listener)
+    further = (replace(options, run=other, verify=False) for other in answer.others)
+    return [answer, *(jobs.bench(each, path, listener) for each in further)]
+
+
+@document(bench)
+def show(
+    answers: list[BenchResult],
+    *,
+    explain: Explained = False,
+    raw: Raw = False,
+    run: BenchRun = None,
+    store: Store = None,
+    format: Format = None,
+    output: Target = None,
+    force: Force = False,
+) -> None:
+    """Print the answer, or write it to a file or a folder."""
+    from profharness.commands.bench.by_gpu import benches_by_gpu_document
+
+    answer, *_ = answers
+    path = None if output is None else Path(output)
+    with contextlib.nullcontext() if run else measured("bench", "--run", answer.run):
+        page = benches_by_gpu_document(answers, explain=explain, raw=raw)
+        if path is not None and is_folder(path):
+            _write_folder(page, path, answer.environment, force=force)
+            emit(page, "table")
+        else:
+            emit(page, format, path, force=force)
+    for other in answer.others:
+        again = shell_command("diff", answer.run, other, store=store_path(store))
+        hint(f"compare them with: {again}")
+
+
+def _write_folder(
+    document: Document, folder: Path, environment: dict[str, Any], *, force: bool
+) -> None:
+    """Write every format and the environment, each file atomically.
+
+    The HTML page has charts, which need an extra. Without it, skip the page and print a hint.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror}") from None
+    left_out = {"html"} if missing_packages("report") else set()
+    texts = {
+        name: RENDERERS[kind](document)
+        for kind, name in FOLDER_FILES.items()
+        if kind not in left_out
+    }
+    texts[ENVIRONMENT_FILE] = json.dumps(environment, indent=1, sort_keys=True) + "\n"
+    for name, text in texts.items():
+        with atomic_file(folder / name, force=force) as file:
+            file.write(text.encode())
+    hint(f"wrote {', '.join(texts)} in {folder}")
+    if left_out:
+        hint(
+            f"{FOLDER_FILES['html']} is left out: {MissingExtraError('drawing a chart', 'report')}"
+        )
+
+
+DECLARATION = declaration_of(bench)

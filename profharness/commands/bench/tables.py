@@ -1,0 +1,502 @@
+"""Show the answer of `bench`: figures, reasons for missing or doubtful ones, regret and
+conclusions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from profharness.attention.config import Config, parse_config
+from profharness.attention.costs import compulsory_bytes, flops
+from profharness.attention.dispatch.predict import every_refusal
+from profharness.columns import Column
+from profharness.commands.bench.axis_tables import axis_blocks, axis_charts, sweep_charts
+from profharness.device_types import device_name
+from profharness.devices import Peaks, flop_peak
+from profharness.errors import join_few
+from profharness.measurements.agreement import replacement_notes, replacements
+from profharness.measurements.axes import AXES, LENGTH, Axis, Sweep
+from profharness.measurements.evaluation import BenchResult, Loss
+from profharness.measurements.measurements import UNKNOWN, BenchRow
+from profharness.render.document import (
+    Block,
+    Chart,
+    Code,
+    Document,
+    Heading,
+    Note,
+    Roof,
+    Table,
+    field_names,
+    filled_columns,
+    record,
+)
+from profharness.rows import (
+    COLD,
+    EAGER,
+    EVENT,
+    GPU_MEASUREMENTS,
+    GRAPH,
+    HOST,
+    KERNEL,
+    SHARED_CORES,
+    WALL,
+)
+from profharness.stats import THRESHOLD
+
+SCHEMA = "profharness.bench/1"
+FIELDS = field_names(BenchRow)
+CELL_FIELDS = (
+    *("config", "backend", "status", "message", "choice", "peak_memory_bytes", "clocks", "tuning"),
+    *("refusals", "warnings"),
+)
+RAW, TURNS = "samples_ns", "turns"
+MEANS = {
+    COLD: "one call on the GPU, L2 flushed, the host not in it",
+    GRAPH: "CUDA-graph replay, L2 warm",
+    KERNEL: "kernels of a profiled call, L2 warm",
+    EAGER: "calls one after the other as a program makes them, L2 warm",
+    HOST: "the host's own time of an eager call",
+    EVENT: "an older run's cold call: CUDA events, L2 flushed, a part of the launch path in it",
+    WALL: "wall clock of the CPU",
+}
+OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "num_threads", "tf32")
+SHOWN_CODES = 3
+VERIFIED = {True: "yes", False: "WRONG", None: ""}
+LOG_LINES = 6
+"""Lines of compiler output to show."""
+COLUMNS = (
+    Column("config", "config", repeat=False),
+    Column("backend", "backend"),
+    Column("status", ""),
+    Column("ranking", "µs", "us"),
+    Column("half", "±%", "percent"),
+    Column("apart", "±% processes", "percent"),
+    Column("mean", "mean", "us"),
+    Column("std", "std", "us"),
+    *(Column(name, name, "us") for name in (*GPU_MEASUREMENTS, EVENT, HOST)),
+    Column("tflops", "TFLOP/s", "figures"),
+    Column("gbs", "GB/s", "figures"),
+    Column("efficiency", "eff%", right=True),
+    Column("queries", "Mquery/s", "count"),
+    Column("sequences", "sequences/s", "figures"),
+    Column("speedup", "speed-up", "ratio"),
+    Column("verified", "verified"),
+    Column("mark", ""),
+)
+OPTIONAL = (
+    *("status", "apart", *GPU_MEASUREMENTS, EVENT, HOST),
+    *("tflops", "gbs", "efficiency", "sequences", "speedup", "verified", "mark"),
+)
+LOSS_COLUMNS = (
+    Column("config", "config"),
+    Column("choice", "auto took"),
+    Column("chosen_ns", "auto µs", "us"),
+    Column("best", "fastest other"),
+    Column("best_ns", "µs", "us"),
+    Column("regret", "regret%", "percent"),
+    Column("remark", ""),
+)
+
+
+def bench_document(
+    answer: BenchResult, *, explain: bool = False, raw: bool = False, charts: bool = True
+) -> Document:
+    """Return the document of `bench`.
+
+    With `explain`, it contains every reason for a refusal, with `raw` the samples in its records.
+    """
+    environment, replaced = answer.environment, replacements(answer.cells)
+    device = device_name(environment) or "unknown device"
+    blocks: list[Block] = [
+        Heading(f"run {answer.run}", ", ".join(_opening_facts(answer, str(device)))),
+        _main_table(answer),
+        *(_charts(answer) if charts else ()),
+        Note(_header(answer), "figures"),
+        Note(_measured(answer), "measured"),
+        *_marks(answer),
+        # cells that timed SDPA instead of the requested form
+        *(Note(text, where, "warning") for where, text in replacement_notes(replaced)),
+        *_failed(answer, explain),
+        *_warnings(answer),
+        *_doubts(answer),
+        *_regret(answer),
+        *axis_blocks(answer),
+        *([Heading("Conclusion")] if answer.conclusions else ()),
+        *(Note(text) for text in answer.conclusions),
+    ]
+    return Document(
+        SCHEMA,
+        f"Bench of run {answer.run}",
+        tuple(blocks),
+        (*FIELDS, RAW, TURNS) if raw else FIELDS,
+        tuple(_records(answer, raw)),
+        {
+            "run": answer.run,
+            "ranking": answer.ranking,
+            "convention": answer.convention,
+            "peaks": record(answer.peaks) if answer.peaks else None,
+            "winners": [record(winner) for winner in answer.winners],
+            "losses": [record(loss) for loss in answer.losses],
+            "conclusions": list(answer.conclusions),
+            "axes": [record(sweep) for sweep in answer.sweeps],
+            "dtypes": [record(pair) for pair in answer.dtypes],
+            "replaced": [record(entry) for entry in replaced],
+            "cells": [record(cell, CELL_FIELDS) for cell in answer.cells],
+            "environment": environment,
+        },
+    )
+
+
+def _charts(answer: BenchResult) -> Iterator[Block]:
+    """Yield charts of latency, rates and memory over each axis, and the roofline. Wrong backends
+    are left out.
+    """
+    medians = [
+        (row.config, row.backend, row.median_ns)
+        for row in answer.ranking_rows()
+        if row.median_ns and row.verified is not False
+    ]
+    tf32 = bool(answer.environment.get("tf32"))
+    intervals = {
+        (row.config, row.backend): (row.low_ns, row.high_ns)
+        for row in answer.ranking_rows()
+        if row.low_ns and row.high_ns
+    }
+    every: dict[str, Any] = {"axes": AXES, "found": answer.sweeps}
+    yield from latency_charts(medians, answer.ranking, intervals, **every)
+    yield from rate_blocks(medians, answer.ranking, answer.peaks, tf32=tf32, **every)
+    yield from axis_charts(answer)
+
+
+def _records(answer: BenchResult, raw: bool) -> Iterator[dict[str, Any]]:
+    for row in answer.rows:
+        plain = record(row)
+        if raw:
+            samples = answer.samples.get((row.config, row.backend), {})
+            values = samples.get(str(row.measurement), ())
+            plain[RAW] = list(values)
+            plain[TURNS] = list(map(list, getattr(values, "turns", ())))
+        yield plain
+
+
+def _header(answer: BenchResult) -> str:
+    means = MEANS.get(answer.ranking, answer.ranking)
+    ceiling = "no peaks of this device are known, so there is no efficiency"
+    if peaks := answer.peaks:
+        ceiling = f"eff% is of the {peaks.source} peak of {peaks.device} that binds first"
+    return (
+        f"µs is the median of {answer.ranking} ({means}), ±% half its 95 % interval; FLOPs by the "
+        f"convention {answer.convention}, bytes are the compulsory ones; {ceiling}"
+    )
+
+
+def _opening_facts(answer: BenchResult, device: str) -> list[str]:
+    """Return the device, the date, the number of samples and the baselines of speed-ups."""
+    facts = [device, f"torch {answer.environment.get('torch')}", answer.created[:10]]
+    facts.append(_sample_counts(answer))
+    baselines = dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline)
+    facts += [f"baseline {' or '.join(baselines)}"] if baselines else []
+    return [fact for fact in facts if fact]
+
+
+def _sample_counts(answer: BenchResult) -> str:
+    counts = [row.samples for row in answer.figures()]
+    least, most = min(counts, default=0), max(counts, default=0)
+    text = f"{least if least == most else f'{least} to {most}'} samples a figure"
+    return text if counts else ""
+
+
+def _measured(answer: BenchResult) -> str:
+    """Describe how to repeat the measurement: protocol and machine."""
+    parts = [answer.created, _sample_counts(answer)]
+    if several := max((row.processes or 0 for row in answer.figures()), default=0):
+        parts.append(f"in {several} process{'es' if several > 1 else ''}")
+    for key, text in (("warmup", "warm-up calls {}"), ("seed", "seed {}")):
+        if key in answer.protocol:
+            parts.append(text.format(answer.protocol[key]))
+    environment = answer.environment
+    parts += [
+        f"{name} of commit {text}" for name, text in environment.get("backend_commit", {}).items()
+    ]
+    parts += [f"{key} {environment[key]}" for key in OF_THE_MACHINE if environment.get(key)]
+    return ", ".join(filter(None, parts))
+
+
+def _main_table(answer: BenchResult) -> Table:
+    others = {
+        (row.config, row.backend, row.measurement): row.median_ns
+        for row in answer.rows
+        if row.measurement != answer.ranking
+    }
+    hosts = {(row.config, row.backend): row.host_ns for row in answer.rows if row.host_ns}
+    batches = {parse_config(row.config).batch for row in answer.figures()}
+    numbers = {place: number for number, place in enumerate(_doubtful(answer), start=1)}
+    lines = []
+    for row in answer.ranking_rows():
+        values = _line(answer, row, numbers.get((row.config, row.backend)))
+        for name in (*GPU_MEASUREMENTS, EVENT):
+            values[name] = others.get((row.config, row.backend, name), "")
+        values[HOST] = hosts.get((row.config, row.backend), "")
+        # with a single batch it is only the inverse of the time
+        values["sequences"] = row.sequences_per_s if len(batches) > 1 else ""
+        lines.append(values)
+    return Table.of(filled_columns(COLUMNS, lines, OPTIONAL), lines)
+
+
+def _line(answer: BenchResult, row: BenchRow, doubt: int | None) -> dict[str, Any]:
+    """Return the values of one row by column. A row without samples shows its status instead."""
+    values: dict[str, Any] = {"config": row.config, "backend": row.backend}
+    median_ns = row.median_ns
+    if median_ns is None:
+        return (
+            dict.fromkeys((column.key for column in COLUMNS), "") | values | {"status": row.status}
+        )
+    efficiency = None
+    if row.efficiency is not None:
+        efficiency = f"{100 * row.efficiency:.1f}{'!' if row.efficiency > 1 else ''}"
+    marks = ["[~]"] if answer.is_wide(row) else []
+    marks += [f"[{doubt}]"] if doubt else []
+    return values | {
+        "status": "",
+        "verified": VERIFIED[row.verified],
+        "ranking": median_ns,
+        "half": _percent(row.half),
+        "apart": _percent(row.between_processes_ns and row.between_processes_ns / median_ns),
+        "mean": row.mean_ns,
+        "std": row.std_ns,
+        "tflops": _scaled(row.flops_per_s, 1e12),
+        "gbs": _scaled(row.bytes_per_s, 1e9),
+        "efficiency": efficiency,
+        "queries": _scaled(row.queries_per_s, 1e6),
+        "speedup": row.speedup,
+        "mark": " ".join(marks),
+    }
+
+
+def _percent(half: float | None) -> float | str | None:
+    return "busy" if half is not None and half > UNKNOWN else half
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
+    """Return the doubts about each (config, backend) once. Those about another measurement start
+    with its name.
+    """
+    doubts: dict[tuple[str, str], dict[str, str]] = {}
+    for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
+        lead = "" if row.measurement == answer.ranking else f"{row.measurement}: "
+        for text in answer.other_doubts(row):
+            doubts.setdefault((row.config, row.backend), {}).setdefault(text, lead + text)
+    order = dict.fromkeys((row.config, row.backend) for row in answer.rows)
+    return {key: list(doubts[key].values()) for key in order if key in doubts}
+
+
+def _doubts(answer: BenchResult) -> Iterator[Note]:
+    figures = answer.figures()
+    wide = sum(map(answer.is_wide, figures))
+    if wide:
+        text = f"the interval is wider than ±{answer.precision:.1%}; more samples would narrow it"
+        yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")
+    for number, ((config, backend), texts) in enumerate(_doubtful(answer).items(), start=1):
+        yield Note("; ".join(texts), f"[{number}] {config} {backend}", "warning")
+
+
+def _marks(answer: BenchResult) -> Iterator[Note]:
+    against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
+    if against:
+        yield Note("; ".join(against), "peaks")
+    baselines = dict.fromkeys(row.baseline for row in answer.ranking_rows() if row.baseline)
+    if baselines:
+        yield Note(f"against {'; '.join(baselines)}", "speed-up")
+
+
+def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
+    """Yield why cells have no figure, once per reason. With `explain`, every reason, including
+    those of the rules.
+    """
+    configs: dict[tuple[str, str, str], list[str]] = {}
+    for cell in answer.cells:
+        if cell.status == "ok":
+            continue
+        texts = [_opening(cell.message or cell.status)]
+        if explain and cell.refusals:
+            config = parse_config(cell.config)
+            texts = [
+                f"{reason.message} [{reason.code}{', by rule' if reason.source == 'rule' else ''}]"
+                for reason in every_refusal(config, cell.backend, cell.refusals, answer.environment)
+            ]
+        for text in texts:
+            configs.setdefault((cell.backend, cell.status, text), []).append(cell.config)
+    for (backend, status, text), labels in configs.items():
+        where = labels[0] if len(labels) == 1 else f"{len(labels)} configs"
+        level = "note" if status == "refused" else "error"
+        yield Note(text, f"{backend} {status}, {where}", level)
+
+
+def _warnings(answer: BenchResult) -> Iterator[Note]:
+    """Yield the warnings of workers, once per backend. Shared cores are reported as a doubt
+    instead.
+    """
+    configs: dict[tuple[str, str], list[str]] = {}
+    for cell in answer.cells:
+        for text in cell.warnings:
+            if text != SHARED_CORES:
+                configs.setdefault((cell.backend, text), []).append(cell.config)
+    for (backend, text), labels in configs.items():
+        where = labels[0] if len(labels) == 1 else f"{len(labels)} configs"
+        yield Note(text, f"{backend}, {where}", "warning")
+
+
+def _opening(message: str) -> str:
+    """Return the first line and, if it ends with a colon, the first lines of compiler output after
+    it.
+    """
+    first, *rest = message.splitlines() or [""]
+    said = [line.strip() for line in rest if line.strip()][:LOG_LINES]
+    return " ".join([first, *said]) if first.endswith(":") else first
+
+
+def _regret(answer: BenchResult) -> Iterator[Block]:
+    if not answer.losses:
+        return
+    yield Heading("Regret", "what auto costs against the fastest correct other backend")
+    lines = [record(loss) | {"remark": _remark(loss)} for loss in answer.losses]
+    yield Table.of(LOSS_COLUMNS, lines)
+    labels_of: dict[str, list[str]] = {}
+    for loss in answer.losses:
+        if loss.real:
+            labels_of.setdefault(loss.code, []).append(loss.config)
+    for code, labels in list(labels_of.items())[:SHOWN_CODES]:
+        yield Note(f"for {join_few(labels, SHOWN_CODES)}, the fastest backend is selected so")
+        yield Code(code)
+
+
+def _remark(loss: Loss) -> str:
+    if loss.real:
+        return ""
+    if loss.same_backend:
+        return "the same one"
+    if loss.verdict == "unknown":
+        return f"not told apart: {loss.why_open}"
+    return "auto is faster" if loss.verdict == "faster" else f"as fast, within {THRESHOLD:.0%}"
+
+
+def latency_charts(
+    medians: Sequence[tuple[str, str, float]],
+    measurement: str,
+    intervals: Mapping[tuple[str, str], tuple[float, float]] | None = None,
+    *,
+    axes: Sequence[Axis] = (LENGTH,),
+    found: Sequence[Sweep] = (),
+) -> list[Chart]:
+    """Return lines over the axes for each sweep, and dots for other configs.
+
+    `medians` are (config label, backend, ns). `intervals` are (low, high) in ns by label and
+    backend. Crossovers in `found` are marked.
+    """
+    rows: list[dict[str, Any]] = []
+    for label, backend, ns in medians:
+        if ns > 0:
+            row = {"label": label, "backend": backend, "µs": ns / 1e3}
+            low, high = (intervals or {}).get((label, backend), (None, None))
+            row |= {"low": low and low / 1e3, "high": high and high / 1e3}
+            rows.append(row)
+    charts = sweep_charts(
+        rows, "Latency", "µs", measurement, axes=axes, found=found, events=("crossover", "end")
+    )
+    swept = {row["label"] for chart in charts for row in chart.rows}
+    points = tuple(row for row in rows if row["label"] not in swept)
+    if points:
+        title = f"Latency by config and backend ({measurement})"
+        keys = ("µs", "label", "backend", "µs")
+        charts.append(Chart("dots", title, points, *keys, low="low", high="high"))
+    return charts
+
+
+def time_charts(
+    times: Sequence[tuple[str, str, float]],
+    what: str,
+    intervals: Mapping[tuple[str, str], tuple[float, float]],
+) -> list[Chart]:
+    """Return `latency_charts` over every axis."""
+    return latency_charts(times, what, intervals, axes=AXES)
+
+
+def roofline_chart(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    roofs: Iterable[tuple[str, Peaks, float]],
+    *,
+    caption: str = "",
+    x_title: str = "",
+    y_title: str = "",
+) -> list[Chart]:
+    """Return a chart of rates below the roofs (label, peaks, FLOP/s) of their devices.
+
+    Empty if no roof is known. Roofs of equal height are merged, so that no label covers another.
+    """
+    labels: dict[tuple[float, float], dict[str, None]] = {}
+    for label, peaks, rate in roofs:
+        if peaks.bandwidth_bytes_per_s:
+            labels.setdefault((peaks.bandwidth_bytes_per_s, rate), {})[label] = None
+    merged = tuple(Roof("; ".join(names), *key) for key, names in labels.items())
+    if not rows or not merged:
+        return []
+    keys = ("intensity", "flops_per_s", "backend", x_title, y_title, caption)
+    return [Chart("roofline", title, tuple(rows), *keys, roofs=merged, label="label")]
+
+
+def lengthless(config: Config) -> str:
+    return replace(config, seq_len_q=1, seq_len_kv=1).label.replace("-s1-", "-")
+
+
+def rate_blocks(
+    medians: Sequence[tuple[str, str, float]],
+    measurement: str,
+    peaks: Peaks | None,
+    *,
+    tf32: bool = False,
+    wrong: Set[tuple[str, str]] = frozenset(),
+    axes: Sequence[Axis] = (LENGTH,),
+    found: Sequence[Sweep] = (),
+) -> list[Block]:
+    """Return charts of FLOP/s for `medians`, which are (config label, backend, ns).
+
+    `wrong` contains the (config label, backend) to leave out. With `tf32`, fp32 products may use
+    the tensor cores. Drops in `found` are marked.
+    """
+    rows: list[dict[str, Any]] = [
+        {
+            "label": label,
+            "config": (config := parse_config(label)),
+            "backend": backend,
+            "TFLOP/s": flops(config) / ns / 1e3,
+            "flops_per_s": flops(config) / ns * 1e9,
+            "intensity": flops(config) / compulsory_bytes(config),
+        }
+        for label, backend, ns in medians
+        if ns > 0 and (label, backend) not in wrong
+    ]
+    swept = sweep_charts(
+        rows, "TFLOP/s", "TFLOP/s", measurement, axes=axes, found=found, events=("drop",)
+    )
+    blocks: list[Block] = list(swept)
+    if peaks is not None and rows:
+        dtypes = dict.fromkeys(row["config"].dtype or "" for row in rows)
+        rates = [rate for dtype in dtypes if (rate := flop_peak(peaks, dtype, tf32=tf32))]
+        roofs = [(f"{name}, {peaks.source}", peaks, rate) for name, rate in rates]
+        caption = (
+            f"Compulsory bytes, FLOPs by the convention exact; the roofs are the {peaks.source} "
+            f"peaks of {peaks.device}. What sits in L2 can be above the slope."
+        )
+        blocks += roofline_chart(f"Roofline ({measurement})", rows, roofs, caption=caption)
+    if wrong:
+        named = ", ".join(f"{backend} on {label}" for label, backend in sorted(wrong))
+        blocks.append(Note(f"left out of every comparison of rates: {named}", "wrong", "error"))
+    return blocks

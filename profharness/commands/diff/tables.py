@@ -1,0 +1,219 @@
+"""Show the answer of `diff`: environments first, then the paired kernels of each config as in a
+patch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from profharness.columns import Column, pick
+from profharness.commands.diff.result import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
+from profharness.commands.layers.tables import short_module
+from profharness.program.matching import LayerDiff, LayerSide
+from profharness.render.document import (
+    FORMATS,
+    MISSING,
+    Block,
+    Document,
+    Heading,
+    Note,
+    Table,
+    filled_columns,
+)
+from profharness.rows import KernelRow
+
+FIELDS = (
+    *("config", "backend_baseline", "backend_candidate", "role", "verdict", "changed", "ratio"),
+    *("baseline_ns", "candidate_ns", "basis", "composite", "reasons", "changes"),
+    *("baseline", "candidate"),
+)
+ENVIRONMENT_COLUMNS = (
+    Column("key", "environment"),
+    Column("baseline", "baseline", shrink=True),
+    Column("candidate", "candidate", shrink=True),
+    Column("explains", "what it can explain", shrink=True),
+)
+OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
+COLUMNS = (
+    Column("role", "role", repeat=False),
+    Column("side", ""),
+    Column("kernel", "kernel", shrink=True),
+    *pick(KernelRow, *OF_A_KERNEL, "duration_ns"),
+    Column("ratio", "ratio", "ratio"),
+    Column("verdict", "verdict"),
+)
+LAYER_COLUMNS = (
+    Column("layer", "module", shrink=True),
+    Column("calls", "calls/step", right=True),
+    Column("program_calls", "calls in all", right=True),
+    Column("asked", "asked"),
+    Column("ran", "ran"),
+    Column("forward_ns", "forward µs/call", right=True),
+    Column("backward_ns", "backward µs/call", right=True),
+    Column("ratio", "ratio", "ratio"),
+    Column("verdict", "verdict"),
+)
+
+# distinct from the names of roles
+COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
+UNTOLD = "is not told: a side does not name its PyTorch"
+
+
+def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
+    """Return the document of `diff`. `-` marks the baseline and `+` the candidate.
+
+    With `full`, kernel names are not shortened. With `changed_first`, configs without a difference
+    come last, one line each.
+    """
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
+    blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
+    if diff.environment:
+        blocks.append(Table.of(ENVIRONMENT_COLUMNS, diff.environment))
+    elif diff.environment_told:
+        blocks.append(Note("the environments are the same"))
+    if not diff.environment_told:
+        what = "what else differs" if diff.environment else "whether the environments are the same"
+        blocks.append(Note(f"{what} {UNTOLD}", "", "warning"))
+    blocks += _layer_blocks(diff.layers, full)
+    pair = attrgetter("config", "backend_baseline", "backend_candidate")
+    groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
+    costs: dict[tuple[str, ...], list[Cost]] = {}
+    for cost in diff.costs:
+        # a refusal is shown in the row on how the cells ended
+        if cost.verdict != "same" and cost.what != REFUSED:
+            costs.setdefault(pair(cost), []).append(cost)
+    same = [
+        key
+        for key, rows in groups.items()
+        if all(row.verdict == "same" and not row.changed for row in rows) and key not in costs
+    ]
+    for key, rows in groups.items():
+        if not changed_first or key not in same:
+            blocks += [*_config_blocks(rows, full), *map(_cost_note, costs.get(key, ()))]
+    if changed_first and same:
+        blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
+        blocks += [Note(_pair_text(*key)) for key in same]
+    plain = diff.to_json()
+    return Document(
+        schema=plain["schema"],
+        title=f"Diff of {diff.baseline} and {diff.candidate}",
+        blocks=tuple(blocks),
+        fields=FIELDS,
+        records=tuple(plain["rows"]),
+        extra={key: value for key, value in plain.items() if key not in ("schema", "rows")},
+    )
+
+
+def cost_text(cost: Cost) -> str:
+    """Format the verdict on a cost with the values of both sides."""
+    if cost.what == REFUSED:
+        return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
+    kind, unit = ("kib", " KiB at the peak") if cost.what == MEMORY else ("count", " a call")
+    before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
+    ratio = "" if cost.ratio is None else f", {cost.ratio:.2f}x"
+    return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
+
+
+def _cost_note(cost: Cost) -> Note:
+    return Note(
+        cost_text(cost), COST_NAMES[cost.what], "warning" if cost.verdict == "more" else "note"
+    )
+
+
+def layer_text(row: LayerDiff) -> str:
+    """Format the verdict on a layer, that on its times, and the backends that ran."""
+    verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
+    return f"{', '.join(verdicts)}: {_both(row, lambda side: side.ran) or 'what ran is not told'}"
+
+
+def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
+    """Return attention layer by layer, with `before → after` if the sides differ."""
+    if not layers:
+        return []
+    counts = Counter(row.verdict for row in layers).most_common()
+    detail = ", ".join(f"{count} {verdict}" for verdict, count in counts)
+    lines = [_layer_line(row, full) for row in layers]
+    columns = filled_columns(LAYER_COLUMNS, lines)
+    blocks: list[Block] = [Heading("Attention by layer", detail), Table.of(columns, lines)]
+    for row, line in zip(layers, lines, strict=True):
+        if row.verdict != "same" or len(row.reasons) > 1:
+            level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
+            text = f"{layer_text(row)}; {'; '.join(row.reasons)}"
+            blocks.append(Note(text, str(line["layer"]), level))
+    return blocks
+
+
+def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
+    side = row.baseline or row.candidate
+    module = side.module if side else None
+    name = row.name if full else short_module(module) or row.name
+    verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
+    return {
+        "layer": name if row.direction == "forward" else f"{name} ({row.direction})",
+        "calls": _both(row, lambda side: None if side.calls is None else f"{side.calls:g}"),
+        "program_calls": _both(
+            row, lambda side: None if side.program_calls is None else f"{side.program_calls:,}"
+        ),
+        "asked": _both(row, lambda side: side.asked),
+        "ran": _both(row, lambda side: side.ran),
+        "forward_ns": _both(row, lambda side: _us(side.forward_ns)),
+        "backward_ns": _both(row, lambda side: _us(side.backward_ns)),
+        "ratio": row.ratio,
+        "verdict": ", ".join(verdicts),
+    }
+
+
+def _both(row: LayerDiff, value: Callable[[LayerSide], str | None]) -> str | None:
+    """Return `before → after`, or one value if both are equal. None if neither is known."""
+    before, after = (value(side) if side else None for side in (row.baseline, row.candidate))
+    return before if before == after else f"{before or MISSING} → {after or MISSING}"
+
+
+def _us(time_ns: float | None) -> str | None:
+    return None if time_ns is None else f"{time_ns / 1e3:,.2f}"
+
+
+def _pair_text(config: str, *backends: str | None) -> str:
+    return " ".join([config, " → ".join(dict.fromkeys(filter(None, backends)))])
+
+
+def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
+    first = rows[0]
+    names = [name for name in (first.backend_baseline, first.backend_candidate) if name]
+    detail = " → ".join(dict.fromkeys(names))
+    lines = tuple(line for row in rows for line in _lines(row, full))
+    columns = COLUMNS
+    if full:
+        columns = (*COLUMNS[:2], *COLUMNS[3:], Column("kernel", "kernel"))
+        lines = tuple((*line[:2], *line[3:], line[2]) for line in lines)
+    notes = []
+    for row in rows:
+        if row.reasons and row.verdict != "same":
+            level = "warning" if row.verdict in ("slower", "unknown") else "note"
+            notes.append(Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, level))
+    return [Heading(first.config, detail), Table(columns, lines), *notes]
+
+
+def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield one line per kernel and side. The first line of a row has ratio and verdict."""
+    lines: list[tuple[str, KernelRow | None, float | None]] = []
+    for mark, kernels, time_ns in (
+        ("-", row.baseline, row.baseline_ns),
+        ("+", row.candidate, row.candidate_ns),
+    ):
+        lines += [(mark, kernel, kernel.duration_ns) for kernel in kernels]
+        if not kernels and time_ns is not None:
+            lines.append((mark, None, time_ns))
+    if not lines:
+        yield (row.role, "", "", "", "", "", "", "", row.ratio, row.verdict)
+    for place, (mark, kernel, time_ns) in enumerate(lines):
+        what: tuple[Any, ...] = (row.basis or "", "", "", "", "")
+        if kernel is not None:
+            name = kernel.kernel if full else kernel.kernel_short
+            what = (name, *(getattr(kernel, column) for column in OF_A_KERNEL))
+        end = (row.ratio, row.verdict) if place == 0 else ("", "")
+        yield (row.role, mark, *what, time_ns, *end)

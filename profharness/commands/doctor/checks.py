@@ -1,0 +1,492 @@
+"""Check what is installed and works, each with a remedy. Nothing is changed or launched."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sqlite3
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from profharness.attention.backends.base import RefusedError
+from profharness.attention.backends.cuda_source import nvrtc_version
+from profharness.device_types import on_gpu
+from profharness.environment import EXTRAS, driver_version, installed_versions, missing_packages
+from profharness.errors import NotFoundError, ProfharnessError, install_command
+from profharness.files import open_input
+from profharness.processes import run_briefly
+from profharness.recording.profilers import PROFILERS, find_tool, tool_missing
+from profharness.recording.profilers.base import Tool, ToolError, version_key
+from profharness.rows import NCU, NSYS
+from profharness.store import open_store
+from profharness.traces.chrome_columns import is_compiled
+
+LDD_TIMEOUT_S = 20.0
+IMPORTER = "QdstrmImporter"
+TORCH_MIN = (2, 5)
+SQLITE_MIN = (3, 37, 0)  # for STRICT tables
+DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
+LOCK_FILE = "nsight-compute-lock"
+CAP_SYS_ADMIN = 21
+ROOM_BYTES = 32 << 20  # a small run with its traces, and the store
+DCGM_PROCESSES = ("nv-hostengine", "dcgmi", "dcgm-exporter")
+# gVisor reports a fixed version: for years the first one, later one with its name.
+GVISOR = r"gvisor|^Linux version 4\.4\.0 .*Sun Jan 10 15:06:54 PST 2016"
+# Debian's and Ubuntu's packages of the system libraries that the importer or nsys need.
+LIBRARY_PACKAGES = {
+    "libbz2.so.1.0": "libbz2-1.0",
+    "libcrypto.so.3": "libssl3",
+    "libdw.so.1": "libdw1",
+    "libelf.so.1": "libelf1",
+    "libgssapi_krb5.so.2": "libgssapi-krb5-2",
+    "liblzma.so.5": "liblzma5",
+    "libpfm.so.4": "libpfm4",
+    "libssh.so.4": "libssh-4",
+    "libz.so.1": "zlib1g",
+}
+# The driver branch released with each ncu, by the CUDA release notes. An older driver may not load
+# the counter library of a newer ncu (LibraryNotLoaded).
+DRIVER_BRANCHES = {
+    (2022, 3): 520,
+    (2023, 1): 530,
+    (2023, 2): 535,
+    (2023, 3): 545,
+    (2024, 1): 550,
+    (2024, 2): 555,
+    (2024, 3): 560,
+    (2025, 1): 570,
+    (2025, 2): 575,
+    (2025, 3): 580,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check."""
+
+    name: str
+    state: str  # `ok`, `warning` (works in part), `missing`, or `absent` (optional)
+    detail: str
+    remedy: str = ""
+
+
+def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[Check]:
+    """Run all checks in the order of the report. `probe` queries a worker for its environment."""
+    environment = probe()
+    driver = None if isinstance(environment, str) else environment.get("driver")
+    if driver is None:
+        check = check_driver()
+        driver = check.detail if check.state == "ok" else None
+    return [
+        check_python(),
+        check_torch(environment),
+        *check_cuda(environment),
+        *check_compilers(environment),
+        *check_profilers(driver),
+        ncu_reader(),
+        check_extra("report"),
+        check_extra("web"),
+        check_extra("mcp"),
+        check_extra("cluster"),
+        check_counters(read(DRIVER_PARAMETERS), privileged=may_administer()),
+        check_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
+        *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),
+        *check_dcgm(process_names()),
+        *check_sandbox(read(Path("/proc/version"))),
+        check_scanner(),
+        check_sqlite(),
+        check_store(store),
+    ]
+
+
+COMPARED = {
+    "profharness": "install one version on all hosts; lanes of another are left out",
+    "torch": "a run has one environment: lanes with another torch than the first are left out",
+    "driver": "a run has one environment: lanes with another driver than the first are left out",
+    "python": "",  # a lane may have any Python that profharness supports
+}
+"""Properties of lanes that should be equal, with a remedy if they are not."""
+
+
+def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]:
+    """Return one check per lane of a scheduler, from `describe_lane`, and one per property in which
+    lanes differ from each other or from this host's profharness and Python.
+    """
+    if not lanes:
+        remedy = "start one worker a GPU; docs/scale.md has the command"
+        return [Check("lanes", "missing", "no worker is there", remedy)]
+    checks = [_check_lane(lane) for lane in lanes]
+    here = {"profharness": version, "python": platform.python_version()}
+    for key, remedy in COMPARED.items():
+        values = {"here": here[key]} if key in here else {}
+        values |= {lane["lane"]: str(lane[key]) for lane in lanes if lane.get(key) is not None}
+        if len(set(values.values())) > 1:
+            text = _by_value(values)
+            checks.append(Check(f"lanes: {key}", "warning" if remedy else "ok", text, remedy))
+    shared = {lane["lane"]: lane["gpu_key"] for lane in lanes if lane.get("gpu_key")}
+    for key in sorted({key for key in shared.values() if list(shared.values()).count(key) > 1}):
+        names = ", ".join(name for name, other in shared.items() if other == key)
+        remedy = "they wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
+        checks.append(Check("lanes: GPU", "warning", f"{names} have the same one", remedy))
+    return checks
+
+
+def _check_lane(lane: Mapping[str, Any]) -> Check:
+    problems = "; ".join(lane["problems"])
+    told = {key: lane.get(key) for key in COMPARED if lane.get(key) is not None}
+    versions = ", ".join(f"{key} {value}" for key, value in told.items())
+    detail = f"{lane.get('gpu') or 'CPU'}, {versions}" if told else ""
+    if not problems:
+        return Check(str(lane["lane"]), "ok", detail)
+    text = "; ".join(filter(None, [detail, problems]))
+    return Check(str(lane["lane"]), "warning", text, "it gets no groups until that is mended")
+
+
+def _by_value(values: Mapping[str, str]) -> str:
+    """Return `2.10: lane0; 2.11: lane1, lane2`, the most frequent value first."""
+    names: dict[str, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    ordered = sorted(names.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{value}: {', '.join(who)}" for value, who in ordered)
+
+
+def check_python() -> Check:
+    """Check the interpreter that the worker will use too."""
+    return Check("Python", "ok", f"{platform.python_version()} ({sys.implementation.name})")
+
+
+def check_torch(environment: dict[str, Any] | str) -> Check:
+    """Check torch in a worker. `environment` is a worker's reply, or the text of its failure."""
+    if isinstance(environment, str):
+        remedy = (
+            "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
+        )
+        return Check("torch", "missing", environment, remedy)
+    version = str(environment["torch"])
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MIN:
+        return Check("torch", "missing", version, "profharness needs torch >= 2.5")
+    return Check("torch", "ok", version)
+
+
+def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
+    """Check CUDA, cuDNN as loaded, GPU and driver. On a CPU-only machine return one line about
+    that.
+    """
+    if isinstance(environment, str):
+        return []
+    if not on_gpu(environment):
+        driver = check_driver()
+        if driver.state == "ok":
+            detail = "an NVIDIA driver is here but torch uses the CPU"
+            remedy = "install a CUDA build of torch, or see why torch.cuda.is_available() is False"
+            return [driver, Check("CUDA", "warning", detail, remedy)]
+        detail = "no NVIDIA GPU: captures run on the CPU, where ATen ops stand for kernels"
+        return [Check("CUDA", "absent", detail)]
+    gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
+    cudnn = Check("cuDNN", "ok", f"{environment.get('cudnn')} (as loaded)")
+    if not environment.get("cudnn"):
+        remedy = "the cudnn backend needs it; reinstall torch with its CUDA packages"
+        cudnn = Check("cuDNN", "warning", "not loaded", remedy)
+    return [
+        Check("CUDA", "ok", f"{environment['torch_cuda']} (as torch was built)"),
+        Check("GPU", "ok", gpu),
+        Check("driver", "ok", str(environment.get("driver", "unknown"))),
+        cudnn,
+    ]
+
+
+def check_driver() -> Check:
+    """Check the NVIDIA driver through NVML."""
+    version = driver_version()
+    if version:
+        return Check("driver", "ok", version)
+    return Check("driver", "absent", "no NVIDIA driver answers")
+
+
+def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
+    """Check the compilers of implementations in kernels/: Triton in a worker, and NVRTC."""
+    version = None if isinstance(environment, str) else environment.get("triton")
+    triton = Check("Triton", "ok", str(version))
+    if not version:
+        triton = Check("Triton", "absent", "not installed", install_command("kernels"))
+    return [triton, check_nvrtc()]
+
+
+def check_extra(extra: str) -> Check:
+    """Check that the packages of an extra are installed, and describe their use."""
+    missing, purpose = missing_packages(extra), EXTRAS[extra].purpose
+    if not missing:
+        return Check(f"extra {extra}", "ok", f"{purpose}: {installed_versions(extra)}")
+    detail = f"{purpose}: no {', no '.join(missing)}"
+    return Check(f"extra {extra}", "absent", detail, install_command(extra))
+
+
+def check_nvrtc() -> Check:
+    """Check NVRTC, which compiles CUDA sources. This does not check that a driver can run them."""
+    try:
+        return Check("NVRTC", "ok", nvrtc_version())
+    except RefusedError as error:
+        return Check("NVRTC", "absent", str(error))
+
+
+def check_sqlite() -> Check:
+    """Check the SQLite library of this Python."""
+    if sqlite3.sqlite_version_info < SQLITE_MIN:
+        remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
+        return Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
+    return Check("SQLite", "ok", sqlite3.sqlite_version)
+
+
+def check_scanner() -> Check:
+    """Check that the compiled scanner reads traces."""
+    if is_compiled():
+        return Check("trace scanner", "ok", "compiled")
+    remedy = "install a C compiler, then profharness again: pip install --force-reinstall --no-deps"
+    return Check(
+        "trace scanner",
+        "absent",
+        "not compiled, or from an older source: large traces are read slower",
+        remedy,
+    )
+
+
+def check_store(path: Path) -> Check:
+    """Check that the store can be created or opened, and written to, without creating it."""
+    try:
+        with open_store(path) as store:
+            detail = f"{path}: {len(store.runs())} runs"
+    except NotFoundError:
+        detail = f"{path}: not there yet; capture or ingest makes it"
+    except ProfharnessError as error:
+        return Check("store", "missing", str(error), "name another file with --store")
+    hindrance = check_place(path)
+    if hindrance is None:
+        return Check("store", "ok", detail)
+    remedy = "what is stored can be read; to capture or ingest, name another file with --store"
+    return Check("store", "warning", f"{detail}; {hindrance}", remedy)
+
+
+def check_place(path: Path) -> str | None:
+    """Return what prevents writing a file in its folder. None if nothing does."""
+    folder = path.absolute().parent
+    try:
+        state = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    if state.f_flag & os.ST_RDONLY:
+        return "its file system may only be read"
+    if not _may(folder, os.W_OK | os.X_OK) or (path.exists() and not _may(path, os.W_OK)):
+        return "it or its folder may not be written to"
+    free = state.f_bavail * state.f_frsize
+    return None if free >= ROOM_BYTES else f"only {free:,} bytes are free there"
+
+
+def check_profilers(driver: str | None) -> list[Check]:
+    """Check the profilers' tools, the importer of nsys, and whether the driver suits ncu. `driver`
+    is its version, None if there is none.
+    """
+    checks = []
+    for name in (profiler.name for profiler in PROFILERS.values() if profiler.session):
+        tool, check = check_tool(name)
+        checks.append(check)
+        if tool and name == NSYS:
+            checks.append(check_importer(tool))
+        elif tool and name == NCU:
+            checks += check_ncu_driver(tool.version, driver)
+    return checks
+
+
+def check_tool(name: str) -> tuple[Tool | None, Check]:
+    """Find a profiler's executable on PATH, in its environment variable, or in its installers'
+    folders.
+    """
+    try:
+        tool = find_tool(name)
+    except ToolError as error:
+        return None, Check(name, "warning", error.failure.message, error.failure.remedy)
+    if tool is None:
+        return None, Check(name, "absent", "not found", tool_missing(name).remedy)
+    where = "on PATH" if tool.on_path else f"not on PATH: {tool.path}"
+    if tool.version is None:
+        missing = missing_libraries(tool.path)
+        remedy = packages_remedy(missing) if missing else f"run `{tool.path} --version` to see why"
+        return tool, Check(name, "warning", f"does not answer --version, {where}", remedy)
+    return tool, Check(name, "ok", f"{tool.version}, {where}")
+
+
+def find_importer(nsys: Path) -> Path | None:
+    """Find the importer where nsys searches for it: in a folder next to its real one, or in or
+    below that.
+    """
+    folder = nsys.resolve().parent
+    patterns = [
+        (folder.parent, f"host-linux-*/{IMPORTER}"),
+        (folder, IMPORTER),
+        (folder, f"*/{IMPORTER}"),
+        (folder.parent, f"linux-desktop-*/{IMPORTER}"),
+    ]
+    return next((path for root, pattern in patterns for path in root.glob(pattern)), None)
+
+
+def check_importer(nsys: Tool) -> Check:
+    """Check that nsys can convert its raw files: the importer and its libraries exist."""
+    name = "nsys importer"
+    importer = find_importer(nsys.path)
+    if importer is None:
+        with open_input(nsys.path) as file:
+            is_script = file.read(2) == b"#!"
+        if is_script:
+            return Check(name, "absent", f"{nsys.path} is a script; its importer is not beside it")
+        folder = nsys.path.resolve().parent.parent / "host-linux-x64"
+        remedy = (
+            f"without it nsys leaves no report: link the folder that has {IMPORTER} to {folder} "
+            "(Debian has it in /usr/lib/nsight-systems/host-linux-x64)"
+        )
+        return Check(name, "warning", f"{IMPORTER} is not where nsys looks", remedy)
+    missing = missing_libraries(importer)
+    if missing:
+        detail = f"{importer} lacks {', '.join(missing)}"
+        return Check(name, "warning", detail, packages_remedy(missing))
+    detail = str(importer) if missing is not None else f"{importer}; ldd could not check it"
+    return Check(name, "ok", detail)
+
+
+def missing_libraries(path: Path) -> list[str] | None:
+    """Return the shared libraries that an executable lacks, by `ldd`. None if ldd fails."""
+    done = run_briefly(["ldd", str(path)], LDD_TIMEOUT_S, {**os.environ, "LC_ALL": "C"})
+    return parse_ldd(done.stdout) if done and done.returncode == 0 else None
+
+
+def parse_ldd(text: str) -> list[str]:
+    """Return the libraries that ldd reports as not found, sorted and without duplicates."""
+    return sorted(set(re.findall(r"^\s*(\S+) => not found", text, re.MULTILINE)))
+
+
+def packages_remedy(libraries: list[str]) -> str:
+    """Return how to install the libraries."""
+    packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
+    others = [name for name in libraries if name not in LIBRARY_PACKAGES]
+    parts = [f"install {' '.join(packages)} (names of Debian and Ubuntu)"] if packages else []
+    parts += [f"install what has {', '.join(others)}"] if others else []
+    return "; ".join(parts)
+
+
+def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
+    """Check that the driver is as new as ncu, if both versions are known."""
+    if ncu is None or driver is None:
+        return []
+    year, release = (*version_key(ncu), 0, 0)[:2]
+    needed = DRIVER_BRANCHES.get((year, release))
+    branch = version_key(driver)[:1]
+    if needed is None or not branch or branch[0] >= needed:
+        return []
+    detail = f"ncu {ncu} came out with driver {needed}, this is {driver}"
+    remedy = "if ncu ends with LibraryNotLoaded: update the driver, or use an older Nsight Compute"
+    return [Check("ncu driver", "warning", detail, remedy)]
+
+
+def ncu_reader() -> Check:
+    """Check what can read ncu's reports from Python: the package, or the module in ncu's folder."""
+    try:
+        return Check("ncu-report", "ok", metadata.version("ncu-report"))
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        ncu = find_tool(NCU)
+    except ToolError:
+        ncu = None
+    module = ncu.path.resolve().parent / "extras" / "python" / "ncu_report.py" if ncu else None
+    if module is not None and module.is_file():
+        return Check("ncu-report", "ok", f"not installed, but in ncu's folder: {module}")
+    return Check("ncu-report", "absent", "not installed", install_command("ncu"))
+
+
+def read(path: Path) -> str | None:
+    """Return the content of a small text file, None if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def may_administer(status: Path = Path("/proc/self/status")) -> bool:
+    """Return whether this process has CAP_SYS_ADMIN, which root in a container often lacks."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", read(status) or "", re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> CAP_SYS_ADMIN & 1)
+
+
+def check_counters(text: str | None, *, privileged: bool = False) -> Check:
+    """Check that this user may read hardware counters. `text` is the driver's parameter file, if
+    any.
+    """
+    if text is None:
+        return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
+    if "RmProfilingAdminOnly: 0" in text:
+        return Check("counters", "ok", "every user may read hardware counters")
+    if privileged:
+        return Check("counters", "ok", "only an administrator may read hardware counters: you may")
+    remedy = (
+        "run ncu as root or with CAP_SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
+        "(ERR_NVGPUCTRPERM is the error that ncu gives otherwise)"
+    )
+    return Check("counters", "warning", "only an administrator may read hardware counters", remedy)
+
+
+def check_tmpdir(folder: Path) -> Check:
+    """Check that nsys and ncu can use TMPDIR for raw files and ncu's lock file."""
+    if not folder.is_dir() or not _may(folder, os.W_OK | os.X_OK):
+        remedy = "set TMPDIR to a folder that exists and is writable"
+        return Check("TMPDIR", "warning", f"{folder}: not a folder that can be written to", remedy)
+    lock = folder / LOCK_FILE
+    if lock.exists() and not _may(lock, os.W_OK):
+        remedy = "set TMPDIR to a folder of your own when you call ncu by hand; captures do so"
+        return Check("TMPDIR", "warning", f"{lock} belongs to another user", remedy)
+    return Check("TMPDIR", "ok", str(folder))
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def check_injection(path: str | None) -> list[Check]:
+    """Report another tool that is injected into every CUDA program. `path` is
+    CUDA_INJECTION64_PATH.
+    """
+    if not path:
+        return []
+    remedy = "unset it: nsys and ncu cannot work beside another injected tool"
+    return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
+
+
+def process_names(proc: Path = Path("/proc")) -> list[str]:
+    """Return the names of all visible processes."""
+    names = (read(path) for path in proc.glob("[0-9]*/comm"))
+    return [name.strip() for name in names if name]
+
+
+def check_dcgm(names: Iterable[str]) -> list[Check]:
+    """Report DCGM, which can occupy the hardware counters. `names` are those of running processes."""
+    running = sorted(set(names) & set(DCGM_PROCESSES))
+    if not running:
+        return []
+    remedy = "if ncu finds the counters busy: `dcgmi profile --pause`, and `--resume` afterwards"
+    detail = f"{', '.join(running)} runs and may hold the counters"
+    return [Check("DCGM", "warning", detail, remedy)]
+
+
+def check_sandbox(version: str | None) -> list[Check]:
+    """Report gVisor, under which neither nsys nor ncu works. `version` is the text of
+    /proc/version.
+    """
+    if not version or not re.search(GVISOR, version, re.IGNORECASE):
+        return []
+    remedy = (
+        "nsys and ncu need a virtual machine or bare metal; `--profiler torch` works without them"
+    )
+    return [Check("sandbox", "warning", "this is a gVisor container", remedy)]

@@ -1,0 +1,367 @@
+"""`profharness explain`: explain PyTorch's choice of a backend, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+
+from profharness.attention.config import AUTO, Config, parse_config, split_names
+from profharness.attention.dispatch.by_rule import (
+    Explanation,
+    Platform,
+    choices_by_rule,
+    chosen,
+    environment_text,
+    flat_record,
+    matrix,
+    named_platforms,
+    requested_setting,
+    skipped_text,
+)
+from profharness.attention.dispatch.machine import release_text, skipped_releases
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
+from profharness.commands._output import capture_progress, hint
+from profharness.commands._types import (
+    Configs,
+    Names,
+    PositiveNumber,
+    Store,
+    complete_backends,
+    config_list,
+    store_path,
+)
+from profharness.commands.explain.explanations import (
+    explain_all,
+    require_answer,
+    to_measure,
+    with_store,
+)
+from profharness.commands.explain.maps import bisect_all, draw_maps, numeric_name
+from profharness.commands.explain.tables import (
+    bisect_document,
+    explain_document,
+    map_document,
+    matrix_document,
+)
+from profharness.device_types import is_gpu
+from profharness.errors import UsageError
+from profharness.render.document import Document
+from profharness.run import DEVICES, CaptureOptions, Protocol, require_device
+from profharness.store import frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Backend = Annotated[
+    Names,
+    Option(
+        ("--backend",),
+        multiple=True,
+        metavar="NAME",
+        complete=complete_backends,
+        help="Limit the advice to these backends, or explain the choice of a set (flash+math) or an order "
+        "(cudnn-then-flash, or 'cudnn>flash' in quotes) instead of auto. Repeatable, or separated by commas.",
+        tool="A set or an order that the call may take, in place of auto; or single backends to limit the "
+        "advice to.",
+        tool_examples=("flash+math", "cudnn-then-flash", "flash"),
+    ),
+]
+Releases = Annotated[
+    str | None,
+    Option(
+        ("--torch",),
+        metavar="RELEASES",
+        help="Use the rules of this release: 2.8, 2.9.1, 2.8,2.10 or a range 2.5..2.15.",
+        tool="A release of PyTorch, several, or a range. Default: the installed one.",
+        tool_examples=("2.11", "2.8,2.10", "2.5..2.15"),
+    ),
+]
+GpuName = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help='Use the rules for this GPU: "RTX A6000", H100, sm90, or cpu.  [default: the local GPU]',
+        tool="A GPU by name, a capability, or cpu.",
+        tool_examples=("H200", "RTX A6000", "sm90", "cpu"),
+    ),
+]
+Cudnn = Annotated[
+    str | None,
+    Option(
+        ("--cudnn",),
+        metavar="VERSION",
+        help="cuDNN's version.  [default: the PyPI wheel's]",
+        tool="cuDNN's version. Default: the PyPI wheel's.",
+    ),
+]
+Cuda = Annotated[
+    str | None,
+    Option(
+        ("--cuda",),
+        metavar="VERSION",
+        help="PyTorch's CUDA.  [default: the PyPI wheel's]",
+        tool="PyTorch's CUDA. Default: the PyPI wheel's.",
+    ),
+]
+CudnnCompiled = Annotated[
+    str | None,
+    Option(
+        ("--cudnn-compiled",),
+        metavar="VERSION",
+        help="The cuDNN that PyTorch was compiled with, which decides the order in 2.9.  [default: as known]",
+    ),
+]
+Bisect = Annotated[
+    str | None,
+    Option(
+        ("--bisect",),
+        metavar="PROPERTY",
+        help="Find the values where the choice flips.",
+        tool="Find the values of this property at which the choice flips.",
+        tool_examples=("head_dim", "seq_len"),
+    ),
+]
+Full = Annotated[
+    bool, Option(("--full",), help="Explain each config by itself, with full messages.")
+]
+Measure = Annotated[
+    bool, Option(("--measure",), help="Capture the advised changes, and report the gain.")
+]
+AskedDevice = Annotated[
+    str,
+    Option(
+        ("--device",),
+        type=click.Choice(DEVICES),
+        help="The device on which the local PyTorch is queried.",
+    ),
+]
+Timeout = Annotated[
+    float,
+    Option(
+        ("--timeout",),
+        type=PositiveNumber(),
+        metavar="SECONDS",
+        help="Time limit for PyTorch's answer, in seconds.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Question:
+    """The configs, and the machine and backends to explain."""
+
+    configs: list[Config]
+    asked: str
+    """`auto`, a set, or an order of backends."""
+    backends: tuple[str, ...]
+    """Limit the advice to these."""
+    platforms: list[Platform]
+    """Empty if the local PyTorch is queried."""
+    store: Path
+    torch: str | None = None
+    device: str = AUTO
+    timeout_s: float = Protocol.timeout_s
+    explanations: list[Explanation] = field(default_factory=list)
+    """Set by `show` if each config is explained by itself."""
+
+    @property
+    def unknown_releases(self) -> list[str]:
+        """Return the releases of a range that the rules do not cover."""
+        return [release_text(release) for release in skipped_releases(self.torch or "")]
+
+    def explain(self, *, advice: bool = True, store: Path | None = None) -> list[Explanation]:
+        """Return one explanation per config and platform. Raise CaptureError if PyTorch cannot answer."""
+        return explain_all(
+            self.configs,
+            self.platforms,
+            backends=self.backends,
+            advice=advice,
+            device=self.device,
+            timeout_s=self.timeout_s,
+            store=store,
+            asked=self.asked,
+        )
+
+
+def _to_frame(question: Question) -> pd.DataFrame:
+    if question.backends:
+        raise UsageError(
+            f"explain asks about auto, a set or an order of backends, not {question.backends[0]!r}"
+        )
+    answers = question.explain(store=question.store)
+    made = frame(list(map(flat_record, answers)))
+    made.attrs |= {"answers": answers, "unknown_releases": question.unknown_releases}
+    return made
+
+
+@command(
+    "explain",
+    frame=_to_frame,
+    tool="Use it for any config, stored or not. The dispatch rules of the release answer, without a GPU. "
+    "Several configs give a map of choices, several releases show where the choice changes, and bisect "
+    "finds the value at which it flips.",
+    tool_required=("gpu",),
+)
+def explain(
+    configs: Configs,
+    *,
+    backend: Backend = AUTO,
+    torch: Releases = None,
+    gpu: GpuName = None,
+    cudnn: Cudnn = None,
+    cuda: Cuda = None,
+    cudnn_compiled: CudnnCompiled = None,
+    device: AskedDevice = Protocol.device,
+    timeout_s: Timeout = Protocol.timeout_s,
+    store: Store = None,
+) -> Question:
+    """Explain which backend PyTorch chooses, why not the others, and what to change.
+
+    By default the local PyTorch is queried; nothing is launched. With --torch or --gpu, the dispatch
+    rules of that release answer instead, without torch and without a GPU. If the rules do not cover a
+    case, the answer is `unknown`. The exit code is 1 if PyTorch was queried and answered no config.
+
+    Several configs give a map. Several releases give a table that marks where the choice changes. If
+    the GPU and the release have an atlas, one config also gets its kernel time and the best backend.
+    --backend limits the advice and the columns of that table. A set (flash+math) or an order
+    (cudnn-then-flash) replaces auto.
+
+    \b
+    Examples:
+      profharness explain --config 2,8,512,100,fp32,mask=bool
+      profharness explain --config 2,8,512,64,bf16,causal --torch 2.8 --gpu "RTX A6000"
+      profharness explain --config 2,8,512,64,bf16 --torch 2.5..2.15 --gpu H100
+      profharness explain --config 2,8,512,64,bf16 --backend flash+math --torch 2.11 --gpu H100
+      profharness explain --config '2,8,{64:8192:*2},{64,80,96,128,256}' --torch 2.11 --gpu H200
+      profharness explain --config 2,8,512,64,fp16 --bisect head_dim --torch 2.11 --gpu H200
+
+    In Python the result has one row per config and release. `<backend>_eligible` is missing if it is
+    unknown. `<backend>_reasons` are codes, first the one at which PyTorch stops. `attrs["answers"]` has
+    the explanations, `attrs["unknown_releases"]` the releases of a range that the rules do not cover.
+    """
+    asked, backends = requested_setting(split_names(backend))
+    chosen_configs = config_list(configs)
+    if not chosen_configs:
+        raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
+    require_device(device)
+    if device != AUTO and (torch is not None or gpu is not None):
+        raise UsageError(
+            "--device applies only when the local PyTorch is queried. With --torch or --gpu, use "
+            "--gpu cpu instead."
+        )
+    platforms = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
+    path = store_path(store)
+    return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
+
+
+@document(explain)
+def show(
+    question: Question, *, bisect: Bisect = None, full: Full = False, measure: Measure = False
+) -> Document:
+    """Return the document: a flip, a table by release, a map, or one config's explanation."""
+    if measure and question.platforms:
+        raise UsageError(
+            "--measure runs on this machine, --torch and --gpu mean another; choose one"
+        )
+    if bisect is not None and (measure or full):
+        raise UsageError("--bisect asks for choices only; leave --measure and --full out")
+    page = (
+        _bisected(question, bisect)
+        if bisect is not None
+        else _explained(question, full=full, measure=measure)
+    )
+    unknown = question.unknown_releases
+    if not unknown:
+        return page
+    hint(skipped_text(unknown))
+    return replace(page, extra={**page.extra, "unknown_releases": unknown})
+
+
+@gate(explain)
+def check(question: Question) -> None:
+    """Raise CaptureError if PyTorch was queried and answered no config.
+
+    The document, which has the answer of the rules, is printed before that.
+    """
+    if not question.platforms:
+        require_answer(question.explanations)
+
+
+def _explained(question: Question, *, full: bool, measure: bool) -> Document:
+    configs, platforms, backends = question.configs, question.platforms, question.backends
+    if len(platforms) > 1:
+        matrices = [matrix(config, platforms, question.asked) for config in configs]
+        return matrix_document(matrices, full=full, backends=backends)
+    single = len(configs) == 1
+    if not platforms and not single:
+        hint(f"asking PyTorch about {len(configs):,} configs")
+    answers = question.explain(advice=single or full or measure)  # a map has none
+    if measure:
+        _measure(answers, question)
+    answers = with_store(answers, question.store)
+    if single and platforms and is_gpu(platforms[0].device) and question.asked == AUTO:
+        answers = [replace(answers[0], prediction=_predict(configs[0], platforms[0]))]
+    question.explanations.extend(answers)
+    if single:
+        return explain_document(answers, full=full, named=backends)
+    maps = draw_maps(
+        [parse_config(answer.config) for answer in answers], list(map(chosen, answers))
+    )
+    return map_document(maps, answers, where=environment_text(answers[0]), full=full)
+
+
+def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
+    """Return time and best backend from the platform's atlas. Without one, print the GPUs that have one."""
+    from profharness.atlas.catalog import timed  # loads numpy
+
+    prediction, doubt = timed(config, str(platform.gpu), platform.machine)
+    if doubt:
+        hint(doubt)
+    return prediction
+
+
+def _bisected(question: Question, name: str) -> Document:
+    numeric_name(name)
+    platforms = question.platforms
+    if len(platforms) > 1:
+        raise UsageError("--bisect takes one release; give --torch a single one")
+    asked = "" if question.asked == AUTO else f", {question.asked}"
+    where = f"{platforms[0].text}, by rule{asked}" if platforms else "live"
+
+    def choose(configs: Sequence[Config]) -> list[str]:
+        nonlocal where
+        if platforms:
+            return choices_by_rule(configs, platforms[0], question.asked)
+        hint(f"asking PyTorch about {len(configs):,} configs")
+        answers = replace(question, configs=list(configs), backends=()).explain(advice=False)
+        # the environment is known only with the first answers
+        if where == "live":
+            require_answer(answers)
+            where = environment_text(answers[0])
+        return list(map(chosen, answers))
+
+    bisections = bisect_all(question.configs, name, choose)
+    return bisect_document(bisections, where=where)
+
+
+def _measure(answers: Sequence[Explanation], question: Question) -> None:
+    """Capture the configs on `auto`, and the configs of the advice on their backends."""
+    # loads what runs workers, which only --measure needs
+    from profharness.jobs import capture_into_store
+
+    options = CaptureOptions(protocol=Protocol(device=question.device), kind="explain")
+    jobs = to_measure(answers)
+    if not jobs:
+        hint("--measure: there is no advice to measure")
+    for backends, configs in jobs.items():
+        with capture_progress() as progress:
+            capture_into_store(configs, backends, question.store, options, progress)
+
+
+DECLARATION = declaration_of(explain)

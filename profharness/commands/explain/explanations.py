@@ -1,0 +1,214 @@
+"""Explain configs, live or by rule, together with what a store has recorded and measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from profharness.attention.config import AUTO, Config, parse_config
+from profharness.attention.dispatch.advice import Advice
+from profharness.attention.dispatch.by_rule import (
+    Explanation,
+    Platform,
+    chosen,
+    explain_by_rule,
+    settle,
+)
+from profharness.device_types import device_name
+from profharness.errors import CaptureError
+from profharness.measurements.agreement import (
+    backend_of_op,
+    ran_backends,
+    replacement,
+    replacement_text,
+)
+from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow
+
+if TYPE_CHECKING:
+    from profharness.store import Store
+
+
+def explain_all(
+    configs: Sequence[Config],
+    platforms: Sequence[Platform] = (),
+    *,
+    backends: Sequence[str] = (),
+    advice: bool = True,
+    device: str = "auto",
+    timeout_s: float = 120.0,
+    store: Path | None = None,
+    asked: str = AUTO,
+) -> list[Explanation]:
+    """Return one explanation per config and platform, for `auto` or a setting. Without platforms, ask
+    PyTorch on this machine. `backends` limits the advice. A store adds what ran and the gains.
+    Raise CaptureError if PyTorch cannot be asked at all.
+    """
+    if platforms:
+        answers = [
+            explain_by_rule(config, platform, backends=backends, advice=advice, asked=asked)
+            for config in configs
+            for platform in platforms
+        ]
+    else:
+        # starts a worker, which imports torch
+        from profharness.commands.explain.live import explain_live
+
+        answers = explain_live(
+            configs,
+            backends=backends,
+            advice=advice,
+            device=device,
+            timeout_s=timeout_s,
+            asked=asked,
+        )
+    return answers if store is None else with_store(answers, store)
+
+
+def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
+    """Return the explanations with observed, agree and gains. Raise StoreError for a file that is
+    no store.
+    """
+    if not path.exists():
+        return list(answers)
+    # loads sqlite, which an explanation by rule does not need
+    from profharness.store import open_store
+
+    with open_store(path) as store:
+        memory = _StoredCells(store, answers)
+        return [settle(_joined(answer, memory)) for answer in answers]
+
+
+class _StoredCells:
+    """The stored cells of the explained and of the advised configs, read once."""
+
+    def __init__(self, store: Store, answers: Sequence[Explanation]) -> None:
+        self.store = store
+        self.environment = cache(store.environment)
+        self._cells: dict[str, list[CellRow]] = {}
+        labels = [answer.config for answer in answers]
+        labels += [label for answer in answers for _, label in _advised(answer)]
+        configs = [parse_config(label) for label in dict.fromkeys(labels)]
+        for cell in store.cells("all", configs=configs):
+            self._cells.setdefault(cell.config, []).append(cell)
+
+    def cells(self, label: str, environment: dict[str, Any]) -> list[CellRow]:
+        """Return the cells of a config on the same device and release, newest run first."""
+        cells = self._cells.get(label, [])
+        return [cell for cell in cells if _same_machine(self.environment(cell.run), environment)]
+
+    def kernels(self, cell: CellRow) -> list[KernelRow]:
+        """Return the kernels that a cell launched."""
+        return self.store.kernels(cell.run, cells=[cell.cell])
+
+
+def _advised(answer: Explanation) -> list[tuple[str, str]]:
+    """Return the backend and the label of the changed config for each advice that has one."""
+    return [
+        (side.backend, advice.config)
+        for side in answer.backends
+        for advice in side.advice
+        if advice.config is not None
+    ]
+
+
+def _joined(answer: Explanation, memory: _StoredCells) -> Explanation:
+    cells = memory.cells(answer.config, answer.environment)
+    seen = (_backend_seen(cell, memory) for cell in cells if cell.backend == answer.asked)
+    # torch.compile replaced the plain form
+    caveats = (
+        f"{cell.backend}: {replacement_text(taken.took)}, in run {cell.run}"
+        for cell in cells
+        if cell.backend == NAIVE_COMPILED and (taken := replacement(cell, memory.kernels(cell)))
+    )
+    sides = tuple(
+        replace(
+            side,
+            advice=tuple(_with_gain(way, side.backend, answer, memory) for way in side.advice),
+        )
+        for side in answer.backends
+    )
+    return replace(
+        answer,
+        observed=answer.observed or next(filter(None, seen), None),
+        backends=sides,
+        caveats=(*answer.caveats, *itertools.islice(caveats, 1)),
+    )
+
+
+def _backend_seen(cell: CellRow, memory: _StoredCells) -> str | None:
+    """Return the backend that a cell's op, else its kernels, show; `none` if PyTorch refused."""
+    if cell.status != "ok":
+        return "none" if cell.status == "refused" else None
+    if (backend := backend_of_op(cell.sdpa_op)) is not None:
+        return backend
+    ran = ran_backends(memory.kernels(cell))
+    return ran.pop() if len(ran) == 1 else None
+
+
+def _same_machine(run: dict[str, Any], target: dict[str, Any]) -> bool:
+    """Return whether release and device are equal, as far as both environments have them."""
+    releases = {str(environment.get("torch", "")).split("+")[0] for environment in (run, target)}
+    if len(releases) > 1 or run.get("device_type") != target.get("device_type"):
+        return False
+    return all(
+        run[key] == target[key]
+        for key in ("capability", "cudnn")
+        if run.get(key) is not None and target.get(key) is not None
+    )
+
+
+def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _StoredCells) -> Advice:
+    """Add the gain, time before over after: from the newest run with both, else from two runs on
+    equal machines.
+    """
+    if advice.config is None or advice.gain is not None:
+        return advice
+    before = _timed(memory.cells(answer.config, answer.environment), (answer.asked, chosen(answer)))
+    advised = memory.cells(advice.config, answer.environment)
+    after = _timed(advised, (backend,))
+    if advice.choice == backend:
+        after = after or _timed(advised, (answer.asked,))
+    pairs = [(old, new) for old in before for new in after]
+    pairs.sort(key=lambda pair: pair[0].run != pair[1].run)
+    for old, new in pairs:
+        if device_name(memory.environment(old.run)) != device_name(memory.environment(new.run)):
+            continue
+        for name in CALL_MEASUREMENTS:
+            if old.samples.get(name) and new.samples.get(name):
+                return replace(advice, gain=median(old.samples[name]) / median(new.samples[name]))
+    return advice
+
+
+def _timed(cells: Sequence[CellRow], backends: Sequence[str]) -> list[CellRow]:
+    """Return the cells with samples, in the order of the backends."""
+    ran = [cell for cell in cells if cell.status == "ok" and cell.samples]
+    return [cell for name in backends for cell in ran if cell.backend == name]
+
+
+def require_answer(answers: Sequence[Explanation]) -> None:
+    """Raise CaptureError if PyTorch failed on every one of the explanations."""
+    if not answers or any(answer.error is None for answer in answers):
+        return
+    more = f" (and of {len(answers) - 1} more)" if len(answers) > 1 else ""
+    raise CaptureError(
+        f"no config was answered: {answers[0].config}{more}: {answers[0].error}; --timeout SECONDS "
+        "gives PyTorch more time, --torch and --gpu ask the rules instead"
+    )
+
+
+def to_measure(answers: Sequence[Explanation]) -> dict[tuple[str, ...], list[Config]]:
+    """Return what must be captured to know every gain: backends to configs."""
+    backends_of: dict[Config, dict[str, None]] = {}
+    for answer in answers:
+        for backend, label in _advised(answer):
+            backends_of.setdefault(parse_config(answer.config), {})[answer.asked] = None
+            backends_of.setdefault(parse_config(label), {})[backend] = None
+    jobs: dict[tuple[str, ...], list[Config]] = {}
+    for config, backends in backends_of.items():
+        jobs.setdefault(tuple(backends), []).append(config)
+    return jobs

@@ -1,0 +1,349 @@
+"""`profharness kernels`: show which kernels each backend launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+
+from profharness.attention.config import Config, split_names
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
+from profharness.commands._output import (
+    capture_progress,
+    chosen_format,
+    hint,
+    is_command_line,
+)
+from profharness.commands._types import (
+    AtlasFolder,
+    Backends,
+    Configs,
+    Driver,
+    Format,
+    Names,
+    OutputFile,
+    Release,
+    RunOrAll,
+    Store,
+    config_list,
+    store_path,
+)
+from profharness.commands.kernels.tables import cell_notes, kernels_document, witness_document
+from profharness.commands.runs.tables import warning_notes, with_warnings
+from profharness.errors import GateError, NotFoundError, UsageError
+from profharness.files import shell_command
+from profharness.measurements.agreement import (
+    check_expected_names,
+    predicted_rows,
+    unmet_expectations,
+)
+from profharness.render.document import Document
+from profharness.rows import TRACE_PROFILERS, CellRow, KernelRow, preferred_profiler_rows
+from profharness.store import (
+    ALL_RUNS,
+    KERNELS_ELSE_CELLS,
+    Need,
+    Selection,
+    open_store,
+    to_frame,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EVERY_PROFILER = "all"
+GPU_ALONE = (
+    "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave --run, --profiler and "
+    "--steps out"
+)
+NAMES = """
+Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
+the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows of a
+block and the most splits that it combines; knob_7 is cuDNN's number of a variant.
+`profharness explain-kernel NAME` says any name in words.
+"""
+# The first columns of a frame: pandas prints only the first and last columns.
+FRAME_COLUMNS = (
+    *("config", "backend", "kernel_short", "launches_per_call", "duration_ns", "total_ns", "share"),
+)
+
+
+def require_profilers(names: Names) -> None:
+    """Raise UsageError for a profiler that records no launches."""
+    for name in split_names(names):
+        if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
+            known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
+            raise UsageError(f"no launches of a profiler {name!r}; known are {known}")
+
+
+Profilers = Annotated[
+    Names,
+    Option(
+        ("--profiler",),
+        multiple=True,
+        check=require_profilers,
+        help="Only the launches of this profiler; all: every profiler side by side. Repeatable.  "
+        "[default: the first of torch, nsys and ncu that the run has]",
+        tool=f"{', '.join(TRACE_PROFILERS)}, or all: every one side by side.",
+        click={"type": click.Choice([*TRACE_PROFILERS, EVERY_PROFILER])},
+    ),
+]
+GpuName = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help="Predict from the atlas of this GPU (H200) instead. No store is read and nothing runs.",
+        tool="Predict from the atlas of this GPU.",
+        tool_examples=("H200",),
+    ),
+]
+Steps = Annotated[
+    bool,
+    Option(
+        ("--steps",),
+        help="Group the kernels by step (QK^T, softmax, PV, casts, launch gaps), with memory and speed-up "
+        "of the backends.",
+        tool="Group by step: QK^T, softmax, PV, casts, launch gaps; with speed-ups.",
+    ),
+]
+Full = Annotated[
+    bool,
+    Option(
+        ("--full",),
+        help="Show full kernel names and ops that take almost no time; with --profiler all, every counter "
+        "of ncu.",
+    ),
+]
+Expected = Annotated[
+    tuple[str, ...],
+    Option(
+        ("--expect",),
+        multiple=True,
+        metavar="NAME",
+        check=lambda names: check_expected_names(split_names(names)),
+        help="Exit 3 unless every cell ran this backend or kernel family. Repeatable: any of them.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class KernelsFound:
+    """The selected kernels and cells. `store` is None if an atlas predicted them."""
+
+    rows: list[KernelRow]
+    cells: list[CellRow]
+    store: Path | None = None
+    profilers: tuple[str, ...] = ()
+    """The names given with --profiler, or `all`."""
+
+    def warnings(self) -> dict[str, tuple[str, ...]]:
+        """Return the warnings about the traces of each run."""
+        if self.store is None:
+            return {}
+        with open_store(self.store) as opened:
+            runs = {row.run for row in self.rows} | {cell.run for cell in self.cells}
+            return opened.warnings(runs)
+
+
+def _to_frame(found: KernelsFound) -> pd.DataFrame:
+    frame = to_frame(found.rows, KernelRow)
+    return frame[[*FRAME_COLUMNS, *(name for name in frame.columns if name not in FRAME_COLUMNS)]]
+
+
+@command(
+    "kernels",
+    frame=_to_frame,
+    epilog=NAMES,
+    tool="Use it for the kernels that ran on a stored config. `cells`, beside the rows, lists refusals with "
+    "their reasons. Nothing is captured: a config that no run has is an error; call explain for it. "
+    "With gpu, an atlas of that GPU answers, as for predict, and no store is read.",
+)
+def kernels(
+    configs: Configs = None,
+    *,
+    backends: Backends = (),
+    profilers: Profilers = (),
+    run: RunOrAll = None,
+    gpu: GpuName = None,
+    torch: Release = None,
+    driver: Driver = None,
+    atlas: AtlasFolder = None,
+    steps: Steps = False,
+    store: Store = None,
+) -> KernelsFound:
+    """Show which kernels each backend launched.
+
+    Without --config, show every config of the latest run. With --config, use the latest run that has
+    them; if there is none, capture them first.
+
+    Columns: smem KiB is shared memory and smem% its share of an SM's; n/call is launches per call; µs
+    is the median of one launch; µs/call is the mean time of all its launches in a call (in a
+    program's trace: total µs); share% is the share of the cell's time on the device; occ% is the
+    theoretical occupancy. `-` means that the profiler does not record the value.
+
+    --profiler all compares the profilers: each kernel's time under torch, nsys and ncu, its counters,
+    and every disagreement. With --run all, each profiler's newest run that has the config is used.
+
+    \b
+    Examples:
+      profharness kernels --config 2,8,512,64 --backend auto,math --format csv
+      profharness kernels --config 2,8,512,64 --profiler all
+      profharness kernels --config 2,8,512,64,bf16 --gpu H200
+
+    In Python nothing is captured. The result has one row per kernel and launch configuration of each
+    cell. Raise NotFoundError if no stored run has the configs.
+    """
+    named, chosen, names = split_names(profilers), config_list(configs), split_names(backends)
+    if gpu or torch or driver or atlas:
+        if gpu is None or run is not None or named or steps:
+            raise UsageError(GPU_ALONE)
+        return _predict(chosen, names, gpu, torch, atlas, driver)
+    watched = TRACE_PROFILERS if EVERY_PROFILER in named else named
+    if steps and len(watched) > 1:
+        raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
+    path, selection = store_path(store), select(run, chosen, names, watched)
+    rows, cells = find_rows(path, selection, by_op=steps)
+    # all profilers of a run recorded the same launches, so use only one
+    return KernelsFound(rows if named else _first_profiler(rows), cells, path, named)
+
+
+@document(kernels)
+def show(
+    found: KernelsFound,
+    *,
+    steps: Steps = False,
+    full: Full = False,
+    format: Format = None,
+    output: OutputFile = None,
+) -> Document:
+    """Return the document. Print hints about what its format omits."""
+    if steps:
+        from profharness.commands.kernels.step_tables import steps_document  # for this one option
+
+        page = steps_document(found.rows, found.cells, full=full)
+    elif EVERY_PROFILER in found.profilers:
+        page = witness_document(found.rows, found.cells, full=full)
+    else:
+        page = kernels_document(found.rows, found.cells, full=full)
+    warnings = found.warnings()
+    if found.store is not None:
+        _hint_layers(found.store, found.rows, found.cells)
+    if chosen_format(format, None if output is None else Path(output)) == "csv":
+        _hint_omitted(found.cells, warnings)
+    return page if found.store is None else with_warnings(page, warnings)
+
+
+@gate(kernels)
+def check(found: KernelsFound, *, expect: Expected = (), run: RunOrAll = None) -> None:
+    """Raise GateError unless every cell ran one of the expected backends or families."""
+    expected = split_names(expect)
+    watched = {row.run for row in found.rows}
+    # skip cells of runs without kernels
+    judged = [cell for cell in found.cells if cell.run in watched or run != ALL_RUNS]
+    failed = unmet_expectations(expected, found.rows, judged) if expected else []
+    if failed:
+        raise GateError(f"--expect {','.join(expected)} is not met: " + "\n  ".join(failed))
+
+
+def select(
+    run: str | None,
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    profilers: Sequence[str] = (),
+) -> Selection:
+    """Return the selection of --run, --config, --backend and --profiler. Raise UsageError."""
+    if backends:
+        # searches for implementations, which only a filter by backend needs
+        from profharness.attention.backends import stored_names
+
+        backends = stored_names(backends)
+    return Selection(run, configs, backends, profilers)
+
+
+def find_rows(
+    store: Path,
+    selection: Selection,
+    *,
+    by_op: bool = False,
+    needs: Sequence[Need] = KERNELS_ELSE_CELLS,
+) -> tuple[list[KernelRow], list[CellRow]]:
+    """Return the selected rows of the latest run that meets the first of the needs that any run meets.
+
+    On the command line, if no run is named, configs that do not meet the first need are captured. Print
+    the reason if a run has no kernels.
+    """
+    capturing = selection.configs and selection.run is None and is_command_line()
+    try:
+        # an older run that only has the cells would prevent the capture
+        chosen = needs[:1] if capturing else needs
+        rows, cells = predicted_rows(store, selection, by_op=by_op, needs=chosen)
+    except NotFoundError:
+        if not capturing:
+            raise
+        from profharness.jobs import Listener, capture_missing
+
+        selection = capture_missing(store, selection, Listener(hint, capture_progress))
+        rows, cells = predicted_rows(store, selection, by_op=by_op)
+    if not rows and selection.run != ALL_RUNS:
+        with open_store(store) as opened:
+            lack = opened.lack_of_kernels(cells[0].run)
+        if lack is not None:
+            hint(lack)
+    return rows, cells
+
+
+def _predict(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    gpu: str,
+    torch: str | None,
+    folder: object,
+    driver: str | None,
+) -> KernelsFound:
+    from profharness.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
+
+    path = None if folder is None else Path(str(folder))
+    rows, cells, doubt = rows_of_atlas(configs, backends, gpu, torch, path, driver)
+    if doubt:
+        hint(doubt)
+    return KernelsFound(rows, cells)
+
+
+def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
+    """Print the cells and warnings that CSV, which only has kernel rows, omits."""
+    for cell in cells:
+        if cell.status != "ok":
+            note = cell_notes(cell, [])[0]
+            hint(f"{cell.config} {note.label}: {note.text}")
+    for note in warning_notes(warnings):
+        hint(f"warning: {note.label}: {note.text}")
+
+
+def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
+    """Print the command that shows a program's attention, if the rows are of one program."""
+    runs = {row.run for row in rows}
+    if cells or len(runs) != 1 or not is_command_line():
+        return
+    (run,) = runs
+    with open_store(path) as store:
+        has_calls = store.has(run, "attention calls")
+    if has_calls:
+        hint(f"see its attention layer by layer with: {shell_command('layers', run, store=path)}")
+
+
+def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
+    """Return the rows of one profiler for each run. Print a hint about the other profilers."""
+    kept = preferred_profiler_rows(rows)
+    # the order of a set would differ between processes
+    others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
+    if others:
+        hint(f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side")
+    return kept
+
+
+DECLARATION = declaration_of(kernels)

@@ -1,0 +1,329 @@
+"""Show the answer of `kernels`: a table per config, and a note per backend without kernels.
+
+For several profilers, the table has their figures side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from profharness.columns import Column, columns_of, pick
+from profharness.measurements.agreement import (
+    JoinedKernel,
+    cold_ratios,
+    disagreements,
+    join_kernels,
+    replacement,
+    replacement_text,
+)
+from profharness.program.counters import read_counters
+from profharness.render.document import (
+    Block,
+    Document,
+    Heading,
+    Note,
+    Table,
+    filled_columns,
+    format_value,
+    record,
+    status_note,
+)
+from profharness.rows import (
+    ACTIVE_WARPS,
+    DRAM_READ,
+    DRAM_WRITE,
+    NCU,
+    TRACE_PROFILERS,
+    CellRow,
+    KernelRow,
+)
+
+SCHEMA = "profharness.kernels/1"
+KERNEL = columns_of(KernelRow)
+CELL = columns_of(CellRow)
+# In JSON, these fields follow `share`, and computed ones come last.
+_BEHIND_SHARE = ("cell", "kernel_kind", "min_ns", "max_ns")
+_COMPUTED = ("call_ns", "dram_bytes_per_s")
+_names = [name for name in KERNEL if name not in (*_BEHIND_SHARE, *_COMPUTED)]
+_share = _names.index("share") + 1
+ROW_FIELDS = (*_names[:_share], *_BEHIND_SHARE, *_names[_share:], *_COMPUTED)
+FIELDS = tuple(KERNEL[name].json_key or name for name in ROW_FIELDS)
+CELL_FIELDS = (
+    *("run", "cell", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
+    *("tuning", "refusals", "warnings"),
+)
+MINOR_SHARE = 0.005
+MAX_NOTES = 12
+COMPARED = (
+    *("duration_ns", "registers_per_thread", "static_shared_bytes", "dynamic_shared_bytes"),
+    *("shared_bytes", "launches", "launches_per_call"),
+)
+# The columns of one profiler's table, in order.
+ROW_COLUMNS = pick(
+    KernelRow,
+    *("backend", "profiler", "device", "kernel_short", "grid", "block", "shared_bytes"),
+    *("shared_share", "registers_per_thread", "launches", "launches_per_call", "duration_ns"),
+    *("call_ns", "total_ns", "share", "occupancy", "kernel"),
+)
+# The columns of a table that compares profilers, in order. `_values` fills them.
+JOINED_COLUMNS = (
+    *pick(KernelRow, "backend", "kernel_short", "grid", "block", "shared_bytes", "shared_share"),
+    *pick(KernelRow, "registers_per_thread", "launches_per_call"),
+    *(Column(name, f"{name} µs", "us") for name in TRACE_PROFILERS),
+    Column("achieved", "achieved%", "percent"),
+    Column("dram", "DRAM KiB", "kib"),
+    Column("dram_rate", "DRAM GB/s", "figures"),
+    Column("tensor", "tensor%", "percent"),
+    Column("l2_hits", "L2 hit%", "percent"),
+    Column("disagree", "disagree", "names"),
+    KERNEL["kernel"],
+)
+_COUNTERS = (
+    Column("metric", "metric"),
+    Column("value", "value", "count"),
+    Column("unit", "unit"),
+)
+# Prefixes of launch and machine attributes, which ncu lists among its counters.
+_ATTRIBUTES = ("c2clink__", "device__", "launch__", "numa__", "nvlink__", "pcie__", "profiler__")
+
+# The scope of a heading: run, config, and for a foreign trace the range instead.
+_Scope = tuple[str, str | None, str | None]
+
+
+def kernel_record(row: KernelRow) -> dict[str, Any]:
+    """Return the JSON record of one kernel: times in ns, sizes in bytes, grid and block as [x, y,
+    z].
+    """
+    plain = record(row)
+    plain |= {name: getattr(row, name) for name in _COMPUTED}
+    plain["metrics"] = {
+        name: {"value": value, "unit": unit} for name, (value, unit) in row.metrics.items()
+    }
+    return {key: plain[name] for key, name in zip(FIELDS, ROW_FIELDS, strict=True)}
+
+
+def cell_record(cell: CellRow) -> dict[str, Any]:
+    """Return the JSON record of one cell, without its raw samples."""
+    return record(cell, CELL_FIELDS)
+
+
+def kernels_document(
+    rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
+) -> Document:
+    """Return the document of `kernels` for one profiler.
+
+    Configs are in the order of the cells, kernels in that of their first launch. With `full`,
+    kernel names are not shortened.
+    """
+    several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
+    columns = kernel_columns(rows, full=full)
+    blocks: list[Block] = []
+    for scope in dict.fromkeys([*((c.run, c.config, None) for c in cells), *map(_scope, rows)]):
+        run, config, range_name = scope
+        title = config or (f"range {range_name}" if range_name else "outside of any range")
+        own = [row for row in rows if _scope(row) == scope]
+        beside = [cell for cell in cells if (cell.run, cell.config, None) == scope]
+        blocks.append(Heading(title, f"run {run}" if several_runs else ""))
+        if own:
+            backends = dict.fromkeys([*(c.backend for c in beside), *(r.backend for r in own)])
+            place = {backend: number for number, backend in enumerate(backends)}
+            own.sort(key=lambda row: (place[row.backend], row.profiler, row.device, row.first_ns))
+            shown = own if full else [row for row in own if not is_minor(row)]
+            blocks.append(Table.of(columns, shown))
+            blocks += _left_out(own) if not full else []
+        for cell in beside:
+            blocks += cell_notes(cell, [row for row in own if row.cell == cell.cell])
+    extra = {"cells": [cell_record(cell) for cell in cells]}
+    return Document(
+        SCHEMA, "Kernels", tuple(blocks), FIELDS, tuple(map(kernel_record, rows)), extra
+    )
+
+
+def is_minor(row: KernelRow) -> bool:
+    """Return whether a row is a CPU op of negligible time, such as a view or an allocation."""
+    return row.kernel_kind == "op" and row.share is not None and row.share < MINOR_SHARE
+
+
+def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
+    """Return one note per backend with minor ops: their number and their share of the time."""
+    minor: dict[str, list[KernelRow]] = {}
+    for row in filter(is_minor, rows):
+        minor.setdefault(row.backend or "", []).append(row)
+    notes = []
+    for backend, mine in minor.items():
+        share = sum(row.share or 0 for row in mine)
+        text = f"{len(mine)} more ops of under {MINOR_SHARE:.1%} each, {share:.1%} together (--full shows them)"
+        notes.append(Note(text, backend))
+    return notes
+
+
+def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
+    """Return the columns for these rows. Profiler and device are shown if they differ, the share of
+    shared memory if it is known.
+    """
+    rows = list(rows)
+    foreign = bool(rows) and all(row.cell is None for row in rows)
+    hidden = {"kernel_short" if full else "kernel"}
+    hidden |= {"backend", "launches_per_call", "call_ns"} if foreign else {"launches", "total_ns"}
+    hidden |= {name for name in ("profiler", "device") if len({getattr(r, name) for r in rows}) < 2}
+    if all(row.shared_share is None for row in rows):  # the device is unknown
+        hidden.add("shared_share")
+    return tuple(column for column in ROW_COLUMNS if column.key not in hidden)
+
+
+def _scope(row: KernelRow) -> _Scope:
+    return (row.run, row.config, None if row.config is not None else row.range or "")
+
+
+def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
+    """Return the notes below a table: missing kernels, replacements, disagreements and warnings."""
+    notes: list[Note] = []
+    if cell.status != "ok":
+        notes.append(status_note(cell.status, _reason(cell), cell.backend))
+    elif not rows:
+        notes.append(
+            Note(
+                cell.message or "no kernels recorded by the profilers asked for",
+                cell.backend,
+                "warning",
+            )
+        )
+    replaced = replacement(cell, rows)
+    if replaced is not None:
+        notes.append(Note(replacement_text(replaced.took), cell.backend, "warning"))
+    notes += [Note(text, cell.backend, "warning") for text in disagreements(cell, rows)]
+    notes += [Note(text, cell.backend, "warning") for text in cell.warnings]
+    return notes
+
+
+def _reason(cell: CellRow) -> str:
+    texts = [refusal.message for refusal in cell.refusals]
+    # the message of a refused cell repeats its first reason
+    if cell.message and (cell.status != "refused" or not texts):
+        texts.insert(0, cell.message)
+    return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
+
+
+def witness_document(
+    rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
+) -> Document:
+    """Return the document of `kernels --profiler all`; rows come newest run first.
+
+    With `full`, kernel names are not shortened, and every counter of ncu is listed.
+    """
+    joined = join_kernels(rows)
+    blocks: list[Block] = []
+    # cells first, so that a config without launches keeps its place
+    configs = dict.fromkeys(
+        [*(cell.config for cell in cells), *(kernel.config for kernel in joined)]
+    )
+    for config in configs:
+        own = [kernel for kernel in joined if kernel.config == config]
+        beside = [cell for cell in cells if cell.config == config]
+        blocks.append(Heading(config or "outside of any config"))
+        if own:
+            blocks.append(_table(own, full=full))
+        for cell in beside:
+            mine = [row for kernel in own for row in kernel.rows.values() if row.cell == cell.cell]
+            blocks += cell_notes(cell, mine)
+        blocks += _disagreements(own)
+        if full:
+            blocks += _counters(own)
+    blocks += _closing(rows, joined)
+    extra = {
+        "cells": [cell_record(cell) for cell in cells],
+        "witnesses": [witness_record(kernel) for kernel in joined],
+    }
+    title, records = "Kernels under every profiler", tuple(map(kernel_record, rows))
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra)
+
+
+def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
+    """Return the JSON record of one kernel: the figures of each profiler, and their disagreements."""
+    names = ("config", "backend", "kernel", "grid", "block")
+    return {
+        **record(kernel, names),
+        "profilers": {
+            profiler: record(row, ("run", *COMPARED)) for profiler, row in kernel.rows.items()
+        },
+        "disagreements": [record(point) for point in kernel.disagreements],
+    }
+
+
+def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
+    hidden = "kernel_short" if full else "kernel"
+    columns = [column for column in JOINED_COLUMNS if column.key != hidden]
+    lines = [_values(kernel) for kernel in joined]
+    return Table.of(filled_columns(columns, lines), lines)
+
+
+def _values(kernel: JoinedKernel) -> dict[str, Any]:
+    achieved = kernel.metric(ACTIVE_WARPS)
+    counters = read_counters(kernel.rows[NCU].metrics if NCU in kernel.rows else {})
+    moved = [
+        value for name in (DRAM_READ, DRAM_WRITE) if (value := kernel.metric(name)) is not None
+    ]
+    rate = getattr(kernel.rows.get(NCU), "dram_bytes_per_s", None)
+    own = ("backend", "kernel_short", "kernel", "grid", "block")
+    common = ("shared_bytes", "shared_share", "registers_per_thread", "launches_per_call")
+    return {
+        **{name: getattr(kernel, name) for name in own},
+        **{name: kernel.value(name) for name in common},
+        **{name: getattr(kernel.rows.get(name), "duration_ns", None) for name in TRACE_PROFILERS},
+        "achieved": None if achieved is None else achieved / 100,
+        "dram": sum(moved) if moved else None,
+        "dram_rate": None if rate is None else rate / 1e9,
+        "tensor": counters.tensor_pipe,
+        "l2_hits": counters.l2_hit_rate,
+        "disagree": tuple(dict.fromkeys(point.code for point in kernel.disagreements)) or "",
+    }
+
+
+def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
+    notes = [
+        Note(f"{kernel.kernel_short}: {point.text}", kernel.backend or "", "warning")
+        for kernel in joined
+        for point in kernel.disagreements
+    ]
+    left = len(notes) - MAX_NOTES
+    if left > 0:
+        notes[MAX_NOTES:] = [Note(f"{left} more disagreements (--format json has them all)")]
+    return notes
+
+
+def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
+    """Return all metrics of the kernels that ncu recorded, counters first."""
+    blocks: list[Block] = []
+    for kernel in joined:
+        metrics = kernel.rows[NCU].metrics if NCU in kernel.rows else {}
+        rows = [(name, *metrics[name]) for name in sorted(metrics, key=_place)]
+        if rows:
+            grid = format_value(KERNEL["grid"], kernel.grid)
+            detail = ", ".join(filter(None, (kernel.backend, f"grid {grid}")))
+            blocks += [Heading(kernel.kernel, detail, level=3), Table(_COUNTERS, tuple(rows))]
+    return blocks
+
+
+def _place(metric: str) -> tuple[bool, str]:
+    return metric.startswith(_ATTRIBUTES), metric
+
+
+def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[Note]:
+    """Return notes on missing profilers, and on how to read the times of ncu."""
+    notes = []
+    absent = set(TRACE_PROFILERS) - {row.profiler for row in rows}
+    if absent and rows:
+        text = (
+            f"no rows of {', '.join(name for name in TRACE_PROFILERS if name in absent)} here; "
+            f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` takes all three"
+        )
+        notes.append(Note(text))
+    ratios = cold_ratios(joined)
+    if ratios:
+        text = (
+            f"ncu runs each kernel alone with cold caches: {min(ratios):.2f} to {max(ratios):.2f} "
+            "times the time in the running program; take times from torch or nsys, counters from ncu"
+        )
+        notes.append(Note(text))
+    return notes

@@ -1,0 +1,430 @@
+"""`profharness layers`: show the attention of a program, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+
+from profharness.atlas.answer import Place
+from profharness.atlas.catalog import find_place, known_atlases
+from profharness.attention.config import split_names
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
+from profharness.commands._output import capture_progress, echo, hint, keep_measured
+from profharness.commands._types import (
+    BACKENDS_OPTION,
+    RELEASE_OPTION,
+    RUN_TOOL,
+    RUN_TOOL_EXAMPLES,
+    AtlasFolder,
+    Driver,
+    Format,
+    Names,
+    OutFolder,
+    OutputFile,
+    PathLike,
+    Store,
+    complete_runs,
+    store_path,
+)
+from profharness.commands.layers.bench_tables import benches_document
+from profharness.commands.layers.forecast_map import forecast_map
+from profharness.commands.layers.gpu_tables import forecasts_document, layers_by_gpu_document
+from profharness.commands.layers.tables import layers_document
+from profharness.errors import NotFoundError, UsageError
+from profharness.files import RUNS_FOLDER
+from profharness.jobs import Listener, time_layers
+from profharness.program.benches import find_benches
+from profharness.program.by_gpu import LayersByGpu, find_layers_by_gpu
+from profharness.program.gates import (
+    Gates,
+    check_gates,
+    parse_gates,
+    require_recorded,
+)
+from profharness.program.layer_map import LayerMap, find_layers, replay_lines
+from profharness.program.regret import timed_configs
+from profharness.render.document import Document
+from profharness.run import BenchOptions, gpu_names, parse_seconds, require_distinct
+from profharness.store import Selection, frame, open_store
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WORDS = """
+\b
+mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
+       fast path (nn.TransformerEncoder's own op)
+phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
+ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
+
+--regret adds what each row would save a step on the fastest correct backend: calls times
+(measured time of what ran, less that of the best), forward and backward apart. Where the GPU
+waits for the CPU, that is the most that it can save.
+
+--gpu shows what another GPU would do with the same calls, in a table of its own: the backend that
+PyTorch takes there, the time of its kernels with its 90 % interval and where the figure is from
+(measured, model; floor: no time is known), and what the fastest backend would save. A trace from
+another GPU, or a program observed on a CPU, is enough. Several GPUs (H100,H200) have a column each.
+
+Several runs of a model, one on each class of GPU, have a column each: what ran there, medians of one
+call, and how many times as fast the others are as the first.
+
+--bench BENCH-ON-H100,BENCH-ON-H200 adds, a column each, what runs there and what is the fastest in a
+bench of the layers' configs. Of one run the benches are of any GPUs: beside what ran on its own, what
+PyTorch took on the others. Each of several runs has the bench of its GPU.
+"""
+MAX_TIME_S = 2.0  # sampling of one config on one backend
+
+ProgramRuns = Annotated[
+    str,
+    Option(
+        complete=complete_runs,
+        tool=RUN_TOOL,
+        tool_examples=RUN_TOOL_EXAMPLES,
+        tool_name="run",
+        tool_value=lambda text: (text,),
+    ),
+]
+Step = Annotated[
+    int | None,
+    Option(
+        ("--step",),
+        type=click.IntRange(0),
+        help="Only this step, counted from 0.",
+        tool="Only this recorded step, from 0.",
+    ),
+]
+Release = Annotated[
+    str | None,
+    replace(
+        RELEASE_OPTION,
+        help="The program's PyTorch release, such as 2.11, if its trace does not record it. With --gpu: the "
+        "release to predict for.  [default with --gpu: the newest with an atlas]",
+    ),
+]
+GpuNames = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help="Predict each layer on other GPUs from their atlases: H200, or H100,H200 for a column each. "
+        "Nothing runs.",
+        tool="Predict for these GPUs from their atlases.",
+        tool_examples=("H200",),
+    ),
+]
+OnlyConfigs = Annotated[
+    bool,
+    Option(
+        ("--configs",),
+        help="Print the configs that replay the calls, for `capture --configs`. With --regret: the configs "
+        "that it times or that --bench needs, for `bench --configs`.",
+    ),
+]
+Full = Annotated[
+    bool, Option(("--full",), help="Show full module names, kernels, and where the GPU waited.")
+]
+Regret = Annotated[
+    bool,
+    Option(
+        ("--regret",),
+        help="Time the calls on each backend on this machine, and show what the best one saves per step.",
+    ),
+]
+Benches = Annotated[
+    Names,
+    Option(
+        ("--bench",),
+        metavar="RUN",
+        multiple=True,
+        complete=complete_runs,
+        help="Take the times for --regret from this stored bench run. Several runs, one per class of GPU, get "
+        "a column each. Repeatable, or separated by commas.",
+    ),
+]
+TimedBackends = Annotated[Names, replace(BACKENDS_OPTION, tool="")]
+MaxTime = Annotated[
+    str | None,
+    Option(
+        ("--max-time",),
+        help="Time limit for sampling one config on one backend with --regret.  [default: 2s]",
+    ),
+]
+FailOn = Annotated[
+    tuple[str, ...],
+    Option(
+        ("--fail-on",),
+        multiple=True,
+        metavar="GATE",
+        check=lambda names: parse_gates(names, ()),
+        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (unknown what ran); for an "
+        "observed program also noop-mask and asked-not-ran. Repeatable, or separated by commas.",
+    ),
+]
+Expected = Annotated[
+    tuple[str, ...],
+    Option(
+        ("--expect",),
+        multiple=True,
+        metavar="BACKEND@GLOB",
+        check=lambda texts: parse_gates((), texts),
+        help="Exit 3 unless this backend ran in all modules that the glob matches, at least one: "
+        "flash@'model.layers.*', or flash,cudnn@'*' for either. Repeatable.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class LayersFound:
+    """The attention of one program, or of several side by side."""
+
+    store: Path
+    maps: tuple[LayerMap, ...]
+    classes: LayersByGpu | None = None
+    """Set for several programs."""
+    torch: str | None = None
+    predicted: bool = False
+    """Whether the map has predictions for other GPUs."""
+
+
+def _to_frame(found: LayersFound) -> pd.DataFrame:
+    rows = [
+        {"run": each.run, **record} if found.classes else record
+        for each in found.maps
+        for record in layers_document(each).records
+    ]
+    made = frame(rows)
+    made.attrs["layers"] = found.maps
+    return made
+
+
+@command(
+    "layers",
+    frame=_to_frame,
+    epilog=WORDS,
+    tool="Use it for a model or a training step; kernels is for single configs. With gpu, the keys "
+    "predicted_* predict the same calls on another GPU.",
+)
+def layers(
+    *run: ProgramRuns,
+    step: Step = None,
+    torch: Release = None,
+    gpu: GpuNames = None,
+    driver: Driver = None,
+    atlas: AtlasFolder = None,
+    store: Store = None,
+) -> LayersFound:
+    """Show the attention of a program, layer by layer: what ran, why, and what it cost.
+
+    Works on a trace of any program, recorded by PyTorch's profiler and ingested with `ingest`. Record
+    it with record_shapes=True to get shapes, and with_stack=True to get modules. A line stands for
+    equal calls of equal layers. Times are of kernels, per step. A step is a ProfilerStep; without
+    one, it ends with the optimizer's step; without an optimizer, each call of the outermost module
+    starts one.
+
+    \b
+    Examples:
+      profharness ingest trace.json.gz && profharness layers
+      profharness layers --torch 2.11 --full
+      profharness layers --gpu H200
+      profharness layers RUN-ON-H100 RUN-ON-H200
+      profharness layers --fail-on math-fallback,eager-attention --expect flash@'model.layers.*'
+      profharness layers --configs > calls.txt; profharness capture --configs calls.txt
+
+    In Python the result has the rows of the table, with the keys of the JSON. `attrs["layers"]` has the
+    maps.
+    """
+    require_gpu(gpu, driver, atlas)
+    path = store_path(store)
+    if len(run) > 1:
+        _require_one_run(gpu, step is not None)
+        return _find_several(path, run, torch)
+    one = run[0] if run else None
+    if gpu is None:
+        return LayersFound(path, (_find_map(path, one, step, torch),), torch=torch)
+    places = find_places(gpu, torch, driver, atlas)
+    return LayersFound(path, (forecast(path, one, places, step=step),), torch=torch, predicted=True)
+
+
+@document(layers)
+def show(
+    found: LayersFound,
+    *,
+    step: Step = None,
+    only_configs: OnlyConfigs = False,
+    full: Full = False,
+    regret: Regret = False,
+    benches: Benches = (),
+    backend: TimedBackends = (),
+    max_time: MaxTime = None,
+    fail_on: FailOn = (),
+    expect: Expected = (),
+    out: OutFolder = RUNS_FOLDER,
+    format: Format = None,
+    output: OutputFile = None,
+) -> Document | None:
+    """Return the document, or print configs and return None."""
+    named = split_names(benches)
+    gates = parse_gates(fail_on, expect)
+    if found.predicted and len(named) < 2:
+        require_forecast_alone(fail_on, expect, named, only_configs, regret)
+        return forecasts_document(found.maps[0], full=full)
+    if found.classes is not None or len(named) > 1:
+        of_one = (step is not None, backend, max_time, only_configs, found.predicted)
+        _require_one_run(*of_one, regret and not named)
+        return _show_several(found, named, gates, full=full)
+    (own,) = found.maps
+    options = _bench_options(regret, named, split_names(backend), max_time, Path(out))
+    _require_lines(only_configs, named, output, format)
+    require_recorded(own, gates)  # before anything is measured for them
+    if only_configs:
+        echo("\n".join(_config_lines(own, timed=regret)))
+        return None
+    if options is not None:
+        own = time_layers(own, options, found.store, Listener(hint, capture_progress))
+    if own.regret is not None:
+        keep_measured("layers", own.run, "--bench", own.regret.run)
+    return layers_document(own, full=full)
+
+
+@gate(layers)
+def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
+    """Raise GateError unless every run meets the gates."""
+    gates = parse_gates(fail_on, expect)
+    for each in found.maps:
+        check_gates(each, gates)
+
+
+def _find_map(store: Path, run: str | None, step: int | None, torch: str | None) -> LayerMap:
+    with open_store(store) as opened:
+        name = opened.find_run(Selection(run), "attention calls")
+        return find_layers(opened, name, step=step, torch=torch)
+
+
+def _find_several(store: Path, runs: Sequence[str], torch: str | None) -> LayersFound:
+    with open_store(store) as opened:
+        names = [opened.find_run(Selection(run), "attention calls") for run in runs]
+        if len(unique := list(dict.fromkeys(names))) < min(len(names), 2):
+            raise UsageError(f"{' and '.join(runs)} are one run, {names[0]}; name it once")
+        classes = find_layers_by_gpu(opened, unique, torch=torch)
+    return LayersFound(store, tuple(each.layers for each in classes.classes), classes, torch)
+
+
+def _show_several(
+    found: LayersFound, benches: Sequence[str], gates: Gates, *, full: bool
+) -> Document:
+    with open_store(found.store) as opened:
+        classes = found.classes
+        if classes is None:
+            classes = find_layers_by_gpu(opened, [found.maps[0].run], torch=found.torch)
+        beside = find_benches(opened, classes, benches) if benches else None
+    for each in classes.classes:
+        require_recorded(each.layers, gates)
+    if beside is None:
+        return layers_by_gpu_document(classes, full=full)
+    return benches_document(classes, beside, full=full)
+
+
+def forecast(
+    store: Path, run: str | None, places: Sequence[tuple[Place, str]], *, step: int | None = None
+) -> LayerMap:
+    """Return the map of a run with predictions for some places. Raise NotFoundError."""
+    own = _find_map(store, run, step, None)
+    for place, doubt in places:
+        own = forecast_map(own, place, doubt)
+    return own
+
+
+def find_places(
+    gpus: str, torch: str | None, driver: str | None = None, atlas: PathLike | None = None
+) -> list[tuple[Place, str]]:
+    """Return the places named by a text such as `H100,H200`, each with the reason if it has no atlas.
+
+    Raise UsageError for an unknown GPU and for one that is named twice.
+    """
+    entries, names = known_atlases(None if atlas is None else Path(atlas)), gpu_names(gpus)
+    places = [find_place(entries, name, torch, driver=driver) for name in names]
+    require_distinct(names, [place.gpu for place, _ in places])
+    return places
+
+
+def require_gpu(gpu: str | None, *options: object) -> None:
+    """Raise UsageError for options that require --gpu, if it is missing."""
+    if gpu is None and any(options):
+        raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
+
+
+def _require_one_run(*others: object) -> None:
+    if any(others):
+        raise UsageError(
+            "--step, --gpu, --configs, --regret without --bench, --backend and --max-time are about one "
+            "run, and one bench; name one"
+        )
+
+
+def require_forecast_alone(*others: object) -> None:
+    if any(others):
+        raise UsageError(
+            "--configs, --regret, --bench, --fail-on and --expect are about what ran, --gpu about what "
+            "would run elsewhere; leave one out (benches of several GPUs stand beside each other without "
+            "--gpu: --bench RUN,RUN)"
+        )
+
+
+def _require_lines(
+    only_configs: bool, benches: Sequence[str], output: object, format: str | None
+) -> None:
+    if only_configs and benches:
+        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
+    if only_configs and (output or format):
+        raise UsageError(
+            "--configs prints lines to stdout: `--configs > calls.txt`, no -o, no --format"
+        )
+
+
+def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
+    """Return the configs that replay the calls; if `timed`, those that --regret times.
+
+    Raise NotFoundError if there are none.
+    """
+    if timed:
+        return [config.label for config in timed_configs(own)]
+    lines = replay_lines(own)
+    if not lines:
+        reasons = dict.fromkeys(text for row in own.rows for text in row.reasons)
+        raise NotFoundError(f"no config replays a call of run {own.run}: {'; '.join(reasons)}")
+    return lines
+
+
+def _bench_options(
+    regret: bool,
+    benches: Sequence[str],
+    backends: tuple[str, ...],
+    max_time: str | None,
+    out: Path,
+) -> BenchOptions | None:
+    """Return the options of the benchmark, None without --regret.
+
+    Raise UsageError for options that have no effect.
+    """
+    if benches and max_time is not None:
+        raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
+    if not regret and not benches:
+        for option, given in (("--backend", bool(backends)), ("--max-time", max_time is not None)):
+            if given:
+                raise UsageError(f"{option} says what --regret times; add --regret")
+        return None
+    return BenchOptions(
+        backends=backends,
+        run=benches[0] if benches else None,
+        max_time_s=parse_seconds(max_time) if max_time else MAX_TIME_S,
+        out=out,
+    )
+
+
+DECLARATION = declaration_of(layers)

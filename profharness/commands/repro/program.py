@@ -1,0 +1,285 @@
+"""Write a cell as a Python script that does not need profharness: the same inputs and call, by the
+operations of backends/inputs.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+from profharness import __version__
+from profharness.attention.backends import find_backend
+from profharness.attention.backends.base import Backend, outside_contract
+from profharness.attention.backends.inputs import (
+    build_inputs,
+    call_arguments,
+    choice_arguments,
+    leaf_names,
+)
+from profharness.attention.backends.sources import find_implementation, fingerprint, parts_of
+from profharness.attention.config import Config, parse_config, sdpa_setting
+from profharness.attention.dispatch.advice import setting_code
+from profharness.commands.repro.texts import (
+    ACTIVATED,
+    COMPILED,
+    DISABLED,
+    FILE,
+    FIRST_CHOICE,
+    FLEX,
+    PLAIN,
+    SCRIPT,
+    SDPA,
+)
+from profharness.device_types import CUDA
+from profharness.dtypes import DTYPES
+from profharness.errors import NotFoundError, UsageError, join_few, one_line, printable
+from profharness.rows import NAIVE_COMPILED, CellRow
+from profharness.run import Protocol
+from profharness.store import Selection, Store
+
+SHOWN = 6  # candidates in an error
+_OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
+_DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
+
+
+@dataclass(frozen=True)
+class ReproCell:
+    """The cell that a script repeats."""
+
+    config: Config
+    backend: str
+    device: str = "auto"  # `cuda`, `cpu` or `auto`
+    seed: int = 0
+    record: tuple[str, ...] = ()  # lines about the stored cell
+
+
+def asked_cell(configs: Sequence[Config], backends: Sequence[str]) -> ReproCell:
+    """Return the cell of a query without a run. Raise UsageError unless it names exactly one."""
+    if len(configs) != 1:
+        amount = f"{len(configs)} configs" if configs else "no config"
+        raise UsageError(f"a script is of one cell, and this names {amount}; give one --config")
+    if len(backends) > 1:
+        raise UsageError(f"a script is of one cell; give one --backend, not {','.join(backends)}")
+    return ReproCell(configs[0], backends[0] if backends else "auto")
+
+
+def stored_cell(store: Store, selection: Selection) -> ReproCell:
+    """Return the selected stored cell. Raise NotFoundError for none, UsageError for several."""
+    run = store.find_runs(selection, "run")
+    cells = store.cells(run, configs=selection.configs or None, backends=selection.backends or None)
+    if not cells:
+        raise NotFoundError(
+            f"run {run} has no such cell; `profharness kernels --run {run}` shows all"
+        )
+    if len(cells) > 1:
+        named = [f"{cell.config} {cell.backend}" for cell in cells]
+        raise UsageError(
+            f"{len(named)} cells of run {run} are meant; name one with --config and --backend: "
+            f"{join_few(named, SHOWN)}"
+        )
+    (cell,) = cells
+    environment = store.environment(cell.run)
+    seed = store.protocol(cell.run).get("seed", Protocol().seed)
+    record = tuple(_record(cell, environment))
+    device = environment.get("device_type", "auto")
+    return ReproCell(parse_config(cell.config), cell.backend, device, seed, record)
+
+
+def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterable[str]:
+    """Yield what is stored of a cell and its machine."""
+    keys = ("torch", "torch_git", "torch_cuda", "gpu", "cudnn", "driver", "cpu", "triton")
+    place = ", ".join(f"{key} {environment[key]}" for key in keys if environment.get(key))
+    yield f"Run {cell.run}: {cell.status}" + (f": {cell.message}" if cell.message else "")
+    yield from (f"Refusal {refusal.code}: {refusal.message}" for refusal in cell.refusals)
+    if cell.choice:
+        yield f"Choice: {cell.choice}"
+    for name, samples in cell.samples.items():
+        if samples:
+            yield f"Time, {name}: median {statistics.median(samples) / 1e3:.2f} us of {len(samples)}"
+    yield f"Environment: {place}"
+    if environment.get("env"):
+        texts = (f"{name}={value}" for name, value in environment["env"].items())
+        yield f"Variables: {' '.join(texts)}"
+    code = (environment.get("backend_code") or {}).get(cell.backend)
+    if code and fingerprint(find_backend(cell.backend)) != code:
+        yield f"The code of {cell.backend} has changed since: it was {code}"
+
+
+def repro_script(cell: ReproCell) -> str:
+    """Return the script. Raise UsageError for a backend that it cannot express."""
+    backend = find_backend(cell.backend)
+    config = cell.config.resolve(cell.device) if cell.device != "auto" else cell.config
+    needs, setup = _setup(backend, config, cell.device)
+    device = (
+        '"cuda" if torch.cuda.is_available() else "cpu"'
+        if cell.device == "auto"
+        else f'"{cell.device}"'
+    )
+    dtype = f"torch.{DTYPES[config.dtype].torch}" if config.dtype else None
+    default = 'torch.float16 if DEVICE == "cuda" else torch.float32'
+    notes = (f"Written by profharness {__version__}; needs {needs}.", *cell.record)
+    return SCRIPT.format(
+        title=one_line(f"{config.label} on {backend.name}"),
+        notes="\n".join(f"# {one_line(note)}" for note in notes),
+        device=device,
+        dtype=dtype or default,
+        seed=cell.seed,
+        deterministic=config.deterministic,
+        setup=setup,
+        inputs="\n".join(_inputs(config)),
+        arguments=_arguments(config, own=backend.load is not None),
+        choice="" if backend.load is not None else _choice(config),
+        call=_call(config),
+        names=", ".join(f'"{name}"' for name in _result_names(config)),
+    )
+
+
+def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
+    """Return the script's requirements, and the source that defines `attention` and `context`."""
+    name = backend.name
+    if name == "auto":
+        return "torch alone", PLAIN
+    if name == "all-disabled":
+        return "torch alone", DISABLED
+    if (setting := sdpa_setting(name)) is not None:
+        before = FIRST_CHOICE if setting.ordered else ""
+        return "torch alone", SDPA.format(before=before, kernel=setting_code(setting))
+    if backend.source is not None:
+        return _source(backend.source, config)
+    reason = backend.supports(config.resolve(CUDA))
+    if device not in (*backend.devices, "auto"):
+        reason = f"profharness does not run {name} on {device}"
+    refused = f"print({f'refused: {reason}'!r})\nsys.exit(1)\n" if reason else ""
+    if name in ("fa3", "fa4"):
+        needs = "torch and FlashAttention's package"
+        return needs, refused + ACTIVATED.format(impl=name.upper())
+    if name in ("flex", "flex-flash"):
+        options = {"BACKEND": "FLASH"} if name == "flex-flash" else None
+        return "torch and triton", refused + FLEX.format(options=options, causal=config.causal)
+    if name == NAIVE_COMPILED and (plain := find_implementation("naive")) and plain.source:
+        _, text = _source(plain.source, config)
+        return "torch and triton", refused + text + COMPILED
+    raise UsageError(
+        f"--backend {name}: repro writes PyTorch's own backends, flex and implementations in files; "
+        "a call of this package has no script yet"
+    )
+
+
+def _source(source: str, config: Config) -> tuple[str, str]:
+    """Return the files of an implementation, or the import from a package."""
+    place, _, function = source.rpartition(":")
+    properties = {field.name: getattr(config, field.name) for field in fields(config)}
+    properties |= {name: getattr(config, name) for name in _DERIVED}
+    asked = FILE.format(
+        properties=",\n    ".join(f"{name}={value!r}" for name, value in properties.items()),
+        function=function,
+        reason=outside_contract(config),
+        load="{load}",
+    )
+    if not place.endswith(".py"):
+        return f"torch and {place.partition('.')[0]}", asked.replace(
+            "{load}", f"module = importlib.import_module({place!r})"
+        )
+    file = Path(place)
+    parts = {path.resolve(): content for path, content in parts_of(file).items()}
+    root = os.path.commonpath([path.parent for path in parts])
+    texts = {os.path.relpath(path, root): _decoded(path, parts[path]) for path in sorted(parts)}
+    needs = "profharness[kernels]" if any(map(_OWN_IMPORT.search, texts.values())) else "torch"
+    written = "".join(f"    {name!r}: {_literal(text)},\n" for name, text in texts.items())
+    main = os.path.relpath(file.resolve(), root)
+    load = f"FILES = {{\n{written}}}\nmodule = module_of(FILES, {main!r})"
+    return f"{needs}, and what the file imports", asked.replace("{load}", load)
+
+
+def _decoded(path: Path, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.name} is not UTF-8 text; repro cannot write it down") from None
+
+
+def _literal(text: str) -> str:
+    """Return a Python literal of a file, raw if that is equivalent."""
+    if printable(text) == text and "'''" not in text and not text.endswith(("'", "\\")):
+        return f"r'''{text}'''"
+    return repr(text)
+
+
+@dataclass
+class TensorText:
+    """A tensor as the expression that creates it."""
+
+    text: str
+    lines: list[str] = field(default_factory=list)  # statements before the expression
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _then(self, operation: str, *arguments: object) -> TensorText:
+        named = ", ".join(map(repr, arguments))
+        return TensorText(f"{self.text}.{operation}({named})", self.lines)
+
+    as_strided = partialmethod(_then, "as_strided")
+    expand = partialmethod(_then, "expand")
+    requires_grad_ = partialmethod(_then, "requires_grad_")
+    transpose = partialmethod(_then, "transpose")
+    view = partialmethod(_then, "view")
+
+    def __getitem__(self, index: object) -> TensorText:
+        return TensorText(f"{self.text}[{_index(index)}]", self.lines)
+
+    def __setitem__(self, index: object, value: object) -> None:
+        self.lines += [f"mask = {self.text}", f"mask[{_index(index)}] = {value!r}"]
+        self.text = "mask"
+
+
+def _index(index: object) -> str:
+    if isinstance(index, tuple):
+        return ", ".join(map(_index, index))
+    if isinstance(index, slice):
+        ends = ["" if end is None else str(end) for end in (index.start, index.stop)]
+        return ":".join([*ends, *([] if index.step is None else [str(index.step)])])
+    return "..." if index is Ellipsis else repr(index)
+
+
+def _inputs(config: Config) -> Iterable[str]:
+    """Yield statements in the order in which the worker draws its random numbers."""
+
+    def filled(name: str) -> Callable[..., TensorText]:
+        return lambda *shape: TensorText(f"{name}({', '.join(map(str, shape))})")
+
+    inputs = build_inputs(config, filled("normal"), filled("kept"))
+    for name in (item.name for item in fields(inputs)):
+        made = getattr(inputs, name)
+        if isinstance(made, TensorText):
+            yield from made.lines
+        if repr(made) != name and (name == "mask" or made is not None):
+            yield f"{name} = {made!r}"
+
+
+def _arguments(config: Config, *, own: bool) -> str:
+    return _keywords(call_arguments(config, TensorText("mask"), own=own))
+
+
+def _keywords(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _choice(config: Config) -> str:
+    return f"    print_choice({_keywords(choice_arguments(config, TensorText('mask')))})\n"
+
+
+def _call(config: Config) -> str:
+    if not config.bwd:
+        return "(forward(),)"
+    return f"torch.autograd.grad(forward(), ({', '.join(leaf_names(config))}), grad)"
+
+
+def _result_names(config: Config) -> list[str]:
+    return [f"grad_{name}" for name in leaf_names(config)] if config.bwd else ["output"]

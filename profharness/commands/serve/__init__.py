@@ -1,0 +1,54 @@
+"""`profharness serve`: show the store in a browser."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import click
+
+from profharness.commands._command import as_is, command, declaration_of
+from profharness.commands._options import Option
+from profharness.commands._output import hint
+from profharness.commands._types import Store, store_path
+
+Port = Annotated[
+    int,
+    Option(
+        ("--port",),
+        type=click.IntRange(0, 65535),
+        help="The port to listen on; 0 means any free port.",
+    ),
+]
+Host = Annotated[
+    str,
+    Option(
+        ("--host",),
+        help="The address to listen on. Any address but loopback lets others read the store.",
+    ),
+]
+
+
+@command("serve", frame=as_is)
+def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -> None:
+    """Show the store in a browser, read-only, with predefined queries and a report for each run.
+
+    Needs the extra `web` (Datasette). By default the server accepts connections from this machine
+    only; see --host. Stop it with Ctrl-C. Newly ingested runs appear immediately.
+
+    \b
+    Example:
+      profharness serve --port 8001
+    """
+    # loads Datasette, which is in the extra `web`
+    from profharness.commands.serve import server as web
+
+    if host not in web.LOOPBACK:
+        hint(
+            f"warning: --host {host}: whoever reaches this machine can read the whole store without a "
+            "password, host names and paths in it included; nobody can write"
+        )
+    web.serve(store_path(store), host=host, port=port, say=hint)
+    hint("stopped")
+
+
+DECLARATION = declaration_of(serve)

@@ -1,0 +1,463 @@
+"""Serve the store with Datasette, read-only, with prepared queries and a report on each run.
+
+Importing this module raises MissingExtraError without the extra `web`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import socket
+import sqlite3
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from html import escape
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from profharness.commands.report.contents import report_document
+from profharness.commands.serve.requests import (
+    App,
+    Message,
+    Queue,
+    Scope,
+    Send,
+    guarded,
+    is_last,
+)
+from profharness.errors import MissingExtraError, NotFoundError, ProfharnessError, UsageError
+from profharness.measurements.evaluation import evaluate_bench
+from profharness.measurements.measurements import CHOSEN
+from profharness.render.document import Chart, Note
+from profharness.render.html import render_html
+from profharness.store import Store, open_store
+from profharness.store.filesystems import file_beside
+from profharness.store.schema import connect
+
+try:
+    import uvicorn
+    from datasette import hookimpl
+    from datasette.app import Datasette
+    from datasette.database import Database
+    from datasette.plugins import pm
+    from datasette.utils.asgi import Base400, Response
+    from datasette.views.base import DatasetteError
+except ImportError:
+    raise MissingExtraError("`profharness serve`", "web") from None
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DATABASE = "profharness"  # name of the store in addresses, whatever its file is called
+MAX_RUNS = 30
+MAX_VALUE_BYTES = 8 << 20  # for one text or blob in a response
+MAX_ERROR = 1000
+TELLTALE = ("database_list", "fts3_tokenizer", "load_extension")
+REPORT = "/-/report/"  # its pages have their own policy, which allows their one script
+REGRET = f"/{DATABASE}/regret"  # computed by `bench`, like a report
+
+
+# name -> (title, description, SQL over the views of the store)
+QUERIES: dict[str, tuple[str, str, str]] = {
+    "stored_runs": (
+        "Runs",
+        "Which runs are stored, the newest first, with the rank of a job that each is of.",
+        """SELECT run, kind, created, device, torch, rank, world_size,
+            (SELECT count(*) FROM cells c WHERE c.run_id = r.id) AS cells,
+            (SELECT coalesce(sum(launches), 0) FROM traces t WHERE t.run_id = r.id) AS launches
+        FROM runs r ORDER BY created DESC, id DESC""",
+    ),
+    "busy_devices": (
+        "How busy each GPU was",
+        "Of each traced program: the span from the first launch to the last, the part of it in which "
+        "the GPU was busy, in which collectives ran, and in which nothing but collectives did.",
+        """SELECT run, rank, device_index, span_ms, busy, collectives, exposed FROM (
+            SELECT r.run, r.rank, d.device AS device_index,
+                (end_ns - start_ns) / 1e6 AS span_ms,
+                round(1.0 * busy_ns / nullif(end_ns - start_ns, 0), 4) AS busy,
+                round(1.0 * collective_ns / nullif(end_ns - start_ns, 0), 4) AS collectives,
+                round(1.0 * exposed_ns / nullif(end_ns - start_ns, 0), 4) AS exposed, r.created
+            FROM device_times d JOIN traces t ON t.id = d.trace_id JOIN runs r ON r.id = t.run_id)
+        ORDER BY created DESC, run, rank, device_index""",
+    ),
+    "slowest_kernels": (
+        "Slowest kernels",
+        "Kernels by the time that they take in a call, in µs.",
+        """SELECT run, config, backend, profiler, kernel_short, launches_per_call,
+            round(total_ns * launches_per_call / launches / 1000.0, 2) AS us_per_call,
+            round(duration_ns / 1000.0, 2) AS us_per_launch
+        FROM kernel_summary WHERE total_ns IS NOT NULL
+            AND (:backend = '' OR backend = :backend) ORDER BY us_per_call DESC LIMIT 200""",
+    ),
+    "cells_by_status": (
+        "Cells by status",
+        "How many cells of each run and backend ended in which status.",
+        """SELECT run, backend, status, count(*) AS cells FROM cell_summary
+        GROUP BY run, backend, status ORDER BY run DESC, backend, status""",
+    ),
+    "refusals_by_reason": (
+        "Refusals by reason",
+        "Why backends could not take a config, the most frequent reason first.",
+        """SELECT f.code, c.backend, count(DISTINCT c.id) AS cells, min(f.message) AS example
+        FROM refusals f JOIN cells c ON c.id = f.cell_id
+        GROUP BY f.code, c.backend ORDER BY cells DESC, f.code""",
+    ),
+    "metrics_of_a_kernel": (
+        "Metrics of a kernel",
+        "Hardware counters of the kernels whose name holds a text.",
+        """SELECT run, config, backend, kernel_short, metric, avg(value) AS mean, unit,
+            count(*) AS launches
+        FROM kernel_metrics WHERE kernel LIKE '%' || :kernel || '%'
+        GROUP BY run, config, backend, kernel, metric ORDER BY run DESC, kernel_short, metric
+        LIMIT 1000""",
+    ),
+    "latency": (
+        "Latency by config and backend",
+        "The median of each measurement in µs, without a profiler.",
+        """SELECT run, config, backend, status, round(graph_median_ns / 1000.0, 2) AS graph_us,
+            round(event_median_ns / 1000.0, 2) AS event_us,
+            round(cold_median_ns / 1000.0, 2) AS cold_us,
+            round(eager_median_ns / 1000.0, 2) AS eager_us,
+            round(host_median_ns / 1000.0, 2) AS host_us,
+            round(wall_median_ns / 1000.0, 2) AS wall_us, peak_memory_bytes
+        FROM cell_summary ORDER BY run DESC, config, backend""",
+    ),
+    "regret": (
+        "Regret",
+        "What the choice of `auto` cost against the fastest correct backend of each config, as "
+        "`bench` tells it (0.5: half as much again). run: an id, or `all`; without one the newest "
+        "run that has an answer.",
+        """SELECT json_extract(value, '$.run') AS run, json_extract(value, '$.config') AS config,
+            json_extract(value, '$.measurement') AS measurement,
+            json_extract(value, '$.choice') AS choice, json_extract(value, '$.best') AS best,
+            round(json_extract(value, '$.chosen_ns') / 1000.0, 2) AS auto_us,
+            round(json_extract(value, '$.best_ns') / 1000.0, 2) AS best_us,
+            round(json_extract(value, '$.regret'), 4) AS regret,
+            json_extract(value, '$.real') AS real
+        FROM json_each(bench_losses(:run)) ORDER BY regret DESC""",
+    ),
+}
+
+
+class BenchLosses:
+    """The SQL function `bench_losses(run)`: what `auto` cost in a run, as a JSON array.
+
+    `run` may be empty (the newest with an answer) or `all`. The result for a run is cached until
+    the store changes, because the intervals of a benchmark take time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.computed: dict[str, tuple[object, list[dict[str, Any]]]] = {}
+
+    def __call__(self, run: str | None) -> str:
+        with open_store(self.path) as store:
+            losses: list[dict[str, Any]] = []
+            for name in self._runs(store, run):
+                losses += self._losses_of(store, name)
+                if losses and not run:
+                    break
+        return json.dumps(losses)
+
+    def _runs(self, store: Store, run: str | None) -> list[str]:
+        if not run or run == "all":
+            return [row.run for row in store.runs()[:MAX_RUNS]]
+        try:
+            return [store.resolve(run)]
+        except (NotFoundError, UsageError):
+            return []  # like any query for missing rows
+
+    def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
+        """Return the losses of a run from a cache that added or deleted runs and checks invalidate."""
+        files = (self.path, file_beside(self.path, "-wal"))
+        stats = [file.stat() for file in files if file.exists()]
+        # readers create an empty log and delete it again
+        state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
+        if run not in self.computed or self.computed[run][0] != state:
+            losses = []
+            if any(cell.backend == CHOSEN and cell.samples for cell in store.cells(run)):
+                answer = evaluate_bench(store, run)
+                same = {"run": run, "measurement": answer.ranking}
+                losses = [same | asdict(loss) for loss in answer.losses]
+            self.computed[run] = state, losses
+        return self.computed[run][1]
+
+
+def serve(
+    path: Path, *, host: str = "127.0.0.1", port: int = 8001, say: Callable[[str], None]
+) -> None:
+    """Serve the store until Ctrl-C.
+
+    `say` gets a line with the address once the server answers, and one for each error that is not
+    the client's. Raise NotFoundError without a store, UsageError for an address that is
+    unavailable.
+    """
+    app = application(path, host, say)
+    with _listen(host, port) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listener.getsockname()[1]}/"
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            # an interrupted response would be logged as an error with a traceback
+            log_level="critical",
+            timeout_graceful_shutdown=0,
+        )
+        server = uvicorn.Server(config)
+        ready = f"serving {path} on {address} (Ctrl-C ends)"
+        try:
+            asyncio.run(_run(server, listener, lambda: say(ready)))
+        except KeyboardInterrupt as stop:
+            if type(stop) is not KeyboardInterrupt:  # SIGTERM has its own exit code
+                raise
+
+
+async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    # uvicorn signals its start by a flag, not by an event
+    while not server.started and not task.done():
+        await asyncio.sleep(0.02)
+    if server.started:
+        started()
+    await task
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """Yield a listening socket. It is bound before any output, so that a taken port is an error
+    here.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        # otherwise the port of a server that just ended stays taken for a while
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(64)
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"--host {host} --port {port}: cannot listen there: {error}; "
+                "take another --port, or --port 0 for any free one"
+            ) from None
+        yield listener
+
+
+def application(path: Path, host: str, say: Callable[[str], None]) -> App:
+    """Return the web application for a store. Raise NotFoundError or StoreError."""
+    return guarded(Site(path, say), LOOPBACK if host in LOOPBACK else None, REPORT)
+
+
+class StoreFile(Database):  # type: ignore[misc]
+    """The store as a read-only database of Datasette. Its path may contain any character."""
+
+    def __init__(self, datasette: Any, path: Path, losses: BenchLosses) -> None:
+        # mutable: runs are added while it is served
+        super().__init__(datasette, path=path.name, is_mutable=True)
+        self.file, self.losses = path, losses
+
+    def connect(self, write: bool = False) -> sqlite3.Connection:
+        if write:
+            raise UsageError("the store is served read-only")
+        connection = connect(self.file, write=False)
+        # sorting uses memory, which is limited, and no disk
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        connection.set_authorizer(_allowed)
+        connection.create_function("bench_losses", 1, self.losses)
+        # Datasette closes the connections in this list
+        self._all_file_connections.append(connection)
+        return connection
+
+    def close(self) -> None:
+        """Close the connection. The next query opens the file that has the name of the store then."""
+        super().close()
+        self._read_connection = None
+
+    async def attached_databases(self) -> list[Any]:
+        # Datasette would use PRAGMA database_list, which reveals the path
+        return []
+
+    # Other readers of the path would show it; these need the file itself.
+    @property
+    def size(self) -> int:
+        return self.file.stat().st_size
+
+    @property
+    def mtime_ns(self) -> int:
+        return self.file.stat().st_mtime_ns
+
+
+def _allowed(action: int, name: str | None, function: str | None, *_: object) -> int:
+    """Authorize a part of a query. Deny what would reveal a path or a memory address."""
+    subject = name if action == sqlite3.SQLITE_PRAGMA else function
+    return sqlite3.SQLITE_DENY if (subject or "").lower() in TELLTALE else sqlite3.SQLITE_OK
+
+
+class Site:
+    """Datasette with the reports, as `Pages`. Raises NotFoundError or StoreError."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self.path, self.say = path, say
+        self.queries = Queue(most=6, limit_s=10, fair_s=2, memory_bytes=1 << 30)
+        # their work is bounded but may be large
+        self.reports = Queue(most=3, limit_s=300, fair_s=300, memory_bytes=4 << 30)
+        self.losses = BenchLosses(path)
+        ready = {
+            name: {"title": title, "description": text, "sql": sql}
+            for name, (title, text, sql) in QUERIES.items()
+        }
+        self.metadata = {
+            "title": "profharness",
+            "description_html": _front(path),
+            "databases": {DATABASE: {"queries": ready}},
+        }
+        self._send: Send = _drop
+        # If rich is installed, Datasette prints long tracebacks for every mistyped query.
+        pm.get_plugin("datasette.handle_exception").rich = None
+        self.datasette = Datasette(
+            [],
+            metadata=self.metadata,
+            # suggesting facets takes a query per column
+            settings={"allow_download": False, "suggest_facets": False, "num_sql_threads": 0},
+        )
+        self.datasette.remove_database("_memory")
+        self.store = StoreFile(self.datasette, path, self.losses)
+        self.datasette.add_database(self.store, name=DATABASE)
+        self._register_plugin()
+        self.app = self.datasette.app()
+        # the first request loads templates and reads the schema for all others
+        asyncio.run(self.answer(_request(f"/{DATABASE}", b"sql=select+1"), _drop))
+        # collecting garbage among loaded modules takes long at exit, and copies their memory in each process
+        gc.freeze()
+
+    def queue(self, path: str) -> Queue:
+        return self.reports if path.startswith((REPORT, REGRET)) else self.queries
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        known = dict(self.losses.computed)
+
+        async def send_when_closed(message: Message) -> None:
+            if is_last(message):
+                self.store.close()
+                if self.losses.computed != known:
+                    await send({"type": "losses", "losses": self.losses.computed})
+            await send(message)
+
+        self._send = send
+        self.datasette.sql_time_limit_ms = self.queue(scope["path"]).limit_s * 1000
+        try:
+            if scope["path"] == "/":
+                self.metadata["description_html"] = _front(self.path)
+            await self.app(scope, _receive, send_when_closed)
+        except Exception as error:  # not within a page of Datasette
+            response = await self._failed(error)
+            await response.asgi_send(send)
+
+    def learn(self, message: Message) -> None:
+        if message["type"] == "losses":
+            self.losses.computed = message["losses"]
+        else:
+            self.say(f"error: {message['text']}")
+
+    def _register_plugin(self) -> None:
+        """Add `/-/report/RUN` and the error pages to Datasette."""
+
+        async def report(request: Any) -> Any:
+            run = request.url_vars["run"]
+            page = _report(self.path, run)
+            if page is None:
+                text = f"no run {run!r} is stored; /{DATABASE}/stored_runs lists those that are"
+                return Response.text(text, status=404)
+            return Response.html(page)
+
+        def register_routes() -> list[tuple[str, Any]]:
+            return [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
+
+        def handle_exception(exception: Exception) -> Any:
+            # Datasette has pages for invalid requests
+            if isinstance(exception, Base400 | DatasetteError):
+                return None
+            return self._failed(exception)
+
+        plugin = ModuleType("profharness_site")  # Datasette requires a __name__
+        plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
+        plugin.handle_exception = hookimpl(handle_exception)  # type: ignore[attr-defined]
+        # plugins are global to the process
+        if pm.has_plugin(plugin.__name__):
+            pm.unregister(name=plugin.__name__)
+        pm.register(plugin, name=plugin.__name__)
+
+    async def _failed(self, error: Exception) -> Any:
+        """Return the response for an unexpected error. Only the terminal shows its cause."""
+        if isinstance(error, MemoryError):
+            return Response.text("this takes too much memory; ask for less", status=400)
+        told = str(error) if isinstance(error, ProfharnessError) else _place(error)
+        await self._send({"type": "error", "text": told[:MAX_ERROR]})
+        status = 404 if isinstance(error, NotFoundError) else 500
+        text = "this cannot be answered; the terminal in which profharness serve runs tells why"
+        return Response.text(text, status=status)
+
+
+def _place(error: BaseException) -> str:
+    """Return the type and the location of an unexpected error."""
+    code = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return f"{error!r} in {code.co_filename}:{code.co_name}"
+
+
+def _request(path: str, query: bytes = b"") -> Scope:
+    """Return an HTTP request as an ASGI scope."""
+    return {
+        "type": "http",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query,
+        "headers": [],
+    }
+
+
+async def _receive() -> Message:
+    return {"type": "http.request"}
+
+
+async def _drop(_: Message) -> None:
+    pass
+
+
+def _front(path: Path) -> str:
+    """Return links to the queries, and to the reports on the newest runs."""
+    with open_store(path) as store:
+        runs = store.runs()
+    reports = "".join(
+        f'<li><a href="{REPORT}{escape(row.run)}">{escape(row.run)}</a> '
+        f"{escape(row.created)} {escape(row.device or '')}</li>"
+        for row in runs[:MAX_RUNS]
+    )
+    questions = "".join(
+        f'<li><a href="/{DATABASE}/{name}">{escape(title)}</a>: {escape(text)}</li>'
+        for name, (title, text, _) in QUERIES.items()
+    )
+    return f"<h2>Questions</h2><ul>{questions}</ul><h2>Reports</h2><ul>{reports}</ul>"
+
+
+def _report(path: Path, run: str) -> str | None:
+    """Return the page of one run, None if there is none.
+
+    Without the extra for charts, the page has a note instead of them.
+    """
+    with open_store(path) as store:
+        try:
+            store.resolve(run)
+        except NotFoundError:
+            return None
+        document = report_document(store, [run])
+    try:
+        return render_html(document)
+    except MissingExtraError as error:
+        kept = tuple(block for block in document.blocks if not isinstance(block, Chart))
+        return render_html(replace(document, blocks=(Note(str(error), level="warning"), *kept)))

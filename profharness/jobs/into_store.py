@@ -1,0 +1,508 @@
+"""Jobs that start a worker: each captures into a run folder and ingests it into the store."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import profharness.store as stores
+from profharness.attention.backends import (
+    ALL,
+    DEFAULT_BACKENDS,
+    KERNELS,
+    expand_backends,
+)
+from profharness.attention.cases import NO_CASES, VerificationRow
+from profharness.attention.config import Config, parse_config
+from profharness.device_types import CPU, CUDA, is_gpu
+from profharness.environment import gpu_name, gpu_present
+from profharness.errors import (
+    CaptureError,
+    NotFoundError,
+    StoreError,
+    TraceFormatError,
+    UsageError,
+)
+from profharness.jobs import fleet
+from profharness.jobs.background_ingest import open_background_ingest
+from profharness.jobs.campaign import is_campaign
+from profharness.jobs.fleet import run_on_lanes
+from profharness.measurements import evaluation
+from profharness.processes import PrewarmedWorker
+from profharness.program.layer_map import LayerMap
+from profharness.program.regret import (
+    MEASUREMENTS,
+    regret_backends,
+    regret_configs,
+    regret_map,
+)
+from profharness.recording.capture import (
+    RunFolder,
+    execute,
+    interrupts_name,
+    plan_capture,
+    plan_verify,
+    resume,
+    why_not_resumed,
+)
+from profharness.recording.observe import Observed, observe
+from profharness.recording.probe import probe_interpreter
+from profharness.recording.profilers import find_profilers, require_tools
+from profharness.recording.supervise import Progress
+from profharness.rows import EVENTS, KERNEL, TORCH
+from profharness.run import (
+    PRECISION,
+    PROCESSES,
+    RUN_FILE,
+    BenchOptions,
+    BenchPlan,
+    CaptureOptions,
+    Fleet,
+    ObserveOptions,
+    Protocol,
+    VerifyOptions,
+    check_protocol,
+    make_plan,
+    read_run,
+    require_number,
+)
+from profharness.store import LATEST, Selection, Store, open_store
+from profharness.store.filesystems import refuse_network
+from profharness.store.trace_cache import ParsedTraceCache
+from profharness.traces.observed import ObservedCall, read_observed
+
+if TYPE_CHECKING:
+    from profharness.store import IngestResult
+
+
+PROFILED_CALLS = 10  # per benchmark process, for the `kernel` measurement
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Callbacks of a job."""
+
+    say: Callable[[str], None] = lambda _: None  # prints a sentence
+    # opens a display of a worker's progress
+    progress: Callable[[], AbstractContextManager[Progress | None]] = contextlib.nullcontext
+
+
+SILENT = Listener()
+
+
+# One config for a GPU, and one that a CPU computes in milliseconds.
+EVERYDAY = {
+    "prefill": {CUDA: "4,16,2048,128,bf16,causal", CPU: "1,8,512,64,fp32,causal"},
+    "decode": {CUDA: "16,16,4096,128,bf16,seq_q=1", CPU: "4,8,1024,64,fp32,seq_q=1"},
+    "training": {CUDA: "4,16,1024,64,bf16,causal,bwd", CPU: "1,8,256,64,fp32,causal,bwd"},
+    "a mask": {CUDA: "4,16,1024,64,bf16,mask=bool", CPU: "1,8,256,64,fp32,mask=bool"},
+    "grouped queries": {
+        CUDA: "4,32,1024,128,bf16,causal,kv_heads=8",
+        CPU: "1,8,256,64,fp32,kv_heads=2",
+    },
+}
+"""Common uses of attention: the configs of a capture that names none."""
+
+
+def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[str, Config]:
+    """Return the configs of EVERYDAY by their uses, for a device or the lanes if they are named."""
+    kind = device_type(fleet.lanes_device(lanes or Fleet(), device))
+    return {use: parse_config(configs[kind]) for use, configs in EVERYDAY.items()}
+
+
+@dataclass(frozen=True)
+class Captured(RunFolder):
+    """A run folder, and what the store ingested from it."""
+
+    ingested: list[IngestResult]
+    others: tuple[Captured, ...] = ()  # the runs of further GPU classes
+
+
+def default_backends(device: str = "auto") -> tuple[str, ...]:
+    """Return the default backends: more of them if there is an NVIDIA GPU."""
+    return DEFAULT_BACKENDS[device_type(device)]
+
+
+def device_type(device: str) -> str:
+    """Return `cuda` or `cpu`; `auto` stands for what this machine has."""
+    return CUDA if device == CUDA or (device == "auto" and gpu_present()) else CPU
+
+
+def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Return the backends to verify, by default `all,kernels`."""
+    return expand_backends(named or (ALL, KERNELS), default)
+
+
+def capture_into_store(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    store: Path,
+    options: CaptureOptions | None = None,
+    progress: Progress | None = None,
+    prewarmed: PrewarmedWorker | None = None,
+) -> Captured:
+    """Capture and ingest. Without backends, use the default ones of this machine's device."""
+    options = options or CaptureOptions()
+    check_protocol(options.protocol, counted=options.bench is None)
+    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
+    chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
+    # Refuse wrong options before a store or a run folder is made.
+    run, tools = plan_capture(configs, chosen, options)
+    require_store(store)
+    with open_background_ingest(store) as background:
+        folders = run_on_lanes(
+            run,
+            chosen,
+            options.out,
+            options.fleet,
+            progress,
+            python=options.python,
+            background=background,
+            prewarmed=prewarmed,
+        ) or [
+            execute(
+                run,
+                tools,
+                chosen,
+                options.out,
+                python=options.python,
+                progress=background.hears(progress),
+                prewarmed=prewarmed,
+            )
+        ]
+    first, *others = (_ingest_run_folder(folder, store, background.parsed) for folder in folders)
+    return replace(first, others=tuple(others))
+
+
+def _on_lanes(protocol: Protocol, lanes: Fleet) -> Protocol:
+    """Replace the device by that of the lanes, which this host need not have."""
+    return replace(protocol, device=fleet.lanes_device(lanes, protocol.device))
+
+
+def capture_with_each(
+    pythons: Sequence[str],
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    store: Path,
+    options: CaptureOptions,
+    listener: Listener = SILENT,
+) -> Iterator[Captured]:
+    """Capture with the torch of each interpreter in turn. Probe all of them first.
+
+    Raise CaptureError at the end if any could not be measured.
+    """
+    profilers = find_profilers(options.profilers)
+    wrapped = [profiler.name for profiler in profilers if profiler.session]
+    require_tools(profilers)
+    tried = [probe_interpreter(name, wrapped) for name in pythons]
+    left_out = [interpreter.text for interpreter in tried if interpreter.why is not None]
+    for text in left_out:
+        listener.say(f"left out: {text}")
+    for interpreter in tried:
+        if interpreter.why is not None:
+            continue
+        listener.say(interpreter.text)
+        chosen = replace(options, python=interpreter.path)
+        with listener.progress() as progress:
+            try:
+                captured = capture_into_store(configs, backends, store, chosen, progress)
+            except CaptureError as error:
+                left_out.append(f"{interpreter.name}: {error}")
+                continue
+        yield captured
+    if left_out:
+        raise CaptureError(
+            "\n  ".join([f"{len(left_out)} of {len(tried)} not measured:", *left_out])
+        )
+
+
+def bench_into_store(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    store: Path,
+    options: CaptureOptions | None = None,
+    progress: Progress | None = None,
+) -> Captured:
+    """Time the backends of each config in turns and ingest the run, with traces for `kernel`."""
+    options = options or CaptureOptions()
+    plan = options.bench or BenchPlan()
+    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
+    traced = KERNEL in plan.measurements and is_gpu(device_type(options.protocol.device))
+    options = replace(options, bench=plan, profilers=(TORCH if traced else EVENTS,))
+    return capture_into_store(configs, backends, store, options, progress)
+
+
+@dataclass(frozen=True)
+class ObserveResult:
+    """The result of observing a program."""
+
+    observed: Observed
+    calls: tuple[ObservedCall, ...]
+    ingested: list[IngestResult]
+
+
+def observe_into_store(
+    argv: Sequence[str], store: Path, options: ObserveOptions | None = None
+) -> ObserveResult:
+    """Run a program with the observer in it, and ingest what it left if anything was recorded."""
+    require_store(store)
+    observed = observe(argv, options or ObserveOptions())
+    if observed.why is not None:
+        return ObserveResult(observed, (), [])
+    calls = read_observed(observed.folder)
+    return ObserveResult(observed, calls, stores.ingest_path(store, observed.folder))
+
+
+def find_run_folder(text: str, out: Path) -> Path:
+    """Return the run folder to resume: a path, a run id or a unique prefix of one below `out`.
+
+    `latest` is the newest folder that can be resumed. Raise NotFoundError.
+    """
+    for exact in (Path(text), out / text):
+        if (exact / RUN_FILE).exists():
+            return exact
+    if text == LATEST:
+        return _latest_unfinished(out)
+    # the text may contain wildcards
+    folders = sorted(path.parent for path in out.glob(f"{glob.escape(text)}*/{RUN_FILE}"))
+    if len(folders) != 1:
+        many = f"{len(folders)} of them fit" if folders else "there is none"
+        raise NotFoundError(
+            f"no run folder {text!r} in {out}: {many}; give the folder's path or a longer id"
+        )
+    return folders[0]
+
+
+def _latest_unfinished(out: Path) -> Path:
+    """Return the newest folder that can be resumed; names begin with the time of the run."""
+    reasons = []
+    for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
+        folder = path.parent
+        check = fleet.why_campaign_not_resumed if is_campaign(folder) else why_not_resumed
+        reason = check(folder, read_run(folder))
+        if reason is None:
+            return path.parent
+        reasons.append(reason)
+    newest = f"; the newest: {reasons[0]}" if reasons else ""
+    raise NotFoundError(f"no run folder in {out} has anything left to resume{newest}")
+
+
+def find_source(text: str, store: Path) -> Path:
+    """Return the path of a run folder or trace, or that of a stored run.
+
+    A stored run is given by its id, a unique prefix, `latest` or `latest~1`. Raise TraceFormatError
+    if there is neither a file nor a stored run, and NotFoundError if the run is unknown or its
+    files are gone.
+    """
+    path = Path(text)
+    if path.exists():
+        return path
+    # run ids contain no slash
+    if not store.is_file() or len(path.parts) > 1:
+        raise TraceFormatError(path, "no such file or folder", expected="a run folder or a trace")
+    with open_store(store) as opened:
+        run = opened.resolve(text)
+        source = next(Path(row.path) for row in opened.runs() if row.run == run)
+    if not source.exists():
+        raise NotFoundError(f"run {run} was ingested from {source}, which no longer exists")
+    return source
+
+
+def resume_into_store(
+    folder: Path, store: Path, progress: Progress | None = None, lanes: Fleet | None = None
+) -> Captured:
+    """Finish an interrupted run and ingest it again.
+
+    `lanes` are those of a campaign, by default those of this host.
+    """
+    require_store(store)
+    with open_background_ingest(store) as background:
+        if is_campaign(folder):
+            resumed = fleet.resume_on_lanes(folder, lanes or Fleet(), progress, background)
+        elif lanes is not None and lanes.scheduler is not None:
+            raise UsageError(f"--scheduler: {folder} is no campaign; leave it out")
+        else:
+            resumed = resume(folder, background.hears(progress))
+    return _ingest_run_folder(resumed, store, background.parsed)
+
+
+def require_store(path: Path) -> None:
+    """Raise StoreError, before anything runs, if the store cannot be written.
+
+    Do not create a new store yet: that takes as long as a cell.
+    """
+    refuse_network(path)
+    place = path if path.exists() else path.parent
+    if place == path or not place.is_dir():
+        open_store(path, write=True).close()
+    if not os.access(place, os.W_OK):
+        raise StoreError(f"{path}: {place} cannot be written; name another --store")
+
+
+def _ingest_run_folder(
+    done: RunFolder, store: Path, cache: ParsedTraceCache | None = None
+) -> Captured:
+    """Ingest a complete run folder. An interrupt names the folder."""
+    with interrupts_name(done.folder):
+        ingested = stores.ingest_path(store, done.folder, cache=cache)
+        return Captured(done.folder, done.run, ingested)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result of a verification."""
+
+    run: str  # with several GPU classes, the run of the first one
+    rows: tuple[VerificationRow, ...]
+
+
+def verify_into_store(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    store: Path,
+    options: VerifyOptions | None = None,
+    progress: Progress | None = None,
+) -> Verified:
+    """Verify and ingest, by default the backends `all,kernels`.
+
+    A wrong backend is a row, not an error. Raise UsageError for unknown names and CaptureError if
+    no worker starts.
+    """
+    options = options or VerifyOptions()
+    check_protocol(options.protocol)
+    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
+    chosen = every_backend(backends, default_backends(options.protocol.device))
+    require_store(store)
+    run = plan_verify(configs, chosen, options)
+    folders = run_on_lanes(run, chosen, options.out, options.fleet, progress)
+    folders = folders or [execute(run, {}, chosen, options.out, progress=progress)]
+    runs = [_ingest_run_folder(folder, store).run.run for folder in folders]
+    with open_store(store) as opened:
+        return Verified(runs[0], tuple(row for run in runs for row in opened.verifications(run)))
+
+
+def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
+    """Capture configs that no stored run has, and return the selection of the new run."""
+    count, named = len(selection.configs), ", ".join(selection.backends) or "the usual backends"
+    listener.say(f"{store} has no kernels of them yet: capturing {count} config(s) on {named}")
+    options = CaptureOptions(tuple(selection.profilers) or CaptureOptions.profilers)
+    with listener.progress() as progress:
+        captured = capture_into_store(
+            selection.configs, selection.backends, store, options, progress
+        )
+    return replace(selection, run=captured.run.run)
+
+
+def bench(
+    options: BenchOptions, store: Path, listener: Listener = SILENT
+) -> evaluation.BenchResult:
+    """Measure, or query a stored run with its own precision and ranking unless others are given.
+
+    Raise UsageError, NotFoundError, or CaptureError if no worker starts.
+    """
+    evaluation.check_convention(options.convention)
+    precision = PRECISION if options.precision is None else options.precision
+    plan = make_plan(options.measurements, precision, options.max_time_s, options.iterations)
+    baseline = evaluation.parse_baseline(options.baseline)
+    if options.run is None:
+        options = replace(options, device=fleet.lanes_device(options.fleet, options.device))
+    if options.run is not None:
+        if options.verify:
+            raise UsageError("--verify measures; leave --run out, or use profharness verify")
+        with open_store(store) as opened:
+            run = _timed_run(opened, options)
+            return evaluation.evaluate_bench(
+                opened,
+                run,
+                convention=options.convention,
+                baseline=baseline,
+                precision=options.precision,
+                configs=evaluation.stored_configs(opened, run, options.configs, options.dtypes),
+                backends=evaluation.stored_backends(opened, run, options.backends),
+                rank_by=plan.measurements if options.measurements else None,
+            )
+    configs = evaluation.bench_configs(
+        options.configs, options.dtypes, baseline, device_type(options.device)
+    )
+    require_number("warmup", options.warmup, 0, whole=True)
+    require_number("processes", options.processes, *PROCESSES, whole=True)
+    counts = PROFILED_CALLS, options.warmup, options.iterations or 0
+    protocol = Protocol(
+        *(*counts, options.timeout_s, options.seed, options.device),
+        # at least one sample per process
+        processes=min(options.processes, options.iterations or options.processes),
+    )
+    capture_options = CaptureOptions(
+        out=options.out, protocol=protocol, bench=plan, fleet=options.fleet
+    )
+    backends = options.backends
+    if isinstance(baseline, str):
+        backends = (*(backends or (ALL,)), baseline)
+    with listener.progress() as progress:
+        captured = bench_into_store(configs, backends, store, capture_options, progress)
+    for warning in [text for result in captured.ingested for text in result.warnings]:
+        listener.say(f"warning: {warning}")
+    if options.verify:
+        _verify(captured, store, options.fleet, listener)
+    with open_store(store) as opened:
+        benched = evaluation.evaluate_bench(
+            opened,
+            captured.run.run,
+            convention=options.convention,
+            baseline=baseline,
+            precision=precision,
+            rank_by=plan.measurements,
+        )
+    return replace(benched, others=tuple(other.run.run for other in captured.others))
+
+
+def time_layers(
+    layers: LayerMap, options: BenchOptions, store: Path, listener: Listener = SILENT
+) -> LayerMap:
+    """Add to a map what its calls would save on the fastest correct backends.
+
+    The times come from options.run, or from a benchmark of the map's configs. Kernel times rank,
+    since the map has kernel times. Raise CaptureError on a machine unlike that of the trace, and
+    what `bench` raises.
+    """
+    device = CUDA if layers.gpu else CPU
+    backends = options.backends
+    if options.run is None:
+        here = gpu_name() if layers.gpu else None
+        if here != layers.gpu:
+            raise CaptureError(
+                f"run {layers.run} is of {layers.gpu}, and this machine has {here or 'no GPU'}: run "
+                "this there, or bench there what `layers --regret --configs` prints, and name that "
+                "stored run with --bench RUN"
+            )
+        options = replace(options, configs=regret_configs(layers), device=device)
+        backends = tuple(expand_backends(backends or (ALL,), default_backends(device)))
+    if backends:
+        backends = tuple(dict.fromkeys([*backends, *regret_backends(layers)]))
+    options = replace(options, measurements=MEASUREMENTS, backends=backends)
+    return regret_map(layers, bench(options, store, listener))
+
+
+def _timed_run(store: Store, options: BenchOptions) -> str:
+    """Return the selected run. If no run has the configs, return the one to list configs of."""
+    with contextlib.suppress(NotFoundError):
+        return store.find_run(Selection(options.run, options.configs), *evaluation.TIMED)
+    return store.find_run(Selection(options.run), *evaluation.TIMED)
+
+
+def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -> None:
+    """Check the outputs of the configs and backends that were timed."""
+    cells = [cell for cell in captured.run.cells if cell.status == "ok"]
+    configs = list(dict.fromkeys(cell.config for cell in cells))
+    backends = list(dict.fromkeys(cell.backend for cell in cells))
+    options = VerifyOptions(
+        (NO_CASES,), False, captured.folder.parent, captured.run.protocol, lanes
+    )
+    with listener.progress() as progress:
+        verify_into_store(configs, backends, store, options, progress)

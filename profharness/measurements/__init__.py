@@ -1,0 +1,1 @@
+"""Measured times: their intervals, doubts, best backends and sweeps."""

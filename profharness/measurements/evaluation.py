@@ -1,0 +1,553 @@
+"""Evaluate a bench: winners, the cost of `auto`, and sentences about them; also the configs and
+backends that a query about a bench selects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from profharness import stats
+from profharness.attention.backends import (
+    ALL,
+    DEFAULT_BACKENDS,
+    KERNELS,
+    expand_backends,
+    find_backend,
+    stored_names,
+)
+from profharness.attention.config import (
+    OWN_CHOICE,
+    Config,
+    parse_config,
+    pytorch_chooses,
+    sdpa_setting,
+)
+from profharness.attention.costs import CONVENTIONS
+from profharness.attention.dispatch.advice import call_code
+from profharness.device_types import CUDA, on_gpu
+from profharness.devices import Peaks
+from profharness.dtypes import CONFIG_DTYPES
+from profharness.errors import NotFoundError, UsageError
+from profharness.measurements.agreement import backend_that_ran
+from profharness.measurements.axes import (
+    DtypePair,
+    Ran,
+    SamplesOf,
+    Sweep,
+    dtype_pairs,
+    sweeps,
+)
+from profharness.measurements.measurements import (
+    CHOSEN,
+    REFERENCES,
+    Baseline,
+    BenchRow,
+    Samples,
+    all_samples,
+    bench_rows,
+    run_cells,
+)
+from profharness.rows import MEASUREMENTS, CellRow, RunRow
+from profharness.run import PRECISION
+from profharness.store import Need, Selection, Store
+
+
+def parse_baseline(text: str | None) -> Baseline | None:
+    """Parse a baseline: a config if the text looks like one, else the name of a backend. Raise
+    UsageError if it is neither.
+    """
+    if text is None or "," in text or re.match(r"\d|b\d+-h\d+-", text):
+        return None if text is None else parse_config(text)
+    return find_backend(text).name
+
+
+def bench_configs(
+    configs: Sequence[Config],
+    dtypes: Sequence[str] = (),
+    baseline: Baseline | None = None,
+    device_type: str | None = None,
+) -> list[Config]:
+    """Return the configs in each of the dtypes, starting with a config that is the baseline. With
+    `device_type`, a missing dtype and the device's default are the same config. Raise UsageError
+    for an unknown dtype or no config at all.
+    """
+    _check_dtypes(dtypes)
+    if not configs:
+        raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
+    ahead = [baseline] if isinstance(baseline, Config) and baseline not in configs else []
+    unique: dict[Config, Config] = {}
+    for config in [*ahead, *configs]:
+        for dtype in dtypes or (None,):
+            full = config if config.dtype else replace(config, dtype=dtype)
+            unique.setdefault(full.resolve(device_type) if device_type else full, full)
+    return list(unique.values())
+
+
+def stored_configs(
+    store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
+) -> list[Config] | None:
+    """Return the configs that a query about a stored run selects. None selects all. Raise
+    UsageError for an unknown dtype, NotFoundError if the run has none of the configs.
+    """
+    if configs:
+        return bench_configs(configs, dtypes)
+    _check_dtypes(dtypes)
+    if not dtypes:
+        return None
+    held = [
+        parse_config(label) for label in dict.fromkeys(cell.config for cell in store.cells(run))
+    ]
+    for dtype in dtypes:
+        if all(config.dtype != dtype for config in held):
+            dtypes = ", ".join(sorted({str(config.dtype) for config in held}))
+            raise NotFoundError(f"run {run} has no config in {dtype}; it has {dtypes}")
+    return [config for config in held if config.dtype in dtypes]
+
+
+def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
+    """Return the backends that a query about a stored run selects. None selects all."""
+    if not names:
+        return None
+    held = {cell.backend for cell in store.cells(run)}
+    return [
+        backend
+        for name in names
+        for backend in stored_names(expand_backends([name], DEFAULT_BACKENDS[CUDA]))
+        if backend in held or name not in (ALL, KERNELS)
+    ]
+
+
+def _check_dtypes(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in CONFIG_DTYPES:
+            raise UsageError(f"no dtype {name!r}; known are {', '.join(CONFIG_DTYPES)}")
+
+
+def backend_of_cell(cell: CellRow) -> str | None:
+    """Return the backend of a cell. For a setting that lets PyTorch choose, return the backend that
+    ran, or None if that is unknown.
+    """
+    return backend_that_ran(cell) if pytorch_chooses(cell.backend) else cell.backend
+
+
+TIMED: tuple[Need, ...] = ("times", "run")  # the latest run with times, else any run
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The correct backend with the lowest median on a config."""
+
+    config: str
+    backend: str
+    median_ns: float
+    ties: tuple[str, ...]  # within the threshold
+    code: str  # Python that selects it
+    open: tuple[str, ...] = ()  # no significant difference from it
+    why_open: str = ""  # why there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The cost of `auto` on a config."""
+
+    config: str
+    choice: str | None
+    chosen_ns: float
+    best: str
+    best_ns: float
+    regret: float  # the median over the best one's, minus 1
+    # the samples show that `auto` is slower, and it ran another backend than the best one
+    real: bool
+    code: str
+    verdict: stats.Speed = "same"
+    why_open: str = ""
+    best_ran: str | None = None  # what the best one ran
+
+    @property
+    def same_backend(self) -> bool:
+        """Whether the best one is what `auto` ran, under another name."""
+        return self.choice is not None and self.choice == self.best_ran
+
+    @property
+    def open(self) -> bool:
+        """Whether the samples do not decide if `auto` is slower."""
+        return self.verdict == "unknown" and not self.same_backend
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """The evaluation of a bench."""
+
+    run: str
+    rows: tuple[BenchRow, ...]
+    cells: tuple[CellRow, ...]
+    ranking: str  # the measurement that ranks
+    convention: str
+    precision: float
+    peaks: Peaks | None
+    environment: dict[str, Any]
+    winners: tuple[Winner, ...]
+    losses: tuple[Loss, ...]  # the largest first
+    conclusions: tuple[str, ...]
+    samples: Samples = field(default_factory=dict)
+    created: str = ""
+    protocol: dict[str, Any] = field(default_factory=dict)  # keys are fields of `run.Protocol`
+    sweeps: tuple[Sweep, ...] = ()
+    dtypes: tuple[DtypePair, ...] = ()
+    others: tuple[str, ...] = ()  # runs of the same cells on other GPU models
+
+    @property
+    def gpu(self) -> str | None:
+        """The name of the GPU. None for a bench on a CPU."""
+        return self.environment.get("gpu") if on_gpu(self.environment) else None
+
+    def ranking_rows(self) -> list[BenchRow]:
+        """Return one row per cell by the ranking measurement, including cells without samples."""
+        return [row for row in self.rows if row.measurement in (self.ranking, None)]
+
+    def figures(self) -> list[BenchRow]:
+        """Return the ranking rows that have a figure. `n of m figures` counts these."""
+        return [row for row in self.ranking_rows() if row.median_ns is not None]
+
+    def is_wide(self, row: BenchRow) -> bool:
+        """Return whether the row's interval is wider than the requested precision."""
+        return row.is_wide(self.precision)
+
+    def other_doubts(self, row: BenchRow) -> tuple[str, ...]:
+        """Return the row's doubts except that of a wide interval, which every short run has."""
+        return row.doubts[:-1] if self.is_wide(row) else row.doubts
+
+
+def check_convention(name: str) -> None:
+    """Raise UsageError for an unknown way to count FLOPs."""
+    if name not in CONVENTIONS:
+        raise UsageError(f"no convention {name!r}; known are {', '.join(CONVENTIONS)}")
+
+
+def evaluate_bench(
+    store: Store,
+    run: str | None = None,
+    *,
+    convention: str = "exact",
+    baseline: Baseline | None = None,
+    precision: float | None = None,
+    configs: Sequence[Config] | None = None,
+    backends: Sequence[str] | None = None,
+    rank_by: Sequence[str] | None = None,
+) -> BenchResult:
+    """Evaluate a stored run (None: the latest). With None, `precision` and `rank_by` are those of
+    the run. Raise NotFoundError for a missing config or backend, UsageError for an unknown
+    convention.
+    """
+    stored = _timed_run(store, run)
+    name = stored.run
+    check_convention(convention)
+    plan = store.bench_plan(name)
+    precision = plan.get("precision", PRECISION) if precision is None else precision
+    rank_by = plan.get("measurements", MEASUREMENTS) if rank_by is None else rank_by
+    cells = run_cells(store, name, configs, backends, baseline)
+    samples = all_samples(store, name, cells)
+    rows = bench_rows(store, name, cells, samples, convention, precision, baseline)
+    held = {row.measurement for row in rows}
+    ranking = next((name for name in (*rank_by, *MEASUREMENTS) if name in held), MEASUREMENTS[0])
+
+    def samples_of(row: BenchRow) -> tuple[int, ...]:
+        return samples[row.config, row.backend][ranking]
+
+    figures = [row for row in rows if row.measurement == ranking]
+    ran = {(cell.config, cell.backend): backend_of_cell(cell) for cell in cells}
+    winners, losses = [], []
+    for label in dict.fromkeys(row.config for row in figures):
+        alike = [row for row in figures if row.config == label and row.ranked]
+        winners += [_winner(alike, samples_of)] if alike else []
+        losses += _losses(alike, ran, samples_of)
+    losses.sort(key=lambda loss: -loss.regret)
+    conclusions = conclude(figures, winners, losses, samples_of, ran, baseline)
+    return BenchResult(
+        run=name,
+        rows=tuple(rows),
+        cells=tuple(cells),
+        ranking=ranking,
+        convention=convention,
+        precision=precision,
+        peaks=store.peaks(name),
+        environment=store.environment(name),
+        winners=tuple(winners),
+        losses=tuple(losses),
+        conclusions=tuple(conclusions),
+        samples=samples,
+        created=stored.created,
+        protocol=store.protocol(name),
+        sweeps=sweeps(figures, samples_of, ran),
+        dtypes=dtype_pairs(figures, samples_of),
+    )
+
+
+def _timed_run(store: Store, ref: str | None) -> RunRow:
+    """Return the run of a reference (None: the latest). Raise NotFoundError if it has no cells."""
+    name = store.find_run(Selection(ref), *TIMED)
+    stored = next(row for row in store.runs() if row.run == name)
+    if not stored.cells:
+        raise NotFoundError(
+            f"run {name} ({stored.kind}) has no timed cells; see it with: {store.shown_by(name)}"
+        )
+    return stored
+
+
+def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
+    best = _best([row for row in alike if row.backend != OWN_CHOICE[1]] or alike)
+    rows: dict[stats.Speed, list[BenchRow]] = {"same": [], "unknown": []}
+    for row in alike:
+        if row is not best:
+            verdict = stats.compare(samples_of(best), samples_of(row)).verdict
+            rows.setdefault(verdict, []).append(row)
+    return Winner(
+        config=best.config,
+        backend=best.backend,
+        median_ns=float(best.median_ns or 0),
+        ties=tuple(row.backend for row in rows["same"]),
+        code=selecting(best),
+        open=tuple(row.backend for row in rows["unknown"]),
+        why_open=" or ".join(dict.fromkeys(why_open(best, row) for row in rows["unknown"])),
+    )
+
+
+def _losses(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> list[Loss]:
+    """Return the loss of `auto` on one config. Empty if it was not timed, or was the only backend."""
+    chosen = next((row for row in alike if row.backend == CHOSEN), None)
+    others = [row for row in alike if row.backend not in OWN_CHOICE]
+    if chosen is None or not others:
+        return []
+    best = _best(others)
+    choice, best_ran = ran[chosen.config, CHOSEN], ran[best.config, best.backend]
+    chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
+    verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
+    loss = Loss(
+        config=chosen.config,
+        choice=choice,
+        chosen_ns=chosen_ns,
+        best=best.backend,
+        best_ns=best_ns,
+        regret=max(0.0, chosen_ns / best_ns - 1) if best_ns else 0.0,
+        real=verdict == "slower" and (choice is None or choice != best_ran),
+        code=selecting(best),
+        verdict=verdict,
+        why_open=why_open(best, chosen) if verdict == "unknown" else "",
+        best_ran=best_ran,
+    )
+    return [loss]
+
+
+def _best(rows: Sequence[BenchRow]) -> BenchRow:
+    return min(rows, key=lambda row: row.median_ns or float("inf"))
+
+
+def selecting(row: BenchRow) -> str:
+    """Return Python code that computes a config with the row's backend."""
+    config = parse_config(row.config)
+    if row.backend == CHOSEN:
+        return call_code(config, config)
+    if sdpa_setting(row.backend) is not None:
+        return call_code(config, config, row.backend)
+    return (
+        f"# {row.backend} is none of scaled_dot_product_attention's backends: call it itself\n"
+        f"# with q, k, v in the layout [batch, heads, seq_len, head_dim]"
+    )
+
+
+SHOWN_WINNERS = 3
+WITHIN = f"{stats.THRESHOLD:.0%}"
+
+
+def why_open(left: BenchRow, right: BenchRow) -> str:
+    """Return why the verdict on two rows is `unknown`. With enough samples the reason is their
+    overlap.
+    """
+    few = min(left.samples, right.samples) < stats.MIN_SAMPLES
+    if few:
+        return "too few samples"
+    several = min(left.processes or 0, right.processes or 0) > 1
+    return "the samples or their processes overlap" if several else "the samples overlap"
+
+
+def conclude(
+    figures: Sequence[BenchRow],
+    winners: Sequence[Winner],
+    losses: Sequence[Loss],
+    samples_of: SamplesOf,
+    ran: Ran,
+    baseline: Baseline | None = None,
+) -> list[str]:
+    """Return sentences that follow from the rows of the ranking measurement. `losses` are sorted in
+    descending order. `baseline` is the base of speed-ups, if one was named.
+    """
+    ranked = [row for row in figures if row.ranked]
+    sentences = []
+    if len({row.config for row in ranked}) > 1:
+        sentences += _across_configs(ranked)
+    if len(winners) <= SHOWN_WINNERS:
+        timed = [row.config for row in ranked]
+        sentences += [_fastest(row) for row in winners if timed.count(row.config) > 1]
+    if isinstance(baseline, str):
+        sentences += _against_backend(ranked, baseline, samples_of, ran)
+    else:
+        sentences += _against_plain(ranked, samples_of)
+    sentences += _without_speedup(ranked, baseline)
+    sentences += _regret_sentences(losses)
+    wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
+    if wrong:
+        sentences.append(f"not ranked, for its output is wrong: {', '.join(wrong)}")
+    if isinstance(baseline, Config):
+        sentences.append(
+            "speed-ups against another config are ratios of latencies; where the work differs, "
+            "FLOP/s say which is used better"
+        )
+    doubtful = sum(bool(row.doubts) for row in figures)
+    if doubtful:
+        sentences.append(f"{doubtful} of {len(figures)} figures are doubtful; the notes say why")
+    return sentences
+
+
+def _across_configs(ranked: Sequence[BenchRow]) -> list[str]:
+    quick = min(ranked, key=lambda row: row.median_ns or float("inf"))
+    sentences = [
+        f"lowest latency: {quick.config} on {quick.backend}, {(quick.median_ns or 0) / 1e3:,.2f} µs"
+    ]
+    sound = [row for row in ranked if row.flops_per_s and not (row.efficiency or 0) > 1]
+    if sound:
+        best = max(sound, key=lambda row: row.flops_per_s or 0)
+        sentences.append(
+            f"most work a second: {best.config} on {best.backend}, "
+            f"{(best.flops_per_s or 0) / 1e12:,.4g} TFLOP/s"
+        )
+    return sentences
+
+
+def _fastest(winner: Winner) -> str:
+    tied = f", with {', '.join(winner.ties)} within {WITHIN} of it" if winner.ties else ""
+    if not winner.open:
+        return f"{winner.config}: {winner.backend} is fastest{tied}"
+    return (
+        f"{winner.config}: {winner.backend} has the lowest median{tied}, but is not told apart "
+        f"from {', '.join(winner.open)}: {winner.why_open}"
+    )
+
+
+def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[str]:
+    """Report configs on which the plain reference is, or seems, faster than `auto`."""
+    by_cell = {(row.config, row.backend): row for row in ranked}
+    sentences = []
+    for row in ranked:
+        if row.backend != CHOSEN or row.baseline not in REFERENCES or not row.speedup:
+            continue
+        plain = by_cell[row.config, str(row.baseline)]
+        verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
+        if verdict == "slower":
+            sentences.append(
+                f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"
+            )
+        elif verdict == "unknown" and row.speedup < 1:
+            sentences.append(
+                f"{row.config}: the median of auto is {1 / row.speedup:.2f}x that of "
+                f"{row.baseline}, but they are not told apart: {why_open(plain, row)}"
+            )
+    return sentences
+
+
+def _against_backend(
+    ranked: Sequence[BenchRow], baseline: str, samples_of: SamplesOf, ran: Ran
+) -> list[str]:
+    """Return one sentence per backend: on how many configs it is faster or slower than the
+    baseline. Rows on which both ran the same backend have no verdict: it was measured twice.
+    """
+    plain = {row.config: row for row in ranked if row.backend == baseline}
+    sentences = []
+    for backend in dict.fromkeys(row.backend for row in ranked if row.backend != baseline):
+        verdicts: dict[str, list[BenchRow]] = {}
+        own = [row for row in ranked if row.backend == backend and row.config in plain]
+        for row in own:
+            base = plain[row.config]
+            verdict: str = stats.compare(samples_of(base), samples_of(row)).verdict
+            taken = ran[row.config, row.backend]
+            if taken is not None and taken == ran[base.config, base.backend]:
+                verdict = _ONE
+            verdicts.setdefault(verdict, []).append(row)
+        parts = [
+            f"{words} on {len(rows)}{_furthest(rows, verdict)}"
+            for verdict, words in _WORDS.items()
+            if (rows := verdicts.get(verdict))
+        ]
+        if parts:
+            counted = f"of {len(own)} config{'s' if len(own) > 1 else ''}"
+            sentences.append(f"against {baseline}, {counted}, {backend} is {', '.join(parts)}")
+    return sentences
+
+
+def _without_speedup(ranked: Sequence[BenchRow], baseline: Baseline | None) -> list[str]:
+    """Report how many figures lack a speed-up because the baseline has no figure. Empty without a
+    named baseline.
+    """
+    lost = [row for row in ranked if row.speedup is None]
+    if baseline is None or not lost:
+        return []
+    where = " on their config" if isinstance(baseline, str) else ""
+    counted = f"{len(lost)} of {len(ranked)} figures"
+    return [f"no speed-up for {counted}: the baseline {baseline} has no figure{where}"]
+
+
+_ONE = "one"
+_WORDS: dict[str, str] = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": f"as fast (within {WITHIN})",
+    "unknown": "not told apart",
+    _ONE: "the backend that ran there anyhow",
+}
+
+
+def _furthest(rows: Sequence[BenchRow], verdict: str) -> str:
+    """Name the config on which a backend differs most from the baseline. Empty if it does not."""
+    if verdict not in ("faster", "slower"):
+        return ""
+    row = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
+    ratio = row.speedup or 1
+    factor = ratio if verdict == "faster" else 1 / ratio
+    return f" ({'up to ' if len(rows) > 1 else ''}{factor:.2f}x, {row.config})"
+
+
+def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
+    if not losses:
+        return []
+    count, sentences = len(losses), []
+    real = [loss for loss in losses if loss.real]
+    unproven = [loss for loss in losses if loss.open]
+    if real:
+        sentences.append(
+            f"auto is slower than another correct backend on {len(real)} of {count} config(s); "
+            f"most on {_cost(real[0])}"
+        )
+    if unproven:
+        reasons = " or ".join(dict.fromkeys(loss.why_open for loss in unproven))
+        most = f"; most on {_cost(unproven[0])}, by the medians" if unproven[0].regret else ""
+        sentences.append(
+            f"auto is not told apart from the fastest other backend on {len(unproven)} of {count} "
+            f"config(s): {reasons}{most}"
+        )
+    if not real and not unproven:
+        # the medians of one backend that was measured twice may differ
+        apart = any(loss.same_backend and loss.verdict != "same" for loss in losses)
+        alike = "took the fastest backend, or is as fast," if apart else _AS_FAST
+        sentences.append(f"auto {alike} on all {count} config(s)")
+    return sentences
+
+
+_AS_FAST = "is as fast as the fastest backend"
+
+
+def _cost(loss: Loss) -> str:
+    took = f" (it took {loss.choice})" if loss.choice else ""
+    return f"{loss.config}{took}: {loss.regret:.1%} over {loss.best}"

@@ -1,0 +1,1 @@
+"""The attention calls of a program, layer by layer: map, matching, gates and regret."""

@@ -1,0 +1,104 @@
+"""Hardware counters of one kernel as figures, from the presets of `--metrics`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from profharness.recording.profilers.ncu_metrics import (
+    BANK_CONFLICTS,
+    DRAM_THROUGHPUT,
+    FMA_PIPE,
+    ISSUE_ACTIVE,
+    L1_HIT_RATE,
+    L1_THROUGHPUT,
+    L2_HIT_RATE,
+    L2_THROUGHPUT,
+    LOAD_REQUESTS,
+    LOAD_SECTORS,
+    SHARED_WAVEFRONTS,
+    SM_THROUGHPUT,
+    STORE_REQUESTS,
+    STORE_SECTORS,
+    TENSOR_INSTRUCTIONS,
+    TENSOR_PIPE,
+    TENSOR_PIPE_OF_ADA,
+    WARP_STATES,
+    warp_state,
+)
+
+Metrics = Mapping[str, tuple[float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """ncu's counters of a kernel launch. None if a counter was not collected. Pipes and throughputs
+    are shares of the peak, 0 to 1.
+    """
+
+    tensor_pipe: float | None = None  # share of cycles
+    tensor_instructions: float | None = None
+    fma_pipe: float | None = None
+    sm_throughput: float | None = None
+    dram_throughput: float | None = None
+    l2_throughput: float | None = None
+    l1_throughput: float | None = None
+    l1_hit_rate: float | None = None  # share of sectors
+    l2_hit_rate: float | None = None
+    load_sectors: float | None = None  # per request
+    store_sectors: float | None = None  # per request
+    bank_conflicts: float | None = None  # share of passes of shared memory
+    issue_active: float | None = None  # share of cycles
+    # Shares of the time of all resident warps, in descending order.
+    warp_states: dict[str, float] = field(default_factory=dict)
+
+
+def read_counters(metrics: Metrics) -> Counters:
+    """Return the figures of a kernel's metrics, which have ncu's names."""
+    tensor = _share(metrics, TENSOR_PIPE_OF_ADA)
+    return Counters(
+        tensor_pipe=_share(metrics, TENSOR_PIPE) if tensor is None else tensor,
+        tensor_instructions=metric(metrics, TENSOR_INSTRUCTIONS),
+        fma_pipe=_share(metrics, FMA_PIPE),
+        sm_throughput=_share(metrics, SM_THROUGHPUT),
+        dram_throughput=_share(metrics, DRAM_THROUGHPUT),
+        l2_throughput=_share(metrics, L2_THROUGHPUT),
+        l1_throughput=_share(metrics, L1_THROUGHPUT),
+        l1_hit_rate=_share(metrics, L1_HIT_RATE),
+        l2_hit_rate=_share(metrics, L2_HIT_RATE),
+        load_sectors=_of_requests(metrics, LOAD_SECTORS, LOAD_REQUESTS),
+        store_sectors=_of_requests(metrics, STORE_SECTORS, STORE_REQUESTS),
+        bank_conflicts=_ratio(metrics, BANK_CONFLICTS, SHARED_WAVEFRONTS),
+        issue_active=_share(metrics, ISSUE_ACTIVE),
+        warp_states=_warp_states(metrics),
+    )
+
+
+def metric(metrics: Metrics, name: str) -> float | None:
+    """Return the value of a metric, or None if ncu has no number for it."""
+    value = metrics[name][0] if name in metrics else None
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _share(metrics: Metrics, name: str) -> float | None:
+    value = metric(metrics, name)
+    return None if value is None else value / 100
+
+
+def _ratio(metrics: Metrics, part: str, whole: str) -> float | None:
+    above, below = metric(metrics, part), metric(metrics, whole)
+    return above / below if above is not None and below else None
+
+
+def _of_requests(metrics: Metrics, name: str, requests: str) -> float | None:
+    """Return sectors per request. None if the kernel made no such request, for which ncu reports 0."""
+    return metric(metrics, name) if metric(metrics, requests) else None
+
+
+def _warp_states(metrics: Metrics) -> dict[str, float]:
+    values = {name: metric(metrics, warp_state(name)) for name in WARP_STATES}
+    known = {name: value for name, value in values.items() if value}
+    whole = sum(known.values())
+    ranked = sorted(known, key=lambda name: -known[name])
+    return {name: known[name] / whole for name in ranked}

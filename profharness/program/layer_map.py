@@ -1,0 +1,682 @@
+"""The map of a program's attention: equal calls of equal layers as one row, with what ran, its
+time, the reasons, and possible improvements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import Annotated, Any
+
+from profharness.attention.config import AUTO, Config, parse_config
+from profharness.attention.dispatch.advice import Advice
+from profharness.attention.dispatch.by_rule import Platform, explain_by_rule, named_platforms
+from profharness.attention.dispatch.machine import machine_of, rules_know
+from profharness.columns import column
+from profharness.device_types import CPU
+from profharness.errors import NotFoundError, UsageError
+from profharness.measurements.agreement import FAMILY_BACKENDS, backend_of_op
+from profharness.program.observed_calls import ObservedCalls
+from profharness.rows import (
+    UNTRACED,
+    WHOLE_TRACE,
+    CallRow,
+    CallSignature,
+    GapRow,
+    StepRow,
+)
+from profharness.store import Store
+
+WHOLE_PROGRAM = "the whole program"
+NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # values of `LayerRow.mask`
+NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
+EAGER = (
+    "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
+)
+
+UNFUSED = "flex_attention without torch.compile: plain products, which hold all scores"
+FUSE = "torch.compile(flex_attention): one fused kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """Equal calls of equal layers. calls and times are per step, on average over the selected
+    steps. They are None for calls of an observed program that no recorded step contains; config is
+    then that of the first call.
+    """
+
+    run: Annotated[str, column(meaning="id of the run")]
+    step: Annotated[str, column(meaning="name of the steps")]
+    module: Annotated[
+        str | None,
+        column(
+            "module",
+            shrink=True,
+            meaning="path of the module with the numbers of equal layers in braces, if the trace has modules",
+        ),
+    ]
+    module_class: Annotated[str | None, column(meaning="class of the module")]
+    kind: Annotated[
+        str, column(meaning="`sdpa`, `inner`, `fast_path`, `flex`, `custom`, `eager` or `replay`")
+    ]
+    config: Annotated[str | None, column("config", meaning="label of the call of median length")]
+    lengths: Annotated[
+        tuple[int, int] | None, column(meaning="the smallest and the largest seq_kv")
+    ]
+    calls: Annotated[float | None, column("calls/step", "count", meaning="calls per step")]
+    phase: Annotated[str | None, column("phase", meaning="`prefill`, `decode`, `cross` or `train`")]
+    direction: Annotated[str, column(meaning="`forward` or `recompute`")]
+    mode: Annotated[
+        str, column("mode", meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph)")
+    ]
+    asked: Annotated[
+        str | None,
+        column(
+            "asked",
+            meaning="backends that the program allowed, joined by commas; `auto` if it excluded none; empty if unknown",
+        ),
+    ]
+    ran: Annotated[str | None, column("ran", meaning="the backend that computed it")]
+    sdpa_op: Annotated[str | None, column(meaning="the attention op in the trace")]
+    kernels: Annotated[
+        tuple[str, ...],
+        column("kernels", "names", meaning="short names in order of the first launch"),
+    ]
+    forward_ns: Annotated[
+        float | None,
+        column("forward µs", "us", meaning="kernel time per step, if there are kernels"),
+    ]
+    backward_ns: Annotated[
+        float | None, column("backward µs", "us", meaning="kernel time of the backward per step")
+    ]
+    share: Annotated[
+        float | None,
+        column("% of busy", "percent", meaning="share of the time in which the GPU was busy"),
+    ]
+    step_share: Annotated[float | None, column("% of step", "percent", meaning="share of the step")]
+    reasons: Annotated[
+        tuple[str, ...], column(meaning="why it ran so, or what the config does not describe")
+    ]
+    advice: Annotated[tuple[str, ...], column(meaning="possible improvements")]
+    replayable: Annotated[bool, column(meaning="whether the config is the whole call")]
+    names: Annotated[tuple[str, ...], column(meaning="full names of the modules")] = ()
+    mask: Annotated[
+        str | None,
+        column(
+            "mask",
+            meaning="effect of the first call's mask; `none` without a mask; empty if unknown",
+        ),
+    ] = None
+    points: Annotated[
+        tuple[tuple[str, float], ...],
+        column(
+            meaning="the configs to time instead of the calls, each with the calls per step that it represents"
+        ),
+    ] = ()
+    best: Annotated[
+        str | None, column("best", meaning="the fastest correct backend, with `--bench`")
+    ] = None
+    ran_ns: Annotated[
+        float | None, column(meaning="time of one call on what ran, with `--bench`")
+    ] = None
+    best_ns: Annotated[
+        float | None, column(meaning="time of one call on the best backend, with `--bench`")
+    ] = None
+    saves_ns: Annotated[
+        float | None,
+        column(
+            "saves µs/step",
+            "us",
+            meaning="savings of the best backend per step, forward and backward",
+        ),
+    ] = None
+    saves_forward_ns: Annotated[float | None, column(meaning="savings of the forward per step")] = (
+        None
+    )
+    saves_backward_ns: Annotated[
+        float | None, column(meaning="savings of the backward per step")
+    ] = None
+    choice: Annotated[str | None, column(meaning="PyTorch's choice, recorded by `observe`")] = None
+    site: Annotated[
+        str | None,
+        column("at", shrink=True, meaning="file and line of the call, recorded by `observe`"),
+    ] = None
+    program_calls: Annotated[
+        int | None,
+        column(
+            "calls in all", "count", meaning="calls of the whole program, recorded by `observe`"
+        ),
+    ] = None
+    dims: Annotated[
+        tuple[tuple[int, ...] | None, ...],
+        column(meaning="dimensions of query, key, value and mask if no config describes them"),
+    ] = ()
+    program_points: Annotated[
+        tuple[tuple[str, float], ...],
+        column(
+            meaning="the configs of calls outside of steps, each with the calls of the program that it represents"
+        ),
+    ] = ()
+
+    @property
+    def kernel_ns(self) -> float:
+        """The time of all its kernels, 0 without any."""
+        return (self.forward_ns or 0) + (self.backward_ns or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """The savings per step of the fastest correct backends. Forward and backward are None if some
+    forward was not timed alone, or nothing has a backward.
+    """
+
+    run: str  # the bench
+    measurement: str  # what was timed
+    gpu: str | None
+    saves_ns: float
+    saves_forward_ns: float | None
+    saves_backward_ns: float | None
+    timed_calls: float
+    untimed_calls: float
+    launch_bound: bool
+    conclusions: tuple[str, ...]  # what follows, and what the bench does not cover
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForecast:
+    """A row of a map on another GPU. Times are those of kernels, with the backward if the config
+    has `bwd`.
+    """
+
+    predicted_backend: Annotated[
+        str | None,
+        column("takes", meaning="PyTorch's choice there among the allowed backends, by rule"),
+    ] = None
+    predicted_source: Annotated[
+        str | None,
+        column(
+            "source",
+            meaning="the least certain source of the calls: `measured`, `model` or `floor` (a "
+            "lower bound instead of a time)",
+        ),
+    ] = None
+    predicted_kernels: Annotated[
+        tuple[str, ...], column("kernels", "names", meaning="kernels of the call of median length")
+    ] = ()
+    predicted_ns: Annotated[
+        float | None, column("µs/call", "us", meaning="mean time of one call")
+    ] = None
+    predicted_low_ns: Annotated[
+        float | None, column("from", "us", meaning="lower end of the 90 % interval of one call")
+    ] = None
+    predicted_high_ns: Annotated[
+        float | None, column("to", "us", meaning="upper end of that interval")
+    ] = None
+    predicted_total_ns: Annotated[
+        float | None,
+        column("µs", "us", meaning="time of all calls of a step, else of the whole program"),
+    ] = None
+    predicted_share: Annotated[
+        float | None, column("share", "percent", meaning="share of all predicted attention")
+    ] = None
+    predicted_best: Annotated[
+        str | None,
+        column("best", meaning="the fastest backend that supports the call and has a time"),
+    ] = None
+    predicted_best_ns: Annotated[float | None, column(meaning="time of one call on it")] = None
+    predicted_saves_ns: Annotated[
+        float | None, column("saves µs", "us", meaning="savings of the best backend for all calls")
+    ] = None
+    predicted_certain: Annotated[
+        bool | None, column(meaning="whether the two intervals are more than 3 % apart")
+    ] = None
+    predicted_reason: Annotated[str | None, column(meaning="why something is missing")] = None
+    predicted_gpu: Annotated[str | None, column(meaning="the predicted GPU")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """All rows on another GPU, in the order of the map's."""
+
+    gpu: str
+    torch: str
+    machine: str | None  # what its atlas was measured on; None without an atlas
+    of: str  # The unit of calls and times: `step`, or `program` if no step was recorded.
+    ns: float
+    low_ns: float
+    high_ns: float
+    saves_ns: float
+    calls: float
+    unpredicted_calls: float  # without a time
+    conclusions: tuple[str, ...]
+    rows: tuple[LayerForecast, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Why a backend does not support a config, and the first change after which it does."""
+
+    backend: str
+    reason: str
+    advice: Advice | None
+
+    @property
+    def text(self) -> str:
+        return f"{self.backend}: {self.advice.change}" if self.advice else ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMap:
+    """The rows in descending order of time, their steps, the largest gaps, and caveats."""
+
+    run: str
+    rows: tuple[LayerRow, ...]
+    steps: tuple[StepRow, ...]
+    gaps: tuple[GapRow, ...]
+    caveats: tuple[str, ...]
+    platform: Platform | None = None  # where the rules apply; None if unknown
+    gpu: str | None = None  # None for a CPU
+    regret: Regret | None = None
+    processes: int = 0  # number of observed processes
+    forecasts: tuple[Forecast, ...] = ()  # of other GPUs
+
+    @property
+    def busy_ns(self) -> float:
+        """The time per step in which the GPU was busy, on average."""
+        return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
+
+    @property
+    def step_ns(self) -> float:
+        """The duration of a step, on average."""
+        return sum(step.duration_ns for step in self.steps) / len(self.steps) if self.steps else 0
+
+
+def find_layers(
+    store: Store, run: str, *, step: int | None = None, torch: str | None = None
+) -> LayerMap:
+    """Return the map of a run. `step` selects a single one, counted from 0 over all its traces.
+    `torch` is the release for the rules if the run does not record it. Raise NotFoundError for a
+    run without attention calls or a missing step, UsageError for an unknown release.
+    """
+    calls = store.calls(run)
+    observed = ObservedCalls(store.templates(run), calls)
+    if not calls and not observed:
+        of_configs = (
+            f"it is of configs (profharness kernels --run {run}); " if store.cells(run) else ""
+        )
+        raise NotFoundError(
+            f"run {run} shows no attention call of a program; {of_configs}record a trace with "
+            "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
+        )
+    steps = store.steps(run) if calls else []
+    if step is None:
+        calls += observed.untraced()
+    else:
+        if not 0 <= step < len(steps):
+            there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
+            raise NotFoundError(f"run {run} has {there}")
+        (only,) = steps = [steps[step]]
+        # a trace without steps is one step, and its calls name none
+        inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
+        calls = [call for call in calls if call.trace == only.trace and call.step in inside]
+    platform = _platform(store, run, torch)
+    name = steps[0].name if len(steps) == 1 else f"{len(steps)} steps"
+    groups = group_calls(calls, observed)
+    counts = observed.counts(groups)
+    rows = [
+        _row(run, name, group, steps, platform, observed, made)
+        for group, made in zip(groups, counts, strict=True)
+    ]
+    # descending by time; calls without times by their number
+    rows.sort(key=lambda row: (-row.kernel_ns, row.calls is None, -(row.program_calls or 0)))
+    problems = [problem.message for problem in store.problems(run)]
+    return LayerMap(
+        run=run,
+        rows=tuple(rows),
+        steps=tuple(steps),
+        gaps=tuple(store.gaps(steps)),
+        caveats=(
+            *_caveats(rows, platform, observed, problems),
+            *problems,
+            *store.warnings([run]).get(run, ()),
+        ),
+        platform=platform,
+        gpu=next(
+            (device.name for device in store.devices(run)),
+            None if steps else store.environment(run).get("gpu"),
+        ),
+        processes=observed.processes,
+    )
+
+
+def group_calls(
+    calls: Iterable[CallRow], observed: ObservedCalls | None = None
+) -> list[list[CallRow]]:
+    """Group equal calls, in the order of the first of each group."""
+    groups: dict[tuple[Any, ...], list[CallRow]] = {}
+    for call in calls:
+        kind = observed.kind(call) if observed else None
+        recorded = (kind.asked, kind.choice, kind.ran, kind.mask, _site(kind)) if kind else ()
+        groups.setdefault((*_group_key(call), call.trace == UNTRACED, recorded), []).append(call)
+    return list(groups.values())
+
+
+def _site(kind: CallSignature | None) -> str | None:
+    """Return text such as `model.py:18`."""
+    if kind is None or kind.file is None:
+        return None
+    return kind.file if kind.line is None else f"{kind.file}:{kind.line}"
+
+
+def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
+    """Return the machine of the program for the rules. None if its PyTorch is unknown."""
+    environment = store.environment(run)
+    devices = store.devices(run)
+    if torch is not None:
+        gpu = devices[0].name if devices else environment.get("gpu")
+        platforms = named_platforms(torch, gpu or CPU)
+        if len(platforms) > 1 or ".." in torch:
+            raise UsageError(
+                f"--torch {torch!r} names several releases; a program ran on one, such as 2.11"
+            )
+        return platforms[0]
+    if not rules_know(environment):
+        return None
+    device = str(environment["device_type"])
+    # not pinned: the environment records cuDNN's version
+    return Platform(machine_of(environment), device, environment.get("gpu"), pinned=False)
+
+
+def module_name(call: CallRow) -> str | None:
+    """Return its dotted path, else the numbered classes around it."""
+    return call.path or ".".join(call.modules) or None
+
+
+def _group_key(call: CallRow) -> tuple[Any, ...]:
+    """Return the key of equal calls. Decoding calls may differ in the number of keys."""
+    config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
+    shapes = call.dims if config is None else ()
+    module = module_name(call)
+    return (
+        NUMBER.sub("{}", module) if module else None,
+        call.kind, call.op, call.sdpa_op, config, shapes, call.mode, call.recompute,
+        call.backward, actual_backend(call),
+    )  # fmt: skip
+
+
+def any_length(config: Config, phase: str | None) -> Config:
+    """Return the config. For decoding, drop what changes from token to token."""
+    if phase != "decode":
+        return config
+    return replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
+
+
+def phase_of(call: CallRow) -> str | None:
+    """Return the purpose of the call by its shapes. None if they are unknown."""
+    if call.backward or call.recompute:
+        return "train"
+    if call.config is None:
+        return None
+    config = parse_config(call.config)
+    if config.seq_len_q == config.seq_len_kv:
+        return "prefill"
+    return "decode" if config.seq_len_q == 1 else "cross"
+
+
+def actual_backend(call: CallRow) -> str | None:
+    """Return the backend that computed a call: by its op, else by the families of its kernels."""
+    if call.kind in ("eager", "flex"):
+        return call.kind
+    by_op = backend_of_op(call.sdpa_op)
+    if by_op and by_op != "fused":
+        return by_op
+    families = {FAMILY_BACKENDS.get(kernel.family) for kernel in call.kernels} - {None}
+    # the order of a set differs from run to run
+    return " and ".join(sorted(map(str, families))) or None
+
+
+def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
+    """Return the modules of calls without duplicates."""
+    return tuple(dict.fromkeys(name for call in calls if (name := module_name(call))))
+
+
+def merge_numbered(names: Sequence[str]) -> str | None:
+    """Merge names that differ in numbers: `layers.{0-2}.attn`. None without names."""
+    if not names:
+        return None
+    columns = [NUMBER.findall(name) for name in names]
+    numbers = iter([sorted({int(row[at]) for row in columns}) for at in range(len(columns[0]))])
+    return NUMBER.sub(lambda _: _spans(next(numbers)), names[0])
+
+
+def join_numbered(names: Iterable[str]) -> str:
+    """Merge names that differ in numbers, and join the rest by commas."""
+    alike: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault(NUMBER.sub("{}", name), []).append(name)
+    return ", ".join(str(merge_numbered(group)) for group in alike.values())
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Return `3`, `{0-2}` or `{0-2,5}`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ",".join(f"{low}-{high}" if high > low else f"{low}" for low, high in spans)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _row(
+    run: str,
+    step: str,
+    group: Sequence[CallRow],
+    steps: Sequence[StepRow],
+    platform: Platform | None,
+    observed: ObservedCalls,
+    made: int | None,
+) -> LayerRow:
+    # an observed program may have no recorded step
+    first, count = group[0], max(len(steps), 1)
+    kind, traced = observed.kind(first), first.trace != UNTRACED
+    configs = [parse_config(call.config) for call in group if call.config]
+    middle = median_config(configs)
+    spent: Counter[str] = Counter()
+    for kernel in chain.from_iterable(call.kernels for call in group):
+        spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
+    ran_there = actual_backend(first) or (kind.ran if kind else None)
+    mask = observed.common_field(first, "mask")
+    if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
+        mask = NO_MASK
+    reasons, advice = _reasons_and_advice(first, middle, platform, ran_there, kind)
+    has_kernels = any(call.kernels for call in group)
+    busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
+    kernels = dict.fromkeys(kernel.kernel_short for call in group[:1] for kernel in call.kernels)
+    lengths = [config.seq_len_kv for config in configs]
+    if not traced:
+        lengths = observed.lengths(group) or lengths
+    return LayerRow(
+        run=run,
+        step=step if traced else WHOLE_PROGRAM,
+        module=merge_numbered(module_names(group)),
+        module_class=NUMBER.sub("", first.modules[-1]).rstrip("_") if first.modules else None,
+        kind=first.kind,
+        config=middle.label if middle else None,
+        lengths=(min(lengths), max(lengths)) if lengths else None,
+        calls=len(group) / count if traced else None,
+        phase=phase_of(first),
+        direction="recompute" if first.recompute else "forward",
+        mode=first.mode,
+        asked=observed.common_field(first, "asked"),
+        ran=ran_there,
+        sdpa_op=first.sdpa_op,
+        kernels=tuple(kernels),
+        forward_ns=spent["forward"] / count if has_kernels else None,
+        backward_ns=spent["backward"] / count if has_kernels and spent["backward"] else None,
+        share=spent.total() / busy if has_kernels and busy else None,
+        step_share=spent.total() / long if has_kernels and long else None,
+        reasons=reasons,
+        advice=advice,
+        replayable=middle is not None and all(call.reason is None for call in group),
+        names=module_names(group),
+        mask=mask,
+        points=points_of(group, count) if traced else (),
+        choice=kind.choice if kind else None,
+        site=_site(kind),
+        program_calls=made,
+        dims=() if middle else first.dims,
+        program_points=observed.points(group),
+    )
+
+
+def points_of(calls: Iterable[CallRow], count: int) -> tuple[tuple[str, float], ...]:
+    """Return the configs of the smallest, median and largest seq_kv of the calls of `count` steps,
+    weighted in calls per step. A call in between counts towards its two neighbours, in proportion
+    to its closeness. A recompute in the backward counts as a forward.
+    """
+    configs = [
+        replace(config, bwd=False) if call.recompute else config
+        for call in calls
+        if call.config and (config := parse_config(call.config))
+    ]
+    if not configs:
+        return ()
+    ordered = sorted(configs, key=lambda config: config.seq_len_kv)
+    chosen = (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])
+    points = list({config.seq_len_kv: config for config in chosen}.values())
+    weights = [0.0] * len(points)
+    for config in ordered:
+        length = config.seq_len_kv
+        for at, (low, high) in enumerate(pairwise(point.seq_len_kv for point in points)):
+            if low <= length < high:
+                part = (length - low) / (high - low)
+                weights[at] += 1 - part
+                weights[at + 1] += part
+                break
+        else:
+            weights[-1] += 1
+    return tuple(
+        (point.label, weight / count) for point, weight in zip(points, weights, strict=True)
+    )
+
+
+def median_config(configs: Sequence[Config]) -> Config | None:
+    """Return the config of median seq_kv, None without configs."""
+    if not configs:
+        return None
+    ordered = sorted(configs, key=lambda config: config.seq_len_kv)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _reasons_and_advice(
+    call: CallRow,
+    config: Config | None,
+    platform: Platform | None,
+    ran_there: str | None,
+    kind: CallSignature | None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (reasons, advice) for a call."""
+    reasons = [call.reason] if call.reason else []
+    advice: list[str] = []
+    if kind:
+        reasons += _departures(kind, ran_there)
+        advice += _without_mask(kind, config, platform, ran_there)
+    if kind and ran_there == kind.asked == "math":
+        advice.append(
+            "allow other backends: sdpa_kernel or a switch of torch.backends rules them out"
+        )
+    if call.kind == "eager":
+        return tuple(reasons), (EAGER,)
+    if call.kind == "flex" and not call.compiled:
+        return (*reasons, UNFUSED), (FUSE,)
+    if ran_there != "math" or config is None or platform is None:
+        return tuple(reasons), tuple(advice)
+    changes = suggestions(config, platform)
+    reasons += [f"{item.backend}: {item.reason}" for item in changes]
+    return tuple(reasons), (*advice, *(item.text for item in changes if item.advice))
+
+
+def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
+    """Yield differences between what was requested, chosen and ran, and masks without effect."""
+    if ran_there == "math" and kind.asked not in (None, "math"):
+        allowed = "any backend" if kind.asked == AUTO else kind.asked
+        yield f"a silent fall-back: the program allowed {allowed}, and math ran"
+    if ran_there and kind.choice and kind.choice != ran_there and ran_there != "none":
+        yield f"PyTorch said that it would take {kind.choice}, and {ran_there} ran"
+    if kind.mask == NO_MASK_EFFECT:
+        yield "the mask masks nothing, as of the first call"
+    elif kind.mask == "causal":
+        yield "the mask is what is_causal=True says, as of the first call"
+
+
+def _without_mask(
+    kind: CallSignature, config: Config | None, platform: Platform | None, ran_there: str | None
+) -> Iterator[str]:
+    """Yield the change that makes a mask unnecessary, and PyTorch's choice then."""
+    change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}
+    if kind.mask not in change:
+        return
+    then = ""
+    if config is not None and platform is not None:
+        bare = replace(config, mask="none", mask_shape=None, mask_strides=None)
+        bare = replace(bare, causal=bare.causal or kind.mask == "causal")
+        predicted = explain_by_rule(bare, platform, advice=False).predicted
+        then = f", then {predicted} runs" if predicted not in (None, "none", ran_there) else ""
+    yield f"{change[kind.mask]}, if it is the same in all calls{then}"
+
+
+def suggestions(config: Config, platform: Platform) -> list[Suggestion]:
+    """Return the backends other than math that the rules refuse for a config on a platform."""
+    return [
+        Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
+        for side in explain_by_rule(config, platform).backends
+        if side.backend != "math" and side.eligible is False and side.reasons
+    ]
+
+
+def _caveats(
+    rows: Iterable[LayerRow],
+    platform: Platform | None,
+    observed: ObservedCalls,
+    problems: Sequence[str],
+) -> tuple[str, ...]:
+    kept = list(rows)
+    texts = []
+    if names := join_numbered([kind.name for kind in observed.hidden() if kind.name]):
+        texts.append(
+            f"Compiled code calls attention in {names}; the trace does not say which is which."
+        )
+    live = [row for row in kept if row.kind != "replay"]
+    if len(live) < len(kept):
+        texts.append(
+            "CUDA graphs: what a replay computed is told by its capture alone; record both, or the "
+            "program without graphs."
+        )
+    if all(row.calls is None for row in kept) and not problems:
+        texts.append("No step was recorded: calls are counted, and there are no kernels and times.")
+    elif live and not observed and not any(row.module for row in live):
+        texts.append(
+            "The trace has no modules: record it with with_stack=True; nsys tells none, but under "
+            "`observe --profiler nsys` they are told."
+        )
+    if platform is None and any(row.ran == "math" for row in kept):
+        texts.append("Why math ran depends on PyTorch's release: name it with --torch.")
+    if all(row.forward_ns is None for row in kept) and any(row.calls is not None for row in kept):
+        texts.append("No kernel of these calls is in the trace, so no time is told.")
+    return tuple(texts)
+
+
+def replay_lines(layers: LayerMap) -> list[str]:
+    """Return the configs that replay the calls, one per line with the calls that it represents, for
+    `--configs`.
+    """
+    lines: dict[str, list[str]] = {}
+    for row in layers.rows:
+        if row.config and row.replayable:
+            lines.setdefault(row.config, []).append(row.module or "a call")
+    return [f"{config}  # {', '.join(modules)}" for config, modules in lines.items()]

@@ -1,0 +1,526 @@
+"""Compare two programs: attention calls paired layer by layer, with what ran and its time on both
+sides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from profharness import stats
+from profharness.attention.config import Config, parse_config
+from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
+from profharness.program.layer_map import (
+    NUMBER,
+    actual_backend,
+    merge_numbered,
+    module_name,
+    module_names,
+    phase_of,
+    points_of,
+)
+from profharness.program.observed_calls import ObservedCalls
+from profharness.rows import UNTRACED, CallRow, StepRow
+from profharness.store import Store
+
+# Wrappers around a model that are not layers of it: torch.compile, DistributedDataParallel.
+WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The attention calls of a program."""
+
+    calls: tuple[CallRow, ...]  # in traces
+    steps: tuple[StepRow, ...] = ()
+    device: str | None = None  # name of its GPU, if known
+    # one call for each observed kind of which some calls are in no trace
+    untraced: tuple[CallRow, ...] = ()
+    observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSide:
+    """Equal calls of equal layers on one side. config, phase, mode and sdpa_op are those of the
+    call of median length.
+    """
+
+    module: str | None  # layer numbers in braces
+    config: str | None
+    calls: float | None  # per step; None without a recorded step
+    phase: str | None
+    mode: str
+    ran: str | None  # what computed the calls; None if unknown
+    sdpa_op: str | None
+    forward_ns: float | None  # median of one call's kernels, like backward_ns
+    backward_ns: float | None
+    asked: str | None = None  # recorded by the observer, like choice, mask and program_calls
+    choice: str | None = None
+    mask: str | None = None
+    program_calls: int | None = None
+    # The configs to time instead of the calls, with the number of calls per step, else of the whole
+    # program. Empty if no config replays them.
+    points: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedLayers:
+    """Equal layers of several programs, None for a program without them."""
+
+    direction: str
+    sides: tuple[LayerSide | None, ...]
+    call_ns: tuple[float | None, ...]  # medians of one call's kernels; None if unknown
+    basis: str | None  # what was timed on all that have times
+    reasons: tuple[tuple[str, ...], ...]  # differences of each from the first that has the layers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDiff:
+    """Equal layers on both sides, None for a side without them."""
+
+    direction: str
+    baseline: LayerSide | None = None
+    candidate: LayerSide | None = None
+    ratio: float | None = None  # time of a call, candidate over baseline
+    basis: str | None = None  # what was timed
+    verdict: Verdict = "unknown"  # `changed` if another backend or mode ran, else speed
+    speed: Verdict = "unknown"  # the verdict on the times
+    changed: bool = False
+    backend_changed: bool = False  # both are known and differ
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layers' module, else the config of their calls."""
+        side = self.baseline or self.candidate
+        assert side is not None
+        return side.module or side.config or "a call"
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """The calls of one layer with one shape and direction."""
+
+    name: str | None  # module without wrappers, else None
+    place: int  # number of the site among those of its config, for calls without a module
+    shape: Hashable
+    core: Hashable
+    direction: str
+    dotted: bool
+    calls: tuple[CallRow, ...] = ()
+
+    @property
+    def pattern(self) -> str | None:
+        return NUMBER.sub("{}", self.name) if self.name else None
+
+    @property
+    def tail(self) -> str | None:
+        return self.pattern.rpartition(".")[2] if self.pattern else None
+
+
+SIDES = ("baseline", "candidate")
+RECORDED = ("asked", "choice", "mask")  # recorded by the observer only, for a group of calls
+_Times = tuple[int, int | None] | None
+_Pair = tuple[list[_Site], list[_Site]]
+
+# Keys by which sites pair, the strictest first. On one side a layer may be compiled, have another
+# mask or repeat its key-value heads. Names are ignored if one side has none or names of another
+# kind.
+_KEYS: tuple[Callable[[_Site], Hashable], ...] = (
+    lambda site: (site.name or site.place, site.shape),
+    lambda site: (site.pattern, site.shape),
+    lambda site: (site.name or site.place, site.core),
+    lambda site: (site.pattern, site.core),
+    lambda site: (site.tail, site.core),
+)
+
+
+def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
+    """Return the attention calls of a run without cells, restricted to these configs if any."""
+    if store.cells(run):
+        return None
+    calls = store.calls(run)
+    observed = ObservedCalls(store.templates(run), calls)
+    untraced = observed.untraced()
+    if configs:
+        kept = {call.config for call in (*calls, *untraced) if call.config}
+        selected = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
+        calls, untraced = (
+            [call for call in made if call.config in selected] for made in (calls, untraced)
+        )
+    if not calls and not untraced:
+        return None
+    steps, devices = store.steps(run) if calls else (), store.devices(run)
+    device = devices[0].name if devices else None
+    return Program(tuple(calls), tuple(steps), device, tuple(untraced), observed)
+
+
+def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
+    """Return one row per group of equal layers of both sides, in the baseline's order. A layer of
+    one side is `added` or `removed`. `threshold` is the smallest relative change of a time that
+    counts.
+    """
+    whole = not (baseline.calls and candidate.calls)
+    pairs, removed, added = _paired(_sites(baseline, whole), _sites(candidate, whole))
+    groups: dict[Hashable, list[tuple[_Site, _Site]]] = {}
+    for base, cand in ((_merged(left), _merged(right)) for left, right in pairs):
+        key = _pairing_key(baseline, base), _pairing_key(candidate, cand)
+        groups.setdefault(key, []).append((base, cand))
+    doubts = _doubts(baseline, candidate)
+    rows = []
+    for group in groups.values():
+        left = _calls([base for base, _ in group])
+        right = _calls([cand for _, cand in group])
+        sides = _side(baseline, left), _side(candidate, right)
+        times = [_kernel_times(call) for call in left], [_kernel_times(call) for call in right]
+        rows.append(_row(group[0][0].direction, sides, times, doubts, threshold))
+    rows += _of_one_side(baseline, removed, "removed")
+    rows += _of_one_side(candidate, added, "added")
+    return tuple(rows)
+
+
+def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
+    """Match layers of several programs. Return one row per group of equal layers, in the order of
+    the first program that has them.
+    """
+    whole = not all(program.calls for program in programs)
+    tracks: list[list[list[_Site]]] = []
+    for place, program in enumerate(programs):
+        heads = [next(filter(None, track))[0] for track in tracks]
+        owners = {id(head): track for head, track in zip(heads, tracks, strict=True)}
+        pairs, _, added = _paired(heads, _sites(program, whole))
+        for left, right in pairs:
+            kept, *rest = (owners[id(head)] for head in left)
+            for track in rest:  # layers that their names do not distinguish are one row
+                kept[:] = [[*sites, *more] for sites, more in zip(kept, track, strict=True)]
+            tracks = [track for track in tracks if not any(track is other for other in rest)]
+            kept[place] += right
+        new = [[site] for site in added]
+        tracks += [[sites if at == place else [] for at in range(len(programs))] for sites in new]
+    groups: dict[Hashable, list[list[list[_Site]]]] = {}
+    for track in tracks:
+        both = zip(programs, track, strict=True)
+        key = tuple(
+            _pairing_key(program, _merged(sites)) if sites else None for program, sites in both
+        )
+        groups.setdefault(key, []).append(track)
+    return tuple(_matched(programs, group) for group in groups.values())
+
+
+def _matched(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> MatchedLayers:
+    """Return equal layers of the programs as one row. `tracks` are the sites of each layer by
+    program.
+    """
+    calls = [_calls(chain.from_iterable(sites)) for sites in zip(*tracks, strict=True)]
+    sides = [
+        _side(program, own) if own else None for program, own in zip(programs, calls, strict=True)
+    ]
+    present = [side for side in sides if side is not None]
+    timed = [side for side in present if side.forward_ns is not None]
+    both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
+    samples = [_samples(map(_kernel_times, own), both_ways=both_ways) for own in calls]
+    return MatchedLayers(
+        direction=next(filter(None, tracks[0]))[0].direction,
+        sides=tuple(sides),
+        call_ns=tuple(median(own) if own else None for own in samples),
+        basis=("forward and backward" if both_ways else "forward") if timed else None,
+        reasons=tuple(
+            tuple(_differences(present[0], side)) if side not in (None, present[0]) else ()
+            for side in sides
+        ),
+    )
+
+
+def _sites(program: Program, whole: bool) -> list[_Site]:
+    """Return the layers of a program, in the order of their first calls. With `whole`, calls
+    without a trace count too, because a side has no trace.
+    """
+    calls_by_site: dict[_Site, list[CallRow]] = {}
+    seen: Counter[Hashable] = Counter()
+    for call in (*program.calls, *(program.untraced if whole else ())):
+        config = parse_config(call.config) if call.config else None
+        module = module_name(call)
+        name = WRAPPER.sub("", module).lstrip(".") if module else None
+        shape, core = _shapes(call, config)
+        direction = "recompute" if call.recompute else "forward"
+        place = 0
+        if name is None and phase_of(call) != "decode":
+            where = (call.trace, call.step, shape, direction)
+            place = seen[where]
+            seen[where] += 1
+        site = _Site(name, place, shape, core, direction, call.path is not None)
+        calls_by_site.setdefault(site, []).append(call)
+    return [replace(site, calls=tuple(calls)) for site, calls in calls_by_site.items()]
+
+
+def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
+    """Return (the config without dtype and strides, its sizes without masks and groups). The number
+    of keys of a decoding call is left out.
+    """
+    if config is None:
+        dims = tuple(dims for dims in call.dims if dims is not None)
+        return (call.op, dims), (call.op, dims)
+    keys = None if phase_of(call) == "decode" else config.seq_len_kv
+    core = (
+        *(config.output_batch, config.num_heads, config.seq_len_q, keys),
+        *(config.head_dim, config.value_dim),
+    )
+    masked = (config.causal, config.mask, config.mask_shape, config.dropout, config.scale)
+    return (*core, config.num_kv_heads, config.bwd, *masked), core
+
+
+def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Site], list[_Site]]:
+    """Return (pairs in the baseline's order, sites of the baseline only, sites of the candidate
+    only). Sites with an equal key pair in order if both sides have the same number of them. If
+    their names cannot be compared, all of them are one pair.
+    """
+    pairs: list[_Pair] = []
+    taken: set[int] = set()
+    for key in (*_KEYS, None):
+        left, right = (_by(key or (lambda site: site.core), sites) for sites in (base, cand))
+        for value in left.keys() & right.keys():
+            sites, others = left[value], right[value]
+            if key is None and not _named_apart(sites[0], others[0]):
+                continue
+            if len(sites) != len(others) and key is None:
+                pairs.append((sites, others))
+            elif len(sites) == len(others):
+                pairs += [([site], [other]) for site, other in zip(sites, others, strict=True)]
+            else:
+                continue
+            # by identity, as sites of the two sides may compare equal
+            taken |= {id(site) for site in chain(sites, others)}
+        base, cand = ([site for site in sites if id(site) not in taken] for sites in (base, cand))
+    # the keys above are sets, which have no order of their own
+    pairs.sort(key=lambda pair: (pair[0][0].calls[0].trace, pair[0][0].calls[0].call))
+    return pairs, base, cand
+
+
+def _merged(sites: Sequence[_Site]) -> _Site:
+    return replace(sites[0], calls=tuple(_calls(sites)))
+
+
+def _by(
+    key: Callable[[_Site], Hashable], sites: Iterable[_Site]
+) -> dict[tuple[Hashable, str], list[_Site]]:
+    groups: dict[tuple[Hashable, str], list[_Site]] = {}
+    for site in sites:
+        groups.setdefault((key(site), site.direction), []).append(site)
+    return groups
+
+
+def _named_apart(base: _Site, cand: _Site) -> bool:
+    """Return whether names of the two sides cannot match: one has none, or a path and the other
+    classes.
+    """
+    return base.name is None or cand.name is None or base.dotted != cand.dotted
+
+
+def _pairing_key(program: Program, site: _Site) -> Hashable:
+    first = site.calls[0]
+    return (
+        *(site.pattern, site.shape, site.direction, first.kind, first.config and _dtype(first)),
+        *(_ran(program, site.calls), first.mode),
+        *(_recorded(program, site.calls, name) for name in RECORDED),
+    )
+
+
+def _dtype(call: CallRow) -> str | None:
+    return parse_config(call.config).dtype if call.config else None
+
+
+def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
+    """Return the backends of the calls, several if steps differ. None if unknown."""
+    names = (actual_backend(call) or program.observed.common_field(call, "ran") for call in calls)
+    return " and ".join(sorted(set(filter(None, names)))) or None
+
+
+def _recorded(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
+    """Return a value that the observer recorded of the calls, several if they differ."""
+    values = (program.observed.common_field(call, name) for call in calls)
+    return " and ".join(sorted(set(filter(None, values)))) or None
+
+
+def _calls(sites: Iterable[_Site]) -> list[CallRow]:
+    return list(chain.from_iterable(site.calls for site in sites))
+
+
+def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
+    """Return what equal calls of equal layers have in common. The call of median length represents
+    them.
+    """
+    middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
+    names = module_names(calls)
+    spent = [times for call in calls if (times := _kernel_times(call))]
+    backward = [times[1] for times in spent if times[1] is not None]
+    traced = sum(call.trace != UNTRACED for call in calls)
+    recorded = {name: _recorded(program, calls, name) for name in RECORDED}
+    return LayerSide(
+        module=merge_numbered(names),
+        config=middle.config,
+        calls=traced / max(len(program.steps), 1) if program.calls else None,
+        phase=phase_of(middle),
+        mode=middle.mode,
+        ran=_ran(program, calls),
+        sdpa_op=middle.sdpa_op,
+        forward_ns=median(times[0] for times in spent) if spent else None,
+        backward_ns=median(backward) if backward else None,
+        program_calls=program.observed.counts([calls])[0],
+        points=_points(program, calls),
+        **recorded,
+    )
+
+
+def _points(program: Program, calls: Sequence[CallRow]) -> tuple[tuple[str, float], ...]:
+    """Return the configs to time instead of the calls. Empty if one of them is not determined by
+    its config.
+    """
+    if any(call.config is None or call.reason for call in calls):
+        return ()
+    traced = [call for call in calls if call.trace != UNTRACED]
+    if program.calls:
+        return points_of(traced, max(len(program.steps), 1))
+    return program.observed.points(calls)
+
+
+def _length(call: CallRow) -> int:
+    return parse_config(call.config).seq_len_kv if call.config else 0
+
+
+def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
+    """Return (forward ns, backward ns) of a call's kernels. The second is None without a backward,
+    and the result is None without kernels.
+    """
+    if not call.kernels:
+        return None
+    backward = [kernel.total_ns for kernel in call.kernels if kernel.direction == "backward"]
+    whole = sum(kernel.total_ns for kernel in call.kernels)
+    return whole - sum(backward), sum(backward) if backward else None
+
+
+def _row(
+    direction: str,
+    sides: tuple[LayerSide, LayerSide],
+    times: tuple[Sequence[_Times], Sequence[_Times]],
+    doubts: Sequence[str],
+    threshold: float,
+) -> LayerDiff:
+    base, cand = sides
+    other_backend = None not in (base.ran, cand.ran) and base.ran != cand.ran
+    with_backward = [side.backward_ns is not None for side in sides]
+    left, right = (_samples(samples, both_ways=all(with_backward)) for samples in times)
+    ratio, speed, why = _speed(left, right, threshold)
+    if doubts and ratio is not None:
+        speed, why = "unknown", "; ".join(doubts)
+    uncounted = [name for name, side in zip(SIDES, sides, strict=True) if side.calls is None]
+    if ratio is None and uncounted:
+        why = f"no step of the {' and the '.join(uncounted)} was recorded, so no time is told"
+    reasons = [*_differences(base, cand), why]
+    if any(with_backward) and not all(with_backward) and not uncounted:
+        reasons.append(f"only the {'baseline' if with_backward[0] else 'candidate'} has a backward")
+    changed = other_backend or base.mode != cand.mode
+    basis = "forward and backward" if all(with_backward) else "forward"
+    return LayerDiff(
+        direction=direction,
+        baseline=base,
+        candidate=cand,
+        ratio=ratio,
+        basis=None if ratio is None else basis,
+        verdict="changed" if changed else speed,
+        speed=speed,
+        changed=changed,
+        backend_changed=other_backend,
+        reasons=tuple(reasons),
+    )
+
+
+def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
+    """Return differences other than backend and time. Values that only a program records count if
+    both sides have them.
+    """
+    steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
+    told_alone: tuple[tuple[str, Any, Any], ...] = (
+        ("calls a step", steps[0], steps[1]),
+        ("calls in all", base.program_calls, cand.program_calls),
+        ("backends allowed", base.asked, cand.asked),
+        ("PyTorch's choice", base.choice, cand.choice),
+        ("the mask masks", base.mask, cand.mask),
+    )
+    pairs: tuple[tuple[str, Any, Any], ...] = (
+        ("module", base.module, cand.module),
+        ("config", base.config, cand.config),
+        ("mode", base.mode, cand.mode),
+        *(pair for pair in told_alone if None not in pair),
+    )
+    return [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
+
+
+def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> list[LayerDiff]:
+    """Return the layers that only one side has."""
+    here, there = ("baseline", "candidate") if verdict == "removed" else ("candidate", "baseline")
+    groups: dict[Hashable, list[_Site]] = {}
+    for site in sites:
+        groups.setdefault(_pairing_key(program, site), []).append(site)
+    rows = []
+    for group in groups.values():
+        side: dict[str, Any] = {here: _side(program, _calls(group))}
+        reason = f"the {there} has no such layer of these sizes"
+        rows.append(LayerDiff(group[0].direction, **side, verdict=verdict, reasons=(reason,)))
+    return rows
+
+
+def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
+    """Return the times of single calls, with or without those of their backward."""
+    measured = [pair for pair in times if pair is not None]
+    if not both_ways:
+        return [forward for forward, _ in measured]
+    return [forward + backward for forward, backward in measured if backward is not None]
+
+
+def _speed(
+    base: Sequence[int], cand: Sequence[int], threshold: float
+) -> tuple[float | None, Verdict, str]:
+    """Return (ratio, verdict, reason) for the times of calls: by a rank test, or by their ranges if
+    there are few.
+    """
+    if not base or not cand or not median(base) or not median(cand):
+        return None, "unknown", "no times of kernels on both sides"
+    times = median(base), median(cand)
+    ratio = times[1] / times[0]
+    basis = f"{len(base)} and {len(cand)} calls"
+    change = f"{basis}: {(ratio - 1) * 100:+.1f} %"
+    least = min(len(base), len(cand))
+    if least < MIN_LAUNCHES:
+        return ratio, "unknown", f"too few calls ({change}; {MIN_LAUNCHES} are needed)"
+    if stats.beyond(ratio, threshold) and abs(times[1] - times[0]) <= RESOLUTION_NS:
+        return ratio, "same", f"{change}, within the clock's resolution"
+    if least >= stats.MIN_SAMPLES:
+        compared = stats.compare(base, cand, threshold=threshold)
+        return ratio, compared.verdict, f"{basis}: {compared.reason}"
+    if not stats.beyond(ratio, threshold):
+        return ratio, "same", f"{change}, within the {threshold * 100:g} % threshold"
+    if min(base) <= times[1] <= max(base) or min(cand) <= times[0] <= max(cand):
+        return ratio, "unknown", f"{change}, but the ranges of single calls overlap"
+    return ratio, "slower" if ratio > 1 else "faster", f"{change}, beyond either side's range"
+
+
+def _doubts(baseline: Program, candidate: Program) -> list[str]:
+    """Return why times of the two programs cannot be compared."""
+    devices = baseline.device, candidate.device
+    if None not in devices and devices[0] != devices[1]:
+        return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
+    on_cpu = [_on_cpu(program) for program in (baseline, candidate)]
+    if None not in on_cpu and on_cpu[0] != on_cpu[1]:
+        return ["kinds of device differ (ops of a CPU and kernels of a GPU)"]
+    return []
+
+
+def _on_cpu(program: Program) -> bool | None:
+    """Return whether ops take the place of kernels. None without any."""
+    names = [kernel.kernel for call in program.calls for kernel in call.kernels]
+    return all(name.startswith("aten::") for name in names) if names else None

@@ -1,0 +1,201 @@
+"""Match the observer's templates with the attention calls of traces: which calls belong to a
+template, which are in no trace, and how often each was made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from profharness.attention.config import Config, parse_config
+from profharness.rows import UNTRACED, CallRow, CallSignature
+
+Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
+MOST_POINTS = 16  # largest number of configs that represent the calls of one row
+KindLengths = tuple[int, Lengths | None]  # a kind, and lengths; None for a call in no trace
+
+
+class ObservedCalls:
+    """The observed calls of a run. Equal templates of several processes are one kind, with the
+    number of the first template. `traced` are the calls of the run's traces.
+    """
+
+    def __init__(self, templates: Iterable[CallSignature], traced: Sequence[CallRow]) -> None:
+        self._kinds: dict[int, CallSignature] = {}  # by the number of each template
+        alike: dict[str, list[CallSignature]] = {}
+        self.processes = 0
+        pids = set()
+        for row in templates:
+            pids.add(row.pid)
+            bare = replace(row, template=0, pid=0, rank=None, calls=0, lengths=())
+            alike.setdefault(repr(bare), []).append(row)
+        self.processes = len(pids)
+        for rows in alike.values():
+            counted = Counter[tuple[int, ...]]()
+            for row in rows:
+                counted.update(dict(row.lengths))
+            calls = sum(row.calls for row in rows)
+            kind = replace(rows[0], calls=calls, lengths=tuple(counted.items()))
+            self._kinds.update({row.template: kind for row in rows})
+        self._compiled = any(call.compiled for call in traced)
+        self._shown = {place for call in traced if (place := self._place(call))}
+
+    def __bool__(self) -> bool:
+        return bool(self._kinds)
+
+    def kind(self, call: CallRow) -> CallSignature | None:
+        """Return the kind of a call. None if nothing was observed of it."""
+        return None if call.template is None else self._kinds[call.template]
+
+    def common_field(self, call: CallRow, name: str) -> str | None:
+        """Return a field of a call's kind. A fused call in compiled code may belong to any kind
+        there, so return the value only if all those kinds share it.
+        """
+        kinds: Iterable[CallSignature | None] = [self.kind(call)]
+        if call.compiled and call.template is None and call.kind == "inner":
+            kinds = [kind for kind in self.hidden() if kind.kind == "sdpa"]
+        values = {getattr(kind, name) if kind else None for kind in kinds}
+        return values.pop() if len(values) == 1 else None
+
+    def hidden(self) -> list[CallSignature]:
+        """Return calls in compiled code that cannot be matched with those in a trace."""
+        return [kind for kind in self._distinct() if kind.compiled and self._compiled]
+
+    def untraced(self) -> list[CallRow]:
+        """Return one call for each kind of which some calls are in no trace."""
+        linked = {number for number, _ in self._shown}
+        return [
+            _as_call(kind)
+            for kind in self._distinct()
+            if not (self._compiled if kind.compiled else kind.template in linked)
+            or (not kind.compiled and self._untraced_lengths(kind))
+        ]
+
+    def lengths(self, group: Iterable[CallRow]) -> list[int]:
+        """Return the numbers of keys of calls that are in no trace."""
+        kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
+        return [key[2] for kind in kinds if kind for key in self._untraced_lengths(kind) if key]
+
+    def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
+        """Return the configs of a row's calls that are in no trace, with the number of calls that
+        each represents.
+        """
+        made = Counter[Config]()
+        for call in group:
+            kind = self.kind(call)
+            if call.trace == UNTRACED and kind and kind.config and not kind.compiled:
+                config = parse_config(kind.config)
+                left = self._untraced_lengths(kind) if kind.lengths else {(): kind.calls}
+                for key, count in left.items():
+                    made[_with_lengths(config, key)] += count
+        return tuple((config.label, calls) for config, calls in _representatives(made))
+
+    def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
+        """Return how often the whole program made the calls of each group. None if unknown, as for
+        CUDA graph replays, and for calls of one kind and lengths in several groups.
+        """
+        places = [{self._place(call) for call in group} for group in groups]
+        groups_with = Counter(place for group in places for place in group)
+        return [
+            sum(self._count(place) for place in group if place)
+            if all(place and groups_with[place] == 1 and self._counted(place) for place in group)
+            and not any(call.graph for call in calls)
+            else None
+            for group, calls in zip(places, groups, strict=True)
+        ]
+
+    def _distinct(self) -> list[CallSignature]:
+        return list({kind.template: kind for kind in self._kinds.values()}.values())
+
+    def _place(self, call: CallRow) -> KindLengths | None:
+        kind = self.kind(call)
+        if kind is None:
+            return None
+        return kind.template, None if call.trace == UNTRACED else _key(kind, _lengths(call))
+
+    def _counted(self, place: KindLengths) -> bool:
+        """Return whether the number of calls is known. It is not for compiled code."""
+        return not self._kinds[place[0]].compiled
+
+    def _untraced_lengths(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
+        """Return the lengths, with counts, of calls that are in no trace."""
+        return {
+            key: count
+            for key, count in kind.lengths
+            if (kind.template, _key(kind, key)) not in self._shown
+        }
+
+    def _count(self, place: KindLengths) -> int:
+        kind = self._kinds[place[0]]
+        if place[1] is None:
+            return sum(self._untraced_lengths(kind).values()) if kind.lengths else kind.calls
+        return sum(count for key, count in kind.lengths if _key(kind, key) == place[1])
+
+
+def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
+    """Return the config with other lengths. Strides are not recorded for these."""
+    own = (config.batch, config.seq_len_q, config.seq_len_kv)
+    if lengths in ((), own) or config.kv_batch is not None:
+        return config
+    batch, queries, keys = lengths
+    bare = replace(config.contiguous(), mask_strides=None)
+    return replace(bare, batch=batch, seq_len_q=queries, seq_len_kv=keys)
+
+
+def _representatives(made: Counter[Config]) -> list[tuple[Config, int]]:
+    """Return at most MOST_POINTS configs. The middle one represents calls of similar size."""
+    ordered = sorted(made.items(), key=lambda item: (_size(item[0]), item[0].label))
+    whole, before = made.total(), 0
+    groups: dict[int, list[tuple[Config, int]]] = {}
+    for number, (config, calls) in enumerate(ordered):
+        middle = (2 * before + calls) / (2 * whole)
+        place = int(middle * MOST_POINTS) if len(ordered) > MOST_POINTS else number
+        groups.setdefault(place, []).append((config, calls))
+        before += calls
+    return [
+        (group[len(group) // 2][0], sum(calls for _, calls in group)) for group in groups.values()
+    ]
+
+
+def _size(config: Config) -> int:
+    return config.batch * config.seq_len_q * config.seq_len_kv
+
+
+def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
+    """Return the lengths that calls of one row of the map have in common."""
+    if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
+        return lengths
+    return (*lengths[:2], None)
+
+
+def _lengths(call: CallRow) -> tuple[int, ...]:
+    """Return the lengths as the observer's recorder defines them."""
+    query, key = (dims or () for dims in call.dims[:2])
+    if len(query) < 3 or len(key) < 3:
+        return ()
+    return (query[0] if len(query) == 4 else 1, query[-2], key[-2])
+
+
+def _as_call(kind: CallSignature) -> CallRow:
+    """Return a call of the kind that is in no trace. Its config is that of the first call."""
+    return CallRow(
+        run="",
+        trace=UNTRACED,
+        call=kind.template,
+        step=None,
+        kind=kind.kind,
+        op=kind.op,
+        sdpa_op=None,
+        compiled=kind.compiled,
+        recompute=kind.recompute,
+        backward=kind.backward,
+        path=kind.name,
+        modules=kind.modules,
+        config=kind.config,
+        reason=kind.reason,
+        tensors=kind.tensors,
+        start_ns=0,
+        duration_ns=0,
+        template=kind.template,
+    )

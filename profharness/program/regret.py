@@ -1,0 +1,336 @@
+"""The cost of a program's attention relative to the fastest correct backends: which configs to time
+instead of its calls, and the savings per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from profharness import stats
+from profharness.attention.config import (
+    OWN_CHOICE,
+    SDP_BACKENDS,
+    SDPA_BACKENDS,
+    Config,
+    parse_config,
+)
+from profharness.errors import NotFoundError
+from profharness.measurements.agreement import backend_that_ran
+from profharness.measurements.evaluation import BenchResult
+from profharness.program.layer_map import LayerMap, LayerRow, Regret, Suggestion, suggestions
+from profharness.rows import COLD, KERNEL
+
+MEASUREMENTS = KERNEL, COLD  # of a bench; the first one ranks
+LAUNCH_BOUND = 0.9  # share of busy time in a step, below which the GPU often waits
+UNLIKE = 1.5  # ratio of a call's times in trace and bench from which a doubt is reported
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTimes:
+    """Samples of a bench by config label and backend, for correct cells only."""
+
+    samples: dict[tuple[str, str], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, benched: BenchResult) -> BenchTimes:
+        return cls(
+            {
+                (row.config, row.backend): benched.samples[row.config, row.backend][benched.ranking]
+                for row in benched.figures()
+                if row.ranked
+            }
+        )
+
+    def backends(self, label: str) -> set[str]:
+        return {backend for config, backend in self.samples if config == label}
+
+    def median(self, label: str, backend: str) -> float | None:
+        values = self.samples.get((label, backend))
+        return stats.summarize(values).median if values else None
+
+    def total(self, points: Sequence[tuple[str, float]], backend: str) -> float | None:
+        """Return the nanoseconds per step of weighted configs. None if one was not timed."""
+        medians = [self.median(label, backend) for label, _ in points]
+        timed = [ns for ns in medians if ns is not None]
+        if len(timed) < len(points):
+            return None
+        return sum(ns * weight for ns, (_, weight) in zip(timed, points, strict=True))
+
+    def verdict(self, points: Sequence[tuple[str, float]], backend: str, than: str) -> stats.Speed:
+        """Compare two backends: `slower` if the samples show it on some point."""
+        verdicts = [
+            stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
+            for label, _ in points
+        ]
+        order: tuple[stats.Speed, ...] = ("slower", "unknown")
+        return next((word for word in order if word in verdicts), "same")
+
+    def everywhere(self, points: Sequence[tuple[str, float]]) -> list[str]:
+        """Return the backends that were timed on all points, except settings that let PyTorch
+        choose.
+        """
+        timed = set.intersection(*(self.backends(label) for label, _ in points))
+        return sorted(timed - set(OWN_CHOICE))
+
+    def best(self, points: Sequence[tuple[str, float]], ran: str) -> str:
+        """Return the fastest backend, or what ran if the samples do not show that it is slower. A
+        lower median alone may be noise.
+        """
+        fastest = self.fastest(points)
+        return fastest if self.verdict(points, ran, than=fastest) == "slower" else ran
+
+    def fastest(self, points: Sequence[tuple[str, float]]) -> str:
+        """Return the backend with the least time per step, among those timed on all points."""
+        # among equal times the result must be deterministic
+        return min(self.everywhere(points), key=lambda backend: self.total(points, backend) or 0.0)
+
+
+def regret_configs(layers: LayerMap) -> list[Config]:
+    """Return the configs to time: those of calls that can be replayed, those after changes by the
+    rules, and the forward of each that has a backward. Raise NotFoundError if there are none.
+    """
+    configs: dict[Config, None] = {}
+    for row in layers.rows:
+        if not _timeable(row):
+            continue
+        labels = [label for label, _ in row.points]
+        labels += [str(item.advice.config) for item in _changes(row, layers) if item.advice]
+        for config in map(parse_config, labels):
+            configs[config] = None
+            # the saving of a backward is the total minus the forward
+            configs[replace(config, bwd=False)] = None
+    if not configs:
+        reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
+        raise NotFoundError(
+            f"no config replays a call of run {layers.run}, so nothing can be timed: "
+            f"{'; '.join(reasons) or 'what ran is not told'}"
+        )
+    return list(configs)
+
+
+def timed_configs(layers: LayerMap) -> list[Config]:
+    """Return the configs that a bench of the layers must time: regret_configs, or without a
+    recorded step the configs of the whole program's calls. Raise NotFoundError if there are none.
+    """
+    labels = dict.fromkeys(label for row in layers.rows for label, _ in row.program_points)
+    if labels and all(row.calls is None for row in layers.rows):
+        return list(map(parse_config, labels))
+    return regret_configs(layers)
+
+
+def regret_backends(layers: LayerMap) -> list[str]:
+    """Return what ran, which must be timed whatever else is requested."""
+    return list(dict.fromkeys(str(row.ran) for row in layers.rows if _timeable(row)))
+
+
+def _timeable(row: LayerRow) -> bool:
+    return row.replayable and row.ran in SDPA_BACKENDS and bool(row.points)
+
+
+def _median(row: LayerRow) -> Config:
+    """Return the config to time for the row's call of median length."""
+    config = parse_config(str(row.config))
+    return replace(config, bwd=False) if row.direction == "recompute" else config
+
+
+def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
+    """Return the changes with which backends support what ran as math, if a config expresses them."""
+    if row.ran != "math" or row.config is None or layers.platform is None:
+        return []
+    changes = suggestions(_median(row), layers.platform)
+    return [item for item in changes if item.advice and item.advice.config]
+
+
+def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
+    """Return the map with each row's savings per step, by a bench of its configs. Raise
+    NotFoundError for a bench on another device, or without a time of any row.
+    """
+    gpu = benched.gpu
+    if gpu != layers.gpu:
+        raise NotFoundError(
+            f"run {benched.run} was timed on {gpu or 'a CPU'}, run {layers.run} is of "
+            f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --regret`), or name a "
+            "bench of each GPU, which stand beside each other (--bench RUN,RUN)"
+        )
+    times = BenchTimes.of(benched)
+    rows = [_with_best(row, layers, benched, times) for row in layers.rows]
+    timed = [row for row in rows if row.saves_ns is not None]
+    if not timed:
+        configs = ", ".join(label for row in rows if _timeable(row) for label, _ in row.points)
+        raise NotFoundError(
+            f"run {benched.run} has no time of what ran in run {layers.run}, which is "
+            f"{configs or 'nothing that a config replays'} on {', '.join(regret_backends(layers))}"
+        )
+    saves = sum(row.saves_ns or 0.0 for row in timed)
+    apart = [row.saves_forward_ns for row in timed if row.saves_forward_ns is not None]
+    forward = sum(apart) if len(apart) == len(timed) else None
+    trained = any(row.saves_backward_ns is not None for row in timed)
+    regret = Regret(
+        run=benched.run,
+        measurement=benched.ranking,
+        gpu=layers.gpu,
+        saves_ns=saves,
+        saves_forward_ns=forward,
+        saves_backward_ns=saves - forward if trained and forward is not None else None,
+        timed_calls=sum(row.calls or 0 for row in timed),
+        untimed_calls=sum(row.calls or 0 for row in rows if row.saves_ns is None),
+        launch_bound=_launch_bound(layers),
+        conclusions=(),
+    )
+    lines = (*_conclusions(layers, regret), *_doubts(rows, benched, times))
+    return replace(layers, rows=tuple(rows), regret=replace(regret, conclusions=lines))
+
+
+def _launch_bound(layers: LayerMap) -> bool:
+    """Return whether the GPU waited for the CPU during much of the traced step."""
+    return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
+
+
+def _with_best(
+    row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes
+) -> LayerRow:
+    """Return the row with its best backend, which is what ran if none is shown to be faster."""
+    if not _timeable(row):
+        return row
+    calls, actual = sum(weight for _, weight in row.points), str(row.ran)
+    spent = times.total(row.points, actual)
+    if spent is None or not calls:
+        return row
+    best = times.best(row.points, actual)
+    least = times.total(row.points, best) or 0.0
+    saves = spent - least
+    twins = [(replace(parse_config(label), bwd=False).label, part) for label, part in row.points]
+    before, after = (times.total(twins, backend) for backend in (actual, best))
+    forward = None if before is None or after is None else before - after
+    trained = any(parse_config(label).bwd for label, _ in row.points)
+    judged = replace(
+        row,
+        best=best,
+        ran_ns=spent / calls,
+        best_ns=least / calls,
+        saves_ns=saves,
+        saves_forward_ns=forward,
+        saves_backward_ns=saves - forward if trained and forward is not None else None,
+    )
+    advice = [_switch(judged, layers, benched)] if best != actual else []
+    return replace(judged, advice=(*advice, *_gains(judged, layers, times)))
+
+
+def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
+    """Return how to select the best backend."""
+    chosen = {
+        backend_that_ran(cell)
+        for cell in benched.cells
+        if cell.backend == OWN_CHOICE[0] and cell.config == row.points[0][0]
+    }
+    if row.best in chosen:
+        how = f"leave the choice to PyTorch, which takes {row.best} there"
+    elif row.best in SDP_BACKENDS:
+        how = f"sdpa_kernel(SDPBackend.{SDP_BACKENDS[row.best]})"
+    else:
+        how = f"call {row.best} itself"
+    speed = (row.ran_ns or 0) / row.best_ns if row.best_ns else 0
+    return f"{how}: {speed:.2f}x as fast, {_saves(layers)} {_saved_text(row)} a step"
+
+
+def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
+    """Return the row's advice by rule, with the gain of each change that was timed."""
+    calls = sum(weight for _, weight in row.points)
+    result = {text: text for text in row.advice}
+    for item in _changes(row, layers):
+        before = times.median(_median(row).label, "math")
+        after = times.median(str(item.advice.config), item.backend) if item.advice else None
+        if before and after and item.text in result:
+            saved = f", {_saves(layers)} {_time((before - after) * calls)} a step"
+            gain = f"{before / after:.2f}x as fast{saved if after < before else ''}"
+            result[item.text] = f"{item.text} ({gain})"
+    return list(result.values())
+
+
+def _saves(layers: LayerMap) -> str:
+    return "saves at most" if _launch_bound(layers) else "saves"
+
+
+def _saved_text(figures: LayerRow | Regret) -> str:
+    """Return `120.0 µs`, with forward and backward if a backward was timed."""
+    text = _time(figures.saves_ns or 0.0)
+    forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
+    if forward is None or backward is None:
+        return text
+    return f"{text} ({_time(forward)} forward, {_time(backward)} backward)"
+
+
+def _time(ns: float) -> str:
+    return f"{ns / 1e6:,.2f} ms" if abs(ns) >= 1e6 else f"{ns / 1e3:,.1f} µs"
+
+
+def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
+    step, busy = layers.step_ns, layers.busy_ns
+    saved = _saved_text(regret)
+    texts = []
+    shares = [f"{regret.saves_ns / busy:.1%} of the time in which the GPU is busy"] if busy else []
+    shares += [f"{regret.saves_ns / step:.1%} of the step as it was traced"] if step else []
+    parts = f", {' and '.join(shares)}" if shares else ""
+    if regret.saves_ns <= 0:
+        texts.append("no correct backend that was timed is shown to be faster than what ran")
+    elif regret.launch_bound:
+        waits = "the trace has no kernels, so how busy the GPU is is not told"
+        if busy:
+            waits = f"launch-bound: the GPU is busy {busy / step:.0%} of the traced step"
+        texts.append(
+            f"{waits}, and kernel time saves wall time only where it is busy; "
+            f"at most {saved} a step{parts}"
+        )
+    else:
+        texts.append(f"the fastest correct backends save {saved} a step{parts}")
+    if step:
+        texts.append(
+            "the step's time is that under the profiler, which makes it longer; "
+            "the trace does not tell how long a step takes without one"
+        )
+    return texts
+
+
+def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -> list[str]:
+    """Return what the figures leave out, and where bench and trace differ."""
+    texts = []
+    for row in rows:
+        name = row.module or row.config or row.kind
+        if row.calls is None:
+            texts.append(f"not timed: calls of {name}, which no recorded step shows")
+            continue
+        if row.saves_ns is None:
+            why = "no config replays them"
+            if row.replayable:
+                why = f"run {benched.run} has no correct {row.ran} of them"
+            texts.append(f"not timed: {row.calls:g} calls a step of {name}, for {why}")
+            continue
+        fastest = times.fastest(row.points)
+        if times.verdict(row.points, str(row.ran), than=fastest) == "unknown":
+            texts.append(
+                f"{name}: {row.ran} is not told apart from {fastest}, which has the lower median; "
+                "sample longer with --max-time"
+            )
+        seen = row.kernel_ns
+        alone = (row.ran_ns or 0) * row.calls
+        if seen and alone and not 1 / UNLIKE <= seen / alone <= UNLIKE:
+            texts.append(
+                f"{name}: {row.ran} takes {_time(seen / row.calls)} a call in the trace and "
+                f"{_time(alone / row.calls)} in run {benched.run} ({benched.ranking})"
+            )
+    return [*texts, *bench_doubts(benched)]
+
+
+def bench_doubts(benched: BenchResult) -> list[str]:
+    """Return what a bench does not show of kernels, and which part of it is left out."""
+    texts = []
+    # `wall` is a CPU's time, which has no launches
+    if benched.ranking not in ("kernel", "wall"):
+        texts.append(
+            f"run {benched.run} has no kernel times: {benched.ranking} counts launches too"
+        )
+    wrong = {f"{row.config} {row.backend}" for row in benched.figures() if row.verified is False}
+    if wrong:
+        texts.append(f"left out, for its output is wrong: {', '.join(sorted(wrong))}")
+    return texts

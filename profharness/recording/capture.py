@@ -1,0 +1,466 @@
+"""Captures, verifications and their resumption, from the plan to the finished run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from profharness import __version__
+from profharness.attention.backends import (
+    SOURCES_FILE,
+    commits,
+    find_backend,
+    find_backends,
+    fingerprints,
+    read_sources,
+    write_sources,
+)
+from profharness.attention.cases import derive_cases
+from profharness.attention.config import Config
+from profharness.errors import CaptureError, Interrupted, UsageError
+from profharness.files import hold_lock_file, read_input
+from profharness.logs import log_wanted
+from profharness.processes import (
+    PrewarmedWorker,
+    defer_signals,
+    delay_signals,
+    raise_deferred_signals,
+)
+from profharness.recording.gpu_lock import gpu_locked
+from profharness.recording.profilers import Profiler, find_profilers, open_session, require_tools
+from profharness.recording.profilers.base import Outcome, Tool
+from profharness.recording.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
+from profharness.run import (
+    GPU,
+    JOURNAL_FILE,
+    OBSERVE,
+    PLAN_FILE,
+    PYTHON_FILE,
+    RUN_FILE,
+    BenchPlan,
+    CaptureOptions,
+    Cell,
+    Problem,
+    Protocol,
+    Run,
+    VerifyOptions,
+    read_plan,
+    read_run,
+    unwritable,
+    write_plan,
+    write_run,
+)
+
+LOCK_FILE = ".lock"
+START_REMEDY = (
+    "`profharness doctor` shows what is missing; the worker's own words are in worker.log"
+)
+
+
+def capture(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    options: CaptureOptions | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Run every config on every backend and return the run folder.
+
+    Failed cells are results, not errors. Failures of a profiler around the worker are recorded as
+    problems of the run. Raise UsageError for unknown names, ToolError for a missing tool,
+    CaptureError if no worker starts, and Interrupted when the user stops the run, which `resume`
+    can then finish.
+    """
+    options = options or CaptureOptions()
+    run, tools = plan_capture(configs, backends, options)
+    return execute(run, tools, backends, options.out, options.python, progress).folder
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder and the record in it."""
+
+    folder: Path
+    run: Run
+
+
+def execute(
+    run: Run,
+    tools: dict[str, Tool],
+    backends: Sequence[str],
+    out: Path,
+    python: str | None = None,
+    progress: Progress | None = None,
+    prewarmed: PrewarmedWorker | None = None,
+) -> RunFolder:
+    """Execute a planned run in a new folder in `out`.
+
+    `python` is the interpreter of the worker, and `prewarmed` a worker that is already loading
+    torch. Raise CaptureError if no worker starts, and Interrupted when the user stops the run.
+    """
+    folder = write_folder(out, run, backends, python)
+    with locked(folder):
+        return _carry_out(folder, run, tools, progress, prewarmed)
+
+
+def plan_capture(
+    configs: Sequence[Config], backends: Sequence[str], options: CaptureOptions
+) -> tuple[Run, dict[str, Tool]]:
+    """Plan a capture and find the tools of its profilers. Raise what `capture` raises."""
+    profilers = find_profilers(options.profilers)
+    tools = require_tools(profilers)
+    names = tuple(profiler.name for profiler in profilers)
+    kind = options.kind if options.bench is None else "bench"
+    cells = plan_cells(configs, backends)
+    run = new_run(kind, options.protocol, cells, names, options.note, options.bench)
+    return run, tools
+
+
+def verify(
+    configs: Sequence[Config],
+    backends: Sequence[str],
+    options: VerifyOptions | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Verify every case of every config on every backend and return the run folder.
+
+    The run has no profilers, and its cells have checks. A backend that is wrong, crashes or takes
+    too long is a result. Raise what `capture` raises.
+    """
+    options = options or VerifyOptions()
+    run = plan_verify(configs, backends, options)
+    return execute(run, {}, backends, options.out, progress=progress).folder
+
+
+def plan_verify(configs: Sequence[Config], backends: Sequence[str], options: VerifyOptions) -> Run:
+    """Plan a verification. Raise what `verify` raises."""
+    cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
+    protocol = replace(options.protocol, iterations=0, warmup=0, samples=0, processes=1)
+    return new_run("verify", protocol, cells)
+
+
+def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
+    """Run the cells of a folder that have no result yet, with the protocol of the run.
+
+    Raise UsageError for a verification or a finished run, and CaptureError for a run in progress.
+    """
+    with locked(folder):
+        # read under the lock, because its last holder may have finished the run
+        run = read_run(folder)
+        reason = why_not_resumed(folder, run)
+        if reason is not None:
+            raise UsageError(f"--resume: {reason}")
+        tools = require_tools(find_profilers(run.profilers))
+        return _carry_out(folder, run, tools, progress)
+
+
+def carry_on(folder: Path, progress: Progress | None = None) -> None:
+    """Run the cells of any kind of run folder that have no result yet, if any.
+
+    Raise what `capture` raises.
+    """
+    with locked(folder):
+        run = read_run(folder)
+        begun = (folder / JOURNAL_FILE).exists()
+        if begun or any(cell.status == "pending" for cell in run.cells):
+            tools = require_tools(find_profilers(run.profilers))
+            _carry_out(folder, run, tools, progress)
+
+
+def why_not_resumed(folder: Path, run: Run) -> str | None:
+    """Return why a run cannot be resumed, or None if it can. Ignore the lock of its folder."""
+    if any(cell.case is not None for cell in run.cells):
+        return (
+            f"run {run.run} is one of `profharness verify`, which always starts from the beginning"
+        )
+    if run.kind == OBSERVE:
+        return f"run {run.run} is one of `profharness observe`, which always runs the whole program"
+    left = any(problem.profiler != GPU for problem in run.problems)
+    left = left or any(cell.status == "pending" for cell in run.cells)
+    if left or (folder / JOURNAL_FILE).exists():
+        return None
+    return finished_message(folder, run)
+
+
+def finished_message(folder: Path, run: Run) -> str:
+    """Return the message about a run that needs no resuming."""
+    return (
+        f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result; "
+        f"`profharness ingest {shlex.quote(str(folder))}` stores it"
+    )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run folder. Raise CaptureError while another process has it locked."""
+    with hold_lock_file(folder / LOCK_FILE) as holder:
+        if holder is not None:
+            raise CaptureError(f"{folder}: {holder} is at work on this run; wait for its end")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                # the folder may have been deleted
+                (folder / LOCK_FILE).unlink()
+
+
+def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:
+    """Return one pending cell per config and backend.
+
+    Raise UsageError for unknown names, or if there is no config.
+    """
+    _require_configs(configs)
+    unique = find_backends(backends)
+    # duplicate configs make one cell
+    pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
+    return tuple(
+        Cell(f"c{index:04d}", config, backend)
+        for index, (config, backend) in enumerate(pairs, start=1)
+    )
+
+
+def plan_checks(
+    configs: Sequence[Config], backends: Sequence[str], cases: Sequence[str], *, grad: bool
+) -> tuple[Cell, ...]:
+    """Return one pending cell per config, case and backend. Raise UsageError for unknown cases."""
+    _require_configs(configs)
+    planned = [
+        (config, case, backend)
+        for config in dict.fromkeys(configs)
+        for case in derive_cases(replace(config, bwd=config.bwd or grad), cases)
+        for backend in backends
+    ]
+    return tuple(
+        Cell(f"v{index:05d}", case.config, backend, case=case.name, asked=config.label)
+        for index, (config, case, backend) in enumerate(planned, 1)
+    )
+
+
+def _require_configs(configs: Sequence[Config]) -> None:
+    if not configs:
+        raise UsageError("no config: pass --config 2,8,512,64 (or --configs FILE)")
+
+
+def new_run(
+    kind: str,
+    protocol: Protocol,
+    cells: tuple[Cell, ...],
+    profilers: tuple[str, ...] = (),
+    note: str | None = None,
+    bench: BenchPlan | None = None,
+) -> Run:
+    """Return a new run without results."""
+    now = datetime.now(UTC)
+    return Run(
+        # two runs may start in the same second
+        run=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
+        created=now.isoformat(timespec="seconds"),
+        profilers=profilers,
+        protocol=protocol,
+        cells=cells,
+        note=note,
+        profharness=__version__,
+        kind=kind,
+        bench=bench,
+    )
+
+
+def write_folder(
+    out: Path,
+    run: Run,
+    backends: Sequence[str],
+    python: str | None = None,
+    name: str | None = None,
+) -> Path:
+    """Create the folder of a run in `out`, with the sources of its backends.
+
+    `python` is the interpreter of its worker; `name` replaces the run id as the folder's name.
+    Raise CaptureError after removing what was written. An interrupt removes it too.
+    """
+    folder = out / (name or run.run)
+    made = False
+    try:
+        with delay_signals():
+            _write_folder(folder, run, backends, python)
+            made = True
+    except KeyboardInterrupt:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write_folder(folder: Path, run: Run, backends: Sequence[str], python: str | None) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CaptureError(
+            f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
+        ) from None
+    # use the texts as given: a backend's name does not contain the folder of its file
+    try:
+        write_sources(folder, find_backends(backends).values())
+        if run.bench is not None:
+            write_plan(folder, run.bench)
+        if python is not None:
+            (folder / PYTHON_FILE).write_text(python, encoding="utf-8")
+        write_run(folder, run)
+    except (OSError, CaptureError) as error:
+        # without a complete record the folder could neither be resumed nor ingested
+        shutil.rmtree(folder, ignore_errors=True)
+        why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
+        raise CaptureError(
+            f"cannot write to {folder.parent}: {why}; nothing was run; choose another folder with --out"
+        ) from None
+
+
+def _carry_out(
+    folder: Path,
+    run: Run,
+    tools: dict[str, Tool],
+    progress: Progress | None,
+    prewarmed: PrewarmedWorker | None = None,
+) -> RunFolder:
+    python = _read_python(folder)
+    record = RunRecord(folder, run, progress, _backend_code(folder, run))
+    # save early, so that a killed run can be resumed
+    record.save()
+    profilers = find_profilers(run.profilers)
+    inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
+    try:
+        with (
+            interrupts_name(folder),
+            _folder_writable(folder),
+            defer_signals(),
+            gpu_locked(run.protocol.device, record.notify) as inherited,
+        ):
+            if inside or not profilers:
+                command = partial(worker_argv, program=_worker_program(folder, run), python=python)
+                for process in range(run.protocol.processes):
+                    run_cells(
+                        folder,
+                        record.begin_pass(None, process),
+                        run.protocol,
+                        inside,
+                        record.add_entry,
+                        command=command,
+                        inherited=inherited,
+                        prewarmed=prewarmed if process == 0 else None,
+                    )
+            # after the plain pass, which shows which cells run at all
+            for profiler in profilers:
+                if profiler.session is not None:
+                    _wrapped_pass(record, profiler, tools, python)
+            # raise a deferred interrupt here, where it still names the folder
+            raise_deferred_signals()
+    finally:
+        record.save()
+    record.explain_pending()
+    _tidy(folder, record.run)
+    return RunFolder(folder, record.run)
+
+
+@contextlib.contextmanager
+def _folder_writable(folder: Path) -> Iterator[None]:
+    """Convert an OSError of the block into a CaptureError that names the run folder or TMPDIR."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(folder, f"{error.filename or folder}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def interrupts_name(folder: Path) -> Iterator[None]:
+    """Convert a KeyboardInterrupt of the block into Interrupted with the run folder."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise Interrupted(folder) from stop
+
+
+def _worker_program(folder: Path, run: Run) -> tuple[str, ...]:
+    """Return the module of the worker that verifies or benchmarks; none for a capture."""
+    if any(cell.case is not None for cell in run.cells):
+        return ("profharness.recording.worker.verify",)
+    return () if read_plan(folder) is None else ("profharness.recording.worker.bench",)
+
+
+def _read_python(folder: Path) -> str | None:
+    """Return the interpreter that a run was started with, or None for this one.
+
+    Raise CaptureError if it is gone.
+    """
+    try:
+        python = os.fsdecode(read_input(folder / PYTHON_FILE, within=folder))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CaptureError(f"{folder / PYTHON_FILE}: cannot be read: {error.strerror}") from None
+    if not os.access(python, os.X_OK):
+        raise CaptureError(f"{folder} was begun with {python}, which is gone; capture anew")
+    return python
+
+
+def _backend_code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
+    """Return the hashes and commits of the backends, under the keys of the environment."""
+    sources = read_sources(folder)
+    backends = []
+    for name in dict.fromkeys(cell.backend for cell in run.cells):
+        # a resumed run may name a file that no longer exists
+        with contextlib.suppress(UsageError):
+            backends.append(find_backend(name, sources))
+    code = {"backend_code": fingerprints(backends), "backend_commit": commits(backends)}
+    return {key: values for key, values in code.items() if values}
+
+
+def _wrapped_pass(
+    record: RunRecord,
+    profiler: Profiler,
+    tools: dict[str, Tool],
+    python: str | None,
+) -> None:
+    """Run all cells under a profiler that wraps the worker. Failures become problems of the run."""
+    protocol = replace(
+        record.run.protocol,
+        timeout_s=record.run.protocol.timeout_s * profiler.patience,
+        iterations=profiler.iterations or record.run.protocol.iterations,
+    )
+    before = len(record.problems)
+    try:
+        run_cells(
+            record.folder,
+            record.begin_pass(profiler),
+            protocol,
+            (profiler.name,),
+            record.add_entry,
+            lambda: open_session(profiler, tools, record.folder, protocol, record.notify),
+            record.add_outcome,
+            # do not inherit the GPU's lock, which a tool's daemon could keep after the run
+            partial(worker_argv, python=python),
+        )
+    except CaptureError as error:
+        # a problem found by the session is more specific than a worker that did not start
+        if len(record.problems) == before:
+            problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
+            record.add_outcome(Outcome(problem=problem))
+
+
+def _tidy(folder: Path, run: Run) -> None:
+    # run.json contains all of the journal and the plan. The log stays if a cell failed.
+    for name in (JOURNAL_FILE, PLAN_FILE, SOURCES_FILE):
+        (folder / name).unlink(missing_ok=True)
+    if why_not_resumed(folder, run) is not None:
+        (folder / PYTHON_FILE).unlink(missing_ok=True)
+    # left by killed processes
+    for path in (*folder.glob(f".{RUN_FILE}.*"), *folder.glob("c*.torch.json*.tmp")):
+        path.unlink(missing_ok=True)
+    went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems
+    if went_well and not log_wanted():
+        (folder / LOG_FILE).unlink(missing_ok=True)

@@ -1,0 +1,213 @@
+"""Running a program with the observer, and making a run folder of what it recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from profharness.errors import CaptureError, TraceFormatError
+from profharness.processes import run_in_place, with_startup
+from profharness.recording.capture import new_run, write_folder
+from profharness.recording.profilers import find_profilers, require_tools
+from profharness.recording.profilers.base import ToolError
+from profharness.recording.profilers.nsys import child_environment, export_report, profile_argv
+from profharness.rows import NSYS, TORCH
+from profharness.run import (
+    OBSERVE,
+    ObserveOptions,
+    Problem,
+    Protocol,
+    Run,
+    TraceFile,
+    observed_journals,
+    observed_rows,
+    write_run,
+)
+
+OBSERVER = Path(__file__).resolve().parent / "observer"
+FOLDER = "PROFHARNESS_OBSERVE"  # read by observer/startup/sitecustomize.py
+OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
+# Variables that nsys needs and that must not change for the program.
+TOOL_ONLY = ("TMPDIR", "LC_ALL")
+NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
+# written by observer/window.py
+ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
+RECORD_THREAD = (
+    "to see their times, record such a thread with torch.profiler (record_shapes=True) and "
+    "profharness ingest"
+)
+CAPTURE_RANGE = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The result of running a program with the observer."""
+
+    folder: Path
+    run: Run
+    code: int  # exit code of the program; 128 + the number of the signal that ended it
+    why: str | None = None  # why nothing was recorded; the folder is then removed
+    reported: bool = True  # whether the observer ran in any process
+
+
+def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
+    """Run a program and return what it left in a run folder.
+
+    The folder is removed if nothing was recorded. Raise CaptureError if the program does not start,
+    and ToolError if nsys is missing.
+    """
+    tools = require_tools(find_profilers([NSYS] if options.profiler == NSYS else []))
+    profilers = () if options.profiler == "none" else (options.profiler,)
+    run = new_run(OBSERVE, NOT_CAPTURED, (), profilers, options.note)
+    folder = write_folder(options.out, run, ())
+    shared = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
+    (folder / OPTIONS_FILE).write_text(json.dumps(shared), encoding="utf-8")
+    environment = program_environment(os.environ, folder)
+    report = folder / "nsys-1.nsys-rep"
+    try:
+        if tools:
+            code = _run_under_nsys(tools[NSYS].path, report, argv, environment)
+        else:
+            code = run_in_place(argv, environment)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise CaptureError(f"{argv[0]}: does not start: {error.strerror}") from None
+    code = code if code >= 0 else 128 - code
+    why = why_silent(folder)
+    if why is not None:
+        reported = any(_read(folder / PROCESSES_FILE))
+        shutil.rmtree(folder, ignore_errors=True)
+        return Observed(folder, run, code, why, reported)
+    problems = _export(report, tools[NSYS].path) if tools else ()
+    problems = (*problems, *_window_problems(folder, options))
+    return Observed(folder, write_observed_run(folder, replace(run, problems=problems)), code)
+
+
+def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return the environment that loads the observer into every Python of the program."""
+    return with_startup({**base, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
+
+
+def _run_under_nsys(
+    tool: Path, report: Path, argv: Sequence[str], environment: Mapping[str, str]
+) -> int:
+    """Return the exit code of nsys, which is the program's.
+
+    Raise OSError if the program does not start.
+    """
+    if shutil.which(argv[0]) is None:  # otherwise nsys reports it in its own words
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with tempfile.TemporaryDirectory(prefix="profharness-nsys-") as scratch:
+        theirs = child_environment(environment, Path(scratch))
+        command = profile_argv(tool, report, with_own_environment(argv, environment, theirs))
+        command[2:2] = CAPTURE_RANGE
+        return run_in_place(command, theirs)
+
+
+def with_own_environment(
+    argv: Sequence[str], own: Mapping[str, str], tools: Mapping[str, str]
+) -> list[str]:
+    """Return an argv that restores the program's own environment within a tool's.
+
+    The tool needs its own TMPDIR and message language, which the program must not inherit.
+    """
+    changed = [name for name in TOOL_ONLY if own.get(name) != tools.get(name)]
+    unset = [part for name in changed if name not in own for part in ("-u", name)]
+    return ["env", *unset, *(f"{name}={own[name]}" for name in changed if name in own), *argv]
+
+
+def write_observed_run(folder: Path, run: Run) -> Run:
+    """Add traces and environment to the run, write it, and return it."""
+    traces = [TraceFile(TORCH, path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
+    traces += [TraceFile(NSYS, path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]
+    profilers = tuple(dict.fromkeys(trace.profiler for trace in traces))
+    environment: dict[str, Any] = next((row["environment"] for row in _rows(folder, "start")), {})
+    run = replace(run, traces=tuple(traces), profilers=profilers, environment=environment)
+    write_run(folder, run)
+    return run
+
+
+def why_silent(folder: Path) -> str | None:
+    """Return why no process of the program recorded any attention, or None if one did."""
+    if next(_rows(folder, "template"), None) is not None:
+        return None
+    failed = next(_rows(folder, "failed"), None)
+    if failed is not None:
+        return f"recording failed: {failed['why']}"
+    reported = {row.get("event") for row in _read(folder / PROCESSES_FILE)}
+    if not reported:
+        return (
+            "no Python process reported: it runs with -I, -E or -S, which keep the observer out, its "
+            "environment was cleared, or it is no Python program"
+        )
+    if "torch" not in reported:
+        return "no process of it imported torch"
+    return (
+        "torch was imported, but scaled_dot_product_attention was never called from Python: attention in "
+        "plain matrix products, of another package or of nn.TransformerEncoder's fast path shows in a "
+        "trace alone (torch.profiler with record_shapes=True, then profharness ingest)"
+    )
+
+
+def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]:
+    """Yield why no step was recorded, or which calls are missing in the recorded steps."""
+    windows = list(_rows(folder, "window"))
+    closed = [row for row in windows if row.get("state") == "closed"]
+    if closed:
+        missed = sum(row.get("elsewhere", 0) for row in closed)
+        if missed:
+            text = (
+                f"{missed:,} calls of other threads were made while the main thread was recorded: "
+                "they are counted, and have no times"
+            )
+            yield Problem(options.profiler, "threads_not_recorded", text, RECORD_THREAD)
+    elif options.profiler == TORCH:
+        yield Problem(TORCH, "no_step", *_why_no_step(folder, windows, options))
+
+
+def _why_no_step(
+    folder: Path, windows: Sequence[Mapping[str, Any]], options: ObserveOptions
+) -> tuple[str, str]:
+    """Return what prevented the recording of a step, and the remedy."""
+    again = "give --warmup 0, which records from the first call on, or run more steps"
+    if all(row.get("compiled") for row in _rows(folder, "template")):
+        why = "compiled code alone calls attention, where only an optimizer's steps are seen"
+        again = "record it with torch.profiler (record_shapes=True) and profharness ingest"
+    elif not windows:
+        why = f"the program ended before {options.warmup} steps brought nothing new"
+    else:
+        why = windows[-1].get("why", "the process ended while the profiler recorded")
+        if why == ELSEWHERE:
+            again = RECORD_THREAD
+    return f"no step was recorded, so calls have no times: {why}", again
+
+
+def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:
+    for path in observed_journals(folder):
+        yield from (row for row in _read(path) if row.get("event") == event)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a journal. Damage is reported when the run is ingested."""
+    with contextlib.suppress(TraceFormatError):
+        yield from filter(None, observed_rows(path))
+
+
+def _export(report: Path, tool: Path) -> tuple[Problem, ...]:
+    if not report.exists():
+        text = "nsys left no report: the program ended before its window was opened"
+        return (Problem(NSYS, "capture_range_missed", text, "give --warmup 0, or run more steps"),)
+    try:
+        export_report(report, report.with_suffix(".sqlite"), tool)
+    except ToolError as error:
+        failure = error.failure
+        return (Problem(NSYS, failure.code, failure.message, failure.remedy),)
+    return ()

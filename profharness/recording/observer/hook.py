@@ -1,0 +1,135 @@
+"""Load the recorder when `import torch` has finished.
+
+This module runs in every Python that the program starts, so it imports as little as possible.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# importlib.util has these too, but its import takes a millisecond.
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import (
+    spec_from_file_location,
+)
+
+TYPE_CHECKING = False  # importing typing takes milliseconds
+if TYPE_CHECKING:
+    from typing import Any
+
+PACKAGE = "profharness.recording.observer"
+PARTS = (
+    "journal",
+    "counts",
+    "masks",
+    "facts",
+    "window",
+    "recorder",
+    "wrapper",
+)  # in import order
+PROCESSES_FILE = "processes.jsonl"
+
+
+def wait_for_torch(folder: str) -> None:
+    """Start recording into a run folder as soon as torch is imported."""
+    report(folder, "python")
+    if "torch" in sys.modules:
+        start(folder)
+    else:
+        sys.meta_path.insert(0, _Finder("torch", lambda: start(folder)))
+
+
+def report(folder: str, event: str) -> None:
+    """Append a line about this process atomically."""
+    try:
+        line = f'{{"event":"{event}","pid":{os.getpid()},"parent":{os.getppid()}}}\n'
+        append(f"{folder}/{PROCESSES_FILE}", line.encode())
+    except OSError:
+        pass  # the recorder reports it if there are calls to record
+
+
+def append(path: str, data: bytes) -> None:
+    """Append to a file and close it. Raise OSError.
+
+    The program could close a descriptor that stays open, and reuse its number for another file.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        while data:
+            data = data[os.write(number, data) :]
+    finally:
+        os.close(number)
+
+
+def start(folder: str) -> None:
+    """Record the attention calls of this process. Print an error once; the program continues."""
+    try:
+        report(folder, "torch")
+        load()
+        sys.modules[f"{PACKAGE}.wrapper"].install_for(folder)
+    except Exception as error:
+        print(f"profharness: attention is not recorded: {error!r}", file=sys.stderr)
+
+
+def load() -> None:
+    """Load the observer's modules by path, as the package may not be importable."""
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    for part in PARTS:
+        name = f"{PACKAGE}.{part}"
+        if name in sys.modules:
+            continue
+        spec = spec_from_file_location(name, os.path.join(here, f"{part}.py"))  # noqa: PTH118
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+
+
+def after_import(name: str, act: Any) -> None:
+    """Call `act` when a module's import has finished, or at once if it is already imported."""
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Finder(name, act))
+
+
+class _Finder:
+    """Find one module with the other finders, and call `act` once after its execution. The module
+    keeps its own loader.
+    """
+
+    def __init__(self, name: str, act: Any) -> None:
+        self.name, self.act = name, act
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        for finder in others:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find else None
+            if spec is not None:
+                self._follow(spec.loader)
+                return spec
+        return None
+
+    def _follow(self, loader: Any) -> None:
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:
+            return
+
+        def execute_and_act(module: Any) -> None:
+            del loader.exec_module  # restores the class's method
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.act()
+
+        try:
+            loader.exec_module = execute_and_act
+        except AttributeError:
+            print(f"profharness: {type(loader).__name__} cannot be followed", file=sys.stderr)

@@ -1,0 +1,46 @@
+"""Python imports this at its start where the folder is on its path: the observer waits for torch.
+
+A sitecustomize of the user's own, which this one hides, runs afterwards under its own name.
+"""
+
+import os
+import sys
+
+# importlib.util has these too, but takes a millisecond to load
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import (
+    PathFinder,
+    SourceFileLoader,
+)
+
+FOLDER = "PROFHARNESS_OBSERVE"  # the run folder; set by `profharness observe`
+
+
+def _observe(here: str, folder: str) -> None:
+    try:
+        name = "profharness.recording.observer.hook"
+        loader = SourceFileLoader(name, os.path.join(os.path.dirname(here), "hook.py"))  # noqa: PTH118, PTH120
+        module = type(sys)(name)
+        module.__file__ = loader.path
+        module.__loader__ = loader
+        sys.modules[name] = module
+        loader.exec_module(module)
+        module.wait_for_torch(folder)
+    except Exception as error:
+        print(f"profharness: this process is not observed: {error!r}", file=sys.stderr)
+
+
+def _chain(here: str) -> None:
+    """Run the sitecustomize that would have been found without this one."""
+    sys.path[:] = [place for place in sys.path if place != here]
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    _here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    if os.environ.get(FOLDER):
+        _observe(_here, os.environ[FOLDER])
+    _chain(_here)

@@ -1,0 +1,271 @@
+"""The profiler window of an observed process. It opens when no new kind of call occurs, and closes
+after a few steps.
+
+PyTorch's profiler is a state of the thread that started it, and only that thread can stop it. The
+process has one session of the underlying tracer. Therefore the steps of one thread open and close
+the window: the main thread, which lives until the process ends. A fork, or a profiler of the
+program, ends the window early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import threading
+from _thread import get_ident
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from profharness.recording.observer.journal import Journal
+
+TRIES = 3  # windows that a fork or another profiler may break
+SUFFIX = ".torch.json.gz"
+ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
+OWN_PROFILER = "the program ran a profiler of its own"
+STARTS, STOPS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
+
+
+class ProfilerWindow:
+    """The profiler window of a process.
+
+    `steps` is the number of steps in the window. `warmup` is the number of steps without a new
+    template before it opens. `profiler` is `torch`, `nsys` or `none`. `home` is the thread whose
+    steps count. `elsewhere` counts the calls of other threads while the window waits or is open.
+    """
+
+    def __init__(self, journal: Journal, profiler: str, steps: int, warmup: int) -> None:
+        self.journal = journal
+        self.steps, self.warmup, self.profiler = steps, warmup, profiler
+        self.state = "waiting" if profiler != "none" and steps > 0 else "off"
+        self.quiet = self.passed = self.tries = 0
+        self.waited = False  # waiting for the program's own profiler was recorded
+        self.others: set[int] = set()  # threads in which the program's own profilers run
+        self.busy = False  # starting or stopping the profiler
+        self.used = False  # the profiler was started once
+        self.taken = False  # a profiler in another thread has the tracer's session
+        # The thread that imports torch. In other threads the tracer prints an error.
+        self.home = get_ident() if threading.current_thread() is threading.main_thread() else 0
+        self.elsewhere = 0
+        self.active: Any = None
+        nsys = profiler == "nsys"
+        self.ranged: Any = torch.cuda.nvtx.range if nsys else torch.profiler.record_function
+        self.step_range: Any = None
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are to be marked."""
+        return self.state == "open"
+
+    def fresh(self) -> None:
+        """Note that a new template has occurred."""
+        self.quiet = -1  # this step does not count
+
+    def step(self) -> None:
+        """End a step and begin the next one."""
+        if self.state == "open" and self.taken:
+            if not self.others:
+                self.give_way(OWN_PROFILER)
+        elif self.state == "open":
+            self._end_step()
+            self.passed += 1
+            if self.passed >= self.steps:
+                self.close()
+            else:
+                self._begin_step()
+        elif self.state == "waiting":
+            self.quiet += 1
+            if self.quiet >= self.warmup:
+                self._begin()
+
+    def first(self) -> None:
+        """Open the window before the first call if there is no warm-up."""
+        if self.state == "waiting" and self.warmup == 0:
+            self._begin()
+
+    def pass_elsewhere(self) -> None:
+        """Count a call in a thread that is not recorded."""
+        self.elsewhere += 1
+        if self.elsewhere == 1 and self.state == "waiting":
+            self.journal.write("window", state="waiting", why=ELSEWHERE)
+
+    def close(self) -> None:
+        """End the window and write its trace."""
+        if get_ident() != self.home:
+            return
+        if self.state == "ending":
+            self.end_ops()
+        if self.state != "open":
+            return
+        self.state = "closing"
+        self._end_step()
+        told = {"steps": self.passed, "elsewhere": self.elsewhere}
+        if self.profiler == "nsys":
+            torch.cuda.profiler.stop()
+            self.state = "ending"
+            self.journal.write("window", state="closed", **told)
+            return
+        try:
+            active = self._stop()
+            if not active.profiler.kineto_results.events():
+                raise RuntimeError("it holds no event")
+            name = self._write(active)
+        except Exception as error:
+            self._lost(str(error))
+            return
+        self.state = "done"
+        self.journal.write("window", state="closed", trace=name, **told)
+
+    def give_way(self, why: str) -> None:
+        """End the window early. It opens again later. Never raises."""
+        if get_ident() != self.home:
+            return
+        if self.profiler == "nsys":  # nsys can record only once
+            with contextlib.suppress(Exception):
+                self.close()
+                self.close()
+        elif self.state == "open":
+            self.state = "closing"
+            with contextlib.suppress(Exception):
+                self._end_step()
+                self._stop()
+            self._lost(why)
+
+    def end_ops(self) -> None:
+        """Stop recording ops as ranges.
+
+        A window closes inside the range of an optimizer's step, and PyTorch would warn at the end
+        of that range. The next call of the model is outside of it.
+        """
+        active, self.active = self.active, None
+        self.state = "done"
+        with self._own():
+            active.__exit__(None, None, None)
+
+    def forget(self) -> None:
+        """Discard the parent's window in a forked child."""
+        self.active = self.step_range = None
+        self.state = "off"
+        if self.used:
+            _skip_destructors()
+
+    def watch_profilers(self) -> None:
+        """Give way to the profilers that the program starts from now on."""
+        for names, starts in ((STARTS, True), (STOPS, False)):
+            for name in names:
+                call = getattr(torch.autograd.profiler, name)
+                setattr(torch.autograd.profiler, name, self._watched(call, starts=starts))
+
+    def _watched(self, call: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def watched(*a: Any, **k: Any) -> Any:
+            thread = get_ident()
+            if not (self.busy and thread == self.home):
+                (self.others.add if starts else self.others.discard)(thread)
+                if starts and thread != self.home:
+                    self.taken |= self.state == "open"
+                elif starts:
+                    self.give_way(OWN_PROFILER)
+            return call(*a, **k)
+
+        return watched
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        """Mark the block that starts or stops the window's own profiler."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
+
+    def _stop(self) -> Any:
+        """Stop the profiler. Raise RuntimeError if another one has ended it."""
+        active, self.active = self.active, None
+        taken, self.taken = self.taken, False
+        with self._own():
+            if not torch.autograd._profiler_enabled():
+                raise RuntimeError("another profiler ended it")
+            if taken:
+                active.profiler._prepare_trace()  # stopping without a session crashes
+            active.stop()
+        if taken:
+            raise RuntimeError(OWN_PROFILER)
+        return active
+
+    def _begin(self) -> None:
+        if self.others or torch.autograd._profiler_enabled():
+            if not self.waited:
+                self.waited = True
+                self.journal.write("window", state="waiting", why=OWN_PROFILER)
+            return
+        self.passed = self.elsewhere = 0
+        try:
+            with self._own():
+                self._start()
+        except Exception as error:
+            self.tries = TRIES
+            self._lost(str(error))
+            return
+        self.state = "open"
+        self.journal.write("window", state="open")
+        self._begin_step()
+
+    def _start(self) -> None:
+        if self.profiler == "nsys":
+            torch.cuda.profiler.start()
+            # Ops with the sizes of their tensors become NVTX ranges, which are required to recognize calls.
+            self.active = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+            self.active.__enter__()
+        else:
+            self.used = True
+            self.active = active = torch.profiler._KinetoProfile(record_shapes=True)
+            # start() imports torch._inductor, which fails if another thread imports a part of it meanwhile
+            active.profiler = torch.autograd.profiler.profile(
+                use_device=active.use_device, record_shapes=True, use_kineto=True
+            )
+            config = sys.modules.get("torch._inductor.config")
+            active.has_cudagraphs = getattr(getattr(config, "triton", None), "cudagraphs", False)
+            active.profiler._prepare_trace()
+            active.start_trace()
+
+    def _begin_step(self) -> None:
+        self.step_range = self.ranged(f"ProfilerStep#{self.passed}")
+        self.step_range.__enter__()
+
+    def _end_step(self) -> None:
+        if self.step_range is not None:
+            self.step_range.__exit__(None, None, None)
+            self.step_range = None
+
+    def _write(self, active: Any) -> str:
+        folder = self.journal.folder
+        assert folder is not None
+        name = f"{os.environ.get('RANK') or os.getpid()}{SUFFIX}"
+        if os.path.exists(os.path.join(folder, name)):  # noqa: PTH110, PTH118
+            name = f"{os.environ.get('RANK', 0)}-{os.getpid()}{SUFFIX}"
+        active.export_chrome_trace(os.path.join(folder, name))  # noqa: PTH118
+        return name
+
+    def _lost(self, why: str) -> None:
+        self.tries += 1
+        self.quiet = self.elsewhere = 0
+        self.state = "waiting" if self.tries < TRIES else "off"
+        with contextlib.suppress(OSError):  # the disk is full; the recorder reports that
+            self.journal.write("window", state="lost", why=why)
+
+
+def _skip_destructors() -> None:
+    """End this process like os._exit, but with its exit code and output.
+
+    In a forked child, the destructor of PyTorch's tracer would wait forever for a thread of the
+    parent.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # glibc only
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fflush, None, None)  # the last registered function runs first

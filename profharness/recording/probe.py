@@ -1,0 +1,255 @@
+"""Short-lived workers that report the environment, which backends run, the device's peaks, and
+PyTorch's backend choices for configs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from profharness.attention.backends import BACKENDS, find_backend
+from profharness.attention.backends.sources import implementation_names
+from profharness.attention.config import AUTO, Config, parse_config
+from profharness.attention.dispatch.advice import ANSWERS_FILE, LiveAnswer
+from profharness.devices import PEAKS_FILE, Peaks
+from profharness.errors import CaptureError, UsageError
+from profharness.files import decode_json, read_json, read_lines
+from profharness.processes import child_environment, run_briefly
+from profharness.recording.capture import capture
+from profharness.recording.supervise import run_cells, worker_argv, worker_environment
+from profharness.run import (
+    NOT_A_RECORD,
+    PLAN_FILE,
+    CaptureOptions,
+    Cell,
+    JournalEntry,
+    Plan,
+    Protocol,
+    read_run,
+)
+
+PROBE_CONFIG = "1,2,64,64"
+IMPORT_TIMEOUT_S = 60.0
+PROBE_PROTOCOL = Protocol(iterations=1, warmup=0, samples=0, timeout_s=180)
+
+
+@dataclass(frozen=True)
+class BackendState:
+    """Whether a backend ran the probe config."""
+
+    backend: str
+    summary: str
+    runs: bool
+    reason: str | None  # the message if it did not run
+    device: str
+    status: str = "ok"  # of the cell
+    code: str | None = None  # of the first refusal
+
+
+def probe_environment() -> dict[str, Any] | str:
+    """Return the environment of a worker, or a message if none starts."""
+    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
+        try:
+            return worker_environment(Path(folder), PROBE_PROTOCOL)
+        except CaptureError as error:
+            return str(error)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Another Python whose torch is to be measured."""
+
+    name: str  # as given by the user
+    path: str
+    environment: dict[str, Any] = field(default_factory=dict)  # as its worker reports it
+    why: str | None = None  # why it cannot be used
+
+    @property
+    def text(self) -> str:
+        """The name and the versions, or why the interpreter cannot be used."""
+        if self.why is not None:
+            return f"{self.name}: {self.why}"
+        return (
+            f"{self.name}: torch {self.environment['torch']}, Python {self.environment['python']}"
+        )
+
+
+def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> Interpreter:
+    """Start a worker in a Python, given by its path or its name on PATH.
+
+    `wrapped` are profilers that will run around it, which need the package nvtx there.
+    """
+    path = shutil.which(name)
+    if path is None:
+        return Interpreter(name, name, why="no such program; name a Python that has torch")
+    # do not resolve the link of a virtual environment, which selects its packages
+    path = str(Path(path).absolute())
+    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
+        try:
+            environment = worker_environment(Path(folder), PROBE_PROTOCOL, path)
+        except CaptureError as error:
+            return Interpreter(name, path, why=str(error))
+        except OSError as error:
+            return Interpreter(name, path, why=f"does not start: {error.strerror}")
+    if wrapped:
+        done = run_briefly([path, "-c", "import nvtx"], IMPORT_TIMEOUT_S)
+        if done is None or done.returncode:
+            why = f"{', '.join(wrapped)} need the package nvtx there: {path} -m pip install nvtx"
+            return Interpreter(name, path, environment, why)
+    return Interpreter(name, path, environment)
+
+
+def probe_backends() -> list[BackendState]:
+    """Run one small config on every backend, including `kernels/` and entry points.
+
+    Raise CaptureError if no worker starts.
+    """
+    backends = dict(BACKENDS)
+    ambiguous = {}
+    for name in implementation_names():
+        try:
+            # built-in backends take precedence
+            backends.setdefault(name, find_backend(name))
+        except UsageError as error:
+            # two packages may offer the same name; probe the others all the same
+            ambiguous[name] = str(error)
+    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
+        options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)
+        run = read_run(capture([parse_config(PROBE_CONFIG)], list(backends), options))
+    device = str(run.environment.get("gpu") or run.environment.get("device_type"))
+    states = [
+        BackendState(
+            cell.backend,
+            backends[cell.backend].summary,
+            cell.status == "ok",
+            cell.message,
+            device,
+            cell.status,
+            cell.refusals[0].code if cell.refusals else None,
+        )
+        for cell in run.cells
+    ]
+    return states + [
+        BackendState(name, "entry points", False, reason, device, "error")
+        for name, reason in ambiguous.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured peaks, stored by `Store.add_peaks`."""
+
+    peaks: Peaks
+    environment: dict[str, Any]
+    created: str = ""  # ISO 8601, UTC
+
+
+def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
+    """Measure copy bandwidth and matrix rates on `cuda`, `cpu` or `auto`; this takes seconds.
+
+    Raise CaptureError with the last lines of the process's output if it died or took longer than
+    timeout_s.
+    """
+    with tempfile.TemporaryDirectory(prefix="profharness-") as name:
+        folder = Path(name)
+        plan = Plan((), Protocol(device=device), (), os.getpid())
+        (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+        argv = worker_argv(folder, ["profharness.recording.worker.peaks"])
+        done = run_briefly(argv, timeout_s, child_environment())
+        if done is None:
+            raise CaptureError(
+                f"measuring the peaks of {device} took more than {timeout_s:g} s and was ended; "
+                "--peaks data-sheet does without"
+            )
+        path = folder / PEAKS_FILE
+        if done.returncode != 0 or not path.exists():
+            stderr_tail = " / ".join(done.stderr.strip().splitlines()[-2:])[:500]
+            raise CaptureError(
+                f"measuring the peaks of {device} failed (exit code {done.returncode}): {stderr_tail}; "
+                "`profharness doctor` shows what is missing, --peaks data-sheet does without"
+            )
+        measured = read_json(path, Measured)
+    return replace(measured, created=datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+AskProgress = Callable[[int, int, str], None]
+"""Takes the number of finished configs, the total, and the label of the last finished one."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """PyTorch's answer for a config."""
+
+    cell: Cell
+    answer: LiveAnswer | None  # None if the process left none
+    ended: Cell | None  # the cell with its status
+    environment: dict[str, Any]  # of the process
+
+
+def ask(
+    configs: Sequence[Config],
+    *,
+    device: str = "auto",
+    advice: bool = True,
+    timeout_s: float = 120,
+    progress: AskProgress | None = None,
+    asked: str = AUTO,
+) -> list[ProbeResult]:
+    """Return one result per config, in order.
+
+    `asked` is `auto`, or a set or order of backends. `device` is `cuda`, `cpu` or `auto`.
+    `timeout_s` limits one config. If the process died or took too long, the config has no answer.
+    Raise CaptureError if no process starts.
+    """
+    cells = tuple(Cell(f"c{index:04d}", config, asked) for index, config in enumerate(configs, 1))
+    if not cells:
+        return []
+    environment: dict[str, Any] = {}
+    ended: dict[str, Cell] = {}
+
+    def on_entry(entry: JournalEntry) -> None:
+        if entry.environment is not None:
+            environment.update(entry.environment)
+        if entry.event == "end" and entry.result is not None:
+            ended[entry.result.cell] = entry.result
+            if progress is not None:
+                progress(len(ended), len(cells), entry.result.config.label)
+
+    with tempfile.TemporaryDirectory(prefix="profharness-") as name:
+        folder = Path(name)
+        protocol = Protocol(device=device, timeout_s=timeout_s)
+        command = partial(ask_argv, advice=advice)
+        run_cells(folder, cells, protocol, (), on_entry, command=command)
+        answers = _read_answers(folder / ANSWERS_FILE)
+    return [
+        ProbeResult(cell, answers.get(cell.cell), ended.get(cell.cell), environment)
+        for cell in cells
+    ]
+
+
+def ask_argv(folder: Path, *, advice: bool) -> list[str]:
+    """Return the argv of the program that queries PyTorch."""
+    return worker_argv(
+        folder, ["profharness.recording.worker.ask", *([] if advice else ["--no-advice"])]
+    )
+
+
+def _read_answers(path: Path) -> dict[str, LiveAnswer]:
+    """Read answers by cell. Ignore a line that a crash cut short."""
+    answers: dict[str, LiveAnswer] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in read_lines(path):
+            with contextlib.suppress(*NOT_A_RECORD):
+                answer = decode_json(line, LiveAnswer)
+                answers[answer.cell] = answer
+    return answers

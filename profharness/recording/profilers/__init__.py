@@ -1,0 +1,192 @@
+"""The registry of profilers, and the search for their tools on this machine.
+
+A new profiler is a row in PROFILERS, a module here with its session and its failures, its name in
+`rows.TRACE_PROFILERS` (and `COUNTERS`), and a parser in `parse.PARSERS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from profharness.errors import UsageError
+from profharness.processes import run_briefly
+from profharness.recording.profilers.base import Failure, Tool, ToolError, ToolSession, version_key
+from profharness.recording.profilers.ncu import NcuSession
+from profharness.recording.profilers.nsys import NsysSession
+from profharness.rows import EVENTS, NCU, NSYS, TORCH
+from profharness.run import Protocol
+
+VERSION_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Profiler:
+    """A profiler and where to find its tool."""
+
+    name: str
+    summary: str
+    suffix: str | None = None  # of its traces' names; None if it leaves no trace
+    session: type[ToolSession] | None = None  # around the worker; None if it works inside of it
+    iterations: int | None = None  # profiled calls per cell; None for the protocol's number
+    patience: float = 1.0  # factor on the seconds of --timeout
+    product: str = ""
+    variable: str = ""  # environment variable that names another executable
+    # Patterns of where installers put it outside PATH, preferred ones first. Of the matches of one
+    # pattern, the newest version counts.
+    places: tuple[str, ...] = ()
+    remedy: str = ""  # appended to the remedy if the tool is missing
+
+
+PROFILERS: dict[str, Profiler] = {
+    profiler.name: profiler
+    for profiler in (  # in order of preference
+        Profiler(TORCH, "PyTorch profiler (Kineto) inside the worker", "torch.json.gz"),
+        Profiler(EVENTS, "timing only, no trace"),
+        Profiler(
+            NSYS,
+            "Nsight Systems around the worker",
+            "nsys-rep",
+            NsysSession,
+            patience=2.0,
+            product="NVIDIA Nsight Systems",
+            variable="PROFHARNESS_NSYS",
+            places=(
+                "opt/nvidia/nsight-systems/*/bin/nsys",
+                "opt/nvidia/nsight-systems-cli/*/bin/nsys",
+                "usr/local/cuda*/bin/nsys",
+                "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # has an importer too
+            ),
+            remedy=" (Nsight Compute carries an nsys too)",
+        ),
+        Profiler(
+            NCU,
+            "Nsight Compute: hardware counters",
+            "ncu-rep",
+            NcuSession,
+            iterations=1,  # counters vary less than times, and each launch costs milliseconds
+            patience=10.0,
+            product="NVIDIA Nsight Compute",
+            variable="PROFHARNESS_NCU",
+            places=("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu"),
+        ),
+    )
+}
+
+
+def find_profilers(names: Sequence[str]) -> tuple[Profiler, ...]:
+    """Return the named profilers without duplicates.
+
+    Raise UsageError for an unknown name.
+    """
+    for name in names:
+        if name not in PROFILERS:
+            raise UsageError(f"no profiler {name!r}; known are {', '.join(PROFILERS)}")
+    return tuple(PROFILERS[name] for name in dict.fromkeys(names))
+
+
+def require_tools(profilers: Sequence[Profiler]) -> dict[str, Tool]:
+    """Return the tool of every profiler that needs one. Raise ToolError if one is missing."""
+    return {item.name: require_tool(item.name) for item in profilers if item.session}
+
+
+def open_session(
+    profiler: Profiler,
+    tools: dict[str, Tool],
+    folder: Path,
+    protocol: Protocol,
+    notify: Callable[[str], None] = lambda _: None,
+) -> ToolSession:
+    """Return a session for the next start of the worker under a profiler.
+
+    The report gets an unused name (nsys-1.nsys-rep, nsys-2.nsys-rep, …). `notify` gets the sentence
+    on what the user has to wait for.
+    """
+    assert profiler.session is not None
+    number = 1
+    # a resumed run keeps its earlier reports
+    while any(folder.glob(f"{profiler.name}-{number}.*")):
+        number += 1
+    report = folder / f"{profiler.name}-{number}.{profiler.suffix}"
+    return profiler.session(tools[profiler.name], report, protocol, notify)
+
+
+def find_tool(name: str) -> Tool | None:
+    """Find a profiler's tool by its variable, on PATH, then in its usual places.
+
+    Return None if there is none. Raise ToolError (tool_missing) if the variable is set but names no
+    executable file, because another executable in its place would go unnoticed.
+    """
+    variable = PROFILERS[name].variable
+    named = os.environ.get(variable)
+    on_path = shutil.which(name)
+    if named:
+        path = Path(named)
+        if not _executable(path):
+            message = f"{variable} is {named!r}, which is not an executable file"
+            remedy = f"set it to the path of {name}, or unset it"
+            raise ToolError(Failure("tool_missing", message, remedy))
+        same = on_path is not None and path.resolve() == Path(on_path).resolve()
+        return Tool(name, path, tool_version(path), same)
+    if on_path is not None:
+        return Tool(name, Path(on_path), tool_version(Path(on_path)), True)
+    paths = installed(name)
+    return Tool(name, paths[0], tool_version(paths[0]), False) if paths else None
+
+
+def require_tool(name: str) -> Tool:
+    """Return the tool. Raise ToolError (tool_missing), which says how to get or name one."""
+    tool = find_tool(name)
+    if tool is None:
+        raise ToolError(tool_missing(name))
+    return tool
+
+
+def tool_missing(name: str) -> Failure:
+    """Return the failure for a tool that was not found."""
+    profiler = PROFILERS[name]
+    return Failure(
+        "tool_missing",
+        f"{name} is neither on PATH nor where NVIDIA's installers put it",
+        f"install {profiler.product}, or set {profiler.variable} to the executable"
+        f"{profiler.remedy}; `--profiler torch` works without it",
+    )
+
+
+def installed(name: str, root: Path = Path("/")) -> list[Path]:
+    """Return a profiler's executables in its usual places below root, the preferred one first."""
+    paths: list[Path] = []
+    for pattern in PROFILERS[name].places:
+        paths += sorted(filter(_executable, root.glob(pattern)), key=version_key, reverse=True)
+    return paths
+
+
+def tool_version(path: Path) -> str | None:
+    """Return the version that an executable prints, such as `2025.3.1.0`, or None."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    # query a replaced tool again
+    return _ask_version(str(path), stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _ask_version(path: str, _mtime_ns: int, _size: int) -> str | None:
+    done = run_briefly([path, "--version"], VERSION_TIMEOUT_S)
+    return parse_version(done.stdout) if done else None
+
+
+def parse_version(text: str) -> str | None:
+    """Return the version in the output of a tool's `--version`, or None."""
+    match = re.search(r"\bversion\s+(\d+(?:\.\d+)+)", text, re.IGNORECASE)
+    return match[1] if match else None
+
+
+def _executable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)

@@ -1,0 +1,444 @@
+"""Nsight Systems: command lines, export of reports to SQLite, and failures.
+
+The failure texts were observed with nsys 2022.4 to 2025.3, or come from NVIDIA's manuals and
+binaries and from users' public reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from profharness.errors import TraceFormatError
+from profharness.files import open_input
+from profharness.processes import kill, read_end, run_briefly, run_to_end
+from profharness.recording.profilers.base import (
+    LOADER,
+    NO_SANDBOX,
+    OWN_TMPDIR,
+    TOOL_OPTIONS,
+    Ended,
+    Failure,
+    FailureRule,
+    FailureRules,
+    ToolError,
+    ToolSession,
+    diagnose,
+    escape_macros,
+    quoted,
+    report_damaged,
+)
+from profharness.rows import NSYS
+
+SUFFIX = ".nsys-rep"
+EXPORT_BASE_S = 120.0
+EXPORT_BYTES_PER_S = 100_000  # much less than nsys exports per second
+KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
+SQLITE_MAGIC = b"SQLite format 3\0"
+_SAME_VERSION = (
+    "capture, import and export with one and the same nsys, on the machine that captured, and carry "
+    "the .sqlite file away"
+)
+_DEBIAN = "libdw1, libelf1, libssh-4 on Debian and Ubuntu"
+
+NO_CUDA_EVENTS = FailureRule(
+    "no_cuda_events",
+    r"No CUDA events collected|CUDA profiling might have not been started correctly",
+    "nsys saw no CUDA work for {report}",
+    "see that the program uses the GPU (nvidia-smi, torch.cuda.is_available()) and that nsys is not "
+    "older than the CUDA that torch was built with; `--profiler torch` works without nsys",
+)
+
+
+# These also apply if a report was written: it is incomplete or without kernels.
+WRITTEN_RULES = (
+    FailureRule(
+        "version_mismatch",
+        r"Qdstrm version (?P<version>\S+) is not supported",
+        "the importer cannot read a raw file of nsys {version}, so {report} is not usable",
+        _SAME_VERSION,
+    ),
+    FailureRule(
+        "version_mismatch",
+        r"Supplied input buffer of size \d+ is too small"
+        r"|Unknown runtime API function index: \d+"
+        r"|Data member TimestampType was not initialized",
+        "nsys and its importer, or nsys and the CUDA of the program, are of different versions: "
+        "{report} lacks events",
+        _SAME_VERSION + "; a CUDA 13 program needs nsys 2025.3 or newer",
+    ),
+    FailureRule(
+        "import_incomplete",
+        r"Errors occurred while processing the raw events",
+        "the importer stopped in the middle: {report} lacks events",
+        _SAME_VERSION,
+    ),
+    NO_CUDA_EVENTS,
+)
+
+
+# These apply if no report was written.
+UNWRITTEN_RULES = (
+    FailureRule(
+        "sandboxed",
+        r"ConvertGpuTicksToSyncNs",
+        "nsys cannot relate GPU time to host time here, as in a gVisor container: no {report}",
+        NO_SANDBOX.replace("{tool}", "nsys"),
+    ),
+    FailureRule(
+        "executable_missing",
+        r"Executable not found in current directory or standard search paths"
+        r"|^No such file or directory: \S",
+        "nsys found no program to start for {report}",
+        "give the program's absolute path",
+    ),
+    FailureRule(
+        "unknown_option",
+        r"unrecogni[sz]ed option '(?P<option>[^']*)'",
+        "this nsys does not know the option {option}",
+        TOOL_OPTIONS.replace("{tool}", "nsys profile"),
+    ),
+    FailureRule(
+        "unknown_option",
+        r"Illegal --(?P<option>[\w-]+) arguments?\b(?P<value>.*)",
+        "this nsys does not take the value given to --{option}:{value}",
+        TOOL_OPTIONS.replace("{tool}", "nsys profile"),
+    ),
+    FailureRule(
+        "tmpdir_unusable",
+        r"boost::filesystem::temp_directory_path|^Agent launcher failed",
+        "nsys cannot start its background process or write its raw files (TMPDIR)",
+        OWN_TMPDIR,
+    ),
+    FailureRule(
+        "importer_missing",
+        r"The importer binary and its dependencies were not found",
+        "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) is not where it "
+        "looks, in host-linux-x64 beside its own target-linux-x64",
+        "link it there (Debian: `ln -s /usr/lib/nsight-systems/host-linux-x64 "
+        "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64`), or install NVIDIA's own package",
+    ),
+    FailureRule(
+        "importer_library_missing",
+        r"Importer error status: An unknown error occurred",
+        "nsys left a raw .qdstrm file and no {report}: its importer (QdstrmImporter) does not start, "
+        "most often for want of a library",
+        "`ldd QdstrmImporter | grep 'not found'` names it; install the package that has it "
+        f"({_DEBIAN})",
+    ),
+    FailureRule(
+        "sys_missing",
+        r"Failed to get number of the device CPUs",
+        "the importer of nsys cannot read /sys, so there is no {report}",
+        "mount /sys and /proc in the container",
+    ),
+    FailureRule(
+        "import_failed",
+        r"Importer error status: (?P<words>.*)|Import Failed with (?P<more>.*)"
+        r"|^File is corrupted\.",
+        "nsys could not turn its raw .qdstrm file into {report}",
+        "run `QdstrmImporter -i FILE.qdstrm` of the same version by hand to see why; see whether the "
+        "disk is full",
+    ),
+    FailureRule(
+        "output_exists",
+        r"Failed to create '(?P<path>[^']*)': File exists",
+        "{path} was there already: nsys left it as it was and wrote the new report to TMPDIR",
+        "remove the old file, or pass --force-overwrite true",
+    ),
+    FailureRule(
+        "output_folder_missing",
+        r"Failed to create '(?P<path>[^']*)': No such file or directory",
+        "the folder of {path} does not exist: nsys wrote the report to TMPDIR",
+        "make the folder first",
+    ),
+    FailureRule(
+        "output_unwritable",
+        r"Failed to create '(?P<path>[^']*)': (?P<why>[^.\n]+)",
+        "nsys could not write {path}: {why}",
+        "choose a folder that is writable and has room",
+    ),
+    FailureRule(
+        "tool_library_missing",
+        LOADER,
+        "a program did not start for want of the library {library}, and there is no {report}",
+        "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
+    ),
+    FailureRule(
+        "capture_range_missed",
+        r"^Generated:\s*+(?!\S*\.(?:nsys-rep|qdstrm|qdrep))",
+        "the program never entered the range that nsys waits for, so there is no {report}",
+        "check the range's name, and set NSYS_NVTX_PROFILER_REGISTER_ONLY=0",
+    ),
+    FailureRule(
+        "sampling_forbidden",
+        r"requires root privileges or a paranoid level of (?P<level>\d)",
+        "nsys may not sample the CPU here, and there is no {report}",
+        "pass --sample=none --cpuctxsw=none, or set kernel.perf_event_paranoid to {level}",
+    ),
+    FailureRule(
+        "tool_crashed",
+        r"FATAL ERROR: (?P<words>.*)",
+        "nsys broke down before it wrote {report}: {words}",
+        "try another version of Nsight Systems; `--profiler torch` works without nsys",
+    ),
+)
+
+
+KILLED = FailureRule(
+    "killed",
+    r"\Asignal 9$",
+    "nsys was killed (SIGKILL) while it profiled for {report}",
+    "end what it left behind with `nsys shutdown --kill=sigterm --session=profile-PID` "
+    "(PID is that of the killed nsys); see the kernel log for out-of-memory, then run again",
+)
+
+RULES = FailureRules(
+    NSYS,
+    # first, because a kill explains everything else in the log
+    (KILLED, *(replace(rule, written=False) for rule in UNWRITTEN_RULES), *WRITTEN_RULES),
+    timeout=(
+        FailureRule(
+            "children_outlive_target",
+            r"Waiting for termination of re-parented processes",
+            "the program ended, but a process that it left behind kept nsys waiting for {report}",
+            "pass --wait=primary, or see that the program ends its own children",
+        ),
+    ),
+)
+
+EXPORT_RULES = FailureRules(
+    "nsys export",
+    (
+        FailureRule(
+            "output_exists",
+            r"Exportation error: File already exists: '(?P<path>[^']*)'",
+            "{path} was there already, and nsys export left it as it was",
+            "remove it, or pass --force-overwrite true",
+        ),
+        FailureRule(
+            "report_missing",
+            r"Exportation error: File not found: '(?P<path>[^']*)'",
+            "nsys export found no report {path}",
+            "check the path; nsys profile may have left none",
+        ),
+        FailureRule(
+            "version_mismatch",
+            r"ProtobufParseException|Version not supported: (?P<build>\S+)"
+            r"|Version number is invalid: (?P<version>\S+)",
+            "the report was made by a newer nsys than the one that exports it",
+            _SAME_VERSION,
+        ),
+        FailureRule(
+            "report_damaged",
+            r"Version tag is not found in the stream|Cannot read from stream"
+            r"|Section Table Reference magic number mismatch",
+            "the file is not an nsys report, or was cut short",
+            "copy it again, or capture again",
+        ),
+        FailureRule(
+            "tool_library_missing",
+            LOADER,
+            "nsys did not start for want of the library {library}",
+            "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
+        ),
+        FailureRule(
+            "export_failed",
+            r"Exportation error: (?P<words>.*)",
+            "nsys export failed: {words}",
+            "export with the nsys that made the report, and see whether the disk is full",
+        ),
+        FailureRule(
+            "export_failed",
+            r"\A(?P<how>signal \d+|exit code [1-9]\d*)$",
+            "nsys export failed ({how})",
+            "export with the nsys that made the report: `nsys export --type sqlite REPORT`",
+            quoted=True,
+        ),
+    ),
+    timeout=(
+        FailureRule(
+            "timeout",
+            r"\A",
+            "nsys export took too long and was ended before it was complete",
+            "see why with `nsys export --type sqlite REPORT`, and ingest the .sqlite that it leaves",
+        ),
+    ),
+)
+
+
+def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
+    """Return the argv that profiles a command; `output` must end in `.nsys-rep`.
+
+    Trace only CUDA and NVTX: sampling needs permissions and adds nothing about kernels. Without
+    graph-trace=node, kernels inside CUDA graphs are not recorded. Without wait=primary, a process
+    that the target left behind would block nsys. Raise ValueError for another suffix.
+    """
+    if output.suffix != SUFFIX:
+        raise ValueError(f"{output}: the report of nsys must end in {SUFFIX}")
+    return [
+        str(tool),
+        "profile",
+        "--trace=cuda,nvtx",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--cuda-graph-trace=node",
+        "--wait=primary",
+        "--force-overwrite=true",
+        f"--output={escape_macros(output)}",
+        *command,
+    ]
+
+
+def export_argv(tool: Path, report: Path, output: Path) -> list[str]:
+    """Return the argv that exports a report to a SQLite file."""
+    return [
+        str(tool),
+        "export",
+        "--type=sqlite",
+        "--force-overwrite=true",
+        f"--output={output}",
+        str(report),
+    ]
+
+
+def shutdown_argv(tool: Path, pid: int) -> list[str]:
+    """Return the argv that ends what a killed nsys left behind.
+
+    Its background process and the target have their own sessions, which no signal to nsys's process
+    group reaches. nsys 2022.4 exits with 1, "Failed to find session", and leaves the target
+    running: end it by its own pid as well.
+    """
+    return [str(tool), "shutdown", "--kill=sigterm", f"--session=profile-{pid}"]
+
+
+def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
+    """Return the environment for nsys and its target.
+
+    TMPDIR is where nsys puts raw files, LC_ALL=C makes messages parsable, and the last variable
+    makes nsys record ranges whose names are not registered strings.
+    """
+    own = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
+    return {**base, "TMPDIR": str(tmpdir), "LC_ALL": "C", **own}
+
+
+def export_limit_s(report: Path) -> float:
+    """Return the time limit in seconds for exporting a report."""
+    try:
+        return EXPORT_BASE_S + report.stat().st_size / EXPORT_BYTES_PER_S
+    except OSError:
+        return EXPORT_BASE_S
+
+
+def export_report(
+    report: Path, output: Path, tool: Path, *, timeout_s: float | None = None
+) -> None:
+    """Export a `.nsys-rep` to SQLite, atomically replacing `output`. Raise ToolError.
+
+    The default of `timeout_s` is `export_limit_s`.
+    """
+    timeout_s = export_limit_s(report) if timeout_s is None else timeout_s
+    try:
+        # in the folder of the output, so that a rename suffices
+        folder = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
+    except OSError as error:
+        message = f"{output} cannot be written: {error.strerror}"
+        remedy = "name a file in a folder that exists and is writable"
+        raise ToolError(Failure("output_unwritable", message, remedy)) from None
+    with folder as name:
+        part, log = Path(name) / "export.sqlite", Path(name) / "log"
+        environment = child_environment(os.environ, Path(name))
+        try:
+            argv = export_argv(tool, report, part)
+            returncode = run_to_end(argv, log, environment, timeout_s, short=True)
+        except OSError as error:
+            message = f"{tool} cannot be started: {error.strerror}"
+            remedy = "set PROFHARNESS_NSYS to the nsys executable, or install NVIDIA Nsight Systems"
+            raise ToolError(Failure("tool_missing", message, remedy)) from None
+        text = read_end(log)
+        failure = diagnose_export(returncode, text, part)
+        if failure is not None:
+            raise ToolError(failure, text)
+        part.replace(output)
+
+
+def diagnose_export(returncode: int | None, text: str, output: Path) -> Failure | None:
+    """Return why `nsys export` left no SQLite file at output, or None if it did.
+
+    When it fails it leaves an empty or incomplete file, so the existence of a file proves nothing.
+    """
+    failure = EXPORT_RULES.match(returncode, text, output)
+    if failure is not None:
+        return failure
+    with contextlib.suppress(OSError), open_input(output) as file:
+        if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
+            return None
+    return Failure(
+        "export_empty",
+        f"nsys export ended well but left no SQLite file{quoted(text)}",
+        "see whether the disk is full; export with the nsys that made the report",
+    )
+
+
+class NsysSession(ToolSession):
+    """The worker under `nsys profile`. The same nsys then exports the report to SQLite."""
+
+    def argv(self, command: list[str]) -> list[str]:
+        return profile_argv(self.tool.path, self.report, command)
+
+    def environment(self, base: dict[str, str]) -> dict[str, str]:
+        return child_environment(base, self.scratch)
+
+    def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
+        failure = diagnose(RULES, ended.returncode, ended.text, self.report, self.started)
+        if not self.report.exists():
+            return failure, None
+        exported = self.report.with_suffix(".sqlite")
+        export_report(self.report, exported, self.tool.path)
+        try:
+            kernels = count_kernels(exported)
+        except TraceFormatError as error:
+            return report_damaged(NSYS, exported, str(error)), None
+        if kernels == 0:
+            # a matching rule is more specific than an empty table
+            failure = failure or NO_CUDA_EVENTS.failure(self.report)
+        return failure, exported
+
+    def interrupt(self, process: subprocess.Popen[bytes]) -> None:
+        kill(process.pid, signal.SIGINT)
+
+    def force(self, pid: int, timeout_s: float) -> None:
+        """Shut down the daemon that nsys leaves in its own session, and that holds the target."""
+        run_briefly(shutdown_argv(self.tool.path, pid), timeout_s)
+
+
+def count_kernels(export: Path) -> int:
+    """Count the kernels in an nsys export; 0 without the table.
+
+    Raise TraceFormatError for a damaged file.
+    """
+    with open_input(export) as file:
+        size, header = file.size, file.read(100)
+    if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
+        raise TraceFormatError(export.name, "not an SQLite file", expected="an export of nsys")
+    page = int.from_bytes(header[16:18], "big")
+    # 1 stands for 65,536; the two counters differ if the writer did not maintain the count
+    expected = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
+    if header[24:28] == header[92:96] and size < expected:
+        raise TraceFormatError(export.name, "cut off", offset=size, expected=f"{expected} bytes")
+    connection = sqlite3.connect(f"{export.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        return int(connection.execute(f"SELECT count(*) FROM {KERNEL_TABLE}").fetchone()[0])
+    except sqlite3.OperationalError:
+        return 0
+    except sqlite3.DatabaseError as error:
+        raise TraceFormatError(export.name, f"damaged: {error}") from None
+    finally:
+        connection.close()

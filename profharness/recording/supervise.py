@@ -1,0 +1,623 @@
+"""The worker process and the record of its run.
+
+The worker's journal is read while it runs. It is ended when it hangs and replaced when it dies, and
+run.json is complete at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from profharness.attention.config import parse_config
+from profharness.device_types import CPU
+from profharness.errors import CaptureError
+from profharness.files import LINE_BYTES, decode_json, open_input
+from profharness.processes import (
+    WORKER_SCRIPT,
+    PrewarmedWorker,
+    ProcessGroup,
+    child_environment,
+    delay_signals,
+    has_ended,
+    orphans_adopted,
+    raise_deferred_signals,
+    read_end,
+    start_group,
+    stopped_together,
+    wait_for,
+)
+from profharness.recording.profilers import PROFILERS, Profiler
+from profharness.recording.profilers.base import Ended, Outcome, Session
+from profharness.run import (
+    EXIT_UNWRITABLE,
+    GPU,
+    JOURNAL_FILE,
+    NOT_A_RECORD,
+    PLAN_FILE,
+    UNWRITABLE,
+    Cell,
+    Check,
+    JournalEntry,
+    Plan,
+    Problem,
+    Protocol,
+    Run,
+    TraceFile,
+    unwritable,
+    with_result,
+    write_run,
+)
+
+POLL_S = 0.01
+# each time all of run.json is written, so not after every entry
+SAVE_EVERY_S = 1.0
+MAX_IDLE = 3  # consecutive workers that started but died before their first cell
+START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
+ROOM_BYTES = 1 << 16  # with less free space, a dead worker is not its cell's fault
+TRACE_BYTES = 1 << 28  # enough free space for any trace
+REAPED_S = 5.0  # after SIGKILL
+LOG_FILE = "worker.log"
+READ_BYTES = 1 << 20  # block size for reading the journal
+LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step in the progress of a run."""
+
+    done: int  # finished cells
+    total: int
+    cell: Cell
+    stage: str  # of the cell; at its end, its status
+    notice: str | None = None  # a sentence for the user, such as what to wait for
+    lane: str = ""  # name of the lane, if the run is on lanes
+    traces: tuple[Path, ...] = ()  # complete traces of a finished cell
+
+
+Progress = Callable[[Step], None]
+
+
+def worker_argv(folder: Path, program: Sequence[str] = (), python: str | None = None) -> list[str]:
+    """Return the argv of the worker, or of another of its programs given by module and arguments.
+
+    `python` is another interpreter, which needs no package but torch. `-P` keeps the working
+    directory, which may contain a `kernels` or a `torch.py`, off the path.
+    """
+    if python is not None:
+        return [python, str(WORKER_SCRIPT), *program, str(folder)]
+    return [sys.executable, "-P", "-m", "profharness.recording.worker", *program, str(folder)]
+
+
+class Journal:
+    """Reads new lines of journal.jsonl, from its end at the time of construction."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+
+    def entries(self) -> Iterator[JournalEntry]:
+        """Yield the entries written since the last call. Raise OSError."""
+        try:
+            file = open_input(self._path, within=self._path.parent)
+        # the worker creates the file once it has started
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._offset)
+            while data := file.read(READ_BYTES):
+                self._offset += len(data)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                if len(self._rest) > LINE_BYTES:
+                    raise OSError(errno.EFBIG, "a line of the journal has no end", str(self._path))
+                for line in lines:
+                    # a crash may have cut a line short
+                    with contextlib.suppress(*NOT_A_RECORD):
+                        yield decode_json(line, JournalEntry)
+
+    def append(self, entry: JournalEntry) -> None:
+        """Write an entry on behalf of the worker, also after a line that a crash cut short."""
+        data = (b"\n" if self._rest else b"") + msgspec.json.encode(entry) + b"\n"
+        with self._path.open("ab") as file:
+            file.write(data)
+        self._offset += len(data)
+        self._rest = b""
+
+
+@dataclass
+class WorkerProcess:
+    """One worker process, from its plan to its end."""
+
+    folder: Path
+    protocol: Protocol
+    pending: dict[str, Cell]
+    journal: Journal
+    on_entry: Callable[[JournalEntry], None]
+    session: Session
+    returncode: int | None = None
+    cell: str | None = None
+    stage: str = "start"
+    has_environment: bool = False
+    ended: tuple[str, ...] = ()
+    stopped: bool = False  # by a user interrupt
+    at_once: bool = False  # by a second interrupt; a tool's unwritten report is lost
+    inherited: tuple[int, ...] = ()  # descriptors that the worker keeps open
+    prewarmed: PrewarmedWorker | None = None  # becomes this worker if its environment fits
+    reported_s: float = 0.0  # part of the worker's stopped time that a warning has reported
+    remedy: str = "`profharness doctor` shows what is missing"
+
+    def __post_init__(self) -> None:
+        self.process: ProcessGroup | None = None
+        self.since = time.monotonic()
+        log = self.folder / LOG_FILE
+        self.log_offset = log.stat().st_size if log.exists() else 0
+
+    def plan(self, profilers: tuple[str, ...] = ()) -> None:
+        """Write the plan for the worker."""
+        cells = tuple(self.pending.values())
+        plan = Plan(cells, self.protocol, profilers, os.getpid(), wrapped=self.session.wrapped)
+        (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+
+    def run(self, command: list[str]) -> None:
+        """Follow the worker, in its own process group, to its end.
+
+        Afterwards nothing that it or its tool started is left.
+        """
+        mark_of_worker = self.prewarmed.mark if self.prewarmed else None
+        with orphans_adopted(self.session.notify, mark_of_worker) as mark:
+            try:
+                # an interrupt right after the start would lose the reference to the process
+                with delay_signals():
+                    self.process = self._use_prewarmed(command) or start_group(
+                        self.session.argv(command),
+                        self.folder / LOG_FILE,
+                        self.session.environment(child_environment()) | mark,
+                        short=True,
+                        pass_fds=self.inherited,
+                    )
+                    self.process.logs += self.session.logs
+                with stopped_together(self.process, mark):
+                    self.returncode = self._follow(self.process)
+            except KeyboardInterrupt:
+                self.stopped = True
+                raise
+            finally:
+                if self.process is not None:
+                    self._finish(self.process)
+
+    def _use_prewarmed(self, command: list[str]) -> ProcessGroup | None:
+        """Return the prewarmed worker's process, or end it and return None if it does not fit."""
+        if self.prewarmed is None:
+            return None
+        plain = worker_argv(self.folder)[:-1]
+        alike = self.session.argv(command)[: len(plain)] == plain
+        environment = self.session.environment(child_environment())
+        if not alike or self.session.wrapped or environment != self.prewarmed.environment:
+            self.prewarmed.end()
+            return None
+        arguments = command[len(plain) :]
+        return self.prewarmed.send(arguments, self.folder / LOG_FILE, self.inherited)
+
+    def _now(self) -> float:
+        """Return the time in seconds on a clock that stops while the worker is stopped."""
+        return time.monotonic() - (self.process.paused_s if self.process else 0.0)
+
+    def read_journal(self) -> None:
+        """Process the journal entries written since the last call."""
+        for entry in self.journal.entries():
+            if entry.event == "environment":
+                self.has_environment, self.since = True, self._now()
+            elif entry.event == "begin":
+                self.cell, self.stage, self.since = entry.cell, "begin", self._now()
+            elif entry.event == "stage":
+                self.stage = entry.stage or ""
+            elif entry.event == "end":
+                self.pending.pop(str(entry.cell), None)
+                self.ended = (*self.ended, str(entry.cell))
+                self.cell, self.since = None, self._now()
+            self.on_entry(self._with_pause(entry))
+
+    def _with_pause(self, entry: JournalEntry) -> JournalEntry:
+        """Add a warning to the result of a cell during which the worker was stopped."""
+        paused_s = self.process.paused_s if self.process else 0.0
+        if entry.result is None or paused_s == self.reported_s:
+            return entry
+        text = f"stopped (Ctrl-Z) for {paused_s - self.reported_s:.1f} s while it was measured"
+        self.reported_s = paused_s
+        warnings = (*entry.result.warnings, f"{text}: a sample may include that time")
+        return replace(entry, result=replace(entry.result, warnings=warnings))
+
+    def close(self) -> Outcome:
+        """Return what the worker's session left."""
+        return self.session.close(
+            Ended(self.returncode, self._log(), self.ended, interrupted=self.stopped)
+        )
+
+    def end_cell(self) -> None:
+        """Write the result of the cell during which the worker died."""
+        cell = self.pending.pop(str(self.cell))
+        if self.returncode is None:
+            status = "timeout"
+            message = f"no answer during {_describe_stage(self.stage)}; the worker was ended (see --timeout)"
+        else:
+            status, tail = "crashed", self._stderr_tail()
+            message = f"the worker died during {_describe_stage(self.stage)}: {_describe_exit(self.returncode)}"
+            message += f"; its last output: {tail}" if tail else ""
+        result = replace(cell, status=status, message=message)
+        entry = JournalEntry("end", cell=cell.cell, result=result)
+        self.journal.append(entry)
+        self.on_entry(entry)
+
+    def failure(self) -> CaptureError:
+        """Return the error of a worker that did not start."""
+        how = (
+            "it gave no sign of life"
+            if self.returncode is None
+            else _describe_exit(self.returncode)
+        )
+        tail = self._stderr_tail()
+        return CaptureError(
+            f"the worker process did not start ({how}){f': {tail}' if tail else ''}; {self.remedy}"
+        )
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> int | None:
+        """Wait for the process. Return its exit code, or None if it takes too long."""
+        timeout_s = self.protocol.timeout_s
+        while not has_ended(process):
+            self.read_journal()
+            raise_deferred_signals()
+            limit = timeout_s if self.cell is not None else max(START_TIMEOUT_S, timeout_s)
+            if self._now() - self.since > limit:
+                return None
+            time.sleep(POLL_S)
+        return process.returncode
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        """End the process and clean up. A second interrupt shortens ending it, but not the cleanup."""
+        try:
+            if not has_ended(process):
+                self._end(process)
+        finally:
+            with delay_signals():
+                self.session.clear(process, at_once=self.at_once)
+                wait_for(process, REAPED_S)  # a process that hangs in a driver cannot be ended
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            self.session.end(process, hurry=self.stopped)
+        except KeyboardInterrupt:
+            if self.stopped:
+                self.at_once = True
+            else:
+                self.stopped = True
+                self._end(process)
+            raise
+
+    def _log(self) -> str:
+        """Return what this process wrote, at most MAX_TEXT_BYTES from the end."""
+        cut = self.process.cut_bytes if self.process else 0
+        return read_end(self.folder / LOG_FILE, max(0, self.log_offset - cut))
+
+    def why_unwritable(self) -> str | None:
+        """Return why the worker could not write to its folder, or None if it could.
+
+        Use what is visible from outside, else the worker's own message.
+        """
+        said = self.returncode == EXIT_UNWRITABLE
+        try:
+            state = os.statvfs(self.folder)
+        except OSError as error:
+            return error.strerror
+        if state.f_flag & os.ST_RDONLY:
+            return os.strerror(errno.EROFS)
+        # not f_bfree, which includes blocks reserved for root
+        free = state.f_bavail * state.f_frsize
+        if free < (TRACE_BYTES if said else ROOM_BYTES):
+            return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
+        # without the message, a backend ended the process with the same exit code
+        _, mark, words = self._log().rpartition(UNWRITABLE)
+        return words.splitlines()[0] if said and mark else None
+
+    def _stderr_tail(self) -> str:
+        """Return the last one or two non-empty lines that this process wrote to stderr."""
+        text = self._log()[-LOG_TAIL_BYTES:]
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " / ".join(lines[-2:])[:500]
+
+
+def _describe_stage(stage: str) -> str:
+    """Describe a stage in a sentence. Plain Python is not compiled, but loaded and called too."""
+    return {"compile": "loading, compiling or the first call"}.get(stage, stage)
+
+
+def _describe_exit(returncode: int) -> str:
+    number = -returncode if returncode < 0 else returncode - 128  # shells and nsys return 128 + n
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"exit code {returncode}" if returncode >= 0 else f"signal {number}"
+
+
+def run_cells(
+    folder: Path,
+    cells: Sequence[Cell],
+    protocol: Protocol,
+    profilers: tuple[str, ...],
+    on_entry: Callable[[JournalEntry], None],
+    make_session: Callable[[], Session] = Session,
+    on_outcome: Callable[[Outcome], None] = lambda _: None,
+    command: Callable[[Path], list[str]] = worker_argv,
+    inherited: tuple[int, ...] = (),
+    prewarmed: PrewarmedWorker | None = None,
+) -> None:
+    """Run cells until each has an `end` entry in the journal.
+
+    `on_entry` gets every entry, including those written here, and `on_outcome` what each worker
+    process left. The worker keeps the `inherited` descriptors open. The first process is
+    `prewarmed`, if given.
+
+    Raise CaptureError if a worker cannot start, or if MAX_IDLE in a row reached no cell. On any
+    exception, including KeyboardInterrupt, the worker is ended first.
+    """
+    pending = {cell.cell: cell for cell in cells}
+    journal = Journal(folder / JOURNAL_FILE)
+    idle = 0
+    while pending:
+        session = make_session()
+        try:
+            start = WorkerProcess(folder, protocol, pending, journal, on_entry, session)
+            start.inherited = inherited
+            start.prewarmed, prewarmed = prewarmed, None
+            start.plan(profilers)
+            try:
+                start.run(command(folder))
+            finally:
+                # entries may have been written since the last poll
+                start.read_journal()
+                if not start.at_once:
+                    on_outcome(start.close())
+        finally:
+            with delay_signals():
+                session.discard()
+        wrote_nothing = start.cell is not None or start.returncode == EXIT_UNWRITABLE
+        if wrote_nothing and (why := start.why_unwritable()):
+            raise unwritable(folder, why)
+        if start.cell is not None:
+            start.end_cell()
+        # a worker that dies between two cells is replaced, unless that happens repeatedly
+        idle = 0 if start.ended or start.cell else idle + 1
+        if pending and idle and (not start.has_environment or idle == MAX_IDLE):
+            raise start.failure()
+
+
+def worker_environment(
+    folder: Path,
+    protocol: Protocol,
+    python: str | None = None,
+    prewarmed: PrewarmedWorker | None = None,
+) -> dict[str, Any]:
+    """Return the environment that a worker reports. Raise CaptureError if it cannot start."""
+    entries: list[JournalEntry] = []
+    journal = Journal(folder / JOURNAL_FILE)
+    start = WorkerProcess(folder, protocol, {}, journal, entries.append, Session())
+    start.prewarmed = prewarmed
+    start.plan()
+    if python is not None:
+        start.remedy = f"try `{shlex.quote(python)} -c 'import torch'`"
+    start.run(worker_argv(folder, python=python))
+    start.read_journal()
+    if not entries or entries[0].environment is None:
+        raise start.failure()
+    return entries[0].environment
+
+
+LESS = "or leave this config out for this profiler"
+REMEDIES = {
+    "timeout": f"give it more time with --timeout, {LESS}",
+    "oom": "the profiler needs memory of its own: free some on the GPU, choose a smaller config, "
+    f"{LESS}",
+    "crashed": "see the worker's last words here and in worker.log; run the config without this "
+    f"profiler to see whether it dies there too, {LESS}",
+    "error": "see the message, which is the backend's own; run the config without this profiler to "
+    f"see whether it fails there too, {LESS}",
+    "refused": "run the config without this profiler to see whether it is refused there too, "
+    f"{LESS}",
+}
+
+
+class RunRecord:
+    """A run and its folder.
+
+    A cell keeps its first result. A later pass under a profiler can only add a problem of that
+    profiler. `code` contains the hashes and commits of the backends, which are added to the
+    environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: Run,
+        progress: Progress | None = None,
+        code: dict[str, dict[str, str]] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.run = run
+        self._code = code
+        self._cells = {cell.cell: cell for cell in run.cells}
+        self._wrapped = [item for item in run.traces if PROFILERS[item.profiler].session]
+        # a resumed run retries failed passes, but a disturbed measurement stays disturbed
+        self.problems = [problem for problem in run.problems if problem.profiler == GPU]
+        self._progress = progress or (lambda _: None)
+        self._saved = 0.0
+        self._pass: tuple[Profiler | None, int, int] = (None, 0, 0)
+
+    def begin_pass(self, profiler: Profiler | None, process: int = 0) -> list[Cell]:
+        """Return the cells that a pass has to run.
+
+        `profiler` is None for the pass inside the worker. A later `process` times the successful
+        cells again.
+        """
+        cells = list(self._cells.values())
+        if process:
+            return [
+                Cell(cell.cell, cell.config, cell.backend, process=process)
+                for cell in cells
+                if cell.status == "ok" and cell.process < process
+            ]
+        todo = [cell for cell in cells if cell.status == "pending"]
+        if profiler is not None:
+            # cells in the profiler's traces and problems are done
+            covered: list[TraceFile | Problem] = [*self._wrapped, *self.problems]
+            seen = {
+                cell for item in covered if item.profiler == profiler.name for cell in item.cells
+            }
+            todo += [cell for cell in cells if cell.status == "ok" and cell.cell not in seen]
+        total = len(todo) if profiler else len(cells) * self.run.protocol.processes
+        self._pass = (profiler, 0, total)
+        return [replace(cell, message=None) if cell.status == "pending" else cell for cell in todo]
+
+    def add_entry(self, entry: JournalEntry) -> None:
+        """Process one journal entry."""
+        if entry.environment is not None:
+            self._add_environment(entry.environment)
+            return
+        if entry.problem is not None:
+            self._add_disturbance(entry.problem)
+            return
+        profiler, finished, total = self._pass
+        cell = self._cells[str(entry.cell)]
+        stage = entry.stage or "start"
+        result = entry.result
+        if result is not None:
+            if result.case is not None:
+                result = _resolve_check(result, str(self.run.environment.get("device_type", CPU)))
+            else:  # if the cell ended its worker, the result has the config as requested
+                result = replace(result, config=cell.config)
+            if profiler is None or cell.status == "pending":
+                cell = self._cells[cell.cell] = with_result(cell, result)
+            elif profiler is not None and result.status != "ok":
+                self.problems.append(_cell_problem(profiler.name, result))
+            stage, finished = result.status, finished + 1
+            self._pass = (profiler, finished, total)
+        if profiler is None:
+            finished = sum(map(self._turns_done, self._cells.values()))
+        elif result is None:
+            stage = f"{profiler.name} {stage}"
+        traces = _cell_traces(self.folder, self.run.profilers, (cell,)) if result else ()
+        paths = tuple(self.folder / trace.path for trace in traces)
+        self._progress(Step(finished, total, cell, stage, traces=paths))
+        if result is not None and time.monotonic() - self._saved > SAVE_EVERY_S:
+            self.save()
+
+    def _turns_done(self, cell: Cell) -> int:
+        """Return the number of processes in which a cell is done. A failed cell needs no more."""
+        if cell.status == "pending":
+            return 0
+        return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes
+
+    def _add_disturbance(self, problem: Problem) -> None:
+        """Record a possible disturbance of the times once, with a warning."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+            self.save()
+            self.notify(f"warning: {problem.message}; {problem.remedy} [{problem.code}]")
+
+    def notify(self, notice: str) -> None:
+        """Report a notice to the user."""
+        _, finished, total = self._pass
+        cell = next(iter(self._cells.values()))
+        self._progress(Step(finished, total, cell, "", notice))
+
+    def explain_pending(self) -> None:
+        """Give cells that no pass reached the reason: what their profiler failed at."""
+        for cell in self._cells.values():
+            if cell.status != "pending":
+                continue
+            reasons = [
+                f"{item.profiler}: {item.message} [{item.code}]"
+                for item in self.problems
+                # disturbances prevent no cell from running
+                if item.profiler != GPU and (not item.cells or cell.cell in item.cells)
+            ]
+            if reasons:
+                message = f"not run, because of {'; '.join(reasons)}"
+                self._cells[cell.cell] = replace(cell, message=message)
+        self.save()
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Record what a worker process under a tool left."""
+        if outcome.trace is not None:
+            # the trace may contain parts of failed cells
+            done = tuple(cell for cell in outcome.trace.cells if self._cells[cell].status == "ok")
+            self._wrapped.append(replace(outcome.trace, cells=done))
+        if outcome.problem is not None:
+            self.problems.append(outcome.problem)
+        if outcome != Outcome():
+            self.save()
+
+    def _add_environment(self, environment: dict[str, Any]) -> None:
+        device = str(environment.get("device_type", CPU))
+        self._cells = {
+            name: replace(cell, config=cell.config.resolve(device))
+            for name, cell in self._cells.items()
+        }
+        # a resumed run keeps the environment of its first cells
+        if not self.run.environment:
+            self.run = replace(self.run, environment=environment | (self._code or {}))
+
+    def save(self) -> None:
+        """Write run.json with the traces that exist."""
+        cells = tuple(self._cells.values())
+        traces = (*_cell_traces(self.folder, self.run.profilers, cells), *self._wrapped)
+        self.run = replace(self.run, cells=cells, traces=traces, problems=tuple(self.problems))
+        write_run(self.folder, self.run)
+        self._saved = time.monotonic()
+
+
+def _resolve_check(result: Cell, device: str) -> Cell:
+    """Resolve the dtypes of a verified cell. A worker that died or hung failed its check."""
+    asked = parse_config(result.asked) if result.asked else result.config
+    checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)
+    return replace(
+        result,
+        config=result.config.resolve(device),
+        asked=asked.resolve(device).label,
+        checks=checks,
+    )
+
+
+def _cell_problem(profiler: str, result: Cell) -> Problem:
+    """Describe a cell that ran without the profiler but failed under it."""
+    return Problem(
+        profiler,
+        f"cell_{result.status}",
+        f"{result.config} {result.backend} ended as {result.status} under {profiler}: {result.message}",
+        REMEDIES.get(result.status, REMEDIES["error"]),
+        cells=(result.cell,),
+    )
+
+
+def _cell_traces(
+    folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]
+) -> list[TraceFile]:
+    """Return the worker's traces of finished cells, without incomplete ones."""
+    return [
+        TraceFile(profiler.name, path.name, (cell.cell,))
+        for profiler in (PROFILERS[name] for name in profilers)
+        if profiler.session is None and profiler.suffix
+        for cell in cells
+        if cell.status == "ok" and (path := folder / f"{cell.cell}.{profiler.suffix}").exists()
+    ]

@@ -1,0 +1,250 @@
+"""A program of the worker that queries PyTorch about each config of a plan: which backend it would
+run, why it refuses the others, and what would help.
+
+Inputs are allocated but never written, and no kernel is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from profharness.attention.backends import BACKENDS, find_backend
+from profharness.attention.backends.base import Backend
+from profharness.attention.config import AUTO, SDP_BACKENDS, SDPA_BACKENDS, Config, sdpa_setting
+from profharness.attention.dispatch.advice import (
+    ANSWERS_FILE,
+    BackendAnswer,
+    LiveAnswer,
+    advise,
+)
+from profharness.attention.dispatch.machine import machine_of, with_flags
+from profharness.attention.dispatch.perturb import Oracle, blockers, rule_oracle
+from profharness.attention.dispatch.predict import CPU_ORDER, Eligibility, clean, code, is_header
+from profharness.device_types import is_gpu
+from profharness.recording.worker.environment import backend_name, priority_order, set_deterministic
+from profharness.recording.worker.failures import (
+    is_oom,
+    is_refusal,
+    reasons_by_backend,
+    recorded_warnings,
+)
+from profharness.recording.worker.inputs import fused_choice, make_inputs
+from profharness.recording.worker.program import Program, Stage, run_each
+from profharness.rows import Refusal
+from profharness.run import Cell
+
+NO_ADVICE = "--no-advice"
+
+# The form of the C++ logger: [W121 10:00:00.0 sdp_utils.cpp:98] Warning: … (function …)
+_STDERR = re.compile(
+    r"^(?:\[W[^\]]*\]\s*)?Warning: (.*?)(?:\s*\(function [^()]*(?:\(\))?\))?$", re.M
+)
+
+
+def body(program: Program) -> None:
+    """Answer every cell with one line of JSON."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    answers = os.open(program.folder / ANSWERS_FILE, flags, 0o644)
+    dispatch = LiveDispatch(program.device, program.environment, NO_ADVICE not in sys.argv[1:])
+
+    def answer(cell: Cell, _: Stage) -> Cell:
+        os.write(answers, msgspec.json.encode(dispatch.answer(cell)) + b"\n")
+        return replace(cell, config=cell.config.resolve(program.device), status="ok")
+
+    run_each(program, answer)
+
+
+@dataclass
+class LiveDispatch:
+    """PyTorch's dispatch decisions on one device. `environment` is the result of
+    `environment.collect()`.
+    """
+
+    device: str
+    environment: dict[str, Any]
+    advice: bool
+    rules: Oracle = field(init=False)
+    stderr: StderrTap = field(init=False)
+
+    def __post_init__(self) -> None:
+        adjust = with_flags(self.environment)
+        self.rules = rule_oracle(machine_of(self.environment), self.device, adjust)
+        self.stderr = StderrTap()
+
+    def answer(self, cell: Cell) -> LiveAnswer:
+        """Return all decisions about one config. An exception becomes its `error`."""
+        config, asked = cell.config.resolve(self.device), find_backend(cell.backend)
+        if reason := asked.absent():
+            return LiveAnswer(cell.cell, config.label, error=reason)
+        setting = sdpa_setting(asked.name)
+        permitted = SDPA_BACKENDS if setting is None else setting.backends
+        try:
+            choice = self.choose(config, asked)
+            with asked.context():
+                order = self.priority_order()
+            advised = [name for name in permitted if name != "math" or choice == "none"]
+            backends = tuple(
+                self.backend(config, name, asked, advice=self.advice and name in advised)
+                if name in permitted
+                else BackendAnswer(name, False, (_disabled(name),))
+                for name in SDPA_BACKENDS
+            )
+            return LiveAnswer(cell.cell, config.label, choice, order, backends)
+        except Exception as error:
+            return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
+
+    def backend(self, config: Config, name: str, asked: Backend, *, advice: bool) -> BackendAnswer:
+        """Return whether one backend is eligible, the reasons against it, and advice."""
+        oracle = cache(self.ask)  # blockers and advice query many of the same configs
+        eligible = oracle(config, name).eligible
+
+        def choose(changed: Config) -> str:
+            try:
+                return self.choose(changed, asked)
+            except RuntimeError:
+                return "unknown"
+
+        advised = advise(config, name, oracle, choose, asked.name) if advice else ()
+        can_use = (
+            None if name == "math" or not is_gpu(self.device) else self.can_use(config, name)[0]
+        )
+        reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
+        return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
+
+    def choose(self, config: Config, asked: Backend = BACKENDS[AUTO]) -> str:
+        """Return the backend that `auto` or a setting selects, or `none` if PyTorch refuses the
+        call, without a launch. Raise other errors.
+        """
+        with _deterministic(config), recorded_warnings([]), asked.context():
+            return self._fused_choice(config) or "none"
+
+    def priority_order(self) -> tuple[str, ...]:
+        """Return the current order, which is valid after a first choice. It is empty if PyTorch
+        does not report one.
+        """
+        if not is_gpu(self.device):
+            return CPU_ORDER
+        return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
+
+    def ask(self, config: Config, backend: str) -> Eligibility:
+        """Return whether PyTorch accepts `backend` alone. The result is None if the inputs cannot
+        be created.
+        """
+        if self.environment.get(f"sdp_{backend}") is False:
+            return Eligibility(False, (_disabled(backend),))
+        warnings: list[str] = []
+        try:
+            with (
+                _deterministic(config),
+                recorded_warnings(warnings),
+                self.stderr.into(warnings),
+                sdpa_kernel([getattr(SDPBackend, SDP_BACKENDS[backend])]),
+            ):
+                choice = self._fused_choice(config)
+        except RuntimeError as error:
+            return Eligibility(None, (Refusal("error", _failure(error, config)),))
+        if choice == backend:
+            return Eligibility(True)
+        reasons = reasons_by_backend(warnings)
+        texts = list(dict.fromkeys(text for subject, text in reasons if subject == backend))
+        if not texts and is_gpu(self.device):
+            texts = self.can_use(config, backend)[1]
+        refusals = tuple(Refusal(code(text), text) for text in texts)
+        return Eligibility(False, refusals or self._inferred(config, backend))
+
+    def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
+        """Return the result of `can_use_*_attention`, and the texts of a refusal."""
+        ask = getattr(torch.backends.cuda, f"can_use_{backend}_attention", None)
+        if ask is None:
+            return None, []
+        warnings: list[str] = []
+        try:
+            with _deterministic(config), recorded_warnings(warnings), self.stderr.into(warnings):
+                inputs = make_inputs(config, self.device, seed=None)
+                tensors = (inputs.query, inputs.key, inputs.value, inputs.mask)
+                grouped = config.num_kv_heads != config.num_heads
+                options = (config.dropout, config.causal, grouped)
+                can = bool(ask(torch.backends.cuda.SDPAParams(*tensors, *options), True))
+        except RuntimeError:
+            return None, []
+        return can, [] if can else [text for text in map(clean, warnings) if not is_header(text)]
+
+    def _fused_choice(self, config: Config) -> str | None:
+        inputs = make_inputs(config, self.device, seed=None)
+        try:
+            name = backend_name(fused_choice(config, inputs))
+        except RuntimeError as error:
+            if is_refusal(error):
+                return None
+            raise
+        return None if name == "error" else name
+
+    def _inferred(self, config: Config, backend: str) -> tuple[Refusal, ...]:
+        """Return the rule's reason if PyTorch reported none."""
+        by_rule = self.rules(config, backend)
+        if by_rule.eligible is False:
+            return (replace(by_rule.reasons[0], source="inferred"),)
+        return (Refusal("no_text", "PyTorch refuses it without a reason.", "inferred"),)
+
+
+class StderrTap:
+    """Collect the warnings that C++ writes to file descriptor 2."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+
+    @contextlib.contextmanager
+    def into(self, texts: list[str]) -> Iterator[None]:
+        """Collect the texts written inside the block. Write all other output to stderr afterwards."""
+        sys.stderr.flush()
+        kept = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            self._file.seek(0)
+            written = self._file.read().decode(errors="replace")
+            self._file.seek(0)
+            self._file.truncate()
+            texts += [match.strip() for match in _STDERR.findall(written)]
+            rest = [line for line in written.splitlines() if line and not _STDERR.match(line)]
+            os.write(2, "".join(f"{line}\n" for line in rest).encode())
+
+
+@contextlib.contextmanager
+def _deterministic(config: Config) -> Iterator[None]:
+    """Set the config's deterministic mode, but without its filling of new tensors, which would
+    launch a kernel.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    set_deterministic(config.deterministic)
+    try:
+        yield
+    finally:
+        set_deterministic(False)
+
+
+def _disabled(backend: str) -> Refusal:
+    return Refusal("runtime_disabled", f"{backend} attention has been runtime disabled.")
+
+
+def _failure(error: BaseException, config: Config) -> str:
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    if is_oom(error) or "out of memory" in text:
+        return f"the inputs of {config.label} do not fit into memory, so nothing could be asked: {text}"
+    return f"asking about {config.label} failed: {text}"

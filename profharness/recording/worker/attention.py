@@ -1,0 +1,229 @@
+"""PyTorch's other ways to call attention. `backends/__init__.py` refers to these functions by name."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.attention as torch_attention
+
+from profharness.attention.backends.base import Attention, RefusedError, needs_module
+from profharness.attention.backends.sources import find_implementation
+from profharness.attention.config import SDP_BACKENDS, SdpaSetting
+from profharness.rows import REPLACEMENTS
+
+PLAIN_MISSING = (
+    "there is no kernels/naive.py in the working directory or in profharness; install profharness "
+    "again"
+)
+FA4_REMEDY = "pip install flash-attn-4"
+needs_triton = needs_module("triton", "pip install triton")
+
+
+def only(setting: SdpaSetting) -> AbstractContextManager[None]:
+    """Limit SDPA to these backends, in their order if the setting has one.
+
+    On CUDA, the process must have made a choice before (`environment.collect` does), because the
+    first choice replaces the order.
+    """
+    members = [getattr(torch_attention.SDPBackend, SDP_BACKENDS[name]) for name in setting.backends]
+    order = {"set_priority": True} if setting.ordered else {}
+    return torch_attention.sdpa_kernel(members, **order)  # type: ignore[no-any-return]
+
+
+def priority_absent() -> str | None:
+    """Return why this torch's sdpa_kernel cannot set an order, or None."""
+    if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
+        return None
+    return (
+        f"an order of backends needs torch >= 2.6 (sdpa_kernel's set_priority); this is "
+        f"{torch.__version__}; joined by + they are the same set without an order"
+    )
+
+
+@contextlib.contextmanager
+def legacy_all_disabled() -> Iterator[None]:
+    """Open the deprecated context with its three flags off. It does not disable cuDNN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        context = torch.backends.cuda.sdp_kernel(
+            enable_flash=False, enable_math=False, enable_mem_efficient=False
+        )
+        with context:
+            yield
+
+
+@contextlib.contextmanager
+def activated(impl: str) -> Iterator[None]:
+    """Limit SDPA to flash with the implementation `impl` instead of FA2, and restore the previous
+    one afterwards.
+    """
+    before = torch_attention.current_flash_attention_impl()
+    try:
+        torch_attention.activate_flash_attention_impl(impl)
+    except Exception as error:
+        text = f"{impl} cannot be activated: {type(error).__name__}: {error}"
+        raise RefusedError("absent", text) from error
+    try:
+        with only(SdpaSetting(("flash",))):
+            yield
+    finally:
+        torch_attention.restore_flash_attention_impl()
+        if before is not None:
+            torch_attention.activate_flash_attention_impl(before)
+
+
+def sdpa() -> Attention:
+    """Return scaled_dot_product_attention."""
+    attention: Attention = torch.nn.functional.scaled_dot_product_attention
+    return attention
+
+
+def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ...]) -> str | None:
+    """Return why `impl` cannot replace FA2, or None."""
+    if not hasattr(torch_attention, "restore_flash_attention_impl"):
+        return f"choosing {impl} for SDPA needs torch >= 2.11; this is {torch.__version__}"
+    if impl not in torch_attention.list_flash_attention_impls():
+        return f"{impl} is not among the implementations that this torch knows"
+    return needs_module(module, remedy)() or capability_reason(impl, majors)
+
+
+def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
+    """Return why this GPU has none of the compute capabilities that `name` needs, or None."""
+    if not torch.cuda.is_available():
+        return f"{name} needs an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability()
+    if major in majors:
+        return None
+    needed = " or ".join(f"{needed}.x" for needed in majors)
+    return f"{name} needs compute capability {needed}; this GPU has {major}.{minor}"
+
+
+def naive_compiled_absent() -> str | None:
+    """Return why there is nothing to compile, or no compiler for a GPU."""
+    return PLAIN_MISSING if find_implementation("naive") is None else needs_triton()
+
+
+def naive_compiled() -> Attention:
+    """Return torch.compile(naive, dynamic=False, fullgraph=True), compiled again for each load.
+
+    Its function `tuning` returns how often Inductor's pattern matcher replaced attention in the
+    graph by scaled_dot_product_attention (`counters["inductor"]["fuse_attention"]` of
+    torch._dynamo.utils). Raise RefusedError without kernels/naive.py.
+    """
+    plain = find_implementation("naive")
+    if plain is None or plain.load is None:
+        raise RefusedError("absent", PLAIN_MISSING)
+    counters = torch._dynamo.utils.counters
+    before = counters["inductor"]["fuse_attention"]
+    compiled: Attention = torch.compile(
+        code_of_its_own(plain.load()),
+        dynamic=False,
+        fullgraph=True,
+        # A graph from the disk cache skips the pattern matcher, so it would not be counted.
+        options={"fx_graph_cache": False},
+    )
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        return compiled(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def tuning() -> dict[str, object]:
+        return {REPLACEMENTS: counters["inductor"]["fuse_attention"] - before}
+
+    attention.tuning = tuning  # type: ignore[attr-defined]
+    return attention
+
+
+def code_of_its_own(function: Any) -> Any:
+    """Copy a function with a new code object.
+
+    Dynamo counts recompiles and stores graphs per code object. A copy starts without graphs, and
+    other compiled backends of the process keep theirs, unlike after torch._dynamo.reset().
+    """
+    code = function.__code__.replace()
+    new = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+def flex_flash_absent() -> str | None:
+    """Return why flex_attention cannot run FA4's kernels, or None."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+        return f"kernel_options BACKEND needs torch >= 2.10; this is {torch.__version__}"
+    reason = needs_module("flash_attn.cute", FA4_REMEDY)()
+    return needs_triton() or reason or capability_reason("flex-flash", (9, 10))
+
+
+def flex(kernel_options: dict[str, Any] | None) -> Attention:
+    """Return an adapter of flex_attention. It takes SDPA's layout; causal is a block mask, created
+    once per shape.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Beyond Dynamo's recompile limit the function would run uncompiled.
+    compiled = torch.compile(code_of_its_own(flex_attention), dynamic=False, fullgraph=True)
+    masks: dict[tuple[int, int], Any] = {}
+
+    def causal(_batch: Any, _head: Any, row: Any, column: Any) -> Any:
+        return row >= column
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        shape = (q.shape[2], k.shape[2])
+        if is_causal and shape not in masks:
+            masks[shape] = create_block_mask(causal, None, None, *shape, device=q.device)
+        options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
+        return compiled(q, k, v, block_mask=masks[shape] if is_causal else None, **options)
+
+    return attention
+
+
+def varlen_absent() -> str | None:
+    """Return why there is no varlen_attn, or None."""
+    if needs_module("torch.nn.attention.varlen", "")():
+        return "torch.nn.attention.varlen needs torch >= 2.10"
+    return None
+
+
+def varlen() -> Attention:
+    """Return an adapter of varlen_attn, which takes packed [B * S, H, D]: a copy of contiguous
+    inputs, a view with layout=bshd.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    starts: dict[tuple[int, int], Any] = {}
+
+    def offsets(batch: int, rows: int, device: Any) -> Any:
+        key = (batch, rows)
+        if key not in starts:
+            starts[key] = torch.arange(batch + 1, device=device, dtype=torch.int32) * rows
+        return starts[key]
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
+        batch, _, rows, _ = q.shape
+        columns = k.shape[2]
+        options: dict[str, Any] = {}
+        if "window_size" in parameters:
+            options["window_size"] = (-1, 0 if is_causal else -1)
+        elif is_causal:
+            options["is_causal"] = True
+        if "enable_gqa" in parameters:  # without it, fewer key heads are taken as they are
+            options["enable_gqa"] = enable_gqa
+        if scale is not None and "scale" not in parameters:
+            raise RefusedError("unsupported", "varlen_attn of this torch takes no scale")
+        if scale is not None:
+            options["scale"] = scale
+        packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v)]
+        lengths = (offsets(batch, rows, q.device), offsets(batch, columns, q.device))
+        out = varlen_attn(*packed, *lengths, rows, columns, **options)
+        return out.unflatten(0, (batch, rows)).transpose(1, 2)
+
+    return attention

@@ -1,0 +1,351 @@
+"""The main program of the worker: measure each cell by a first call, profiled calls and timing. Any
+failure becomes the cell's result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import msgspec
+import nvtx
+import torch
+from isal import igzip
+from torch.autograd.profiler import profile, record_function
+
+from profharness.attention.backends import find_backend
+from profharness.attention.backends.base import (
+    Attention,
+    Backend,
+    ImplementationError,
+    RefusedError,
+)
+from profharness.attention.backends.inputs import Inputs
+from profharness.device_types import CUDA, is_gpu
+from profharness.recording.worker import timing
+from profharness.recording.worker.environment import backend_name, set_deterministic
+from profharness.recording.worker.failures import (
+    RefusedBeforehandError,
+    context_is_dead,
+    failure,
+    implementation_errors,
+    reasons_beforehand,
+    recorded_warnings,
+    unless_dead,
+)
+from profharness.recording.worker.inputs import (
+    check_output,
+    fused_choice,
+    make_call,
+    make_forward,
+    make_inputs,
+)
+from profharness.recording.worker.program import (
+    FOLDER_ERRORS,
+    Program,
+    Stage,
+    UnwritableError,
+    run_each,
+)
+from profharness.recording.worker.workspace import Workspace, open_workspace
+from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH
+from profharness.run import Cell
+from profharness.trace import WARMUP_RANGE, cell_range
+
+NVTX_DOMAIN = "profharness"
+SLOW_NS = 10 * timing.EAGER_NS  # a warm-up call of this length needs no trial to show it
+
+
+def body(program: Program) -> None:
+    """Measure every cell."""
+    workspace = open_workspace(program)
+    run_each(program, lambda cell, stage: run_cell(cell, workspace, stage))
+
+
+@contextlib.contextmanager
+def open_range(name: str) -> Iterator[None]:
+    """Open a range on this thread (record_function, NVTX push/pop) and one of the process (NVTX
+    start/end). The latter contains backward kernels, which autograd launches from its own thread.
+    """
+    process_wide = nvtx.start_range(name, domain=NVTX_DOMAIN)
+    with nvtx.annotate(name, domain=NVTX_DOMAIN), record_function(name):
+        yield
+    nvtx.end_range(process_wide)
+
+
+def profiled_calls(
+    call: Callable[[], Any], cell: str, iterations: int, sync: Callable[[], None]
+) -> None:
+    """Make the profiled calls. Each has its own range and completes before the next begins."""
+    for _ in range(iterations):
+        with open_range(cell_range(cell)):
+            call()
+            sync()
+
+
+def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspace) -> list[int]:
+    """Profile the calls of a cell. Return the kernel time per call for all processes of a cell but
+    the first.
+
+    The first process writes its Chrome trace into the run folder instead. Each session starts with
+    a warm-up call, because Kineto can drop records before its capture window.
+    """
+    device = CUDA if torch.cuda.is_available() else None
+    with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
+        with record_function(WARMUP_RANGE):
+            call()
+            workspace.sync()
+        profiled_calls(call, cell.cell, workspace.plan.protocol.iterations, workspace.sync)
+    if cell.process == 0:
+        data = _write_trace(session, workspace.folder / f"{cell.cell}.torch.json")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            session.export_chrome_trace(path := f"{folder}/trace.json")
+            data = Path(path).read_bytes()
+    return call_sums(data, cell_range(cell.cell))
+
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class _Event(msgspec.Struct):
+    """The fields of an event that are summed; ts and dur are in microseconds."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+class _Events(msgspec.Struct):
+    """The events of a Chrome trace."""
+
+    traceEvents: list[_Event]
+
+
+def call_sums(trace: bytes, name: str) -> list[int]:
+    """Return the device time in ns of each range of that name. A range contains its call until it
+    ends. Return nothing for a trace that is not JSON; ingest reports the reason.
+    """
+    try:
+        events = msgspec.json.decode(trace, type=_Events).traceEvents
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return []
+    complete = [event for event in events if event.ph == "X"]
+    launches = [event for event in complete if event.cat in ON_DEVICE]
+    sums = []
+    for event in complete:
+        if event.cat == "user_annotation" and event.name == name:
+            begin, end = event.ts, event.ts + event.dur
+            inside = [launch.dur for launch in launches if begin <= launch.ts <= end]
+            sums.append(round(sum(inside) * 1000))
+    return [value for value in sums if value]
+
+
+def _write_trace(session: profile, plain: Path) -> bytes:
+    """Write a compressed trace and return it uncompressed. Raise UnwritableError, because Kineto
+    only logs a failed write.
+    """
+    packed = Path(f"{plain}.gz")
+    try:
+        session.export_chrome_trace(str(plain))
+        data = plain.read_bytes()
+        if not data.rstrip().endswith(b"}"):
+            plain.write_bytes(bytes(2 * len(data)))  # fails like Kineto, but with a reason
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        packed.write_bytes(igzip.compress(data, 2))
+        return data
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            packed.unlink(missing_ok=True)
+        if error.errno not in FOLDER_ERRORS:
+            raise
+        raise UnwritableError(f"{plain.name}: {error.strerror}") from None
+    finally:
+        for path in (plain, Path(f"{plain}.tmp")):  # Kineto's own temporary file
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+@dataclass
+class Attempt:
+    """A cell during its first calls.
+
+    `heard` are the warnings so far, `settled` the fields that the cell keeps even if it fails.
+    """
+
+    cell: Cell
+    workspace: Workspace
+    stage: Stage
+    heard: list[str] = field(default_factory=list)
+    settled: dict[str, Any] = field(default_factory=dict)
+    backend: Backend = field(init=False)
+    attention: Attention | None = field(init=False)
+    loaded_ns: int = field(init=False)
+
+    def load(self) -> None:
+        """Find and load the backend. Raise RefusedBeforehandError."""
+        self.backend = find_backend(self.cell.backend, self.workspace.sources)
+        if self.backend.load is not None:
+            self.stage("compile")  # Importing an implementation may compile it.
+        begin = perf_counter_ns()
+        reasons = reasons_beforehand(self.cell.config, self.workspace, self.backend)
+        if reasons:
+            raise RefusedBeforehandError(reasons)
+        self.attention = self.backend.load() if self.backend.load is not None else None
+        self.loaded_ns = perf_counter_ns() - begin
+        self.stage("inputs")
+
+    def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
+        """Return the cell after its first call, on a GPU after a second one with its peak memory.
+        Must run in the backend's own context.
+        """
+        if self.attention is None:
+            # PyTorch's answer beforehand; its warnings come again with the first call
+            with recorded_warnings([]), contextlib.suppress(RuntimeError):
+                self.settled["choice"] = backend_name(fused_choice(self.cell.config, inputs))
+        else:
+            self.stage("compile")
+            begin = perf_counter_ns()
+            with recorded_warnings(self.heard):
+                self._try_out(self.attention, inputs)
+            self.settled["compile_ns"] = self.loaded_ns + perf_counter_ns() - begin
+            self.settled["tuning"] = tuning_of(self.backend, self.attention)
+        self.stage("warm-up")
+        with recorded_warnings(self.heard):
+            call()
+            self.workspace.sync()
+        cell = replace(self.cell, **self.settled)
+        if not is_gpu(self.workspace.device):
+            return cell
+        # not the first call: cuBLAS' workspace (32 MiB) and other caches, which stay, fell to the
+        # first cell of a process alone
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        self.workspace.sync()
+        return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
+
+    def _try_out(self, attention: Attention, inputs: Inputs) -> None:
+        """Make the first call of an implementation and check its result against the contract. Raise
+        RefusedError, or ImplementationError for a violated contract.
+        """
+        config = self.cell.config
+        with implementation_errors(self.backend):
+            output = make_forward(config, inputs, attention)()
+            check_output(self.backend.name, config, inputs, output)
+            if config.bwd and not output.requires_grad:
+                raise RefusedError("unsupported", "its output carries no gradient; leave bwd out")
+            if config.bwd:
+                make_call(config, inputs, attention)()
+            self.workspace.sync()
+
+
+def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
+    """Return the loaded function's `tuning` of the last call, else the backend's. Raise
+    ImplementationError if it is not a dict that JSON can represent.
+    """
+    own = getattr(attention, "tuning", None)
+    answer = own() if callable(own) else backend.tuning()
+    if answer is None:
+        return None
+    try:
+        if not isinstance(answer, dict):
+            raise TypeError
+        tuning: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+    except (TypeError, ValueError, OverflowError):
+        raise ImplementationError(
+            f"tuning() returned {answer!r}; it must return a dict that JSON can hold, or None"
+        ) from None
+    return tuning
+
+
+def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
+    """Return the cell with its result. Raise DeadContextError if no other cell can follow."""
+    cell = replace(cell, config=cell.config.resolve(workspace.device))
+    begin = perf_counter_ns()
+    attempt = Attempt(cell, workspace, stage)
+    set_deterministic(cell.config.deterministic)
+    # else deterministic mode fills every new tensor, by kernels that are not attention's
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        result = _measured(attempt)
+    except Exception as error:
+        result = failure(replace(cell, **attempt.settled), workspace, attempt.heard, error)
+        return unless_dead(replace(result, duration_ns=perf_counter_ns() - begin), error)
+    return replace(result, duration_ns=perf_counter_ns() - begin)
+
+
+def _measured(attempt: Attempt) -> Cell:
+    workspace, plan = attempt.workspace, attempt.workspace.plan
+    attempt.load()
+    config = attempt.cell.config
+    inputs = make_inputs(config, workspace.device, plan.protocol.seed)
+    call = make_call(config, inputs, attempt.attention)
+    with attempt.backend.context():
+        cell = attempt.call_first(inputs, call)
+        begin = perf_counter_ns()
+        for _ in range(plan.protocol.warmup):
+            call()
+        workspace.sync()
+        warm_ns = (perf_counter_ns() - begin) // max(1, plan.protocol.warmup)
+        attempt.stage("profile")
+        if TORCH in plan.profilers:
+            sums = with_torch_profiler(call, cell, workspace)
+            cell = replace(cell, samples={KERNEL: sums} if sums else {})
+        else:
+            profiled_calls(call, cell.cell, plan.protocol.iterations, workspace.sync)
+        attempt.stage("timing")
+        cell = _timed(cell, workspace, call, warm_ns)
+    turns = {name: [(cell.process, 0, len(values))] for name, values in cell.samples.items()}
+    return replace(cell, status="ok", iterations=plan.protocol.iterations, turns=turns)
+
+
+def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
+    """Return the cell with its samples. `warm_ns` is the time of a warm-up call, 0 without one."""
+    if workspace.plan.protocol.samples == 0 or workspace.plan.wrapped:
+        return cell  # Times under another profiler include its overhead.
+    with timing.CpuWait() as cpu_wait:
+        cell = _sampled(cell, workspace, call, warm_ns)
+    return replace(cell, clocks=cell.clocks | cpu_wait.reading())
+
+
+def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
+    count = workspace.plan.protocol.samples
+    if not is_gpu(workspace.device):
+        return replace(cell, samples=cell.samples | timing.time_wall(call, count))
+    expected_ns = warm_ns
+    if warm_ns < SLOW_NS:
+        (expected_ns,) = timing.time_eager(call, 1, timing.EAGER_NS)[EAGER]
+    samples = timing.time_eager(call, count, expected_ns)
+    clocks = workspace.clocks() if workspace.clocks else {}
+    samplers: dict[str, Callable[[], timing.Sampler]] = {
+        COLD: lambda: partial(timing.time_cold, call, flush=workspace.flush, hold=timing.Hold()),
+        GRAPH: partial(timing.open_graph, call, expected_ns),
+    }
+    for name, open_sampler in samplers.items():
+        try:
+            samples |= open_sampler()(count)
+        except RuntimeError as error:
+            cell = without(name, cell, error)
+    return replace(cell, samples=cell.samples | samples, clocks=clocks)
+
+
+MEANS = {COLD: "cold", GRAPH: "CUDA-graph"}
+
+
+def without(measurement: str, cell: Cell, error: RuntimeError) -> Cell:
+    """Return the cell with a note on a measurement that failed. Raise if the context is lost."""
+    if context_is_dead(error):
+        raise error
+    note = f"no {MEANS[measurement]} timing: {str(error).splitlines()[0]}"
+    return replace(cell, warnings=(*cell.warnings, note))

@@ -1,0 +1,273 @@
+"""Isolate backends: which cells of a plan a process runs, and what a backend that is not PyTorch's
+own has changed in its process.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import locale
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.attention
+from torch.nn.modules import module as torch_module
+
+from profharness.attention.backends import find_backend
+from profharness.devices import data_sheet
+from profharness.errors import join_few
+from profharness.recording.worker.plausible import with_doubt
+from profharness.run import Cell, JournalEntry, Plan, turn_order
+
+SHOWN = 12  # changes of one kind in a message
+MODULES = (
+    *(torch.nn.functional, torch, torch.autograd, torch.backends.cuda, torch.cuda, torch.nn),
+    *(torch.nn.attention, time, builtins, gc, os, random, signal, subprocess, sys, threading),
+    warnings,
+)
+CLASSES = (torch.Tensor, torch.nn.Module, torch.cuda.Event, torch.cuda.CUDAGraph, torch.cuda.Stream)
+OPERATORS = (
+    *("scaled_dot_product_attention", "_scaled_dot_product_attention_math", "_fused_sdp_choice"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("matmul", "bmm", "mm", "softmax.int", "_softmax"),
+)
+REPLACED, CHANGED = "replaced ", "changed "
+TORCH_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
+# Bound here, since a backend may replace them in their modules.
+getsignal, fstat = signal.getsignal, os.fstat
+KEYS = ("CPU:", "CUDA:", "AutogradCPU:", "AutogradCUDA:")
+DETERMINISTIC = "torch.are_deterministic_algorithms_enabled()"
+SETTINGS = (
+    *("torch.get_default_dtype", "torch.get_default_device", "torch.get_num_threads"),
+    *("torch.get_float32_matmul_precision", "torch.initial_seed", "torch.is_anomaly_enabled"),
+    *("torch.is_grad_enabled", "torch.is_inference_mode_enabled", "torch.is_autocast_enabled"),
+    DETERMINISTIC.removesuffix("()"),
+    *("torch.backends.cuda.flash_sdp_enabled", "torch.backends.cuda.mem_efficient_sdp_enabled"),
+    *("torch.backends.cuda.math_sdp_enabled", "torch.backends.cuda.cudnn_sdp_enabled"),
+    *("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cuda.matmul.fp32_precision"),
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
+    *("torch.backends.cudnn.benchmark", "torch.backends.cudnn.deterministic"),
+    *("torch.backends.cudnn.enabled", "torch.backends.mkldnn.enabled"),
+    *("torch._C._get_sdp_priority_order", "torch._C._len_torch_function_stack"),
+    "torch._C._len_torch_dispatch_stack",
+    *("gc.isenabled", "os.getcwd", "sys.getprofile", "sys.getrecursionlimit", "sys.gettrace"),
+    *("sys.getswitchinterval", "sys.stderr", "sys.stdin", "sys.stdout"),
+)
+OTHERS: dict[str, Callable[[], Any]] = {
+    "torch.is_autocast_enabled('cpu')": lambda: torch.is_autocast_enabled("cpu"),
+    "the hooks of all modules": lambda: [
+        len(hooks)
+        for name, hooks in vars(torch_module).items()
+        if name.startswith("_global_") and isinstance(hooks, dict)
+    ],
+    # packages add filters for their own texts and modules
+    "the warning filters": lambda: [
+        (action, category)
+        for action, message, category, module, _ in warnings.filters
+        if message is None and module is None
+    ],
+    "the locale": lambda: locale.setlocale(locale.LC_ALL),
+    "the CPUs that the process may use": lambda: os.sched_getaffinity(0),
+    "the priority of the process": lambda: os.getpriority(os.PRIO_PROCESS, 0),
+    "the limits of the process": lambda: [
+        resource.getrlimit(getattr(resource, name))
+        for name in dir(resource)
+        if name.startswith("RLIMIT_")
+    ],
+    "the timers of the process": lambda: [signal.getitimer(n) > (0.0, 0.0) for n in range(3)],
+}
+
+
+def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tuple[Cell, ...], str]:
+    """Return the cells of a plan that this process runs, and the backend that it belongs to, if
+    any. Later processes run the other cells.
+
+    PyTorch's own backends share one process. Any other backend has a process to itself, because its
+    side effects would change other results. Cells that are refused before any code of such a
+    backend runs need no process. Later processes of a cell order the backends randomly by the seed,
+    so that a drift of clocks and temperature favors none of them.
+    """
+    backends = dict.fromkeys(cell.backend for cell in plan.cells)
+    owners = {backend: _owner(backend, sources, device) for backend in backends}
+    names = list(dict.fromkeys(owners.values()))
+    if not names:
+        return (), ""
+    process = plan.cells[0].process
+    place = turn_order(plan.protocol.seed, "", process, len(names))[0] if process else 0
+    return tuple(cell for cell in plan.cells if owners[cell.backend] == names[place]), names[place]
+
+
+def _owner(name: str, sources: Mapping[str, str], device: str) -> str:
+    """Return the backend that a process belongs to, empty for the shared one."""
+    try:
+        backend = find_backend(name, sources)
+        isolated = backend.isolated and device in backend.devices and not backend.absent()
+    except Exception:
+        return ""  # its cells fail by the same error
+    return name if isolated else ""
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The parts of a process that a backend may change: functions, settings, handlers,
+    registrations.
+
+    Callables are compared by identity, all other values by equality.
+    """
+
+    parts: dict[str, Any]
+    threads: frozenset[threading.Thread]
+
+    @classmethod
+    def read(cls) -> ProcessState:
+        """Read the state of this process."""
+        return cls(dict(_parts()), frozenset(threading.enumerate()))
+
+    def changes_since(self, before: ProcessState) -> list[str]:
+        """Describe each difference from an earlier state."""
+        # a function that was added replaces none
+        added = [name for name in self.parts if name not in before.parts and name.startswith("$")]
+        texts = [
+            _change(name, before.parts.get(name), self.parts.get(name))
+            for name in (*before.parts, *added)
+            if _differs(before.parts.get(name), self.parts.get(name))
+        ]
+        begun = len(self.threads - before.threads)
+        texts += [f"left {begun} thread{'s' * (begun > 1)} running"] if begun else []
+        groups = {
+            verb: [text.removeprefix(verb) for text in texts if text.startswith(verb + sign)]
+            for verb, sign in ((REPLACED, ""), (CHANGED, "$"))
+        }
+        others = [text for text in texts if not text.startswith((REPLACED, CHANGED + "$"))]
+        return [verb + join_few(names, SHOWN) for verb, names in groups.items() if names] + others
+
+
+def with_changes(result: Cell, before: ProcessState) -> Cell:
+    """Return the result with a warning that names the changes in the process, if there are any. A
+    passed check of `verify` has the same text.
+    """
+    # the worker sets this one itself, as each config says
+    expected = before.parts | {DETERMINISTIC: result.config.deterministic}
+    try:
+        changes = ProcessState.read().changes_since(replace(before, parts=expected))
+    except Exception as error:  # of what the backend has put in the place of Python's functions
+        changes = [f"replaced functions that Python needs ({type(error).__name__}: {error})"]
+    if not changes:
+        return result
+    text = f"this backend {join_few(changes, SHOWN)}: no other backend ran in its process"
+    checks = tuple(
+        replace(check, message=text) if check.what == "inputs" and check.passed else check
+        for check in result.checks
+    )
+    return replace(result, warnings=(*result.warnings, text), checks=checks)
+
+
+def checked_write(
+    write: Callable[[JournalEntry], None], gpu: str, *, alone: bool
+) -> Callable[[JournalEntry], None]:
+    """Return a write function that turns results with impossible times into errors. With `alone`,
+    one backend has the process to itself, and its results name its changes to the process.
+    """
+    peaks = data_sheet(gpu)
+    before: list[ProcessState] = []
+
+    def check_and_write(entry: JournalEntry) -> None:
+        if alone and not before:  # a cell begins before its backend is loaded
+            before.append(ProcessState.read())
+        if entry.result is not None:
+            result = with_doubt(entry.result, peaks)
+            entry = replace(entry, result=with_changes(result, *before) if alone else result)
+        write(entry)
+
+    return check_and_write
+
+
+def _differs(old: Any, new: Any) -> bool:
+    if old is new:
+        return False
+    if callable(old) or callable(new):
+        # torch.compile replaces functions of torch by others of torch
+        code = getattr(new, "__code__", None)
+        return code is None or not code.co_filename.startswith(TORCH_FOLDER)
+    return bool(old != new)
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    if name.startswith("aten::"):
+        return f"registered another kernel for {name}"
+    if callable(old) or callable(new) or name.startswith(("sys.modules", "sys.std")):
+        return REPLACED + name
+    if isinstance(new, bool | int | float | torch.dtype | torch.device):
+        return f"set {name} to {new}"
+    return CHANGED + name
+
+
+def _readers() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Return the functions that read each of SETTINGS in this torch, bound before a backend can
+    replace them.
+    """
+    for name in SETTINGS:
+        root, _, path = name.partition(".")
+        with contextlib.suppress(AttributeError, RuntimeError):
+            get = partial(attrgetter(path), globals()[root])
+            value = get()
+            yield (f"{name}()", value) if callable(value) else (name, get)
+
+
+READERS = dict(_readers()) | OTHERS
+
+
+def _parts() -> Iterator[tuple[str, Any]]:
+    """Return the parts of a state by name."""
+    for module in MODULES:
+        yield f"sys.modules[{module.__name__!r}]", id(sys.modules.get(module.__name__))
+        yield from _functions(module.__name__, vars(module))
+    for owner in CLASSES:
+        inherited: dict[str, Any] = {}
+        for base in reversed(owner.__mro__):
+            inherited |= vars(base)
+        yield from _functions(f"{owner.__module__}.{owner.__qualname__}", inherited)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of functions that are deprecated
+        for name, read in READERS.items():
+            with contextlib.suppress(Exception):
+                yield name, read()
+    for name, text in os.environ.items():
+        if not name.lstrip("_").startswith("TORCHINDUCTOR"):  # torch.compile sets some
+            yield f"${name}", text
+    for handled in signal.Signals:
+        with contextlib.suppress(Exception):
+            yield f"the handler of {handled.name}", getsignal(handled)
+    for operator in OPERATORS:
+        with contextlib.suppress(Exception):
+            table = torch._C._dispatch_dump_table(f"aten::{operator}").splitlines()
+            yield f"aten::{operator}", [line for line in table if line.startswith(KEYS)]
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            state = fstat(number)
+            yield f"file descriptor {number}", (state.st_dev, state.st_ino)
+
+
+def _functions(path: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return the functions among the members of a module or class, by full name."""
+    for name, value in list(members.items()):
+        if callable(value) or isinstance(value, classmethod | staticmethod | property):
+            yield f"{path}.{name}", value

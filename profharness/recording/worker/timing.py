@@ -1,0 +1,397 @@
+"""Latency without a profiler, in raw nanoseconds per call: cold, eager in bursts, by CUDA-graph
+replay, or by the wall clock on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import or_
+from pathlib import Path
+from statistics import median
+from time import perf_counter, perf_counter_ns, sleep
+from typing import Any, TypeVar
+
+import torch
+from torch.cuda import synchronize
+
+from profharness.device_types import CUDA
+from profharness.environment import gpu_handle
+from profharness.recording.worker.environment import gpu_uuid
+from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
+
+PERIOD_S = 0.05
+KEPT = 4096  # readings, more than three minutes
+FIRST_S = 5.0  # NVML's first answer can be this late
+# what a measurement may take: a slow call gets fewer samples, never under MIN_SAMPLES
+SAMPLE_S = 0.001  # for each sample that is asked for
+LEAST_BUDGET_S = 0.03  # and no less than this: more than a turn of a bench
+WALL_BUDGET_S = 0.5  # of the wall clock, which other programs on a CPU disturb
+MIN_SAMPLES = 5
+GRAPH_CALLS = 100  # at most: the GPU's own cost of starting a graph is shared by the calls in it
+GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
+TRIAL_CALLS = 10
+FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
+HOLD_NS = 50_000  # the first hold; a call whose queueing takes longer doubles it
+HOLD_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
+TRIAL_CYCLES = 1_000_000  # a spin that is timed to learn the cycles of a nanosecond
+EAGER_CALLS = 20  # in one burst: with their launches they have to fit into the launch queue (1024)
+EAGER_NS = 500_000  # no more calls than this in one burst
+T = TypeVar("T")
+Questions = dict[str, Callable[[], Any]]
+
+
+class TimingEvent(torch.cuda.Event):  # type: ignore[misc]
+    """An event with torch's own methods, even if a backend replaces them later."""
+
+    record = torch.cuda.Event.record
+    query = torch.cuda.Event.query
+    synchronize = torch.cuda.Event.synchronize
+    elapsed_time = torch.cuda.Event.elapsed_time
+
+
+class ClockReader:
+    """Read the clocks of torch's device 0 every PERIOD_S in its own thread, as an NVML query can
+    take milliseconds.
+
+    Values that NVML does not provide are omitted. `open_questions` returns the queries by name; it
+    runs in the thread.
+    """
+
+    def __init__(self, open_questions: Callable[[], Questions] | None = None) -> None:
+        self._latest: dict[str, Any] = {}
+        # each with the moments between which it was asked for and answered
+        self._kept: deque[tuple[float, float, dict[str, Any]]] = deque(maxlen=KEPT)
+        self._begun = threading.Event()
+        ask = open_questions or _questions
+        threading.Thread(target=self._run, args=(ask,), daemon=True).start()
+
+    def __call__(self) -> dict[str, Any]:
+        """The last reading, by the names of `_questions`; throttle_reasons is NVML's bit mask."""
+        return self._latest
+
+    def between(self, begin: float, end: float) -> list[dict[str, Any]]:
+        """Return the readings in progress between two moments of `time.perf_counter`."""
+        kept = tuple(self._kept)
+        return [reading for begun, answered, reading in kept if begun <= end and begin <= answered]
+
+    def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
+        """Return the reading nearest to an interval that has none. Empty without NVML."""
+        self._begun.wait(FIRST_S)
+        kept = tuple(self._kept)
+        if not kept:
+            return []
+        return [min(kept, key=lambda item: max(begin - item[1], item[0] - end, 0.0))[2]]
+
+    def _run(self, open_questions: Callable[[], Questions]) -> None:
+        try:
+            questions = open_questions()
+        except Exception:
+            self._begun.set()
+            return  # no NVML, no clocks: the cells go without
+        while True:
+            begun = perf_counter()
+            reading = {}
+            for name, question in questions.items():
+                with contextlib.suppress(Exception):
+                    reading[name] = question()
+            if reading:
+                self._latest = reading
+                self._kept.append((begun, perf_counter(), reading))
+            self._begun.set()
+            sleep(PERIOD_S)
+
+
+def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine readings into one: the median of each value with `_min` and `_max`, and all throttle
+    reasons that occurred. Empty without readings.
+    """
+    summary: dict[str, Any] = {}
+    for name in dict.fromkeys(name for reading in readings for name in reading):
+        values = [reading[name] for reading in readings if name in reading]
+        if name == "throttle_reasons":
+            summary[name] = reduce(or_, values)
+        else:
+            spread = {f"{name}_min": min(values), f"{name}_max": max(values)}
+            summary |= {name: median(values), **spread}
+    return summary | {"readings": len(readings)} if summary else {}
+
+
+class CpuWait:
+    """Measure the share of time in its blocks that this thread was ready to run but waited for a
+    CPU.
+    """
+
+    def __init__(self) -> None:
+        self._waited_ns = self._passed_ns = 0
+
+    def __enter__(self) -> CpuWait:
+        self._waited_ns -= _run_delay_ns()
+        self._passed_ns -= perf_counter_ns()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._passed_ns += perf_counter_ns()
+        self._waited_ns += _run_delay_ns()
+
+    def reading(self) -> dict[str, float]:
+        """Return the share under its name. Empty if the system does not count it."""
+        share = self._waited_ns / max(1, self._passed_ns)
+        return {CPU_WAIT: round(share, 3)} if self._waited_ns > 0 else {}
+
+
+def _run_delay_ns() -> int:
+    """Return how long this thread has waited for a CPU so far, 0 if the kernel does not count it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _questions() -> Questions:
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    handle = gpu_handle(nvml, gpu_uuid())
+    return {
+        "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+    }
+
+
+class L2Flush:
+    """Evict the L2 by writing a buffer much larger than it. The buffer is allocated once."""
+
+    def __init__(self) -> None:
+        self._buffer: Any = None
+
+    def __call__(self) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=CUDA)
+        self._buffer.zero_()
+
+
+class NeverHeldError(RuntimeError):
+    """A call cannot be queued while the stream is blocked, because it waits for the device."""
+
+
+@dataclass
+class Hold:
+    """Block the current stream for a time. `length_ns` grows if calls need longer."""
+
+    length_ns: int = HOLD_NS
+    cycles_per_ns: float | None = None
+
+    def __call__(self) -> None:
+        if self.cycles_per_ns is None:
+            spin = partial(torch.cuda._sleep, TRIAL_CYCLES)
+            spin()  # loads the kernel
+            self.cycles_per_ns = TRIAL_CYCLES / (elapsed_ms(spin) * 1e6)
+        torch.cuda._sleep(round(self.length_ns * self.cycles_per_ns))
+
+    def lengthen(self) -> None:
+        """Double the next holds. Raise NeverHeldError beyond HOLD_MAX_NS."""
+        if self.length_ns * 2 > HOLD_MAX_NS:
+            raise NeverHeldError("its launches cannot be queued ahead: the call waits for the GPU")
+        self.length_ns *= 2
+
+
+def time_cold(
+    call: Callable[[], Any], samples: int, flush: L2Flush, hold: Hold
+) -> dict[str, list[int]]:
+    """Time single calls on the device, with the L2 flushed before each.
+
+    All launches of a call are queued before the first may run, so host time does not count. Raise
+    NeverHeldError.
+    """
+    return {COLD: held(partial(_queue_held, call, hold, flush), hold.lengthen, samples)}
+
+
+Queued = tuple[bool, Callable[[], int]]
+"""Whether the device began before all was queued, and what waits for the time in ns."""
+
+
+def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int) -> list[int]:
+    """Sample what `queue` puts onto the stream. Discard a sample if the device began too early, and
+    call `lengthen` for the next.
+    """
+    reads: list[Callable[[], int]] = []
+    times: list[int] = []
+    deadline = perf_counter() + budget_s(samples)
+    while len(times) + len(reads) < samples:
+        early, read = queue()
+        if early:
+            lengthen()
+            continue
+        reads.append(read)
+        # no more than 8: beyond its length the launch queue makes the host wait; and what is queued
+        # already shows in no clock, so all is read before the first look at it
+        if len(reads) == 8 or len(times) + len(reads) == MIN_SAMPLES:
+            times += [each() for each in reads]
+            reads.clear()
+        if len(times) + len(reads) >= MIN_SAMPLES and perf_counter() > deadline:
+            break
+    return times + [each() for each in reads]
+
+
+def _queue_held(
+    call: Callable[[], Any], hold: Hold, prepare: Callable[[], None] = lambda: None
+) -> Queued:
+    prepare()
+    hold()
+    start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    return start.query(), lambda: elapsed_ns(start, stop)
+
+
+def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[str, list[int]]:
+    """Time bursts of calls without a flush or a wait in between, by two events around each burst.
+    The host's time per call is reported under HOST.
+    """
+    calls = max(1, min(EAGER_CALLS, EAGER_NS // max(1, expected_ns)))
+    synchronize()
+    bursts = overlapped(_Bursts(call, calls), samples)
+    return {EAGER: [eager for eager, _ in bursts], HOST: [host for _, host in bursts]}
+
+
+def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
+    """Yield samples of work that `queue` starts and returns a wait function for. Wait for each
+    sample after queueing the next, so that a device slower than the host never idles.
+    """
+    reads: deque[Callable[[], T]] = deque()
+    values: list[T] = []
+    deadline = perf_counter() + budget_s(samples)
+    while len(values) + len(reads) < samples:
+        reads.append(queue())
+        if len(reads) == 2:
+            values.append(reads.popleft()())
+        if len(values) + len(reads) >= MIN_SAMPLES and perf_counter() > deadline:
+            break
+    return values + [read() for read in reads]
+
+
+@dataclass
+class _Bursts:
+    """Queue bursts of calls. An idle device first gets extra calls, which bring device and host to
+    their steady distance.
+    """
+
+    call: Callable[[], Any]
+    calls: int
+    last: Any = None
+
+    def __call__(self) -> Callable[[], tuple[int, int]]:
+        """What waits for the nanoseconds of a call, and those of the host in it."""
+        start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
+        if self.last is None or self.last.query():
+            for _ in range(1 + self.calls // 5):
+                self.call()
+        start.record()
+        begin = perf_counter_ns()
+        for _ in range(self.calls):
+            self.call()
+        host_ns = perf_counter_ns() - begin
+        stop.record()
+        self.last = stop
+        return lambda: (round(elapsed_ns(start, stop) / self.calls), round(host_ns / self.calls))
+
+
+Sampler = Callable[[int], dict[str, list[int]]]
+"""Samples by the name of what was measured: as many as asked for, or as fit into their budget."""
+
+
+def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
+    """Capture a graph of the call and replay it once. Return its sampler.
+
+    Each sample is a replay's time divided by its calls, with a warm L2 and the replay queued before
+    it may run: its launch takes the host 10 to 40 us, and varies between processes by more than the
+    GPU's time. A short graph determines the number of calls, since `expected_ns`, measured outside
+    of graphs, may be mostly CPU time. Raise the errors of the capture, and NeverHeldError.
+    """
+    hold = Hold()
+
+    def replayed(graph: Any, calls: int, samples: int) -> list[int]:
+        times = held(partial(_queue_held, graph.replay, hold), hold.lengthen, samples)
+        return [max(1, round(time_ns / calls)) for time_ns in times]
+
+    calls = max(1, min(TRIAL_CALLS, GRAPH_NS // max(1, expected_ns)))
+    graph = _captured(call, calls)
+    (per_call,) = replayed(graph, calls, 1)
+    enough = min(GRAPH_CALLS, GRAPH_NS // per_call)
+    if enough > calls:
+        calls, graph = enough, _captured(call, enough)
+    return lambda samples: {GRAPH: replayed(graph, calls, samples)}
+
+
+def _captured(call: Callable[[], Any], calls: int) -> Any:
+    # torch.cuda.graph would collect garbage and empty the allocator's cache first, which costs more
+    # than the timing
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            for _ in range(calls):
+                call()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph.replay()  # loads it, which takes the host long
+    synchronize()
+    return graph
+
+
+def time_wall(call: Callable[[], Any], samples: int) -> dict[str, list[int]]:
+    """Time single calls on the CPU by the monotonic clock."""
+    return {WALL: sampled(lambda: wall_ns(call), samples, WALL_BUDGET_S)}
+
+
+def budget_s(samples: int) -> float:
+    """Return the seconds that a measurement of so many samples may take on a GPU."""
+    return max(LEAST_BUDGET_S, samples * SAMPLE_S)
+
+
+def sampled(sample: Callable[[], T], count: int, seconds: float | None = None) -> list[T]:
+    """Take as many samples as fit into the seconds, from MIN_SAMPLES to `count`. None means the
+    GPU's budget.
+    """
+    samples: list[T] = []
+    deadline = perf_counter() + (budget_s(count) if seconds is None else seconds)
+    while len(samples) < count:
+        samples.append(sample())
+        if len(samples) >= MIN_SAMPLES and perf_counter() > deadline:
+            break
+    return samples
+
+
+def elapsed_ms(call: Callable[[], Any]) -> float:
+    """Return the milliseconds between two events around a call on the current stream."""
+    start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def elapsed_ns(start: Any, stop: Any) -> int:
+    """Return the nanoseconds between two recorded events. Wait for the second."""
+    stop.synchronize()
+    return round(float(start.elapsed_time(stop)) * 1e6)
+
+
+def wall_ns(call: Callable[[], Any]) -> int:
+    """Return the nanoseconds of a call by the monotonic clock."""
+    start = perf_counter_ns()
+    call()
+    return perf_counter_ns() - start

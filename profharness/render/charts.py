@@ -1,0 +1,431 @@
+"""Draw charts as SVG and PNG with Vega-Altair and vl-convert, without a browser or a network.
+
+Importing this module raises MissingExtraError without the extra `report`.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from profharness.errors import MissingExtraError, one_line
+from profharness.render.document import Chart
+
+# Altair imports jsonschema, which compiles a grammar of IRIs for 2 seconds if this optional package
+# is installed. No format is checked here.
+_SLOW = "rfc3987_syntax"
+_HIDDEN = _SLOW not in sys.modules
+if _HIDDEN:
+    sys.modules[_SLOW] = None  # type: ignore[assignment]
+try:
+    import altair as alt
+    import vl_convert
+    from altair.utils.schemapi import debug_mode
+except ImportError:
+    raise MissingExtraError("drawing a chart", "report") from None
+finally:
+    if _HIDDEN:
+        del sys.modules[_SLOW]
+
+# Each colour has a contrast of at least 3 to 1 on the light and on the dark background (tested).
+# The hues are those of Okabe and Ito, which people with colour blindness can distinguish.
+PALETTE = ("#0080c8", "#d55e00", "#008f68", "#b0609a", "#a37700", "#5d7fd0", "#c04848", "#777777")
+BLUE, ORANGE, GREEN, PURPLE, BROWN, INDIGO, RED, GREY = PALETTE
+SHAPES = (
+    *("circle", "square", "diamond", "triangle-up", "triangle-down", "cross"),
+    *("triangle-right", "triangle-left"),
+)
+STYLES = {
+    "auto": (GREY, "circle"),
+    "flash": (BLUE, "square"),
+    "efficient": (GREEN, "diamond"),
+    "cudnn": (ORANGE, "triangle-up"),
+    "math": (PURPLE, "triangle-down"),
+    "all-disabled": (BROWN, "cross"),
+    "none": (RED, "circle"),
+    "naive": (BROWN, "circle"),
+    "naive-compiled": (BROWN, "square"),
+    "single_query": (INDIGO, "triangle-up"),
+    "tiled": (RED, "diamond"),
+    "flash_triton": (GREEN, "triangle-right"),
+    "flex": (INDIGO, "circle"),
+    "flex-flash": (INDIGO, "square"),
+    "varlen": (GREEN, "circle"),
+    "fa3": (BLUE, "circle"),
+    "fa4": (BLUE, "diamond"),
+    "flash-attn": (BLUE, "triangle-up"),
+    "xformers": (PURPLE, "circle"),
+    "sage": (ORANGE, "circle"),
+    "flashinfer": (ORANGE, "diamond"),
+}
+"""The colour and the shape of a backend in every chart, no two alike."""
+OTHER_STYLES = tuple(
+    style for style in itertools.product(PALETTE, SHAPES) if style not in STYLES.values()
+)
+OF_BACKENDS = ("lines", "dots", "roofline")  # kinds whose series are backends
+LIGHT, DARK = ("#ffffff", "#1b1b1b"), ("#14171c", "#e4e6ea")  # background and ink of each theme
+DATA = alt.NamedData(name="rows")  # inserted last: Altair copies its data dozens of times
+INK = "#0a0b0c"  # placeholder for the text colour of the page
+WIDTH = 620
+LINES_HEIGHT, LANE = 340, 15  # heights of `lines` and of a line of text in it, in pixels
+STEP = 22  # pixels per row of a chart with labels
+MAX_LABEL = 320
+# fonts of the same widths, so that the text fits where it was measured
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+_THEME_STYLE = (
+    f"<style>svg{{color:{LIGHT[1]};background:{LIGHT[0]}}}"
+    f"@media (prefers-color-scheme:dark){{svg{{color:{DARK[1]};background:{DARK[0]}}}}}</style>"
+)
+_MARK = re.compile(r'<path aria-label="([^"]*)"([^>]*?)(?:/>|></path>)')
+_NUMBER = re.compile(r"([0-9]{1,18})")
+_CLIP = re.compile(r'(id="|url\(#)(clip|gradient)')
+
+
+def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
+    """Convert a chart to an Altair chart."""
+    chart = _printable(chart)
+    drawn = DRAWERS[chart.kind](chart)
+    return drawn.properties(title=chart.title).configure(
+        background="transparent",
+        padding={"left": 24, "right": 16, "top": 5, "bottom": 5},
+        font=FONT,
+        title={"color": INK, "anchor": "start", "fontSize": 14},
+        axis={
+            **dict.fromkeys(("labelColor", "titleColor", "tickColor", "domainColor"), INK),
+            "gridColor": INK,
+            "gridOpacity": 0.12,
+            "labelLimit": MAX_LABEL,
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+        },
+        legend={"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "orient": "top"},
+        view={"stroke": None},
+    )
+
+
+def chart_spec(chart: Chart) -> dict[str, Any]:
+    """Convert a chart to a Vega-Lite specification with its rows. It is validated in tests only."""
+    with debug_mode(False):
+        spec: dict[str, Any] = altair_chart(chart).to_dict(validate=False)
+    spec.setdefault("datasets", {})[DATA.name] = _rows(_printable(chart))
+    return spec
+
+
+def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
+    """Draw a chart as one `<svg>` element with a `<title>` per mark.
+
+    `number` makes the ids of several charts on one page distinct. With `alone`, the result is a
+    file whose colours follow the theme of the reader.
+    """
+    # no URL is allowed: a chart needs nothing from the network
+    svg = str(vl_convert.vegalite_to_svg(chart_spec(chart), allowed_base_urls=[]))
+    svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
+    svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
+    if alone:
+        return svg.replace(">", ">" + _THEME_STYLE, 1)
+    description = ". ".join(part for part in (chart.title, chart.caption) if part)
+    label = html.escape(one_line(description))
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
+    """Draw a chart as PNG on the light background."""
+    spec = chart_spec(chart)
+    spec["config"]["background"] = LIGHT[0]
+    return bytes(vl_convert.vegalite_to_png(spec, scale=scale, allowed_base_urls=[]))
+
+
+def series_colors(names: Sequence[str]) -> list[str]:
+    """Return a colour for each name. A backend has the same colour in every chart."""
+    # the colour of a shown backend is not given to another series
+    taken = {STYLES[name][0] for name in names if name in STYLES}
+    free = [color for color in PALETTE if color not in taken] or PALETTE
+    rest = [name for name in names if name not in STYLES]
+    given = {name: free[n % len(free)] for n, name in enumerate(rest)}
+    return [STYLES[name][0] if name in STYLES else given[name] for name in names]
+
+
+def backend_styles(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return a colour and a shape for each backend, distinct within a chart.
+
+    They are the same in every chart. Those of a backend that is not in STYLES are derived from its
+    name.
+    """
+    styles: dict[str, tuple[str, str]] = {}
+    for name in names:
+        place = zlib.crc32(name.encode()) % len(OTHER_STYLES)
+        choices = (*OTHER_STYLES[place:], *OTHER_STYLES[:place])
+        free = (style for style in choices if style not in styles.values())
+        styles[name] = STYLES.get(name) or next(free, choices[0])
+    return list(styles.values())
+
+
+def _printable(chart: Chart) -> Chart:
+    """Return the chart with texts that vl-convert can draw: on one line, without control characters,
+    on which it ends the whole process.
+
+    Vega cuts a long label at a UTF-16 unit, and vl-convert fails on half a surrogate pair. So
+    characters beyond the Basic Multilingual Plane are replaced.
+    """
+
+    def draw(text: str) -> str:
+        return "".join(char if char <= "\uffff" else "\ufffd" for char in one_line(text))
+
+    def clean(value: Any) -> Any:
+        return draw(value) if isinstance(value, str) else value
+
+    texts = {name: draw(getattr(chart, name)) for name in ("title", "x_title", "y_title")}
+    marks = tuple(replace(mark, text=draw(mark.text)) for mark in chart.marks)
+    rows = tuple({key: clean(value) for key, value in row.items()} for row in chart.rows)
+    roofs = tuple(replace(roof, label=draw(roof.label)) for roof in chart.roofs)
+    return replace(chart, rows=rows, roofs=roofs, marks=marks, **texts)
+
+
+def _rows(chart: Chart) -> list[dict[str, Any]]:
+    """Return one row per mark, with the text that it shows."""
+    rows, names = chart.plain_rows(), _names(chart)
+    for row in rows:
+        row["place"] = names.index(row["series"])
+        about = f" at {row['label']}" if row["label"] else ""
+        row["text"] = f"{row['series']}{about}: {_figure(row['y'])}, {_figure(row['x'])}"
+        if row["low"] is not None:
+            row["text"] += f", {_figure(row['low'])} to {_figure(row['high'])}"
+    return rows
+
+
+def _figure(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _names(chart: Chart) -> list[str]:
+    return list(dict.fromkeys(row["series"] for row in chart.plain_rows()))
+
+
+def _labels(chart: Chart) -> list[Any]:
+    return list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
+
+
+def _color(chart: Chart) -> Any:
+    names = _names(chart)
+    colors = series_colors(names)
+    if chart.kind in OF_BACKENDS:
+        colors = [color for color, _ in backend_styles(names)]
+    scale = alt.Scale(domain=names, range=colors)
+    return alt.Color("series:N", title=None, scale=scale)
+
+
+def _shape(chart: Chart) -> Any:
+    """Encode the series by shape, so that they differ by more than colour."""
+    names = _names(chart)
+    shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
+    if chart.kind in OF_BACKENDS:
+        shapes = [shape for _, shape in backend_styles(names)]
+    return alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
+
+
+def _log(
+    channel: str,
+    name: str,
+    title: str,
+    *,
+    values: Sequence[Any] = (),
+    ends: tuple[float, float] | None = None,
+) -> Any:
+    """Return a logarithmic axis.
+
+    `values` are its only ticks, by default all. `ends` limits the axis.
+    """
+    # a unit with a prefix (µs, TFLOP/s) gets no second one
+    axis: dict[str, Any] = {"format": "d" if values else "~s" if title == "FLOP/s" else "~g"}
+    scale: dict[str, Any] = {"type": "log", "nice": not values and ends is None}
+    if values:
+        axis["values"] = list(values)
+    if ends:
+        scale["domain"] = list(ends)
+    return getattr(alt, channel)(
+        f"{name}:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(**axis)
+    )
+
+
+def _rows_axis(chart: Chart) -> Any:
+    return alt.Y("y:N", title=chart.y_title or None, sort=_labels(chart))
+
+
+def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
+    """Return outlined marks, the largest for the first series, so that marks at one place show
+    inside each other.
+    """
+    parts = [
+        part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + 50 * behind)
+        for part, behind in _by_series(chart, base)
+    ]
+    drawn = {"color": _color(chart), "shape": _shape(chart), "description": "text:N"}
+    return alt.layer(*(part.encode(**drawn, **encoding) for part in parts))
+
+
+def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
+    """Return the layer of each series in drawing order, with the number of series above it."""
+    count = len(_names(chart))
+    return [
+        (base.transform_filter(f"datum.place == {place}"), count - 1 - place)
+        for place in range(count)
+    ]
+
+
+def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
+    """Return lines from low to high along an axis, for the marks that have both."""
+    if all(row["low"] is None for row in chart.plain_rows()):
+        return []
+    ends = {axis: "low:Q", f"{axis}2": "high:Q"}
+    rules = base.transform_filter("isValid(datum.low)").mark_rule(aria=False, strokeWidth=2)
+    return [rules.encode(color=_color(chart), **ends)]
+
+
+def _lines(chart: Chart) -> Any:
+    places = sorted({row["x"] for row in chart.plain_rows()})
+    shown = places if len(places) <= 12 else ()
+    axes = {"x": _log("X", "x", chart.x_title, values=shown), "y": _y_axis(chart)}
+    base = alt.Chart(DATA).encode(**axes, color=_color(chart))
+    # lower lines show in the gaps of upper ones
+    lines = [
+        part.mark_line(aria=False, strokeDash=[8, 4 * place])
+        for place, (part, _) in enumerate(_by_series(chart, base))
+    ]
+    layers = alt.layer(
+        *_mark_layers(chart, axes["x"], places),
+        *lines,
+        *_intervals(chart, base, "y"),
+        _points(chart, base, 60),
+    )
+    return layers.properties(width=WIDTH, height=LINES_HEIGHT)
+
+
+def _y_axis(chart: Chart) -> Any:
+    """Return the y axis of `lines`, with room above the points for the texts of marks."""
+    rows = chart.plain_rows()
+    if not chart.marks or not rows:
+        return _log("Y", "y", chart.y_title)
+    values = [value for row in rows for value in (row["y"], row["low"], row["high"]) if value]
+    low, high = min(values) / 1.2, max(values) * 1.2
+    share = min((len(chart.marks) + 0.5) * LANE / LINES_HEIGHT, 0.6)
+    return _log("Y", "y", chart.y_title, ends=(low, low * (high / low) ** (1 / (1 - share))))
+
+
+def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[Any]:
+    """Yield a dashed line down from the text of each mark. Every text has a row of its own."""
+    middle = math.sqrt(places[0] * places[-1]) if places else 0.0
+    for number, mark in enumerate(chart.marks):
+        top = (number + 0.6) * LANE
+        base = alt.Chart(alt.Data(values=[{"x": mark.x, "mark": mark.text}])).encode(x=axis)
+        right = mark.x <= middle
+        yield base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False).encode(
+            y=alt.value(top), y2=alt.value(LINES_HEIGHT)
+        )
+        yield base.mark_text(
+            color=INK,
+            align="left" if right else "right",
+            dx=5 if right else -5,
+            fontSize=11,
+            aria=False,
+        ).encode(y=alt.value(top), text="mark:N")
+
+
+def _dots(chart: Chart) -> Any:
+    axes = {"x": _log("X", "x", chart.x_title), "y": _rows_axis(chart)}
+    base = alt.Chart(DATA).encode(**axes)
+    layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 70))
+    return layers.properties(width=WIDTH, height=_height(chart))
+
+
+def _height(chart: Chart) -> int:
+    return STEP * max(len(_labels(chart)), 2)
+
+
+def _stack(chart: Chart) -> Any:
+    return (
+        alt.Chart(DATA)
+        .mark_bar()
+        .encode(
+            x=alt.X("x:Q", title=chart.x_title, stack="zero"),
+            y=_rows_axis(chart),
+            color=_color(chart),
+            order=alt.Order("place:Q"),
+            description="text:N",
+        )
+        .transform_calculate(place=f"indexof({_names(chart)!r}, datum.series)")
+        .properties(width=WIDTH, height=_height(chart))
+    )
+
+
+def _map(chart: Chart) -> Any:
+    rows = chart.plain_rows()
+    places, labels = (
+        sorted({row[axis] for row in rows}, key=lambda value: by_number(str(value)))
+        for axis in ("x", "y")
+    )
+    base = alt.Chart(DATA).encode(
+        x=alt.X("x:O", title=chart.x_title, sort=places, axis=alt.Axis(labelAngle=0, orient="top")),
+        y=alt.Y("y:N", title=chart.y_title or None, sort=labels),
+    )
+    tiles = base.mark_rect(stroke="#808080", strokeWidth=0.5).encode(
+        color=_color(chart), description="text:N"
+    )
+    texts = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
+    width = max(min(WIDTH, 76 * len(places)), 76)
+    return (tiles + texts).properties(width=width, height=_height(chart))
+
+
+def by_number(text: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts 64 before 128, and `d64` before `d128`."""
+    parts = _NUMBER.split(text)  # text and numbers alternate
+    return [(int(part), "") if n % 2 else (0, part) for n, part in enumerate(parts)]
+
+
+def _roofline(chart: Chart) -> Any:
+    rows = chart.plain_rows()
+    xs = [row["x"] for row in rows] + [roof.flops_per_s / roof.bytes_per_s for roof in chart.roofs]
+    ends = (min(xs) / 4, max(xs) * 4) if xs else (0.1, 1000.0)
+    roofs = [
+        {"x": x, "y": min(roof.bytes_per_s * x, roof.flops_per_s), "roof": roof.label}
+        for roof in chart.roofs
+        for x in (ends[0], roof.flops_per_s / roof.bytes_per_s, ends[1])
+    ]
+    ys = [row["y"] for row in (*rows, *roofs)]
+    tall = (min(ys) / 2, max(ys) * 2) if ys else (1e9, 1e15)
+    axes = {
+        "x": _log("X", "x", chart.x_title or "FLOP per byte", ends=ends),
+        "y": _log("Y", "y", chart.y_title or "FLOP/s", ends=tall),
+    }
+    roof_base = alt.Chart(alt.Data(values=roofs)).encode(**axes)
+    lines = roof_base.mark_line(color=INK, strokeDash=[5, 3], aria=False).encode(detail="roof:N")
+    texts = (
+        alt.Chart(alt.Data(values=roofs[2::3]))
+        .mark_text(align="right", dx=-4, dy=-7, color=INK, aria=False)
+        .encode(**axes, text="roof:N")
+    )
+    points = _points(chart, alt.Chart(DATA), 70, **axes)
+    return alt.layer(lines, texts, points).properties(width=WIDTH, height=360)
+
+
+def _dumbbell(chart: Chart) -> Any:
+    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=_rows_axis(chart))
+    bars = base.mark_line(color=INK, strokeWidth=2, opacity=0.5, aria=False).encode(detail="y:N")
+    layers = bars + _points(chart, base, 80)
+    return layers.properties(width=WIDTH, height=_height(chart))
+
+
+DRAWERS: dict[str, Callable[[Chart], Any]] = {
+    "lines": _lines,
+    "dots": _dots,
+    "stack": _stack,
+    "map": _map,
+    "roofline": _roofline,
+    "dumbbell": _dumbbell,
+}

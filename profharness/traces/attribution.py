@@ -1,0 +1,489 @@
+"""Join kernels to launch calls by correlation, and calls to the ranges around them by time.
+
+The joins work in bounded pieces and write launch batches to a temporary file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.trace import NONE, LaunchBatch, ProgramStep
+from profharness.traces.attention_calls import AttentionCalls, find_calls
+from profharness.traces.columns import (
+    Arrows,
+    Block,
+    GpuRows,
+    Ints,
+    LaunchRows,
+    OpRows,
+    Spool,
+    Tables,
+    distinct,
+)
+from profharness.traces.intervals import Intervals, nothing
+from profharness.traces.ranges import Ranges
+from profharness.traces.span_tree import AutogradNodes
+
+CHUNK_ROWS = 65536  # GPU rows per join
+SLICE_ROWS = 262144  # ops per time slice, by start
+# Fraction of ops; with fewer, short ops that start in one microsecond look repeated
+REPEATED_OPS = 0.05
+MAX_DEPTH = 100  # ops per stack; PyTorch nests a few dozen
+
+
+@dataclass(slots=True)
+class Source:
+    """The tables that were read from a file, and the spool that contains their rows."""
+
+    tables: Tables
+    spool: Spool
+
+    def gpu(self, blocks: list[Block]) -> GpuRows:
+        """Return the rows of these blocks."""
+        return GpuRows(*np.concatenate([self.spool.read(block) for block in blocks], axis=1))
+
+    def launches(self, blocks: list[Block]) -> LaunchRows:
+        """Return the rows of these blocks."""
+        parts = [self.spool.read(block) for block in blocks]
+        return LaunchRows(*np.concatenate(parts, axis=1))
+
+    def ops(self, blocks: list[Block], low: int, high: int) -> OpRows:
+        """Return the rows that lie at least partly in [low, high)."""
+        parts = [np.empty((len(OpRows._fields), 0), np.int64)]
+        for block in blocks:
+            part = self.spool.read(block)
+            if block.low < low or block.high >= high:
+                rows = OpRows(*part)
+                inside = (rows.start < high) & (np.maximum(rows.end, rows.start + 1) > low)
+                part = part[:, inside]
+            parts.append(part)
+        return OpRows(*np.concatenate(parts, axis=1))
+
+
+def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
+    """Return a row of Flow for each arrow with both ends, by start, and a warning that counts the
+    incomplete arrows.
+    """
+    key, begins, thread, t = arrows.columns()
+    sides = []
+    for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
+        # the last of several counts
+        keys, last = np.unique(key[rows][::-1], return_index=True)
+        sides.append((keys, rows[len(rows) - 1 - last]))
+    (keys, starts), (others, ends) = sides
+    both, at, to = np.intersect1d(keys, others, assume_unique=True, return_indices=True)
+    starts, ends = starts[at], ends[to]
+    order = np.lexsort((both, t[starts]))
+    made = np.stack([thread[starts], t[starts], thread[ends], t[ends]], axis=1)
+    lone = len(keys) + len(others) - 2 * len(both)
+    text = (
+        f"{lone:,} arrows from forward to backward have one end alone: their backward is not told"
+    )
+    return made[order], [text] if lone else []
+
+
+def contexts(
+    tables: Tables, flows: Ints, threads: list[tuple[int, int]], base: int
+) -> tuple[Ranges, AttentionCalls, tuple[ProgramStep, ...]]:
+    """Return the ranges, attention calls and steps that may contain launches.
+
+    `flows` has rows of Flow, `threads` the (pid, tid) of each thread index. `base` is added in ns
+    to every time of the Trace.
+    """
+    ranges = Ranges(tables.ranges, threads, base)
+    evaluations = AutogradNodes.build(tables.evaluations)
+    if len(flows):
+        ranges.follow(evaluations.intervals, flows)
+    ops = (tables.details, evaluations, tables.modules)
+    calls, steps = find_calls(*ops, flows, ranges.rows, threads, base)
+    return ranges, calls, steps
+
+
+@dataclass(slots=True)
+class LinkedLaunches:
+    """A chunk of GPU rows and their launch calls, with -1 for missing values."""
+
+    gpu: GpuRows
+    api: Ints
+    thread: Ints
+    launch: Ints
+
+
+class TraceWarnings:
+    """Counts of missing and contradictory data in a trace."""
+
+    def __init__(self) -> None:
+        self.unmatched = 0  # launches without a call
+        self.ambiguous = 0  # launches with several calls
+        self.repeated_ops = 0
+        self._launches: list[NDArray[np.uint64]] = []  # a hash of each launch
+
+    def add(self, rows: GpuRows) -> None:
+        """Add launches to the search for repeated ones."""
+        mixed = np.zeros(len(rows.start), np.uint64)
+        for column in rows:
+            mixed = (mixed ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= mixed >> np.uint64(29)
+        self._launches.append(mixed)
+
+    def texts(self, launches: int, stacks: Stacks) -> list[str]:
+        """Return a warning per kind of doubt, with its count."""
+        seen = np.sort(np.concatenate([np.empty(0, np.uint64), *self._launches]))
+        repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
+        many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
+        doubts = {
+            "have no call with their correlation: thread, range and op are unknown": self.unmatched,
+            "have several calls with their correlation: the first counts": self.ambiguous,
+            "stand in the file twice and count twice": repeated + many_ops,
+        }
+        texts = [f"{count:,} launches {what}" for what, count in doubts.items() if count]
+        if stacks.paths.deep:
+            texts.append(f"stacks of more than {MAX_DEPTH} ops are told in part")
+        return texts
+
+
+def linked_chunks(
+    source: Source, doubts: TraceWarnings | None = None, *, rows: int = CHUNK_ROWS
+) -> Iterator[LinkedLaunches]:
+    """Yield GPU rows in file order with their launch calls. The first of equal correlations
+    counts.
+    """
+    doubts = doubts or TraceWarnings()
+    for blocks in _groups(source.tables.gpu, rows):
+        gpu = source.gpu(blocks)
+        count = len(gpu.correlation)
+        linked = LinkedLaunches(gpu, nothing(count), nothing(count), nothing(count))
+        open_rows = np.flatnonzero(gpu.correlation >= 0)
+        low, high = min(b.low for b in blocks), max(b.high for b in blocks)
+        overlapping = [b for b in source.tables.launches if b.low <= high and b.high >= low]
+        for group in _groups(overlapping, 4 * rows):
+            if not len(open_rows):
+                break
+            calls = source.launches(group)
+            order = np.argsort(calls.correlation, kind="stable")
+            keys, sought = calls.correlation[order], gpu.correlation[open_rows]
+            at = np.searchsorted(keys, sought)
+            hit = at < len(keys)
+            hit[hit] = keys[at[hit]] == sought[hit]
+            call, target = order[at[hit]], open_rows[hit]
+            following = np.minimum(at[hit] + 1, len(keys) - 1)
+            twice = (keys[following] == keys[at[hit]]) & (following > at[hit])
+            doubts.ambiguous += int(np.count_nonzero(twice))
+            linked.api[target] = calls.api[call]
+            linked.thread[target] = calls.thread[call]
+            linked.launch[target] = calls.start[call]
+            open_rows = open_rows[~hit]
+        doubts.unmatched += int(np.count_nonzero(linked.thread < 0))
+        doubts.add(gpu)
+        yield linked
+
+
+def _groups(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
+    """Yield groups of consecutive blocks with about `rows` rows each."""
+    group: list[Block] = []
+    count = 0
+    for block in blocks:
+        if group and count + block.rows > rows:
+            yield group
+            group, count = [], 0
+        group.append(block)
+        count += block.rows
+    if group:
+        yield group
+
+
+@dataclass(slots=True)
+class OpSlice:
+    """All ops that overlap one time slice."""
+
+    intervals: Intervals
+    names: Ints
+    durations: Ints
+    paths: Ints  # stack id of each op, -1 until computed
+
+    def repeated(self, rows: Ints) -> int:
+        """Count the ops whose thread, times and name equal those of the previous op."""
+        before, rows = rows[rows > 0] - 1, rows[rows > 0]
+        columns = (self.intervals.thread, self.intervals.start, self.durations, self.names)
+        alike = [column[rows] == column[before] for column in columns]
+        return int(np.count_nonzero(np.logical_and.reduce(alike) & (self.durations[rows] > 0)))
+
+
+class StackIds(dict[tuple[int, ...], int]):
+    """Ids of stacks. A key is the id of the stack above and the names of the ops below it,
+    outermost first.
+
+    A stack deeper than MAX_DEPTH keeps its outermost ops and the innermost one. `deep` counts
+    these, and stacks of overlapping ops, which keep only the innermost op.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, ...]] = []
+        self.deep = 0
+        self._depths: list[int] = []
+
+    def __missing__(self, key: tuple[int, ...]) -> int:
+        above, *names = key
+        depth = len(names) + (self._depths[above] if above >= 0 else 0)
+        if depth > MAX_DEPTH and above >= 0:
+            self.deep += 1
+            number = self[self.rows[above][0], *names]
+        else:
+            number = len(self.rows)
+            self.rows.append(key)
+            self._depths.append(depth)
+        self[key] = number
+        return number
+
+
+class Stacks:
+    """The op stacks of launches, computed slice by slice."""
+
+    def __init__(self, source: Source, *, rows: int = SLICE_ROWS) -> None:
+        self._source = source
+        self.paths = StackIds()
+        self.borders = _borders(source.tables.ops, rows)
+        self._cache: dict[int, OpSlice] = {}
+
+    def lookup(self, thread: Ints, t: Ints) -> Ints:
+        """Return the ids of the stacks open at each (thread, t), -1 for none."""
+        result = nothing(len(t))
+        if not self._source.tables.ops:
+            return result
+        slices = np.searchsorted(self.borders, t, side="right")
+        slices[thread < 0] = -1
+        for number in distinct(slices[slices >= 0]):
+            mine = np.flatnonzero(slices == number)
+            ops = self.slice(number)
+            at = ops.intervals.innermost(thread[mine], t[mine])
+            result[mine] = self.stack_ids(ops, at, t[mine])
+        return result
+
+    def stack_ids(self, ops: OpSlice, at: Ints, t: Ints) -> Ints:
+        """Return the ids of the stacks of the ops `at` at the times `t`. -1 stays -1."""
+        result = nothing(len(at))
+        has = np.flatnonzero(at >= 0)
+        nested = ops.intervals.nested[at[has]]
+        self._name_paths(ops, at[has[nested]])
+        result[has[nested]] = ops.paths[at[has[nested]]]
+        odd = has[~nested]
+        chains = ops.intervals.chains(at[odd], t[odd], MAX_DEPTH + 1)
+        self.paths.deep += int(np.count_nonzero(chains[:, MAX_DEPTH] >= 0))
+        for row, chain in zip(odd.tolist(), chains[:, :MAX_DEPTH], strict=True):
+            inner_first = ops.names[chain[chain >= 0]].tolist()
+            result[row] = self.paths[-1, *reversed(inner_first)]
+        return result
+
+    def _name_paths(self, ops: OpSlice, at: Ints) -> None:
+        """Set `ops.paths` for the ops `at` and all their ancestors."""
+        parents, paths = ops.intervals.parent, ops.paths
+        marked = np.zeros(len(parents), np.bool_)
+        level = at
+        while len(level):
+            level = level[(paths[level] < 0) & ~marked[level]]
+            marked[level] = True
+            level = parents[level]
+            level = level[level >= 0]
+        left, count = np.flatnonzero(marked), len(self._source.tables.names)
+        while len(left):  # outermost first: each pass assigns the ops whose parent has an id
+            above = np.where(parents[left] >= 0, paths[parents[left]], NONE)
+            ready = (parents[left] < 0) | (above >= 0)
+            rows, left = left[ready], left[~ready]
+            pairs = (above[ready] + 1) * count + ops.names[rows]
+            each, place = np.unique(pairs, return_inverse=True)
+            keys = ((pair // count - 1, pair % count) for pair in each.tolist())
+            paths[rows] = np.array([self.paths[key] for key in keys], np.int64)[place]
+
+    def slice(self, number: int) -> OpSlice:
+        """Return the ops that overlap time slice `number`."""
+        if number not in self._cache:
+            while len(self._cache) > 1:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[number] = self._load(number)
+        return self._cache[number]
+
+    def _load(self, number: int) -> OpSlice:
+        low = self.borders[number - 1] if number > 0 else -(1 << 62)
+        high = self.borders[number] if number < len(self.borders) else 1 << 62
+        blocks = [b for b in self._source.tables.ops if b.low < high and b.high >= low]
+        ops = self._source.ops(blocks, low, high)
+        intervals = Intervals.build(ops.thread, ops.start, ops.end)
+        durations = (ops.end - ops.start)[intervals.rows]
+        return OpSlice(intervals, ops.name[intervals.rows], durations, nothing(len(durations)))
+
+    def folded(self) -> list[str]:
+        """Return the stacks as text, outermost op first, by id."""
+        names = [name.replace(";", ",") for name in self._source.tables.names]
+        texts: list[str] = []
+        for above, *below in self.paths.rows:
+            own = ";".join(names[name] for name in below)
+            texts.append(own if above < 0 else f"{texts[above]};{own}")
+        return texts
+
+
+def _borders(blocks: list[Block], rows: int) -> Ints:
+    """Return the times that cut ops into slices of about `rows` starts. A block counts at its
+    first op.
+    """
+    borders = []
+    count = 0
+    for block in sorted(blocks, key=lambda block: block.low):
+        if count and count + block.rows > rows:
+            borders.append(block.low)
+            count = 0
+        count += block.rows
+    return np.array(sorted(set(borders)), np.int64)
+
+
+def device_chunks(
+    source: Source, stacks: Stacks, doubts: TraceWarnings, rows: int
+) -> Iterator[tuple[LinkedLaunches, Ints]]:
+    """Yield GPU rows with their launch calls and op stacks."""
+    for chunk in linked_chunks(source, doubts, rows=rows):
+        yield chunk, stacks.lookup(chunk.thread, chunk.launch)
+
+
+def op_chunks(
+    stacks: Stacks, ranges: Ranges, doubts: TraceWarnings
+) -> Iterator[tuple[LinkedLaunches, Ints]]:
+    """Yield ops with their own time, by end, and their stacks. An op that continues in the next
+    slice is yielded there.
+    """
+    waiting: dict[tuple[int, ...], int] = {}
+    for number, border in enumerate([*stacks.borders.tolist(), None]):
+        ops = stacks.slice(number)
+        done, own, waiting = _own_times(ops, border, waiting)
+        doubts.repeated_ops += ops.repeated(done)
+        if not len(done):
+            continue
+        thread, start = ops.intervals.thread[done], ops.intervals.start[done]
+        # keys that do not depend on the order of interning
+        keys = (ranges.tids[thread], ranges.pids[thread], start, ops.intervals.stop[done])
+        order = np.lexsort(keys)
+        done, thread, start = done[order], thread[order], start[order]
+        none = nothing(len(done))
+        rows = GpuRows(
+            start, own[order], ops.names[done], np.zeros_like(none), none, none, none, none, none
+        )
+        yield LinkedLaunches(rows, none, thread, start), stacks.stack_ids(ops, done, start)
+
+
+def _own_times(
+    ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], int]
+) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
+    """Return the ops that end in this slice and have own time, that time in ns (the duration minus
+    the time that their children cover), and the covered time of the ops that continue.
+
+    A child counts in the slice in which it starts. Ops without children always count.
+    """
+    intervals = ops.intervals
+    columns = (intervals.thread, intervals.start, intervals.stop, ops.names)
+
+    def key(row: int) -> tuple[int, ...]:
+        return tuple(int(column[row]) for column in columns)
+
+    stop = intervals.stop - (ops.durations == 0)  # an interval lasts at least 1 ns
+    latest = max((start for _, start, *_ in waiting), default=-(1 << 62))
+    carried = intervals.start <= latest
+    covered = np.zeros(len(stop), np.int64)
+    child = np.flatnonzero((intervals.parent >= 0) & ~carried)
+    parent = intervals.parent[child]
+    inside = np.minimum(stop[child], intervals.stop[parent]) - intervals.start[child]
+    np.add.at(covered, parent, np.maximum(inside, 1))
+    for row in np.flatnonzero(carried).tolist():
+        covered[row] += waiting.get(key(row), 0)
+    own = np.maximum(stop - intervals.start - covered, 0)
+    goes_on = intervals.stop > (1 << 62 if border is None else border)
+    done = np.flatnonzero(((covered == 0) | (own > 0)) & ~goes_on)
+    rows = np.flatnonzero(goes_on).tolist()
+    return done, own[done], {key(row): int(covered[row]) for row in rows}
+
+
+class Renumber:
+    """Assigns new ids in order of first use."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self._to = nothing(1)  # the last element is never assigned, so that index -1 is NONE
+
+    def __call__(self, ids: Ints) -> Ints:
+        """Return the new ids. -1 stays -1."""
+        high = int(ids.max(initial=-1)) + 2
+        if high > len(self._to):
+            self._to = np.append(self._to, nothing(max(high, 2 * len(self._to)) - len(self._to)))
+        values, first = np.unique(ids[(ids >= 0) & (self._to[ids] < 0)], return_index=True)
+        for value in values[np.argsort(first)].tolist():
+            self._to[value] = len(self.order)
+            self.order.append(value)
+        return self._to[ids]
+
+
+class BatchFile:
+    """Launch batches in a temporary file."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._blocks: list[Block] = []
+
+    @property
+    def rows(self) -> int:
+        """Number of launches written."""
+        return sum(block.rows for block in self._blocks)
+
+    def write(self, batch: LaunchBatch) -> None:
+        """Append a batch."""
+        columns = [getattr(batch, column.name) for column in fields(batch)]
+        offset = self._spool.write(columns)
+        self._blocks.append(Block((0, 0), offset, len(columns), len(batch.kernel), 0, 0))
+
+    def read(self) -> Iterator[LaunchBatch]:
+        """Yield the batches in the order of writing."""
+        for block in self._blocks:
+            yield LaunchBatch(*self._spool.read(block))
+
+
+class Output:
+    """Writes joined launches to `file`, with APIs numbered by first use."""
+
+    def __init__(
+        self, ranges: Ranges, base: int, spool: Spool, calls: AttentionCalls | None = None
+    ) -> None:
+        self.file = BatchFile(spool)
+        self._calls = calls if calls and calls.spans else None
+        self.apis = Renumber()
+        self._ranges = ranges
+        self._base = base
+
+    def write(
+        self, linked: LinkedLaunches, kernel: Ints, launch_config: Ints, op_path: Ints
+    ) -> None:
+        """Append launches. The last three columns are indices into lists of the Trace."""
+        rows, thread = linked.gpu, linked.thread
+        inner, cell = self._ranges.lookup(thread, linked.launch)
+        batch = LaunchBatch(
+            kernel=kernel,
+            launch_config=launch_config,
+            op_path=op_path,
+            range=inner,
+            cell_range=cell,
+            api=self.apis(linked.api),
+            device=rows.device,
+            stream=rows.stream,
+            correlation=rows.correlation,
+            graph_node=rows.node,
+            pid=self._ranges.pids[thread],
+            tid=self._ranges.tids[thread],
+            launch_ns=np.where(thread >= 0, linked.launch + self._base, NONE),
+            start_ns=rows.start + self._base,
+            duration_ns=rows.duration,
+            bytes=rows.bytes,
+            call_span=self._calls.lookup(thread, linked.launch, self.file.rows)
+            if self._calls
+            else nothing(len(thread)),
+        )
+        self.file.write(batch)

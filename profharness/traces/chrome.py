@@ -1,0 +1,495 @@
+"""Parse Kineto's Chrome traces, the JSON files of torch.profiler, in bounded memory.
+
+The scan cuts a file into pieces at event boundaries and decodes piece by piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profharness.devices import Device
+from profharness.errors import TraceFormatError
+from profharness.files import has_too_many_values
+from profharness.rows import TORCH
+from profharness.trace import LaunchConfig, Trace
+from profharness.traces import attribution, chrome_columns
+from profharness.traces.chrome_events import (
+    EXACT_LIMIT,
+    MODULE_MARK,
+    UNDECODABLE,
+    Collector,
+    Events,
+    NeedExactTimes,
+)
+from profharness.traces.chrome_read import (
+    BLOCK,
+    MAX_PIECE,
+    Layout,
+    Window,
+    object_end,
+    probe,
+    read_trailer,
+    skip_space,
+)
+from profharness.traces.columns import MAX_NS, MAX_TEXT, Spool, Tables
+from profharness.traces.devices import make_device
+from profharness.traces.graphs import replayed
+
+KEPT = (
+    "schemaVersion", "trace_id", "record_shapes", "with_stack", "profile_memory", "with_flops",
+    "with_modules", "cuda_runtime_version", "cuda_driver_version", "cupti_version",
+    "hip_runtime_version", "hip_driver_version", "rocm_version", "torch_version",
+)  # fmt: skip
+DISTRIBUTED = ("backend", "rank", "world_size")
+DEVICE_KEYS = {
+    "compute_major": "computeMajor",
+    "compute_minor": "computeMinor",
+    "num_sms": "numSms",
+    "total_memory_bytes": "totalGlobalMem",
+    "max_threads_per_block": "maxThreadsPerBlock",
+    "max_threads_per_sm": "maxThreadsPerMultiprocessor",
+    "registers_per_block": "regsPerBlock",
+    "registers_per_sm": "regsPerMultiprocessor",
+    "shared_bytes_per_block": "sharedMemPerBlock",
+    "shared_bytes_per_block_optin": "sharedMemPerBlockOptin",
+    "shared_bytes_per_sm": "sharedMemPerMultiprocessor",
+    "warp_size": "warpSize",
+}
+RANGE = 8 * 1024 * 1024
+FLUSH = 2 * 1024 * 1024
+REACH = 4 * 1024 * 1024  # bytes in which to look for the end of a broken event
+# Broken events searched up to REACH, which is slow; others end at the next separator
+MAX_UNCLOSED = 8
+FOREVER = 1 << 62
+NUMBER = re.compile(r"-?[0-9]{1,18}")
+MAX_FRAME = 1 << 12  # bytes in the event of a Python frame
+SEGMENT = 1 << 21  # bytes that the compiled scanner reads at once
+
+
+def parse_chrome(
+    path: Path,
+    *,
+    range_bytes: int = RANGE,
+    chunk_rows: int = attribution.CHUNK_ROWS,
+    slice_rows: int = attribution.SLICE_ROWS,
+) -> Trace:
+    """Parse a Kineto trace. The caller closes the Trace.
+
+    Launches are kernels, memcpys and memsets, or ATen ops with their own time if the trace has none
+    of these. Single unreadable events are skipped and counted. The sizes affect memory, not
+    results.
+
+    Raise TraceFormatError for a truncated, damaged or foreign file.
+    """
+    path = Path(path)
+    with closing(Window(path)) as window:
+        layout = probe(window)
+    with ExitStack() as stack:
+        source, header = _scan_file(path, layout, range_bytes, stack)
+        return _assemble(path, source, header, (chunk_rows, slice_rows), stack)
+
+
+def _scan_file(
+    path: Path, layout: Layout, range_bytes: int, stack: ExitStack
+) -> tuple[attribution.Source, dict[str, Any]]:
+    """Return the tables and the header. Scan again if times need decimals, or if the ranges do not
+    cover the whole file.
+    """
+    if layout.empty:
+        return attribution.Source(Tables(), Spool.temporary(stack)), read_trailer(
+            path, layout, layout.first
+        )
+    width = range_bytes if layout.certain else 0
+    exact = _needs_decimals(layout.first_ts)
+    while True:
+        spool = Spool.temporary(stack)
+        try:
+            result = scan(path, layout, spool, exact=exact, range_bytes=width)
+        except NeedExactTimes:
+            exact = True
+            continue
+        if (end := _array_end(path, result)) is not None:
+            return attribution.Source(result.tables, spool), read_trailer(path, layout, end)
+        width = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScanResult:
+    """The tables and ranges of a scan, and the offset at which it stopped."""
+
+    tables: Tables
+    parts: list[Part]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A scanned range. `array_end` is the offset of the closing `]` if it lies in this range."""
+
+    index: int
+    array_end: int | None
+    events: int  # decoded or skipped
+
+
+def scan(path: Path, layout: Layout, spool: Spool, *, exact: bool, range_bytes: int) -> ScanResult:
+    """Scan a file into a spool, in ranges of `range_bytes` or in a single range if that is 0.
+
+    Raise TraceFormatError. Raise NeedExactTimes if times need decimals and `exact` is not set.
+    """
+    collector = Collector(Events(exact=exact), spool)
+    parts: list[Part] = []
+    with closing(Window(path)) as window:
+        scanner = Scanner(window, layout, collector)
+        window.fill()
+        for index in itertools.count():
+            begin, end = index * range_bytes, (index + 1) * range_bytes or FOREVER
+            if end > layout.first:
+                parts.append(scanner.scan(index, max(begin, layout.first), end))
+            finished = parts and parts[-1].array_end is not None
+            if not range_bytes or window.eof or finished:
+                break
+        return ScanResult(collector.tables, parts, window.end)
+
+
+class Scanner:
+    """Scans ranges of one file into a collector, in ascending order."""
+
+    def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
+        self.window = window
+        self.layout = layout
+        self.collector = collector
+        self._columns = chrome_columns.reader(collector)
+        self._segment_bytes = bytearray(
+            SEGMENT if self._columns else 0
+        )  # allocated once, because fresh memory costs page faults
+        self._array_end: int | None = None
+        self._unclosed = 0
+
+    def scan(self, index: int, begin: int, end: int) -> Part:
+        """Collect every event that starts in [begin, end)."""
+        tables = self.collector.tables
+        before = tables.events + tables.skipped
+        self._array_end = None
+        if self._find_first(begin):
+            self._scan_to(index, end)
+        self.collector.flush(index)
+        count = tables.events + tables.skipped - before
+        return Part(index, self._array_end, count)
+
+    def _find_first(self, begin: int) -> bool:
+        """Move to the first event at or after `begin`. Return False if there is none."""
+        window, separator, gap = self.window, self.layout.separator, self.layout.gap
+        if begin <= self.layout.first:
+            window.seek(self.layout.first)
+            return True
+        if window.base >= begin:  # the previous range stopped here
+            return True
+        lead = gap + 1
+        window.seek(max(begin - lead, window.base))
+        while True:
+            at = window.buffer.find(separator, max(0, begin - lead - window.base))
+            if at >= 0:
+                window.seek(window.base + at + lead)
+                return True
+            if len(window.buffer) > 2 * len(separator):
+                window.seek(window.end - len(separator))
+            if not window.fill():
+                return False
+
+    def _scan_to(self, index: int, end: int) -> None:
+        window, separator, lead = self.window, self.layout.separator, self.layout.gap + 1
+        flushed = window.base
+        wanted = 1
+        stuck = False  # at the end of the file, inside an event that contains a separator
+        while window.base < end and self._array_end is None:
+            self._scan_segments(index, end)
+            more = True
+            if len(window.buffer) < wanted or separator not in window.buffer:
+                more = window.fill(self._block(end))
+                if len(window.buffer) > MAX_PIECE:
+                    raise window.too_long(window.base)
+            if more and len(window.buffer) < wanted:
+                continue
+            buffer = window.buffer
+            stop = (
+                buffer.find(separator, max(0, end - window.base - lead)) if window.end > end else -1
+            )
+            if stop < 0:
+                stop = buffer.rfind(separator)
+            final = stop < 0 or stuck
+            if final and more and not stuck:
+                continue
+            length = len(buffer) if final else stop + 1
+            used = self._segment(index, buffer, length, last=final)
+            if self._array_end is None:
+                if final:
+                    return
+                whole = used == length
+                window.seek(window.base + (stop + lead if whole else used))
+                stuck = window.eof and not whole
+                wanted = 1 if whole else 2 * len(window.buffer)
+                wanted = min(wanted, REACH)
+            if window.base - flushed >= FLUSH:
+                self.collector.flush(index)
+                flushed = window.base
+
+    def _scan_segments(self, index: int, end: int) -> None:
+        """Collect segments of the file for as long as the compiled scanner consumes all of them."""
+        window, separator, columns = self.window, self.layout.separator, self._columns
+        segment = memoryview(self._segment_bytes)
+        while columns and (size := window.read_into(segment[: max(0, end - window.base)])):
+            stop = self._segment_bytes.rfind(separator, 0, size)
+            if stop < 0:
+                return
+            used = columns.collect(segment, stop + 1, index)
+            window.seek(window.base + (stop + self.layout.gap + 1 if used > stop else used))
+            self.collector.flush(index)
+            if used <= stop:
+                return
+
+    def _block(self, end: int) -> int:
+        """Return how many bytes to read at once in a range that ends at `end`."""
+        least = min(SEGMENT, end - self.window.end) if self._columns else BLOCK
+        return max(BLOCK, least, min(len(self.window.buffer), MAX_PIECE // 4))
+
+    def _segment(self, index: int, text: bytes, length: int, *, last: bool) -> int:
+        """Collect the events of text[:length]. Return the number of bytes consumed, which is less
+        than `length` if the last event is incomplete.
+        """
+        begin = self._columns.collect(text, length, index) if self._columns else 0
+        if begin == length:
+            return begin
+        segment = text[:length]
+        used = self._decode(segment, begin, last=last)
+        # Python frames make up most of a trace with stacks. The decoder skips all of them; calls of
+        # modules among them are decoded separately.
+        at = segment.find(MODULE_MARK, begin, used)
+        while at >= 0:
+            begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
+            end = object_end(segment, begin, min(used, begin + MAX_FRAME)) if begin >= 0 else None
+            if end is not None:
+                self.collector.add_module(segment[begin:end])
+            at = segment.find(MODULE_MARK, max(at + 1, end or 0), used)
+        return used
+
+    def _decode(self, segment: bytes, begin: int, *, last: bool) -> int:
+        """Decode the events from `begin` on and return the number of bytes consumed."""
+        if has_too_many_values(segment):
+            return self._piecewise(segment, begin, last=last)
+        try:
+            events = self.collector.events.many.decode(b"[%b]" % segment[begin:])
+        except UNDECODABLE:
+            return self._piecewise(segment, begin, last=last)
+        self.collector.tables.events += len(events)
+        self.collector.add(events)
+        return len(segment)
+
+    def _piecewise(self, segment: bytes, position: int, *, last: bool) -> int:
+        """Decode event by event, skip and count broken ones, and find the end of the array."""
+        separator, lead = self.layout.separator, self.layout.gap + 1
+        while position < len(segment):
+            certain = self.layout.certain or self._unclosed > MAX_UNCLOSED
+            border = segment.find(separator, position) if certain else -1
+            stop = border + 1 if border >= 0 else len(segment)
+            behind = object_end(segment, position, stop)
+            if behind is None:
+                self._unclosed += 1
+                if border < 0 and not last and len(segment) - position < REACH:
+                    return position
+                border = segment.find(separator, position + 1) if border < 0 else border
+                if border < 0 and last:
+                    return self._lost_end(segment, position)
+                self.collector.tables.skipped += 1
+                if border < 0:
+                    return len(segment)
+                position = border + lead
+                continue
+            before = self.collector.tables.skipped
+            self.collector.add_text(segment[position:behind])
+            counted = self.collector.tables.skipped > before
+            position = skip_space(segment, behind)
+            mark = segment[position : position + 1]
+            if mark == b"]":
+                self._array_end = self.window.base + position
+                return position
+            position = self._next(segment, position, mark, counted=counted)
+        return len(segment)
+
+    def _next(self, segment: bytes, position: int, mark: bytes, *, counted: bool) -> int:
+        """Return the start of the next event. `counted`: the event was already counted as skipped."""
+        if mark == b",":
+            position = skip_space(segment, position + 1)
+            if segment[position : position + 1] in (b"{", b""):
+                return position
+        if not mark:
+            return len(segment)
+        self.collector.tables.skipped += not counted
+        border = segment.find(self.layout.separator, position)
+        return len(segment) if border < 0 else border + self.layout.gap + 1
+
+    def _lost_end(self, segment: bytes, position: int) -> int:
+        """Return the end of the array if the file ends with a broken event, else the position."""
+        tail = segment[position:].rstrip()
+        border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
+        if border < 0 or not tail.endswith((b"}", b"]")):
+            return len(segment)
+        self.collector.tables.skipped += 1
+        self._array_end = self.window.base + position + tail.index(b"]", border)
+        return position
+
+
+def _array_end(path: Path, result: ScanResult) -> int | None:
+    """Return the offset of the closing bracket, or None if the ranges do not cover the file.
+
+    Raise TraceFormatError if there is no bracket.
+    """
+    last = next((part for part in result.parts if part.array_end is not None), None)
+    if last is None:
+        message = "the file ends inside traceEvents"
+        raise TraceFormatError(
+            path, message, offset=result.size, expected="], the end of the events"
+        )
+    contradicted = any(part.index > last.index and part.events for part in result.parts)
+    return None if contradicted else last.array_end
+
+
+def _needs_decimals(ts: str) -> bool:
+    try:
+        return abs(float(ts)) >= EXACT_LIMIT
+    except ValueError:
+        return False
+
+
+def environment(header: dict[str, Any]) -> dict[str, object]:
+    """Return the header's scalars that identify nobody, and the backend, rank and world size."""
+    kept: dict[str, object] = {key: header[key] for key in KEPT if _scalar(header.get(key))}
+    info = header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    if distributed := {key: info[key] for key in DISTRIBUTED if _scalar(info.get(key))}:
+        kept["distributedInfo"] = distributed
+    return kept
+
+
+def _scalar(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_TEXT
+    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < 1 << 62)
+
+
+def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
+    """Return the devices of deviceProperties and warnings. Incomplete entries are left out."""
+    rows = header.get("deviceProperties", [])
+    given = rows if isinstance(rows, list) else [rows]
+    made = [
+        make_device(
+            row.get("id"),
+            row.get("name"),
+            {field: row.get(key) for field, key in DEVICE_KEYS.items()},
+        )
+        for row in given
+        if isinstance(row, dict)
+    ]
+    doubts = [text for _, texts in made for text in texts]
+    if len(made) < len(given):
+        doubts.append(f"deviceProperties: {len(given) - len(made)} of {len(given)} are no device")
+    return tuple(device for device, _ in made if device), doubts
+
+
+def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
+    """Return the nanoseconds to add to every ts, and warnings."""
+    base = header.get("baseTimeNanoseconds", 0)
+    if isinstance(base, int) and not isinstance(base, bool) and abs(base) < MAX_NS:
+        return base, []
+    return 0, ["baseTimeNanoseconds is not a usable number; times count from 0"]
+
+
+def _number(value: Any) -> int:
+    """Return a pid or tid as a number, or -1 for the words that name Kineto's own tracks."""
+    text = str(value)
+    return int(text) if isinstance(value, int | str) and NUMBER.fullmatch(text) else -1
+
+
+def _skipped(tables: Tables) -> list[str]:
+    """Return the warning about skipped events."""
+    if not tables.skipped:
+        return []
+    negative = f", {tables.negative} for a negative duration" if tables.negative else ""
+    return [f"{tables.skipped} events could not be read and were skipped{negative}"]
+
+
+def _check_use(path: Path, tables: Tables, launches: int) -> None:
+    """Raise TraceFormatError if a file contains nothing to report."""
+    if launches:
+        return
+    message = "traceEvents is empty"
+    if tables.events or tables.skipped:
+        message = "; ".join([f"nothing ran in its {tables.events:,} events", *_skipped(tables)])
+    raise TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
+
+
+def _assemble(
+    path: Path,
+    source: attribution.Source,
+    header: dict[str, Any],
+    rows: tuple[int, int],
+    stack: ExitStack,
+) -> Trace:
+    tables = source.tables
+    base, doubt = time_base(header)
+    gpus, odd = devices(header)
+    threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
+    flows, lone_ends = attribution.flows(tables.arrows)
+    ranges, calls, steps = attribution.contexts(tables, flows, threads, base)
+    calls = replayed(source, calls, steps, threads, base)
+    output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
+    stacks, doubts = attribution.Stacks(source, rows=rows[1]), attribution.TraceWarnings()
+    if tables.gpu:
+        kernels, configs = list(tables.kernels), list(tables.configs)
+        chunks = attribution.device_chunks(source, stacks, doubts, rows[0])
+    else:
+        kernels, configs = [("op", name) for name in tables.names], [(None,) * 4]
+        chunks = attribution.op_chunks(stacks, ranges, doubts)
+    kernel_ids, config_ids, path_ids = (
+        attribution.Renumber(),
+        attribution.Renumber(),
+        attribution.Renumber(),
+    )
+    for chunk, paths in chunks:
+        kernel, config = kernel_ids(chunk.gpu.kernel), config_ids(chunk.gpu.config)
+        output.write(chunk, kernel, config, path_ids(paths))
+    _check_use(path, tables, output.file.rows)
+    folded, apis = stacks.folded(), list(tables.apis)
+    return Trace(
+        profiler=TORCH,
+        devices=gpus,
+        environment=environment(header),
+        kernels=[kernels[i][1] for i in kernel_ids.order],
+        kernel_kinds=[kernels[i][0] for i in kernel_ids.order],
+        launch_configs=[
+            LaunchConfig(grid, block, registers, shared_bytes=shared)
+            for grid, block, registers, shared in (configs[i] for i in config_ids.order)
+        ],
+        op_paths=[folded[i] for i in path_ids.order],
+        apis=[apis[i] for i in output.apis.order],
+        ranges=ranges.rows,
+        num_launches=output.file.rows,
+        skipped=tables.skipped,
+        batches=output.file.read,
+        close=stack.pop_all().close,
+        warnings=(
+            *doubt,
+            *odd,
+            *_skipped(tables),
+            *doubts.texts(output.file.rows, stacks),
+            *lone_ends,
+            *calls.warnings,
+        ),
+        calls=calls.calls,
+        call_spans=calls.spans,
+        steps=steps,
+    )

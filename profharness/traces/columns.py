@@ -1,0 +1,223 @@
+"""int64 columns in an unlinked temporary file, with all strings interned."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.traces.ops import HostSpan
+from profharness.traces.packed import without_room
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+MAX_NS = 1 << 61
+MAX_INT = (1 << 63) - 1
+MAX_KEY_BITS = 62
+MAX_TEXT = 200  # characters in a text from a header
+
+
+class GpuRows(NamedTuple):
+    """Kernels, memcpys and memsets. `kernel` and `config` are ids, times are in ns."""
+
+    start: Ints
+    duration: Ints
+    kernel: Ints
+    config: Ints
+    device: Ints
+    stream: Ints
+    correlation: Ints
+    node: Ints
+    bytes: Ints
+
+
+class LaunchRows(NamedTuple):
+    """Runtime and driver calls. `api` and `thread` are ids."""
+
+    correlation: Ints
+    api: Ints
+    thread: Ints
+    start: Ints
+
+
+class OpRows(NamedTuple):
+    """ATen ops. `thread` and `name` are ids."""
+
+    start: Ints
+    end: Ints
+    thread: Ints
+    name: Ints
+
+
+class EvaluationRows(NamedTuple):
+    """Ops in which autograd evaluates its nodes. `thread` is an id, `sequence` autograd's number
+    or -1.
+    """
+
+    start: Ints
+    end: Ints
+    thread: Ints
+    sequence: Ints
+
+
+class Ids(dict[Any, int]):
+    """Ids of values in order of first use. Looking up a new value assigns the next id."""
+
+    def __missing__(self, value: Any) -> int:
+        number = self[value] = len(self)
+        return number
+
+    def column(self, values: list[Any]) -> Ints:
+        """Return the id of each value."""
+        return np.fromiter(map(self.__getitem__, values), np.int64, len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of rows in a spool file: `columns` columns of int64, one after the other.
+
+    `order` sorts blocks into file order. `low` and `high` are the bounds of the correlation, or of
+    the ops' start and end.
+    """
+
+    order: tuple[int, int]
+    offset: int
+    columns: int
+    rows: int
+    low: int
+    high: int
+
+
+@dataclass(slots=True)
+class RangeColumns:
+    """Ranges in the order of the file. Times are in ns, `thread` is an index. `wide` is 1 for a
+    start/end range, which NVTX applies to the whole process.
+    """
+
+    names: list[str] = field(default_factory=list)
+    start: array[int] = field(default_factory=lambda: array("q"))
+    duration: array[int] = field(default_factory=lambda: array("q"))
+    thread: array[int] = field(default_factory=lambda: array("q"))
+    wide: array[int] = field(default_factory=lambda: array("b"))
+
+    def add(self, name: str, start: int, duration: int, thread: int, wide: bool = False) -> None:
+        self.names.append(name)
+        self.start.append(start)
+        self.duration.append(duration)
+        self.thread.append(thread)
+        self.wide.append(wide)
+
+
+@dataclass(slots=True)
+class Arrows:
+    """Ends of arrows between two moments, in blocks of the columns key, begins, thread and t.
+
+    `begins` is 1 at the start of an arrow and 0 at its end. A key that is no number from 0 on is
+    replaced by -1 minus its index in `odd`.
+    """
+
+    blocks: list[Ints] = field(default_factory=list)
+    odd: Ids = field(default_factory=Ids)
+
+    def keys(self, values: list[int | str]) -> Ints:
+        """Return the keys as numbers."""
+        numbers = (key if whole(key) is not None else -1 - self.odd[key] for key in values)
+        return np.fromiter(numbers, np.int64, len(values))
+
+    def columns(self) -> Ints:
+        """Return all blocks as an array of four rows."""
+        return np.concatenate([np.empty((4, 0), np.int64), *self.blocks], axis=1)
+
+
+@dataclass(slots=True)
+class Tables:
+    """The result of a scan: interned strings, row blocks, ranges and counts."""
+
+    threads: Ids = field(default_factory=Ids)
+    kernels: Ids = field(default_factory=Ids)
+    configs: Ids = field(default_factory=Ids)
+    apis: Ids = field(default_factory=Ids)
+    names: Ids = field(default_factory=Ids)
+    gpu: list[Block] = field(default_factory=list)
+    launches: list[Block] = field(default_factory=list)
+    ops: list[Block] = field(default_factory=list)
+    ranges: RangeColumns = field(default_factory=RangeColumns)
+    details: list[HostSpan] = field(default_factory=list)
+    evaluations: list[Ints] = field(default_factory=list)  # blocks of EvaluationRows
+    modules: list[HostSpan] = field(default_factory=list)
+    arrows: Arrows = field(default_factory=Arrows)
+    events: int = 0
+    skipped: int = 0
+    negative: int = 0  # events skipped for their negative duration
+
+
+class Spool:
+    """Rows in an unlinked temporary file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = 0
+
+    @classmethod
+    def temporary(cls, stack: ExitStack) -> Spool:
+        """Return a new empty file that lives until the stack is closed."""
+        with without_room():
+            file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
+        return cls(cast(BinaryIO, stack.enter_context(file)))
+
+    def write(self, columns: Iterable[Ints]) -> int:
+        """Append columns of equal length and return their offset.
+
+        Raise ProfharnessError if the disk is full.
+        """
+        offset = self.size
+        with without_room():
+            for column in columns:
+                view = np.ascontiguousarray(column).data.cast("B")
+                while view:
+                    done = os.pwrite(self.file.fileno(), view, self.size)
+                    self.size, view = self.size + done, view[done:]
+        return offset
+
+    def read(self, block: Block) -> Ints:
+        """Return a block as an array of shape (columns, rows)."""
+        data = os.pread(self.file.fileno(), block.columns * block.rows * 8, block.offset)
+        return np.frombuffer(data, np.int64).reshape(block.columns, block.rows)
+
+
+def distinct(values: Ints) -> list[int]:
+    """Return the distinct values of a sorted array. np.unique would import numpy.ma, at 10 ms."""
+    ordered = np.sort(values)
+    return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
+
+
+def pack(columns: Sequence[Ints]) -> Ints:
+    """Return a key per row of columns with values >= -1. Keys compare as the rows do."""
+    key = np.zeros(len(columns[0]), np.int64)
+    used = 0
+    for column in columns:
+        shifted = column + 1
+        bits = int(shifted.max(initial=0)).bit_length()
+        if used + bits > MAX_KEY_BITS:
+            unique, inverse = np.unique(key, return_inverse=True)
+            key, used = inverse.astype(np.int64), len(unique).bit_length()
+        if used + bits > MAX_KEY_BITS:
+            unique, inverse = np.unique(shifted, return_inverse=True)
+            shifted, bits = inverse.astype(np.int64), len(unique).bit_length()
+        key = (key << bits) | shifted
+        used += bits
+    return key
+
+
+def whole(value: object) -> int | None:
+    """Return a value if it is an integer from 0 to 2**62 - 1, else None."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return cast(int, value) if is_whole else None

@@ -1,0 +1,44 @@
+"""GPUs as traces describe them. Impossible values are left out with a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from profharness.devices import Device
+from profharness.traces.columns import MAX_TEXT, whole
+
+CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
+LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
+LARGEST_OF_OTHERS = 1 << 24
+REPLACED = "\ufffd"  # the replacement character
+SHOWN = 40  # characters of a value in a message
+
+
+def make_device(
+    index: object, name: object, limits: Mapping[str, object]
+) -> tuple[Device | None, list[str]]:
+    """Return a Device with the given fields, and warnings about impossible values.
+
+    The Device is None if the index, the name or a core figure is missing. A missing value is None.
+    """
+    kept: dict[str, Any] = {field: _possible(field, value) for field, value in limits.items()}
+    given = {**limits, "index": index, "name": name}
+    used = {**kept, "index": whole(index), "name": name if isinstance(name, str) else None}
+    warnings = [
+        f"device {str(index)[:SHOWN]}: {field} cannot be {str(value)[:SHOWN]}; it is left out"
+        for field, value in given.items()
+        if value is not None and used[field] is None
+    ]
+    if isinstance(name, str) and REPLACED in name:
+        warnings.append(f"device {str(index)[:SHOWN]}: its name holds what is no character")
+    if None in (used["index"], used["name"], *(used[field] for field in CORE_FIELDS)):
+        return None, warnings
+    used |= {"name": used["name"][:MAX_TEXT], "warp_size": used["warp_size"] or 32}
+    return Device(**used), warnings
+
+
+def _possible(field: str, value: object) -> int | None:
+    """Return a value if a GPU may have it in that field, else None."""
+    number = whole(value)
+    return None if number is None or number > LARGEST.get(field, LARGEST_OF_OTHERS) else number

@@ -1,0 +1,177 @@
+"""Find the intervals of a thread that enclose a moment, in n log n however they overlap.
+
+An interval encloses t if start <= t < end. An interval of no duration encloses its start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.trace import NONE
+from profharness.traces import compiled
+from profharness.traces.columns import MAX_NS, Ints, pack
+
+STEPS = 16  # linear steps before a binary search
+
+
+def nothing(count: int) -> Ints:
+    """Return a column of NONE."""
+    return np.full(count, NONE, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Intervals sorted by thread, start and descending length. `rows` has the original positions.
+
+    `parent` is the last earlier interval of the thread that encloses the start of this one, or -1.
+    Every interval that encloses t is on the parent chain of the last interval that starts at or
+    before t. `nested`: the interval and all its ancestors end within their parents, so that the
+    whole chain encloses whatever the interval encloses.
+    """
+
+    thread: Ints
+    start: Ints
+    stop: Ints
+    parent: Ints
+    nested: NDArray[np.bool_]
+    rows: Ints
+
+    @classmethod
+    def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
+        """Sort intervals and find parents in O(n log n), exactly even if intervals overlap."""
+        stop = np.maximum(end, start + 1)
+        rows = _order(thread, start, stop)
+        thread, start, stop = thread[rows], start[rows], stop[rows]
+        parent = _parents(thread, start, stop)
+        return cls(thread, start, stop, parent, _nested(parent, stop), rows)
+
+    def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
+        """Return a row of `depth` indices for each pair: the intervals on the chain from `at` that
+        enclose t, innermost first, padded with -1.
+        """
+        columns = np.full((depth, len(at)), NONE, np.int64)
+        active, at = np.arange(len(at)), self._ending_after(at.copy(), t)
+        for column in columns:
+            active, at = active[at >= 0], at[at >= 0]
+            if not len(active):
+                break
+            column[active] = at
+            at = self._ending_after(self.parent[at], t[active])
+        return columns.T
+
+    def innermost(self, thread: Ints, t: Ints) -> Ints:
+        """Return for each (thread, t) the enclosing interval that starts last, or -1."""
+        result = nothing(len(t))
+        if not len(t):
+            return result
+        order = np.argsort(thread, kind="stable")
+        numbers, begins = np.unique(thread[order], return_index=True)
+        for number, mine in zip(numbers, np.split(order, begins[1:]), strict=True):
+            low, high = np.searchsorted(self.thread, [number, number + 1])
+            if low < high:
+                last = np.searchsorted(self.start[low:high], t[mine], side="right") - 1
+                result[mine] = np.where(last >= 0, last + low, -1)
+        return self._ending_after(result, t)
+
+    def enclosing_any(self, thread: Ints, t: Ints) -> NDArray[np.bool_]:
+        """Return whether each interval encloses any of the moments (thread, t)."""
+        result = np.zeros(len(self.start), np.bool_)
+        at = self.innermost(thread, t)
+        while len(open_ := np.flatnonzero(at >= 0)):
+            at, t = at[open_], t[open_]
+            result[at] = True
+            at = self._ending_after(self.parent[at], t)
+        return result
+
+    def enclosing(self) -> Ints:
+        """Return for each interval the nearest one that encloses all of it, or -1."""
+        return self._ending_after(self.parent.copy(), self.stop - 1)
+
+    def _ending_after(self, at: Ints, t: Ints) -> Ints:
+        """Return for each index in `at` the nearest interval on its chain that ends after t, or
+        -1.
+        """
+        return _climb(at, self.parent, self.thread, self.stop, t)
+
+
+def _order(thread: Ints, start: Ints, stop: Ints) -> Ints:
+    """Return the order by thread, start and descending length. The sort is stable."""
+    key = pack([column - column.min(initial=MAX_NS) for column in (thread, start)])
+    rows = np.argsort(key, kind="stable")  # faster than lexsort, because traces are nearly sorted
+    ordered = key[rows]
+    tied = np.zeros(len(rows), np.bool_)
+    tied[1:] = ordered[1:] == ordered[:-1]
+    tied[:-1] |= tied[1:]
+    some = rows[tied]
+    rows[tied] = some[np.lexsort((-stop[some], key[some]))]
+    return rows
+
+
+def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
+    if compiled.parents is not None:
+        compiled.parents(thread, start, stop, parent := nothing(len(start)))
+        return parent
+    before = np.arange(-1, len(start) - 1, dtype=np.int64)
+    before[1:][thread[1:] != thread[:-1]] = -1
+    # intervals between a candidate and its own candidate ended before the candidate began
+    return _climb(before, before, thread, stop, start)
+
+
+def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
+    """Return for each element of `at` the last index up to it, on its thread, that stops after t.
+
+    `above` leads from an index past others that cannot be the answer. It may be `at` itself, which
+    is shortened at every step. A few steps find nearly all answers; a search finds the rest.
+    """
+    active = np.flatnonzero(at >= 0)
+    for _ in range(STEPS):
+        active = active[stop[at[active]] <= t[active]]
+        if not len(active):
+            return at
+        at[active] = above[at[active]]
+        active = active[at[active] >= 0]
+    if len(active):
+        ancestor = _last_above(stop, at[active], t[active])
+        strange = thread[ancestor] != thread[at[active]]
+        at[active] = np.where(strange, -1, ancestor)
+    return at
+
+
+def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
+    """Return for each pair the largest index up to `last` whose value exceeds the limit, or -1.
+
+    The search descends a tree of maxima.
+    """
+    tree = [values]
+    while len(tree[-1]) > 1:
+        below = tree[-1]
+        pairs = np.append(below, np.iinfo(np.int64).min) if len(below) % 2 else below
+        tree.append(np.maximum(pairs[::2], pairs[1::2]))
+    node, level_of = last.copy(), nothing(len(last))
+    searching = np.arange(len(last))
+    for level, maxima in enumerate(tree):
+        here = maxima[node[searching]] > limits[searching]
+        level_of[searching[here]] = level
+        searching = searching[~here]
+        # the subtree left of an odd node includes its sibling
+        node[searching] = (node[searching] >> 1) - 1 + (node[searching] & 1)
+        searching = searching[node[searching] >= 0]
+    for level in range(len(tree) - 1, 0, -1):
+        down = np.flatnonzero(level_of >= level)
+        right = np.minimum(2 * node[down] + 1, len(tree[level - 1]) - 1)
+        node[down] = np.where(tree[level - 1][right] > limits[down], right, 2 * node[down])
+    return np.where(level_of >= 0, node, -1)
+
+
+def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
+    """Return whether each interval and all of its ancestors end within their parents."""
+    wrong = (parent >= 0) & (stop[parent] < stop)
+    above = parent.copy()
+    while wrong.any() and (above >= 0).any():  # each pass checks twice as many ancestors
+        has = np.flatnonzero(above >= 0)
+        wrong[has] |= wrong[above[has]]
+        above[has] = above[above[has]]
+    return ~wrong

@@ -1,0 +1,370 @@
+"""Parse kernels of serving and training programs by the words in their names: attention of other
+libraries, collectives, experts, rotary embedding, norms, quantization and caches.
+
+The words come from the sources in the comments and from public traces of vLLM, SGLang and xDiT in
+TraceLens (171dd74): H100, B200, MI210 and MI300.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from profharness.dtypes import OF_CPP_TYPE
+from profharness.traces.kernel_names.text import (
+    Head,
+    KernelName,
+    generic_short,
+    integers,
+    template_arguments,
+)
+
+_READ = 2048
+_WORD, _END = r"(?<![a-z\d])", r"(?![a-z])"
+
+# Searched in this order in the words of the path. The first match decides. A kernel's main purpose
+# comes before a norm, rotation or quantization that is fused into it. Each row has plain texts that
+# one of its matches must contain, because a search for them is a hundred times cheaper.
+_ROWS = (
+    (
+        "fmha_combine",
+        "reduc merge_ _stage2 combine attention_sum",
+        # Triton: vLLM triton_unified_attention.py, SGLang and vLLM decode_attention.py
+        r"^reduce_segments$|^_fwd_kernel_stage2|merge_attn_states"
+        # vLLM csrc/attention/attention_kernels.cuh and csrc/rocm/attention.cu
+        r"|paged_attention_(?:v2|ll4mi|decode_\w+?)_reduce|paged_attn_decode_\w*reduce"
+        # aiter 0.1.20 csrc/kernels/mla and ops/triton; Composable Kernel FmhaFwdSplitKVCombine
+        rf"|{_WORD}mla_(?:decode_fwd_|prefill_|softmax_)?reduce|fmha_fwd_split_kv_combine"
+        # FlashInfer 0.6.18 attention/cascade.cuh, trtllm fmhaReduction; FlashMLA 9241ae3
+        r"|flashinfer::[\w:]*(?:merge_states?_|attention_sum_kernel)|fmha_reduction_kernel"
+        r"|flash_fwd_(?:splitkv_)?mla_combine",
+    ),
+    # aiter 0.1.20 hsa/*/fmha_v3_bwd, Composable Kernel FmhaBwd…, CUTLASS examples/77
+    ("fmha_bwd", "fmha_bwd_", rf"{_WORD}(?:sm\d+_)?fmha_bwd_"),
+    (
+        "fmha",
+        "attention attn fmha mla_ pa_ _stage1 _with_ kernel_mha qk_int sage_fwd",
+        # Triton: vLLM triton_unified_attention.py, chunked_prefill_paged_decode.py, and SGLang
+        r"^_?kernel_(?:unified|paged)_attention_\w*\dd|^_fwd_(?:grouped_)?kernel_stage1"
+        # vLLM csrc/attention/paged_attention_v1.cu and csrc/rocm/attention.cu; aiter
+        r"|(?:^|::)paged_attention_(?:v[12]_kernel|ll4mi_qkv)|^_?paged_attn_decode_v"
+        # FlashInfer 0.6.18 attention/{prefill,decode,mla,pod}.cuh and hopper/
+        r"|flashinfer::[\w:]*(?:(?:prefill|decode|pod)_with_\w*kv|mla_paged?_attention)"
+        # TensorRT-LLM fmha_v2 and masked multi-head attention; XQA of FlashInfer 0.6.18 csrc/xqa
+        r"|^fmha_v2_flash_attention|(?:^|::)masked_multihead_attention_kernel|^kernel_mha$"
+        # SageAttention 2.2 csrc/qattn; aiter's in Triton
+        r"|(?:^|::)qk_int\d*_sv_f\d|^_?sage_fwd"
+        # FlashMLA 9241ae3 csrc/sm90 and sm100; CUTLASS examples/77 (vLLM's and SGLang's MLA)
+        rf"|flash_fwd_(?:splitkv_)?mla_|(?:^|::)sparse_attn_fwd|{_WORD}sm\d+_fmha_"
+        # aiter 0.1.20 hsa/*/{fmha_v3_fwd,mla,pa}; Composable Kernel Fmha…Kernel
+        r"|^aiter::(?:fmha_fwd_|mla_(?:dec|pfl|prefill|a\d+w\d+|stage1)|pa_(?:[bf]+p?16|a\d|decode))"
+        r"|^ck_tile::fmha_(?!fwd_append)|^_mla_(?:decode|prefill)_fwd_kernel",
+    ),
+    (
+        "collective",
+        "ccl all reduce deep_ep moe_a2",
+        # NCCL, RCCL, MSCCL; PyTorch's symmetric memory; vLLM csrc/custom_all_reduce.cuh
+        rf"{_WORD}(?:nccl|rccl|msccl)_|{_WORD}(?:all_?reduce|all_?gather|reduce_?scatter){_END}"
+        rf"|{_WORD}(?:all_?to_?all|cross_device_reduce|quick_?reduce){_END}"
+        # DeepEP csrc/kernels; TensorRT-LLM's exchange of tokens between experts
+        rf"|{_WORD}deep_ep::|moe_a2_?a_",
+    ),
+    (
+        "moe",
+        "moe expert rout topk reorder bitmatrix expand_input",
+        # vLLM csrc/moe and fused_moe.py, SGLang sgl-kernel/csrc/moe, TensorRT-LLM routing and
+        # cutlass_kernels, aiter fmoe, Composable Kernel MoeSorting, triton_kernels routing
+        rf"{_WORD}(?:f?moe|experts?|routing|router|topk_gating){_END}"
+        rf"|{_WORD}(?:grouped_topk|expand_input_rows|(?:pre|post)_reorder|sum_bitmatrix_rows)",
+    ),
+    # vLLM csrc/pos_encoding_kernels.cu, FlashInfer pos_enc.cuh; kn_entry is aiter's
+    ("rope", "rope rotary kn_entry", rf"{_WORD}(?:m?rope|rotary){_END}|{_WORD}kn_entry_[12]c_"),
+    # vLLM csrc/layernorm_kernels.cu, FlashInfer norm.cuh, aiter, Composable Kernel, MIOpen
+    (
+        "norm",
+        "norm _rms_ ::ln_",
+        rf"(?:rms|layer|group|batch|qk|l2)_?norm(?:2d)?{_END}|_fused_rms_|::ln_[fb]wd",
+    ),
+    # vLLM csrc/quantization, SGLang per_token_group_quant, FlashInfer; SageAttention 2.2
+    # csrc/fused, whose mean_scale writes V in 8 bits
+    (
+        "quantize",
+        "quant mean_scale",
+        rf"(?<![a-z])(?:de|re)?quant(?:iz\w*)?{_END}|^mean_scale_kernel",
+    ),
+    (
+        "copy",
+        "cache kv_buffer paged_kv copy_ swap_ concat_mla transpose",
+        # vLLM csrc/cache_kernels.cu, SGLang kvcache.cuh, FlashInfer page.cuh
+        r"(?:reshape|concat|cat)_and_cache|store_(?:mla_)?kv_?cache|set_(?:mla_)?kv_buffer"
+        r"|append_paged_kv|(?:^|::)(?:copy_blocks|swap_blocks|gather_cache|concat_mla)"
+        # MIOpen's layouts; SageAttention's V
+        r"|^batched_transpose_\d|^transpose_pad_permute_kernel",
+    ),
+    # vLLM csrc/activation_kernels.cu and its copies; SageAttention's means
+    (
+        "elementwise",
+        "and_mul activation_kernel sub_mean",
+        rf"_and_mul{_END}|::activation_kernel|^sub_mean_kernel",
+    ),
+)
+_FAMILIES = tuple(
+    (family, tuple(texts.split()), re.compile(pattern, re.ASCII))
+    for family, texts, pattern in _ROWS
+)
+_ATTENTION = frozenset({"fmha", "fmha_combine", "fmha_bwd"})
+# Matrix products, matched by the function's own name: a namespace such as deep_gemm contains more.
+_PRODUCT_TEXTS = ("gemm", "matmul", "split", "marlin")
+_PRODUCT = re.compile(
+    rf"(?<![a-z])(?:(?:f4|f8|fp8|bf16|i8|mx\w{{0,8}}?)?gemm\d?|matmul){_END}|^wv_?split_?kq?_"
+    r"|^marlin$",
+    re.ASCII,
+)
+_CONVOLUTION = re.compile(r"conv|bwd_weight|bwd_data|wgrad|dgrad")
+
+_SPLIT = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+# Wrappers whose first argument is the kernel: `cutlass::device_kernel<…>`, `ck_tile::kentry<2, …>`.
+_WRAPPER = re.compile(r"(?:^|::)(?:device_kernel|Kernel2?|kentry)$")
+_WRAPPED = re.compile(r"<(?:\d+, ?)?(?:typename )?([\w:]+)", re.ASCII)
+_LENGTH = re.compile(r"\d{1,3}", re.ASCII)
+_MANGLED_ARGUMENT = re.compile(r"I(?:L[a-z]\d+E)?N(?P<same>S_)?(?=\d)", re.ASCII)
+
+_LIBRARIES = re.compile(
+    r"(?P<flashinfer>flashinfer::|kernel_cutlass_kernel_flashinfer)"
+    r"|(?P<trtllm>tensorrt_llm::|trtllm|fmha_v2_|moe::dev::|fmha_reduction_)"
+    r"|(?P<nccl>nccl_|rccl_)"
+    r"|(?P<sage>qk_int\d*_sv_f|_?sage_|(?:quant_int8|mean_scale|transpose_pad_permute|sub_mean)_kernel)"
+    r"|(?P<flashmla>(?:\w{1,40}::){0,4}(?:flash_fwd_(?:splitkv_)?mla_|sparse_attn_fwd))"
+    r"|(?P<vllm>vllm::)|(?P<aiter>aiter::)|(?P<sglang>(?:sgl_hip|sgl_kernel|sglang)::)"
+    r"|(?P<deepgemm>deep_gemm::)|(?P<ck>ck(?:_tile)?::)"
+    r"|(?P<triton>_?kernel_(?:unified|paged)_attention|_fwd_(?:grouped_)?kernel_|reduce_segments$"
+    r"|_p?_?matmul_ogs)"
+    r"|(?P<cudnn>cudnn)|(?P<cutlass>cutlass\w*::|kernel_cutlass_)",
+    re.ASCII,
+)
+
+
+def parse_serving(text: str, head: Head) -> KernelName | None:
+    """Parse a kernel of another library by the words in its name. Return None if no rule matches."""
+    for anchor, parser in _ANCHORED:
+        match = anchor.match(text, head.end - len(head.path))
+        if match:
+            return parser(head, match)
+    path, is_mangled = _subject(text, head)
+    words = _SPLIT.sub("_", path[:400]).lower()
+    family = _family(words)
+    library = _LIBRARIES.match(words)
+    if family is None and library is None:
+        return None
+    short = path.rpartition("::")[2] if is_mangled else generic_short(text, head)
+    backend = str(library.lastgroup) if library else "unknown"
+    if family is None:
+        return KernelName(head.name, short, "other", backend)
+    start = text[:_READ]
+    return KernelName(
+        head.name,
+        short,
+        family,
+        backend,
+        dtype=_dtype(start, head, words, family),
+        **_fields(start, head, words, family),
+    )
+
+
+def _family(words: str) -> str | None:
+    found = None
+    for family, texts, pattern in _FAMILIES:
+        if any(text in words for text in texts) and pattern.search(words):
+            found = family
+            break
+    if found not in (None, "quantize") or not any(text in words for text in _PRODUCT_TEXTS):
+        return found
+    is_product = _PRODUCT.search(words.rpartition("::")[2]) and not _CONVOLUTION.search(words)
+    return "gemm" if is_product else found
+
+
+def _subject(text: str, head: Head) -> tuple[str, bool]:
+    """Return the path that names the kernel, the head's or that of a wrapper's argument, and
+    whether it comes from a mangled name. Names of newer types (`DF16b`) and very long names stay
+    mangled.
+    """
+    if not head.path.startswith("_ZN"):
+        inner = _WRAPPED.match(text, head.end) if _WRAPPER.search(head.path) else None
+        return (inner[1] if inner else head.path), False
+    parts, at = _lengths(text, 3)
+    if parts and _WRAPPER.search(parts[-1]) and (argument := _MANGLED_ARGUMENT.match(text, at)):
+        # S_ is the wrapper's own namespace
+        parts = parts[: 1 if argument["same"] else 0] + _lengths(text, argument.end())[0]
+    return "::".join(parts), bool(parts)
+
+
+def _lengths(text: str, at: int) -> tuple[list[str], int]:
+    """Return the names in a mangled path that starts at text[at], `5aiter3abc`, and its end."""
+    parts: list[str] = []
+    while (match := _LENGTH.match(text, at)) and len(parts) < 12:
+        at = match.end() + int(match[0])
+        parts.append(text[match.end() : at])
+    return parts, at
+
+
+_TYPES = re.compile(
+    "|".join(
+        rf"(?<![\w:]){re.escape(name)}\b"
+        for name in sorted(OF_CPP_TYPE, key=len, reverse=True)
+        if name not in ("float", "double")  # the type of an accumulator or a scale
+    )
+)
+_MANGLED_TYPES = re.compile(
+    r"(?P<bf16>DF16b|13__nv_bfloat16|14__hip_bfloat16)|(?P<fp16>DF16_|6__half)"
+)
+_TYPE_WORD = re.compile(
+    r"(?<![a-z\d])(?:(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|f16)|(?P<fp8_e4m3>e4m3))(?![a-z\d])"
+)
+# In a product of two types, the 16-bit type in the name is that of the result.
+_NARROW = re.compile(r"fp8|fp4|mx|i8|int\d|a\d+w\d")
+
+
+def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
+    """Return the first 16-bit or 8-bit type in the template, or the name's type if it is the tensors'."""
+    if head.path.startswith("_Z") and (mangled := _MANGLED_TYPES.search(text)):
+        return mangled.lastgroup
+    arguments = template_arguments(text, head.end)
+    if found := _TYPES.search(", ".join(arguments)):
+        return OF_CPP_TYPE[found[0]]
+    if family in _ATTENTION or (family in ("gemm", "collective") and not _NARROW.search(words)):
+        match = _TYPE_WORD.search(words)
+        if match:
+            return match.lastgroup
+    return "fp32" if arguments[:1] == ["float"] else None
+
+
+# FlashInfer 0.6: KernelTraits<mask, rows of Q, MMAs of Q, of KV, of D, of D of V, warps of Q, of
+# KV>
+_FLASHINFER = re.compile(
+    r"KernelTraits<\(flashinfer::MaskMode\)(?P<mask>\d), (?P<m>\d{1,6})u?, \d+u?, (?P<kv>\d{1,6})u?, "
+    r"(?P<d>\d{1,6})u?, \d+u?, (?P<wq>\d{1,6})u?, (?P<wkv>\d{1,6})u?,"
+)
+# decode: <…, stages, tile, vector elements, threads per row, …>; D is vector elements times threads
+_FLASHINFER_DECODE = re.compile(
+    r"<\(flashinfer::PosEncodingMode\)\d, (?P<stages>\d{1,6})u?, \d+u?, (?P<vec>\d{1,6})u?, (?P<row>\d{1,6})u?, \d"
+)
+# SageAttention 2.2: <rows of Q, rows of K, rows of Q and K per warp (sm90: threads), D, …>
+_SAGE = re.compile(r"<(?P<m>\d+)u?, (?P<n>\d+)u?, \d+u?, (?:(\d+)u?, )?(?P<d>\d+)u?, \(")
+# Composable Kernel: TileFmhaShape<sequence<M, N, K, D of V, K of the second product, D>, …>
+_CK = re.compile(
+    r"TileFmhaShape(?:<ck_tile::sequence<|INS_8sequenceIJ)"
+    r"(?:Li)?(\d+)(?:, |ELi)(\d+)(?:, |ELi)\d+(?:, |ELi)\d+(?:, |ELi)\d+(?:, |ELi)(\d+)"
+)
+# fmha_v2_flash_attention_bf16_64_128_S_q_paged_kv_128_causal_tma_ws_sm90_kernel
+_FMHA_V2 = re.compile(r"_(?P<m>\d+)_(?P<n>\d+)_s_[a-z_]+?_(?P<d>\d+)(?=_|x)(?:\w*?_sm(?P<sm>\d+))?")
+_MASK = re.compile(r"\((?:flashinfer::)?MaskMode\)(\d)")
+_HEAD_DIM = re.compile(r"_hd(\d+)")
+_TILE = re.compile(r"(?<![a-z\d])(\d+)x(\d+)(?:x(\d+))?(?=_|x\d|$)")
+
+
+def _fields(text: str, head: Head, words: str, family: str) -> dict[str, Any]:
+    """Return further fields of a KernelName for attention, norms and products."""
+    is_backward = re.search(r"bwd|backward", words) is not None
+    if family == "gemm":
+        tile = _TILE.search(words)
+        return integers(tile, tile_m=1, tile_n=2, tile_k=3)
+    if family not in _ATTENTION:
+        return {"direction": "bwd"} if is_backward and family in ("norm", "rope") else {}
+    fields: dict[str, Any] = {"direction": "bwd" if is_backward else "fwd"}
+    if mask := _MASK.search(text):
+        fields["causal"] = {"0": False, "1": True}.get(mask[1])
+    elif re.search(r"_causal(?!0)", words):
+        fields["causal"] = True
+    if match := _FLASHINFER.search(text):
+        kv, d, wq, wkv = (int(match[name]) for name in ("kv", "d", "wq", "wkv"))
+        sizes = {"tile_m": int(match["m"]), "tile_n": kv * wkv * 16, "head_dim": d * 16}
+        fields |= {**sizes, "warps": wq * wkv}
+    elif match := _FLASHINFER_DECODE.match(text, head.end):
+        fields |= {
+            "head_dim": int(match["vec"]) * int(match["row"]),
+            "stages": int(match["stages"]),
+        }
+    elif "qk_int" in words:
+        fields |= integers(_SAGE.match(text, head.end), head_dim="d", tile_m="m", tile_n="n")
+    elif match := _CK.search(text):
+        fields |= integers(match, tile_m=1, tile_n=2, head_dim=3)
+    elif words.startswith("fmha_v2_") and (match := _FMHA_V2.search(words)):
+        fields |= integers(match, tile_m="m", tile_n="n", head_dim="d")
+        fields["arch"] = f"sm{match['sm']}" if match["sm"] else None
+    elif match := _HEAD_DIM.search(words):
+        fields |= integers(match, head_dim=1)
+    return fields
+
+
+_TRTLLM = re.compile(r"H(?:Qk)?(\d+)(?:HV\d+)?(?=[A-Z]).*?Q(\d+)Kv(\d+)")
+_TRTLLM_DTYPE = {"Bfloat16": "bf16", "Fp16": "fp16", "E4m3": "fp8_e4m3"}
+
+
+def _trtllm(head: Head, match: re.Match[str]) -> KernelName:
+    """Parse `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`."""
+    sizes = _TRTLLM.search(head.base, match.end())
+    kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
+    kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
+    tail = head.base.replace("fmhaSm", "fmha_sm", 1).replace("Kernel_", "_", 1)
+    return KernelName(
+        head.name,
+        tail,
+        "fmha",
+        "trtllm",
+        arch=f"sm{match['sm']}",
+        dtype=_TRTLLM_DTYPE[kind[1]] if kind else None,
+        direction="fwd",
+        causal=True if "Causal" in tail else False if "Dense" in tail else None,
+        **integers(sizes, head_dim=1, tile_m=2, tile_n=3),
+    )
+
+
+def _trtllm_product(head: Head, match: re.Match[str]) -> KernelName:
+    """Parse `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`: types of C, of A and B, tile, stages."""
+    of_a_and_b = {"E4m3E4m3": "fp8_e4m3", "Bfloat16": "bf16", "Fp16": "fp16"}
+    return KernelName(
+        head.name,
+        head.base,
+        "gemm",
+        "trtllm",
+        arch=f"sm{match['sm']}" if match["sm"] else None,
+        dtype=of_a_and_b.get(match["ab"]),
+        **integers(match, tile_m="m", tile_n="n", tile_k="k", stages="stages"),
+    )
+
+
+_TENSILE_DTYPE = {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64"}
+
+
+def _tensile(head: Head, match: re.Match[str]) -> KernelName:
+    """Parse `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…` of rocBLAS and hipBLASLt."""
+    isa = re.search(r"_ISA(\d+)", head.base)
+    return KernelName(
+        head.name,
+        match[0],  # about sixty settings follow
+        "gemm",
+        "tensile",
+        # ISA942 is gfx942. ISA90 lacks the letter of gfx90a.
+        arch=f"gfx{isa[1]}" if isa and len(isa[1]) > 2 else None,
+        dtype=_TENSILE_DTYPE.get(match["type"][0]),
+        **integers(match, tile_m="m", tile_n="n", tile_k="k"),
+    )
+
+
+# Names that are matched from their first letter.
+_ANCHORED = tuple(
+    (re.compile(pattern, re.ASCII), parser)
+    for pattern, parser in (
+        (r"fmhaSm(?P<sm>1\d\d)[a-z]?Kernel_", _trtllm),
+        (
+            r"(?:bmm|gemm)_(?:Mx)?(?:Bfloat16|Fp16|Fp32|E[2-5]m[1-3])_(?P<ab>[A-Z]\w*?)_Fp32_\w*?"
+            r"(?<=_)t(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(?:u\d)?_s(?P<stages>\d+)\w*?(?:_sm(?P<sm>\d+)|$)",
+            _trtllm_product,
+        ),
+        (
+            r"(?:Custom_)?Cijk_[A-Z][a-z]+_[A-Z][a-z]+_(?P<type>[A-Z]\w*?)_\w*?"
+            r"(?<=_)MT(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)",
+            _tensile,
+        ),
+    )
+)

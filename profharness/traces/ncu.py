@@ -1,0 +1,314 @@
+"""Parse Nsight Compute's reports (.ncu-rep) and CSV tables, with hardware counters.
+
+ncu runs kernels one at a time and records no start times. Launches, and the ranges around them, are
+placed end to end from 0 in profiled order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from profharness.devices import Device
+from profharness.errors import TraceFormatError
+from profharness.recording.profilers.ncu import check_file
+from profharness.rows import NCU
+from profharness.trace import (
+    NONE,
+    HardwareMetrics,
+    LaunchBatch,
+    LaunchConfig,
+    Range,
+    Trace,
+    range_cell,
+)
+from profharness.traces.columns import MAX_NS, Ids, whole
+from profharness.traces.demangle import canonical_names
+from profharness.traces.devices import make_device
+from profharness.traces.ncu_csv import DEFAULT_DOMAIN, DURATION, read_csv_file
+from profharness.traces.ncu_launches import (
+    CONSTANTS,
+    DEVICE_PREFIX,
+    NcuLaunch,
+    NcuReport,
+    Triple,
+    check_shape,
+)
+from profharness.traces.ncu_readers import read_report
+
+OWN_DOMAIN = "profharness"
+NO_NAME = "unknown"
+UNKNOWN_STEP_NS = 1  # duration of a kernel without a time, to keep launches in order
+# Units of time in ncu's output: long words until 2024, short ones from 2025 on.
+NANOSECONDS = {
+    "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6,
+    "s": 1e9, "second": 1e9,
+}  # fmt: skip
+EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
+MAX_SIZE = 1 << 62  # limit of `whole`
+SIZES = (
+    "launch__grid_", "launch__block_", "launch__registers_per_thread",
+    "launch__shared_mem_per_block",
+)  # fmt: skip
+_DEVICE_FIELDS = {
+    "compute_major": "compute_capability_major",
+    "compute_minor": "compute_capability_minor",
+    "num_sms": "multiprocessor_count",
+    "total_memory_bytes": "total_memory",
+    "max_threads_per_block": "max_threads_per_block",
+    "max_threads_per_sm": "max_threads_per_multiprocessor",
+    "registers_per_block": "max_registers_per_block",
+    "registers_per_sm": "max_registers_per_multiprocessor",
+    "shared_bytes_per_block": "max_shared_memory_per_block",
+    "shared_bytes_per_block_optin": "max_shared_memory_per_block_optin",
+    "shared_bytes_per_sm": "max_shared_memory_per_multiprocessor",
+    "warp_size": "warp_size",
+}
+
+
+def parse_ncu(path: Path) -> Trace:
+    """Parse an .ncu-rep, or a .csv of `ncu --csv --page raw` (or its long form with metric names).
+
+    Mangled names are demangled as Kineto prints them; a CSV may contain only ncu's demangled text.
+    A time that was not measured is an unknown duration. The process, thread and time of a launch
+    are unknown. Consecutive launches in the same range are one call of it. Ranges of the domain
+    `profharness` and of the default domain have plain names, others `domain:name`. All numeric
+    metrics are kept except `device__attribute_*` and `nvlink__*`.
+
+    Raise TraceFormatError if the file is neither, truncated or unreadable. Raise MissingReaderError
+    if no program can read the report.
+    """
+    path = Path(path)
+    if path.name.lower().endswith(".csv"):
+        return _trace(read_csv_file(path), {}, path)
+    file = check_file(path)
+    environment: dict[str, object] = {"ncu_version": file.version} if file.version else {}
+    trace = _trace(read_report(path, file), environment, path)
+    return replace(trace, created_s=file.created_s)
+
+
+def nanoseconds(value: float, unit: str) -> int:
+    """Convert a time of ncu's to ns, rounded.
+
+    Raise KeyError if the unit is not one of time, and OverflowError if the time exceeds a double.
+    """
+    return round(value * NANOSECONDS[unit])
+
+
+def _trace(report: NcuReport, environment: dict[str, object], path: Path) -> Trace:
+    launches, units = report.launches, report.units
+    durations = [_duration(launch, units) for launch in launches]
+    if sum(durations) >= MAX_NS:
+        message = f"the times of its kernels add up to {sum(durations) / 1e9:.0f} s"
+        raise TraceFormatError(path, message, expected="times that a machine can take")
+    configs, kernels = Ids(), Ids()
+    names = [launch.name or NO_NAME for launch in launches]
+    canonical, intricate = canonical_names(names)
+    steps = np.array([UNKNOWN_STEP_NS if ns == NONE else ns for ns in durations], np.int64)
+    ends = np.cumsum(steps, dtype=np.int64)
+    starts = ends - steps
+    ranges, inner, cells = _ranges(launches, starts.tolist(), ends.tolist())
+    columns = {
+        "kernel": kernels.column([canonical[name] for name in names]),
+        "launch_config": configs.column([_launch_config(launch, units) for launch in launches]),
+        "range": inner,
+        "cell_range": cells,
+        "device": [launch.device for launch in launches],
+        "stream": [NONE if launch.stream is None else launch.stream for launch in launches],
+        "start_ns": starts,
+        "duration_ns": durations,
+    }
+    devices, odd = _devices(launches)
+    unknown = [NONE] * len(launches)
+    batch = LaunchBatch(
+        *(np.array(columns.get(item.name, unknown), np.int64) for item in fields(LaunchBatch))
+    )
+    return Trace(
+        profiler=NCU,
+        devices=devices,
+        environment=environment,
+        kernels=list(kernels),
+        kernel_kinds=["kernel"] * len(kernels),
+        launch_configs=list(configs),
+        op_paths=[],
+        apis=[],
+        ranges=ranges,
+        num_launches=len(launches),
+        skipped=report.skipped,
+        batches=lambda: iter([batch] if launches else []),
+        close=lambda: None,
+        warnings=(*report.warnings, *odd, *intricate, *_warnings(report, durations)),
+        metrics=_metrics(report, durations, path),
+    )
+
+
+def _duration(launch: NcuLaunch, units: dict[str, str]) -> int:
+    value, unit = launch.values.get(DURATION), units.get(DURATION, "")
+    if value is None or unit not in NANOSECONDS or not 0 <= value * NANOSECONDS[unit] < MAX_NS:
+        return NONE
+    return nanoseconds(value, unit)
+
+
+def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
+    static = _bytes(launch, units, "launch__shared_mem_per_block_static")
+    dynamic = _bytes(launch, units, "launch__shared_mem_per_block_dynamic")
+    return LaunchConfig(
+        grid=launch.grid or _dims(launch, "grid"),
+        block=launch.block or _dims(launch, "block"),
+        registers_per_thread=_whole(launch.values.get("launch__registers_per_thread")),
+        static_shared_bytes=static,
+        dynamic_shared_bytes=dynamic,
+        shared_bytes=None if static is None or dynamic is None else static + dynamic,
+    )
+
+
+def _dims(launch: NcuLaunch, what: str) -> Triple | None:
+    """Return the size of each dimension. A product alone determines them only if it is 1."""
+    x, y, z = (_whole(launch.values.get(f"launch__{what}_dim_{axis}")) for axis in "xyz")
+    if x is not None and y is not None and z is not None:
+        return x, y, z
+    return (1, 1, 1) if launch.values.get(f"launch__{what}_size") == 1 else None
+
+
+def _bytes(launch: NcuLaunch, units: dict[str, str], name: str) -> int | None:
+    return _whole(launch.values.get(name)) if units.get(name, "") in EXACT_BYTES else None
+
+
+def _whole(value: float | None) -> int | None:
+    """Return a count as an integer, or None if it is impossible. Old reports write doubles."""
+    return None if value is None else whole(round(value))
+
+
+def _open_ranges(launch: NcuLaunch) -> list[str]:
+    """Return the names of the ranges open at a launch, outermost first.
+
+    ncu does not record how domains nest. The cell's range counts as outermost, so that no other
+    range splits its call.
+    """
+    plain = (OWN_DOMAIN, DEFAULT_DOMAIN)
+    ranges = (*launch.start_end, *launch.push_pop)
+    names = [name if domain in plain else f"{domain}:{name}" for domain, name in ranges]
+    return sorted(dict.fromkeys(names), key=lambda name: range_cell(name) is None)
+
+
+def _ranges(
+    launches: list[NcuLaunch], starts: list[int], ends: list[int]
+) -> tuple[list[Range], list[int], list[int]]:
+    """Return all ranges, and for each launch the indices of its innermost range and its cell's
+    range.
+    """
+    opened: list[tuple[str, int, int | None]] = []  # name, start, parent
+    stops: list[int] = []
+    stack: list[int] = []
+    inner, cells = [], []
+    for launch, start, end in zip(launches, starts, ends, strict=True):
+        names = _open_ranges(launch)
+        kept = 0
+        while kept < min(len(stack), len(names)) and opened[stack[kept]][0] == names[kept]:
+            kept += 1
+        del stack[kept:]
+        for name in names[kept:]:
+            opened.append((name, start, stack[-1] if stack else None))
+            stops.append(end)
+            stack.append(len(opened) - 1)
+        for index in stack:
+            stops[index] = end
+        inner.append(stack[-1] if stack else NONE)
+        owners = [index for index in stack if range_cell(opened[index][0]) is not None]
+        cells.append(owners[-1] if owners else NONE)
+    ranges = [
+        Range(name, start, stop - start, NONE, NONE, parent)
+        for (name, start, parent), stop in zip(opened, stops, strict=True)
+    ]
+    return ranges, inner, cells
+
+
+def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
+    """Return the GPUs, and warnings about impossible values."""
+    devices: dict[int, Device] = {}
+    warnings: dict[str, None] = {}
+    for launch in launches:
+        if launch.device not in devices:
+            limits = {
+                field: _whole(launch.values.get(DEVICE_PREFIX + attribute))
+                for field, attribute in _DEVICE_FIELDS.items()
+            }
+            name = launch.texts.get(f"{DEVICE_PREFIX}display_name") or None
+            device, texts = make_device(launch.device, name, limits)
+            warnings |= dict.fromkeys(texts)
+            if device:
+                devices[launch.device] = device
+    return tuple(devices[index] for index in sorted(devices)), list(warnings)
+
+
+def _metrics(report: NcuReport, durations: list[int], path: Path) -> HardwareMetrics | None:
+    """Return all numeric metrics except the machine's constants, by name. Times without a valid
+    duration are left out.
+    """
+    seen = {name for launch in report.launches for name in launch.values}
+    names = sorted(name for name in seen if not name.startswith(CONSTANTS))
+    if not names:
+        return None
+    filled = sum(len(launch.values) for launch in report.launches)
+    check_shape(path, len(report.launches), len(names), filled)
+    place = {name: index for index, name in enumerate(names)}
+    values = np.full((len(report.launches), len(names)), np.nan)
+    for row, launch in zip(values, report.launches, strict=True):
+        for name, value in launch.values.items():
+            if name in place:
+                row[place[name]] = value
+    if DURATION in place and report.units.get(DURATION, "") in NANOSECONDS:
+        values[np.array(durations) == NONE, place[DURATION]] = np.nan
+    return HardwareMetrics(names, [report.units.get(name, "") for name in names], values)
+
+
+def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
+    texts = []
+    if not report.launches:
+        texts.append("the report holds no kernel; a filter of ncu's may have matched none")
+    texts += _timeless(report, durations)
+    if nameless := sum(not launch.name for launch in report.launches):
+        texts.append(f"{nameless} of {len(durations)} kernels have no name")
+    if odd := _impossible(report):
+        texts.append(f"{odd} sizes of launches (grid, block, registers, memory) are impossible")
+    if report.skipped:
+        texts.append(f"{report.skipped} results of whole ranges or graphs are left out")
+    rounded = [
+        unit
+        for name, unit in report.units.items()
+        if name.startswith("launch__shared_mem_per_block") and unit not in EXACT_BYTES
+    ]
+    if rounded:
+        texts.append(
+            f"shared memory is rounded to {rounded[0][:40]} and left out; "
+            "export with --print-units base"
+        )
+    return tuple(texts)
+
+
+def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
+    """Return warnings about kernels without a time, by cause."""
+    unit = report.units.get(DURATION, "")
+    untimed = [
+        DURATION in launch.values
+        for launch, ns in zip(report.launches, durations, strict=True)
+        if ns == NONE
+    ]
+    impossible, of = sum(untimed), f"of {len(durations)} kernels have"
+    texts = []
+    if impossible and unit not in NANOSECONDS:
+        texts.append(f"{impossible} {of} no time: {DURATION} is in {unit[:40]!r}")
+    elif impossible:
+        texts.append(f"{impossible} {of} a time below zero or beyond reason, which is left out")
+    if missing := len(untimed) - impossible:
+        texts.append(f"{missing} {of} no time; ask ncu for {DURATION} as well")
+    return texts
+
+
+def _impossible(report: NcuReport) -> int:
+    """Count the launch configuration values that are negative or too large."""
+    sizes = [name for name in report.units if name.startswith(SIZES)]
+    figures = (launch.values.get(name) for launch in report.launches for name in sizes)
+    return sum(not 0 <= value < MAX_SIZE for value in figures if value is not None)

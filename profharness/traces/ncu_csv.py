@@ -1,0 +1,554 @@
+"""Read ncu's CSV: the table of `--csv --page raw`, and the long form with one metric per line.
+
+The file is read line by line, because it may be large and the program's own output may interrupt
+the table. Numbers may be in any locale.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from profharness.errors import TraceFormatError
+from profharness.traces import NCU_HEADER, lines_of
+from profharness.traces.ncu_launches import (
+    CONSTANTS,
+    ENTRY_PLACES,
+    LAUNCH_PLACES,
+    LaunchCompactor,
+    NcuLaunch,
+    NcuReport,
+    NvtxRange,
+    Triple,
+    check_shape,
+)
+
+DEFAULT_DOMAIN = "<default domain>"
+DURATION = "gpu__time_duration.sum"
+
+PUSH_POP = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+START_END = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+OWN_COLUMNS = (
+    "ID", "Process ID", "Process Name", "Host Name", PUSH_POP, START_END, "Kernel Name",
+    "Kernel Time", "Context", "Stream", "Block Size", "Grid Size", "Device", "CC",
+)  # fmt: skip
+LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
+EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
+AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
+
+DAMAGED = "{n} lines look like damaged rows and are left out"
+WITNESSES = 1000  # numbers that determine the decimal mark
+_MARKS = " \u00a0\u202f'\u2019\ufffd"  # thousands separators of locales, besides , and .
+_NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
+_NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
+_WHOLE = re.compile(r"\d{1,18}")  # an integer that the store can hold
+_TRIPLE = re.compile(r"\(\s*(\d{1,18}),\s*(\d{1,18}),\s*(\d{1,18})\s*\)")
+_NO_VALUE = re.compile(r"(?:\(!\)\s*)?(?:n/?a|[+-]?nan|[+-]?inf(?:inity)?|-*)", re.IGNORECASE)
+_PROFILED = '==PROF== Profiling "'  # ncu prints this per result, before the table
+ITEM_TAIL = 5  # parts between a range's name and its message: payload, colour, type of message
+MAX_DOMAIN_PARTS = 8  # parts of a domain's name, which may contain colons
+MOST = 0.9  # fraction of the kernels: a metric that so many have is missing in the others
+
+
+@dataclass(slots=True)
+class TableWarnings:
+    """Doubtful findings in a table, each with its count and its first line, counted from the
+    header.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def add(self, text: str, line: int | None = None) -> None:
+        """Count a finding. `{n}` in the text is replaced by the count."""
+        self.counts[text] += 1
+        if line is not None:
+            self.lines.setdefault(text, line)
+
+    def texts(self) -> tuple[str, ...]:
+        """Return a warning per kind of finding, in order of first occurrence."""
+        at = {text: f" (line {line} after the header)" for text, line in self.lines.items()}
+        return tuple(
+            text.replace("{n}", str(count)) + at.get(text, "")
+            for text, count in self.counts.items()
+        )
+
+
+class Row(NamedTuple):
+    """A row of the table, and its line counted from the header."""
+
+    line: int
+    cells: list[str]
+
+
+def read_csv_file(path: Path) -> NcuReport:
+    """Return the kernels of a CSV file. Raise TraceFormatError as `read_csv_text` does."""
+    return read_csv_text(path, path)
+
+
+def read_csv_text(source: str | Path, path: Path) -> NcuReport:
+    """Return the kernels of ncu's CSV output, given as a text or a file. Errors name `path`.
+
+    Raise TraceFormatError as `Table` does, and for metrics under labels, a device that is not a
+    number, and a report that would fill the memory.
+    """
+    table = Table(source, path)
+    size = len(source) if isinstance(source, str) else source.stat().st_size
+    compactor = LaunchCompactor(path, size)
+    kernels = (row for row in table.rows if row.cells[0])
+    ids: list[int] = []
+    if table.is_long:
+        units, gathered = _gathered(table, kernels, compactor)
+        ids += (block.id for block in gathered)
+        mark = decimal_mark(cell for block in gathered for _, cell in block.metrics)
+        launches, doubts = _launches(gathered, mark, units, path, compactor)
+    else:
+        units, metrics = table.units()
+        again = Table(source, path)
+        values = (row.cells[place] for row in again.rows if row.cells[0] for place in metrics)
+        mark = decimal_mark(values)
+        blocks = _blocks(table, _distinct(kernels, table.doubts), metrics, ids)
+        launches, doubts = _launches(blocks, mark, units, path, compactor)
+    counted = _doubt_ids(ids, table.lines.profiled)
+    warnings = (*table.doubts.texts(), *counted.texts(), *table.odd.texts(), *doubts.texts())
+    return NcuReport(launches, units, warnings=warnings)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a CSV file in UTF-8 or UTF-16. Raise TraceFormatError if it cannot be
+    read.
+    """
+    return "".join(lines_of(path, path))
+
+
+def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of ncu's table. All rows have the header's columns.
+
+    The first row contains the units and has no ID, except in the long form. Raise TraceFormatError
+    if the header, the units or a row are missing or truncated.
+    """
+    table = Table(text, path)
+    first = [] if table.is_long else [table.first.cells]
+    return table.columns, [*first, *(row.cells for row in table.rows)]
+
+
+class Lines:
+    """The lines of ncu's output, each with whether it ends with a line break.
+
+    `profiled` counts the kernels that ncu reports as profiled so far.
+    """
+
+    def __init__(self, source: str | Path, path: Path) -> None:
+        self.profiled = 0
+        self._source, self._path = source, path
+
+    def __iter__(self) -> Iterator[tuple[str, bool]]:
+        for line in lines_of(self._source, self._path):
+            ended = line.endswith(("\n", "\r"))
+            for part in _overwritten(line.rstrip("\r\n")) if "\r" in line else [line.rstrip("\n")]:
+                self.profiled += part.count(_PROFILED)
+                yield part, ended
+
+
+def _overwritten(line: str) -> Iterator[str]:
+    """Yield the parts of a line between carriage returns outside quotes. Progress bars write them."""
+    parts: list[str] = []
+    quotes = 0
+    for part in line.split("\r"):
+        parts.append(part)
+        quotes += part.count('"')
+        if quotes % 2 == 0:
+            yield "\r".join(parts)
+            parts.clear()
+    if parts:
+        yield "\r".join(parts)
+
+
+class Table:
+    """ncu's table in a text or a file. `rows` reads the rows after the row of units on demand.
+
+    Raise TraceFormatError if the header, the units or, in `rows`, a row are missing or truncated.
+    """
+
+    def __init__(self, source: str | Path, path: Path) -> None:
+        self.path = path
+        self.doubts, self.odd = (
+            TableWarnings(),
+            TableWarnings(),
+        )  # findings about lines, and about the header
+        self.lines = Lines(source, path)
+        lines = iter(self.lines)
+        header = next((line.strip() for line, _ in lines if NCU_HEADER.match(line)), None)
+        if header is None:
+            raise TraceFormatError(path, "no header line of ncu's CSV", expected=EXPECTED)
+        if _is_open(header):
+            raise TraceFormatError(path, f"the header is cut off; {AGAIN}", expected=EXPECTED)
+        self.columns = _cells(header)
+        self.is_long = set(LONG_COLUMNS) <= set(self.columns)
+        rows = _records(lines, self.columns, path, self.doubts, header=header)
+        first = next(rows, None)
+        if first is None or (first.cells[0] and not self.is_long):
+            missing = "first row" if self.is_long else "row of units"
+            message = f"no {missing} behind the header, so the table is cut off; {AGAIN}"
+            raise TraceFormatError(path, message, expected=EXPECTED)
+        self.first = first
+        self.rows = chain([first], rows) if self.is_long else rows
+
+    def units(self) -> tuple[dict[str, str], list[int]]:
+        """Return the units of the wide form's metrics, and the positions of the metrics. The last
+        of several columns with one name counts.
+        """
+        place = {name: index for index, name in enumerate(self.columns)}
+        if len(place) < len(self.columns):
+            self.odd.add("columns stand twice in the header; the last of each counts")
+        metrics = [name for name in place if name not in OWN_COLUMNS]
+        if odd := [name for name in metrics if "__" not in name]:
+            shown = ", ".join(repr(name[:40]) for name in odd[:3])
+            self.odd.add(f"{len(odd)} columns of unknown names: {shown}")
+        return {name: self.first.cells[place[name]] for name in metrics}, [
+            place[name] for name in metrics
+        ]
+
+
+def decimal_mark(cells: Iterable[str]) -> str:
+    """Return the decimal mark, `.` or `,`, that all numbers of a file agree with, by default `.`.
+
+    `1.234,5` and `0,25` are unambiguous, `84,480` is not.
+    """
+    marks = Counter(islice(filter(None, map(_mark, cells)), WITNESSES))
+    return "," if marks[","] > marks["."] else "."
+
+
+def number(text: str, mark: str = ".") -> float | None:
+    """Parse a number with the given decimal mark. Return None for anything else, and for
+    infinities.
+    """
+    # Nearly all numbers; the rest of this function takes five times as long
+    if mark == "." and _PLAIN.fullmatch(text):
+        return _finite(text)
+    bare = text.strip().translate(_NO_MARKS)
+    if not _NUMBER.fullmatch(bare):
+        return None
+    other = "," if mark == "." else "."
+    return _finite(bare.replace(other, "").replace(mark, "."))
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+@lru_cache(maxsize=64)
+def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
+    """Return the ranges of an NVTX cell, in its order. `numbered`: each starts with its start/end
+    id.
+    """
+    body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
+    ranges = []
+    for item in body[1:-1].split('"  "') if body.startswith('"') else [body]:
+        item = re.sub(r"^\d+:", "", item) if numbered else item
+        if (parsed := _nvtx_range(item.split(":"))) is not None:
+            ranges.append(parsed)
+    return tuple(ranges)
+
+
+def _nvtx_range(parts: list[str]) -> NvtxRange | None:
+    """Return the range of an item, given its parts between colons.
+
+    A name may contain colons. The message at the end repeats the name; if it does not, the name is
+    as long as possible.
+    """
+    for domain in range(1, min(len(parts) - ITEM_TAIL, MAX_DOMAIN_PARTS + 1)):
+        count, odd = divmod(len(parts) - ITEM_TAIL - domain, 2)
+        name = ":".join(parts[domain : domain + count])
+        if not odd and name and parts[domain : domain + count] == parts[-count:]:
+            return NvtxRange(":".join(parts[:domain]) or DEFAULT_DOMAIN, name)
+    name = ":".join(parts[1 : -ITEM_TAIL - 1])
+    return NvtxRange(parts[0] or DEFAULT_DOMAIN, name) if name else None
+
+
+def _cells(line: str) -> list[str]:
+    return next(csv.reader([line]), [])
+
+
+def _is_open(line: str) -> bool:
+    """Return whether a line ends inside a cell: a quote is open, or the last of quoted cells has
+    none.
+    """
+    line = line.rstrip()
+    return line.count('"') % 2 == 1 or (line.startswith('"') and not line.endswith('"'))
+
+
+def _records(
+    lines: Iterator[tuple[str, bool]],
+    columns: list[str],
+    path: Path,
+    doubts: TableWarnings,
+    *,
+    header: str,
+) -> Iterator[Row]:
+    """Yield the unit row and the rows of kernels. Other lines are skipped; those that resemble a
+    row are counted.
+
+    ncu quotes every cell, a spreadsheet may not. Unquoted rows are recognized once the header or a
+    row is unquoted.
+    """
+    bare = not header.startswith('"')
+    for count, (line, ended) in enumerate(lines, start=1):
+        if not line.startswith(('"', ",")) and not line[:1].isdigit():
+            if _resembles(line, columns, bare=bare):
+                doubts.add(DAMAGED, count)
+            continue
+        try:
+            cells = _cells(line)
+        except csv.Error as error:
+            if not line.startswith('"'):
+                if _resembles(line, columns, bare=bare):
+                    doubts.add(DAMAGED, count)
+                continue
+            raise _bad_row(path, count, f"cannot be read ({error})") from None
+        if cells == columns:
+            doubts.add("the header stands {n} times more", count)
+            continue
+        if cells[0] and not _WHOLE.fullmatch(cells[0]):
+            if _resembles(line, columns, bare=bare):
+                doubts.add(DAMAGED, count)
+            continue
+        quoted = line.startswith('"')
+        whole = len(cells) == len(columns)
+        if not (quoted or whole or (bare and len(cells) > 1)):
+            if _resembles(line, columns, bare=bare):
+                doubts.add(DAMAGED, count)
+            continue  # numbers printed by the program
+        if (quoted and _is_open(line)) or not (quoted or ended or line.endswith('"')):
+            raise _bad_row(path, count, "is cut off")
+        if not whole:
+            raise _bad_row(path, count, f"has {len(cells)} of {len(columns)} columns")
+        bare = bare or not quoted
+        yield Row(count, cells)
+
+
+def _resembles(line: str, columns: list[str], *, bare: bool) -> bool:
+    """Return whether a line that is not a row has enough cell borders to be a damaged one."""
+    quoted = line.count('","') >= max(3, len(columns) // 2)
+    return quoted or (bare and line.count(",") >= max(5, len(columns) - 2))
+
+
+def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
+    message = f"line {count} after the header {what}; {AGAIN}"
+    return TraceFormatError(path, message, expected=EXPECTED)
+
+
+class KernelCells(NamedTuple):
+    """A kernel: the cells of ncu's own columns, and names and cells of its metrics."""
+
+    line: int
+    id: int
+    own: dict[str, str]
+    metrics: Iterable[tuple[str, str]]
+
+
+def _distinct(rows: Iterable[Row], doubts: TableWarnings) -> Iterator[Row]:
+    """Yield the rows except exact copies of earlier ones, which a file written twice contains."""
+    seen: set[int] = set()
+    for row in rows:
+        if (key := hash(tuple(row.cells))) in seen:
+            doubts.add("{n} rows are exact copies of earlier ones and are left out", row.line)
+            continue
+        seen.add(key)
+        yield row
+
+
+def _blocks(
+    table: Table, rows: Iterable[Row], places: list[int], ids: list[int]
+) -> Iterator[KernelCells]:
+    """Yield the kernels of the wide form. Append their numbers to `ids`."""
+    own = [(index, name) for index, name in enumerate(table.columns) if name in OWN_COLUMNS]
+    names = [table.columns[place] for place in places]
+    for line, cells in rows:
+        ids.append(int(cells[0]))
+        metrics = zip(names, map(cells.__getitem__, places), strict=True)
+        yield KernelCells(line, ids[-1], {name: cells[index] for index, name in own}, metrics)
+
+
+def _gathered(
+    table: Table, rows: Iterable[Row], compactor: LaunchCompactor
+) -> tuple[dict[str, str], list[KernelCells]]:
+    """Return the units and kernels of the long form. Rows without a metric are advice and left
+    out.
+    """
+    place = {name: index for index, name in enumerate(table.columns)}
+    name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
+    own = [(name, place[name]) for name in table.columns if name in OWN_COLUMNS]
+    units: dict[str, str] = {}
+    kernels: dict[int, tuple[Row, dict[str, str]]] = {}
+    for row in rows:
+        line, cells = row
+        name, unit = sys.intern(cells[name_at]), cells[unit_at]
+        first, metrics = kernels.setdefault(int(cells[0]), (row, {}))
+        compactor.allocate(ENTRY_PLACES if metrics else LAUNCH_PLACES + ENTRY_PLACES * len(cells))
+        if any(first.cells[index] != cells[index] for key, index in own if key != "ID"):
+            table.doubts.add(
+                "{n} rows disagree with the first row of their kernel, which counts", line
+            )
+        if "__" not in name:
+            if name:
+                message = (
+                    f"metrics under labels such as {name[:40]!r}; export the report with --page raw"
+                )
+                raise TraceFormatError(table.path, message, expected=EXPECTED)
+            continue
+        if units.setdefault(name, unit) != unit:
+            message = (
+                f"{name[:80]} in {units[name][:40]} and in {unit[:40]}; export with --page raw"
+            )
+            raise TraceFormatError(table.path, message, expected=EXPECTED)
+        if name in metrics:
+            table.doubts.add("{n} rows tell a metric of a kernel again; the first counts", line)
+        metrics.setdefault(name, cells[value_at])
+    filled = [metrics for _, metrics in kernels.values()]
+    check_shape(table.path, len(filled), len(units), sum(map(len, filled)))
+    _check_metrics(filled, table.doubts)
+    blocks = [
+        KernelCells(
+            row.line, number, {key: row.cells[index] for key, index in own}, metrics.items()
+        )
+        for number, (row, metrics) in kernels.items()
+    ]
+    return units, blocks
+
+
+def _check_metrics(kernels: list[dict[str, str]], doubts: TableWarnings) -> None:
+    """Report kernels that lack metrics that nearly all others have, such as the last of a
+    truncated file.
+    """
+    have = Counter(name for metrics in kernels for name in metrics)
+    enough = max(2, min(len(kernels) - 1, MOST * len(kernels)))
+    common = {name for name, count in have.items() if count >= enough}
+    for metrics in kernels:
+        if missing := len(common - metrics.keys()):
+            doubts.counts["{n} values are missing that nearly all other kernels have"] += missing
+
+
+def _doubt_ids(ids: list[int], profiled: int) -> TableWarnings:
+    """Report gaps and repetitions in the ids, and fewer kernels than ncu profiled."""
+    doubts = TableWarnings()
+    distinct = set(ids)
+    if gaps := max(distinct, default=-1) + 1 - len(distinct):
+        doubts.counts["the ids of kernels have gaps: {n} are missing"] = gaps
+    if again := len(ids) - len(distinct):
+        doubts.counts["{n} kernels have the id of an earlier one; these may be several tables"] = (
+            again
+        )
+    if profiled > len(ids):
+        doubts.add(f"ncu says that it profiled {profiled} kernels, the table has {len(ids)}")
+    return doubts
+
+
+def _launches(
+    blocks: Iterable[KernelCells],
+    mark: str,
+    units: dict[str, str],
+    path: Path,
+    compactor: LaunchCompactor,
+) -> tuple[list[NcuLaunch], TableWarnings]:
+    constants = frozenset(name for name in units if name.startswith(CONSTANTS))
+    doubts = TableWarnings()
+    numeric: set[str] = set()
+    launches, lines = [], []
+    for block in blocks:
+        device = _device(block, path)
+        left_out = constants if compactor.has(device) else frozenset()
+        launch = _launch(block, mark, device, left_out, doubts)
+        numeric.update(launch.values)
+        launches.append(compactor.compact(launch))
+        lines.append(block.line)
+    for line, launch in zip(lines, launches, strict=True):
+        for name, text in launch.texts.items():
+            if name in numeric and not _NO_VALUE.fullmatch(text):
+                doubts.add("{n} values of metrics are no numbers and are left out", line)
+    return launches, doubts
+
+
+def _device(block: KernelCells, path: Path) -> int:
+    text = block.own.get("Device", "")
+    if text and not _WHOLE.fullmatch(text):
+        raise _bad_row(path, block.line, f"has {text[:40]!r} for a device")
+    return int(text or 0)
+
+
+def _launch(
+    block: KernelCells, mark: str, device: int, left_out: frozenset[str], doubts: TableWarnings
+) -> NcuLaunch:
+    """Return the launch of a kernel. `left_out`: metrics already in an earlier launch of the
+    device.
+    """
+    values: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for name, cell in block.metrics:
+        if name in left_out:
+            continue
+        value = number(cell, mark)
+        if value is not None:
+            values[name] = value
+        elif cell:
+            texts[name] = sys.intern(cell)
+    own = block.own
+    return NcuLaunch(
+        name=own["Kernel Name"],
+        values=values,
+        texts=texts,
+        device=device,
+        stream=_stream(block, doubts),
+        start_end=nvtx_ranges(own.get(START_END, ""), numbered=True),
+        push_pop=nvtx_ranges(own.get(PUSH_POP, "")),
+        grid=_triple(block, "Grid Size", doubts),
+        block=_triple(block, "Block Size", doubts),
+    )
+
+
+def _stream(block: KernelCells, doubts: TableWarnings) -> int | None:
+    text = block.own.get("Stream", "")
+    if not text or _WHOLE.fullmatch(text):
+        return int(text) if text else None
+    doubts.add("{n} cells of Stream could not be read", block.line)
+    return None
+
+
+def _triple(block: KernelCells, column: str, doubts: TableWarnings) -> Triple | None:
+    text = block.own.get(column, "").strip()
+    match = _TRIPLE.fullmatch(text)
+    if match:
+        return int(match[1]), int(match[2]), int(match[3])
+    if text:
+        doubts.add(f"{{n}} cells of {column} could not be read", block.line)
+    return None
+
+
+def _mark(text: str) -> str | None:
+    """Return the decimal mark that a number implies, or None."""
+    bare = text.strip().translate(_NO_MARKS)
+    if ("." not in bare and "," not in bare) or not _NUMBER.fullmatch(bare):
+        return None
+    digits = re.split("[eE]", bare.lstrip("+-"))[0]
+    last = "." if digits.rfind(".") > digits.rfind(",") else ","
+    other = "," if last == "." else "."
+    head, _, tail = digits.rpartition(last)
+    if other in head:
+        return last if last not in head else None
+    if last in head:
+        return other  # repeated marks separate thousands
+    return last if len(tail) != 3 or len(head) > 3 or head.startswith("0") else None

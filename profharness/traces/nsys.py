@@ -1,0 +1,495 @@
+"""Parse Nsight Systems' SQLite exports in bounded memory. Reports are exported first.
+
+Device activities, API calls and NVTX ranges become int64 columns in a temporary file.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profharness.errors import TraceFormatError
+from profharness.recording.profilers import require_tool
+from profharness.recording.profilers.nsys import export_report
+from profharness.rows import NSYS
+from profharness.trace import NONE, LaunchConfig, Trace
+from profharness.traces import attribution
+from profharness.traces.columns import (
+    MAX_NS,
+    Block,
+    Flags,
+    GpuRows,
+    Ids,
+    Ints,
+    LaunchRows,
+    Spool,
+    Tables,
+    whole,
+)
+from profharness.traces.demangle import canonical_names
+from profharness.traces.nsys_calls import (
+    CORRELATIONS,
+    PROCESS_SHIFT,
+    Doubles,
+    NeededCalls,
+    hashed,
+)
+from profharness.traces.nsys_export import Export, memcpy_name, memset_name, opened
+from profharness.traces.nsys_info import (
+    GRAPHS,
+    KERNEL,
+    MEMCPY,
+    NAMES,
+    NVTX,
+    RUNTIME,
+    STRINGS,
+    VARIANTS,
+    absent_tables,
+    check_schema,
+    devices,
+    diagnostics,
+    environment,
+    start_time,
+)
+from profharness.traces.nsys_ops import OpRanges
+
+REPORT_SUFFIX = ".nsys-rep"
+NO_CONFIG = LaunchConfig(None, None)
+NO_NAME = "unknown"
+NUMBERS = (
+    "start", "end", "deviceId", "streamId", "correlationId", "globalPid", "graphNodeId", "bytes",
+)  # fmt: skip
+MAX_PROCESSES = 4096
+OWN_DOMAIN = "profharness"
+RANGES = "eventType IN (59, 60, 70, 71)"  # push/pop and start/end, and their nvtxt counterparts
+START_END = (60, 71)
+DOMAINS = "eventType = 75"
+MAX_RANGE_NAME = 4096
+# Names of calls that start most activities. Other calls are read only if some activities still lack
+# theirs, because an export can contain ten times as many.
+LAUNCHING = ("cu%Launch%", "cu%Memcpy%", "cu%Memset%")
+KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # calls that start one kernel each
+# Afterwards, launches are added to a graph and start nothing
+CAPTURES = ("cu%StreamBeginCapture%",)
+MAX_DURATION_NS = 1 << 53  # 104 days
+MAX_SMALL = 1 << 62  # limit for devices, streams, nodes and bytes in the store
+
+_API_VERSION = re.compile(r"_v\d{4,6}$")
+
+
+def parse_nsys(path: Path) -> Trace:
+    """Parse an SQLite export of nsys, or a .nsys-rep by exporting it to a temporary file. The
+    caller closes the Trace.
+
+    nsys counts times from the start of the capture. The Trace's times count from 1970 if the export
+    records that start (TARGET_INFO_SESSION_START_TIME.utcEpochNs). A file without launches gives an
+    empty Trace with nsys's own messages as warnings. A launch without its API call has launch_ns,
+    range and cell_range NONE.
+
+    Raise TraceFormatError if the file is not an export, damaged or incomplete, and the errors of
+    `export_report`.
+    """
+    path = Path(path)
+    if not path.name.lower().endswith(REPORT_SUFFIX):
+        return _parse(path, path)
+    if not path.is_file():
+        raise TraceFormatError(path, "no such file", expected="a report of nsys")
+    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
+        output = Path(folder) / "report.sqlite"
+        export_report(path, output, require_tool(NSYS).path)
+        return _parse(output, path)
+
+
+def _parse(path: Path, shown: Path) -> Trace:
+    with ExitStack() as stack:
+        spool = Spool.temporary(stack)
+        with opened(path, shown) as export:
+            warnings = check_schema(export)
+            reader = Reader(export, spool)
+            reader.read()
+            kernels = _Kernels(export, reader.variants)
+            versions = environment(export)
+            gpus, doubt = devices(export)
+            base, unknown_start = start_time(export)
+            warnings += [*doubt, *unknown_start, *kernels.warnings, *_notes(export, reader)]
+        source = attribution.Source(reader.tables, spool)
+        threads, apis = list(source.tables.threads), list(source.tables.apis)
+        ranges, calls, steps = attribution.contexts(source.tables, reader.flows, threads, base)
+        output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
+        op_paths, doubts = _join(source, reader.doubles(), kernels, output)
+        return Trace(
+            profiler=NSYS,
+            devices=gpus,
+            environment=versions,
+            kernels=kernels.names,
+            kernel_kinds=kernels.kinds,
+            launch_configs=kernels.configs,
+            op_paths=op_paths,
+            apis=[apis[row] for row in output.apis.order],
+            ranges=ranges.rows,
+            num_launches=output.file.rows,
+            skipped=source.tables.skipped,
+            batches=output.file.read,
+            close=stack.pop_all().close,
+            warnings=(*warnings, *doubts, *calls.warnings),
+            calls=calls.calls,
+            call_spans=calls.spans,
+            steps=steps,
+        )
+
+
+def _join(
+    source: attribution.Source,
+    doubles: Doubles | None,
+    kernels: _Kernels,
+    output: attribution.Output,
+) -> tuple[list[str], list[str]]:
+    """Write every distinct launch with its call. Return the op stacks, and warnings about missing
+    data.
+    """
+    lost = nameless = 0
+    stacks, path_ids = attribution.Stacks(source), attribution.Renumber()
+    for chunk in attribution.linked_chunks(source):
+        if doubles is not None:
+            keep = doubles.fresh(hashed(list(chunk.gpu)))
+            gpu = GpuRows(*(column[keep] for column in chunk.gpu))
+            chunk = attribution.LinkedLaunches(
+                gpu, chunk.api[keep], chunk.thread[keep], chunk.launch[keep]
+            )
+        lost += int((chunk.api < 0).sum())
+        rows, key = chunk.gpu, chunk.gpu.correlation
+        chunk.gpu = rows._replace(correlation=np.where(key >= 0, key % CORRELATIONS, NONE))
+        kernel, config = kernels.kernel_of[rows.kernel], kernels.config_of[rows.kernel]
+        nameless += int((kernel == kernels.nameless).sum())
+        paths = path_ids(stacks.lookup(chunk.thread, chunk.launch))
+        output.write(chunk, kernel, config, paths)
+    of, copies = f"of {output.file.rows} launches", doubles.count if doubles else 0
+    counted = {
+        f"{lost} {of} have no API call in the file and so belong to no range": lost,
+        f"{nameless} {of} have no name in {STRINGS}": nameless,
+        f"{copies} launches are exact copies of others and are left out": copies,
+        f"stacks of more than {attribution.MAX_DEPTH} ops are told without their middle": stacks.paths.deep,
+    }
+    folded = stacks.folded()
+    texts = [text for text, count in counted.items() if count]
+    return [folded[row] for row in path_ids.order], texts
+
+
+def _notes(export: Export, reader: Reader) -> list[str]:
+    notes = [text.replace("{n}", str(count)) for text, count in reader.doubts.items()]
+    if reader.tables.gpu:
+        notes += absent_tables(export)
+    else:
+        notes.append("the export holds no kernel, memcpy or memset")
+    graphs = sum(1 for _ in export.rows(GRAPHS, ("start",)))
+    if graphs:
+        notes.append(
+            f"{graphs} launches of CUDA graphs were recorded whole, without their kernels; "
+            "capture with --cuda-graph-trace=node to see them"
+        )
+    return notes + diagnostics(export)
+
+
+class _Kernels:
+    """The Trace's names, kinds and launch configurations, and for each variant its index in them."""
+
+    def __init__(self, export: Export, variants: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
+        names, configs = Ids(), Ids()
+        string = cache(export.text)
+        texts = {}  # first known text of (mangledName, demangledName, shortName)
+        for table, values in variants:
+            if table == KERNEL:
+                ids = values[: len(NAMES)]
+                filled = filter(None, (string(number) for number in ids if number is not None))
+                texts[ids] = next(filled, NO_NAME)
+        canonical, self.warnings = canonical_names(texts.values())
+        kernel_of, config_of = [], []
+        for table, values in variants:
+            config = NO_CONFIG
+            kinds = [value if isinstance(value, int) else -1 for value in values]
+            if table == KERNEL:
+                key = ("kernel", canonical[texts[values[: len(NAMES)]]])
+                config = _config(values[len(NAMES) :])
+            elif table == MEMCPY:
+                key = ("memcpy", memcpy_name(*kinds))
+            else:
+                key = ("memset", memset_name(*kinds))
+            kernel_of.append(names[key])
+            config_of.append(configs[config])
+        self.nameless = names.get(("kernel", NO_NAME), NONE)
+        self.names = [name for _, name in names]
+        self.kinds = [kind for kind, _ in names]
+        self.configs = list(configs)
+        self.kernel_of = np.array(kernel_of, np.int64)
+        self.config_of = np.array(config_of, np.int64)
+
+
+def _config(values: tuple[Any, ...]) -> LaunchConfig:
+    """Return the launch configuration in a row of CONFIG columns. Missing and bad values are None."""
+    gx, gy, gz, bx, by, bz, registers, static, dynamic = map(whole, values)
+    grid = None if gx is None or gy is None or gz is None else (gx, gy, gz)
+    block = None if bx is None or by is None or bz is None else (bx, by, bz)
+    shared = None if static is None or dynamic is None else static + dynamic
+    return LaunchConfig(grid, block, registers, static, dynamic, shared)
+
+
+class Reader:
+    """Reads one export into `tables` and `spool`.
+
+    The kernel of GpuRows is an index into `variants`, and their config is 0. The correlation of
+    GpuRows and LaunchRows is a key, see PROCESS_SHIFT. Blocks are sorted by key. A variant is a
+    table with names and a launch configuration, or with kinds of memory.
+    """
+
+    def __init__(self, export: Export, spool: Spool) -> None:
+        self.tables = Tables()
+        self.variants = Ids()
+        self.flows = np.empty((0, 4), np.int64)  # rows of Flow, to backward ops
+        self.doubts: Counter[str] = Counter()  # texts with {n} for the count
+        self._export = export
+        self._spool = spool
+        self._processes = Ids()
+        self._needed = NeededCalls()
+        self._unjoined = 0  # activities without a key
+        self._nameless: set[int] = set()  # ids that StringIds lacks
+        self._string = cache(export.text)
+
+    def read(self) -> None:
+        """Read all tables. Each step needs the ones before it."""
+        shared = 0
+        for table in VARIANTS:
+            if self._export.has(table, "start", "end"):
+                shared += self._read_activities(table)
+        if self._export.has(RUNTIME, "start", "globalTid", "correlationId"):
+            self._read_needed_calls()
+        self._read_ranges()
+        self._doubt("{n} launches share the id of their API call with an earlier one", shared)
+        text = f"{{n}} calls in {RUNTIME} have the id of an earlier one, which counts"
+        self._doubt(text, self._needed.repeated)
+        for blocks in (self.tables.gpu, self.tables.launches):
+            blocks.sort(key=lambda block: block.low)
+
+    def doubles(self) -> Doubles | None:
+        """Return the search for repeated activities, or None if there can be none."""
+        if not (self._needed.shared or self._needed.all or self._unjoined):
+            return None
+        blocks = (self._spool.read(block) for block in self.tables.gpu)
+        return Doubles([hashed(list(block)) for block in blocks])
+
+    def _doubt(self, text: str, count: int) -> None:
+        if count:
+            self.doubts[text] += count
+
+    def _skip(self, table: str, count: int) -> None:
+        self.tables.skipped += count
+        self._doubt(f"{{n}} rows of {table} could not be read and were skipped", count)
+
+    def _read_needed_calls(self) -> None:
+        """Read the calls of the activities read so far, or all calls if those are unknown."""
+        ids = self._export.strings_like(LAUNCHING)
+        if self._needed.all or not ids or not self._export.has(RUNTIME, "nameId"):
+            self._read_calls("")
+            return
+        listed = ", ".join(map(str, ids))
+        self._read_calls(f"nameId IN ({listed})")
+        if self._needed.waiting():
+            self._read_calls(f"nameId IS NULL OR nameId NOT IN ({listed})")
+
+    def _read_calls(self, where: str) -> None:
+        columns = ("correlationId", "nameId", "globalTid", "start")
+        kernel = self._kernel_launches()
+        for batch in self._export.batches(RUNTIME, columns, where, filled=4):
+            (correlation, name, thread, start), rows = self._numbers(RUNTIME, batch, 4)
+            key = self._keys(correlation, thread)
+            keep = (key >= 0) & (thread != -1) & _near(start)
+            self._skip(RUNTIME, len(rows) - int(keep.sum()))
+            needed, idle = self._needed.take(key[keep])
+            lone = int((idle & np.isin(name[keep], kernel)).sum())
+            self._doubt("{n} launches of a kernel have no kernel in the export", lone)
+            keep[keep] = needed
+            key, name, thread = key[keep], name[keep], thread[keep]
+            api, thread = _mapped(name, self._api), _mapped(thread, self._thread)
+            self._write(self.tables.launches, LaunchRows(key, api, thread, start[keep]), key)
+
+    def _kernel_launches(self) -> list[int]:
+        """Return the ids of calls that must have started a kernel, or [] if a graph was captured."""
+        if self._export.strings_like(CAPTURES) or self._export.columns(GRAPHS) is not None:
+            return []
+        return self._export.strings_like(KERNEL_LAUNCHES)
+
+    def _read_activities(self, table: str) -> int:
+        """Read the activities of a table. Return how many outside graphs share the id of their
+        call.
+        """
+        width, variants = len(NUMBERS), self.variants
+        columns = (*NUMBERS, *VARIANTS[table])
+        shared = 0
+        for batch in self._export.batches(table, columns, filled=width):
+            rows, batch = self._numbers(table, batch, width)
+            start, end, device, stream, correlation, process, node, size = rows
+            variant = variants.column([(table, row[width:]) for row in batch])
+            keep = _near(start) & _near(end) & (end >= start)
+            keep &= (end - start < MAX_DURATION_NS) & (device >= NONE) & (device < MAX_SMALL)
+            self._skip(table, int((~keep).sum()))
+            early = int((start[keep] < 0).sum())
+            self._doubt(f"{{n}} rows of {table} begin before the capture did", early)
+            key = self._keys(correlation, process)
+            single = keep & (node <= 0)
+            shared += self._needed.note(key[single])
+            self._needed.note(key[keep & ~single])
+            self._unjoined += int((key[keep] < 0).sum())
+            stream, node, size = (_small(column) for column in (stream, node, size))
+            node, zero = np.where(node > 0, node, NONE), np.zeros_like(start)
+            gpu = GpuRows(start, end - start, variant, zero, device, stream, key, node, size)
+            self._write(self.tables.gpu, (column[keep] for column in gpu), key[keep])
+        return shared
+
+    def _read_ranges(self) -> None:
+        if not self._export.has(NVTX, "start", "eventType", "globalTid"):
+            return
+        domains, ops = self._domains(), OpRanges(self.tables, self._spool)
+        end_of_trace: int | None = None
+        columns = ("start", "end", "globalTid", "eventType", "domainId", "textId", "text")
+        names: dict[str, str] = {}  # of ranges that are not ops
+        seen: set[int] = set()
+        for row in self._export.rows(NVTX, columns, RANGES):
+            start, end, thread, kind, domain, string, text = row
+            if not (_time(start) and (end is None or _time(end)) and isinstance(thread, int)):
+                self._skip(NVTX, 1)
+                continue
+            if end is None and end_of_trace is None:
+                end_of_trace = self._end_of_trace()
+            stop = max(end_of_trace or 0, start) if end is None else end
+            if stop < start:
+                self._skip(NVTX, 1)
+                continue
+            message = (text if string is None else self._string(string)) or ""
+            self._doubt("{n} ranges have no name in the export", not message)
+            prefix, wide = domains.get((thread >> 24, domain), ""), kind in START_END
+            name = f"{prefix}{message}"
+            if (key := hash((name, start, stop, thread, wide))) in seen:
+                self._doubt("{n} ranges are exact copies of others and are left out", 1)
+                continue
+            seen.add(key)
+            number = self._thread(thread)
+            if name not in names and not (prefix or wide):
+                op_name = ops.collect(name, start, stop, number)
+                if op_name is None:
+                    continue
+                name = op_name
+            name = name[:MAX_RANGE_NAME]
+            name = names.setdefault(name, name)
+            self.tables.ranges.add(name, start, stop - start, number, wide)
+        ops.finish()
+        self.flows, unclear = ops.flows()
+        self._doubt("{n} ops have sizes that could not be read", ops.unread)
+        text = (
+            "{n} backward ops have a sequence number of several threads; their forward is unknown"
+        )
+        self._doubt(text, unclear)
+
+    def _end_of_trace(self) -> int:
+        """Return the latest end of any row, in ns since the start of the capture."""
+        tables = (*VARIANTS, RUNTIME, NVTX)
+        return max(min(self._export.largest(table, "end") or 0, MAX_NS - 1) for table in tables)
+
+    def _domains(self) -> dict[tuple[int, Any], str]:
+        """Return the prefix of range names by process and domain id, without our own and default
+        domains.
+        """
+        prefixes: dict[tuple[int, Any], str] = {}
+        columns = ("globalTid", "domainId", "textId", "text")
+        for thread, domain, string, text in self._export.rows(NVTX, columns, DOMAINS):
+            name = text if string is None else self._string(string)
+            if isinstance(thread, int) and domain and name and name != OWN_DOMAIN:
+                prefixes[(thread >> 24, domain)] = f"{name}:"
+        return prefixes
+
+    def _numbers(
+        self, table: str, batch: list[tuple[Any, ...]], width: int
+    ) -> tuple[Ints, list[tuple[Any, ...]]]:
+        """Return the first `width` columns as an array, and the rows kept. Rows with other values
+        than integers are skipped.
+        """
+        try:
+            return _array(batch, width), batch
+        except (TypeError, ValueError, OverflowError):
+            good = [row for row in batch if all(isinstance(v, int) for v in row[:width])]
+            self._skip(table, len(batch) - len(good))
+            return _array(good, width), good
+
+    def _keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
+        """Return correlation ids that are unique across processes, -1 for none."""
+        process = _mapped(thread_or_process >> 24, self._process)
+        valid = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
+        return np.where(valid, process * CORRELATIONS + correlation, -1)
+
+    def _process(self, number: int) -> int:
+        if number == -1:  # unknown, but unambiguous with a single process
+            calls = self._export.distinct_processes(RUNTIME)
+            if len(calls) != 1:
+                return -1
+            number = calls[0]
+        process = self._processes[number]
+        return process if process < MAX_PROCESSES else -1
+
+    def _thread(self, number: int) -> int:
+        return self.tables.threads[(number >> 24) & 0xFFFFFF, number & 0xFFFFFF]
+
+    def _api(self, string: int) -> int:
+        name = self._string(string)
+        if name is None and string not in self._nameless:
+            self._nameless.add(string)
+            self._doubt(f"{{n}} names of API calls are not in {STRINGS}", 1)
+        return self.tables.apis[_API_VERSION.sub("", name or NO_NAME)]
+
+    def _write(self, blocks: list[Block], rows: Iterable[Ints], key: Ints) -> None:
+        """Write rows sorted by key, in one block per process."""
+        if not len(key):
+            return
+        columns = list(rows)
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+        borders = np.flatnonzero(np.diff(key >> PROCESS_SHIFT)) + 1
+        for part in np.split(np.arange(len(key)), borders):
+            offset = self._spool.write([column[order[part]] for column in columns])
+            span = int(key[part[0]]), int(key[part[-1]])
+            blocks.append(Block((0, len(blocks)), offset, len(columns), len(part), *span))
+
+
+def _array(batch: list[tuple[Any, ...]], width: int) -> Ints:
+    flat = chain.from_iterable(row[:width] for row in batch)
+    values: NDArray[np.int64] = np.fromiter(flat, np.int64, width * len(batch))
+    return np.ascontiguousarray(values.reshape(len(batch), width).T)
+
+
+def _mapped(values: Ints, number: Any) -> Ints:
+    """Return `number` of each value, calling it once per distinct value."""
+    distinct, inverse = np.unique(values, return_inverse=True)
+    return np.array([number(value) for value in distinct.tolist()], np.int64)[inverse]
+
+
+def _near(times: Ints) -> Flags:
+    """Return which times lie within MAX_NS. abs() of the lowest int64 would be negative."""
+    near: Flags = (times > -MAX_NS) & (times < MAX_NS)
+    return near
+
+
+def _small(values: Ints) -> Ints:
+    """Return numbers with NONE in place of those that cannot be stored."""
+    small: Ints = np.where((values >= 0) & (values < MAX_SMALL), values, NONE)
+    return small
+
+
+def _time(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < MAX_NS

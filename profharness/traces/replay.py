@@ -1,0 +1,158 @@
+"""Derive the config that replays an attention call from its tensors and flags in a trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from profharness.attention.config import Config, parse_config
+from profharness.dtypes import CONFIG_DTYPES, OF_CPP_TYPE
+from profharness.errors import UsageError
+from profharness.trace import TensorArgument
+from profharness.traces.ops import OUTER, HostSpan
+
+SCALE_DIGITS = 1e-4  # a trace prints a scale with six digits
+
+# Positions of query, key, value, mask (one letter each) and flags in the arguments of each op.
+_INNER = "_scaled_dot_product_"
+POSITIONS: dict[str, tuple[str, dict[str, int]]] = {
+    OUTER: ("qkvm", {"dropout": 4, "causal": 5, "scale": 6, "gqa": 7}),
+    f"aten::{_INNER}flash_attention": ("qkv", {"dropout": 3, "causal": 4, "scale": 6}),
+    f"aten::{_INNER}flash_attention_for_cpu": ("qkv  m", {"dropout": 3, "causal": 4, "scale": 6}),
+    f"aten::{_INNER}efficient_attention": (
+        "qkvm", {"backward": 4, "dropout": 5, "causal": 6, "scale": 7}),
+    f"aten::{_INNER}cudnn_attention": (
+        "qkvm", {"backward": 4, "dropout": 5, "causal": 6, "scale": 8}),
+    f"aten::{_INNER}attention_math": ("qkvm", {"dropout": 4, "causal": 5, "scale": 7, "gqa": 8}),
+}  # fmt: skip
+
+
+def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
+    dims = sizes(op.arguments.dims, place)
+    if not dims:
+        return None
+    strides = sizes(op.arguments.strides, place)
+    kind = op.arguments.types[place] if place < len(op.arguments.types) else None
+    return TensorArgument(
+        dims,
+        strides if len(strides) == len(dims) else None,
+        OF_CPP_TYPE.get(kind, kind) if isinstance(kind, str) and kind else None,
+    )
+
+
+def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
+    """Return the integers of one argument, or an empty tuple if it is not a list of integers."""
+    given = lists[place] if 0 <= place < len(lists) else None
+    if not isinstance(given, list | tuple):
+        return ()
+    whole = all(type(item) is int and 0 <= item < 1 << 62 for item in given)
+    return tuple(given) if whole else ()
+
+
+def flag(op: HostSpan, place: int) -> Any:
+    """Return a flag as bool or a number as float, or None if it is None or not recorded."""
+    text = op.arguments.values[place] if place < len(op.arguments.values) else ""
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return float(text) if isinstance(text, str) and text else None
+    except ValueError:
+        return None
+
+
+def replay_config(
+    tensors: Sequence[TensorArgument | None],
+    *,
+    causal: bool | None = None,
+    dropout: float | None = None,
+    scale: float | None = None,
+    gqa: bool | None = None,
+    backward: bool = False,
+) -> Config:
+    """Return the config that replays a call on query, key, value and mask.
+
+    Raise UsageError if no config describes the call.
+    """
+    query, key, value, mask = tensors
+    if query is None or key is None or value is None:
+        raise UsageError("not all of query, key and value are told")
+    shapes = (query.dims, key.dims, value.dims)
+    if any(len(dims) != 4 for dims in shapes):
+        raise UsageError(f"query, key and value have {', '.join(map(_joined, shapes))}, not 4 dims")
+    if not (dtype := _dtype(query, key, value)):
+        raise UsageError("the trace does not tell the dtype")
+    batch, heads, rows, head_dim = query.dims
+    key_batch, kv_heads, columns, _ = key.dims
+    if value.dims[:3] != key.dims[:3] or key.dims[3] != head_dim or 0 in (*query.dims, *value.dims):
+        raise UsageError(f"shapes do not agree: {', '.join(map(_joined, shapes))}")
+    if kv_heads != heads and gqa is False:
+        raise UsageError(f"{kv_heads} key heads for {heads} heads without enable_gqa")
+    tokens = [batch, heads, rows, head_dim, dtype, f"seq_kv={columns}", f"kv_heads={kv_heads}"]
+    tokens += [f"head_dim_v={value.dims[3]}", f"kv_batch={key_batch}"]
+    tokens += [name for name, said in (("causal", causal), ("bwd", backward)) if said]
+    if dropout:
+        tokens.append(f"dropout={dropout}")
+    if scale is not None and not math.isclose(scale, head_dim**-0.5, rel_tol=SCALE_DIGITS):
+        tokens.append(f"scale={scale}")
+    tokens += _layout_tokens({"q": query, "k": key, "v": value})
+    if mask is not None:
+        tokens += _mask_tokens(mask, dtype, (max(batch, key_batch), heads, rows, columns))
+    return parse_config(",".join(map(str, tokens)))
+
+
+def _joined(dims: Sequence[int]) -> str:
+    return "x".join(map(str, dims))
+
+
+def _dtype(*tensors: TensorArgument) -> str | None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes == {None}:
+        return None
+    if len(dtypes) > 1 or not dtypes <= {*CONFIG_DTYPES}:
+        raise UsageError(f"configs have no dtype {', '.join(sorted(map(str, dtypes)))}")
+    return str(dtypes.pop())
+
+
+def _in_order(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose dims are stored in `order`, outermost first."""
+    strides, stride = [0] * len(dims), 1
+    for place in reversed(order):
+        strides[place] = stride
+        stride *= dims[place]
+    return tuple(strides)
+
+
+def _lies(tensor: TensorArgument, order: Sequence[int]) -> bool:
+    """Return whether a tensor is stored in `order`. A dim of size 1 may have any stride."""
+    if tensor.strides is None:
+        return True
+    wanted = _in_order(tensor.dims, order)
+    triples = zip(tensor.dims, tensor.strides, wanted, strict=True)
+    return all(size == 1 or stride == want for size, stride, want in triples)
+
+
+def _layout_tokens(tensors: dict[str, TensorArgument]) -> Iterator[str]:
+    odd = {name: t for name, t in tensors.items() if not _lies(t, range(4))}
+    if odd and all(_lies(tensor, (0, 2, 1, 3)) for tensor in tensors.values()):
+        yield "layout=bshd"
+        return
+    for name, tensor in odd.items():
+        yield f"{name}_strides={_joined(tensor.strides or ())}"
+
+
+def _mask_tokens(mask: TensorArgument, dtype: str, whole: Sequence[int]) -> Iterator[str]:
+    if mask.dtype not in ("bool", dtype, None):
+        raise UsageError(f"a mask of {mask.dtype} for {dtype} inputs")
+    letters = ""
+    for letter, size, dim in zip("kqhb", whole[::-1], mask.dims[::-1], strict=False):
+        if dim not in (1, size):
+            raise UsageError(f"a mask of {_joined(mask.dims)}")
+        # The grammar's own shapes write q and k for a dim of 1 that broadcasts, other shapes 1.
+        letters = (letter if dim == size and (dim > 1 or letter in "qk") else "1") + letters
+    if len(mask.dims) not in (2, 3, 4):
+        raise UsageError(f"a mask of {len(mask.dims)} dims")
+    yield "mask=bool" if mask.dtype == "bool" else "mask=float"
+    yield f"mask_shape={letters}"
+    if not _lies(mask, range(len(mask.dims))):
+        yield f"mask_strides={_joined(mask.strides or ())}"

@@ -1,0 +1,264 @@
+"""Advice: which changes it suggests, whether the rules accept them, and whether its code does what
+it claims.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from test_perturb import H200, configs, first_only, machines
+
+from profharness.attention.config import Config, parse_config
+from profharness.attention.dispatch.advice import (
+    CHANGES,
+    MAX_ADVICE,
+    MAX_CHANGES,
+    OUTSIDE,
+    Advice,
+    advise,
+    call_code,
+)
+from profharness.attention.dispatch.machine import Machine, from_config, machine_for
+from profharness.attention.dispatch.perturb import rule_choice, rule_oracle
+from profharness.attention.dispatch.predict import Eligibility, judge, predict
+from profharness.rows import Refusal
+
+# Runs the code of several pieces of advice on CPU tensors next to the original call, and compares.
+RUN = r"""
+import json, sys
+import torch
+import torch.nn.functional as F
+from profharness.attention.config import parse_config
+from profharness.recording.worker.inputs import make_forward, make_inputs
+
+TOLERANCE = {"fp32": (1e-5, 1e-5), "bf16": (2e-2, 2e-2), "fp16": (3e-3, 3e-3)}
+torch.set_num_threads(1)
+for line in sys.stdin:
+    label, code = json.loads(line)
+    config = parse_config(label)
+    inputs = make_inputs(config, "cpu", 1)
+    expected = make_forward(config, inputs)()
+    space = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "attn_mask": inputs.mask}
+    exec(code, space)
+    out = space["out"]
+    relative, absolute = TOLERANCE[config.dtype]
+    same = out.shape == expected.shape and out.dtype == expected.dtype
+    close = same and torch.allclose(out, expected, relative, absolute)
+    print(json.dumps([same, bool(close), out.requires_grad]))
+    torch.use_deterministic_algorithms(False)
+"""
+
+
+def ways(text: str, backend: str, machine: Machine = H200) -> tuple[Advice, ...]:
+    return advise(parse_config(text), backend, first_only(machine), rule_choice(machine))
+
+
+def steps(text: str, backend: str, machine: Machine = H200) -> list[tuple[str, ...]]:
+    return [way.steps for way in ways(text, backend, machine)]
+
+
+def run_codes(cases: list[tuple[str, str]]) -> list[tuple[bool, bool, bool]]:
+    import json
+
+    root = Path(__file__).resolve().parents[2]
+    lines = "".join(json.dumps(case) + "\n" for case in cases)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], input=lines, text=True, capture_output=True, cwd=root
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+GQA_2_13 = machine_for("H200", "2.13")
+A6000 = machine_for("RTX A6000", "2.11")
+B200 = machine_for("B200", "2.14", 92000)
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "machine", "first"),
+    [
+        ("2,8,512,64,fp32", "flash", H200, ("bf16",)),
+        ("2,8,512,64,bf16", "efficient", machine_for("T4", "2.11"), ("fp16",)),
+        ("2,8,512,100,fp16", "cudnn", H200, ("pad head_dim",)),
+        ("2,8,512,100,fp16", "efficient", H200, ("pad head_dim",)),
+        ("2,8,512,64,fp16,kv_heads=2", "efficient", GQA_2_13, ("expand kv heads",)),
+        ("2,8,512,64,fp16,layout=strided_last", "flash", H200, ("contiguous",)),
+        ("2,8,512,64,fp16,layout=offset1", "efficient", GQA_2_13, ("aligned copy",)),
+        ("2,8,512,64,fp16,deterministic", "cudnn", H200, ("not deterministic",)),
+        ("2,8,512,64,fp16,mask=bool", "flash", H200, ("causal for mask",)),
+        ("2,8,512,64,fp16,mask=float_grad", "cudnn", H200, ("detach mask",)),
+        ("2,8,512,64,fp16,head_dim_v=32", "flash", H200, ("equal head_dim_v",)),
+        ("2,8,512,64,fp16,dropout=0.1", "cudnn", GQA_2_13, ("dropout in sixteenths",)),
+        ("2,8,8,64,fp16,seq_kv=1", "cudnn", H200, ("pad keys",)),
+        ("2,8,1,64,fp16,seq_kv=64", "cudnn", B200, ("pad queries",)),
+        ("2,8,64,64,fp16,causal,seq_kv=99", "flash", H200, ("slice keys",)),
+        ("2,8,1,64,fp16,causal,seq_kv=99", "flash", H200, ("no causal",)),
+        ("2,8,64,200,fp16,bwd", "flash", A6000, ("pad head_dim to 256",)),
+        ("2,8,64,64,bf16", "flash", H200, ("name it",)),
+        ("2,8,64,100,fp32,mask=float_grad", "cudnn", H200, ("bf16", "detach mask", "pad head_dim")),
+    ],
+)  # fmt: skip
+def test_the_first_advice(
+    text: str, backend: str, machine: Machine, first: tuple[str, ...]
+) -> None:
+    found = ways(text, backend, machine)
+    assert found[0].steps == first
+    assert found[0].verified is True
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "machine"),
+    [
+        ("2,8,512,512,fp16", "flash", H200),  # no head_dim above 256
+        ("2,8,512,64,fp16", "flash", machine_for("V100", "2.11")),  # compute capability
+        ("2,8,512,64,fp16", "cudnn", H200),  # auto selects it without a change
+        ("2,8,512,64,fp16", "cudnn", Machine((3, 0, 0))),  # nothing is known
+    ],
+)
+def test_no_change_gives_no_advice(text: str, backend: str, machine: Machine) -> None:
+    assert ways(text, backend, machine) == ()
+
+
+def test_advice_requests_the_backend_if_auto_selects_another() -> None:
+    (way, *_) = ways("2,8,512,64,fp16,mask=bool", "flash")
+    assert (way.choice, way.config) == ("cudnn", "b2-h8-s512-d64-fp16-causal")
+    assert "SDPBackend.FLASH_ATTENTION" in way.code
+    (way,) = ways("2,8,512,64,fp16,layout=strided_last", "flash", machine_for("A100", "2.8"))
+    assert way.choice == "flash"
+    assert "sdpa_kernel" not in way.code
+
+
+def test_a_required_mask_gets_unverified_flex_attention() -> None:
+    (*_, flex) = ways("2,8,512,64,fp16,mask=float,kv_heads=2,scale=0.5", "flash")
+    assert flex.verified is None
+    assert flex.config is None
+    for words in ("score + bias[b, h, i, j]", "scale=0.5", "enable_gqa=True"):
+        assert words in flex.code
+
+
+@pytest.mark.parametrize("reason", sorted(OUTSIDE))
+def test_advice_that_no_config_expresses(reason: str) -> None:
+    config = parse_config("2,8,16,64,fp32,mask=bool")
+    (way,) = advise(
+        config, "efficient", lambda *_: Eligibility(False, (Refusal(reason, ""),)), lambda _: "math"
+    )
+    assert way.verified is None
+    compile(way.code, "advice", "exec")
+    if reason == "runtime_disabled":
+        assert "enable_mem_efficient_sdp(True)" in way.code
+
+
+@settings(max_examples=300)
+@given(configs, machines)
+def test_every_advice_makes_its_backend_eligible(config: Config, machine: Machine) -> None:
+    for backend in ("flash", "efficient", "cudnn"):
+        found = advise(config, backend, first_only(machine), rule_choice(machine))
+        assert len(found) <= MAX_ADVICE
+        counts = [len(way.steps) for way in found if way.verified]
+        assert counts == sorted(counts)
+        for way in found:
+            assert len(way.steps) <= MAX_CHANGES
+            compile(way.code, "advice", "exec")
+            if way.config is None:
+                continue
+            changed = from_config(parse_config(way.config))
+            assert judge(backend, changed, machine).eligible is True
+            expected = backend if way.steps == ("name it",) else predict(changed, machine).choice
+            assert way.choice == expected
+
+
+def test_advice_has_the_fewest_changes() -> None:
+    """Checked by brute force over all single changes and pairs."""
+    oracle = rule_oracle(H200)
+    for text in ("2,8,64,100,fp32,mask=float_grad", "2,8,1,64,fp32,dropout=0.1,seq_kv=1"):
+        config = parse_config(text)
+        (way, *_) = advise(config, "cudnn", oracle, rule_choice(H200))
+        reach = {config}
+        for _ in range(len(way.steps) - 1):
+            reach |= {new for old in reach for c in CHANGES if (new := c.apply(old)) is not None}
+        assert not any(oracle(each, "cudnn").eligible for each in reach)
+
+
+EXAMPLES = {
+    "contiguous": "2,4,24,16,fp32,layout=strided_last",
+    "aligned copy": "2,4,24,16,fp32,layout=offset1",
+    "pad head_dim": "2,4,24,20,fp32,head_dim_v=11",
+    "equal head_dim_v": "2,4,24,32,fp32,head_dim_v=16",
+    "pad head_dim to 256": "2,4,24,200,fp32,bwd",
+    "expand kv heads": "2,4,24,16,fp32,kv_heads=2,causal",
+    "detach mask": "2,4,24,16,fp32,mask=float_grad",
+    "slice keys": "2,4,8,16,fp32,causal,seq_kv=24",
+    "no causal": "2,4,1,16,fp32,causal,seq_kv=24",
+    "pad queries": "2,4,1,16,fp32,seq_kv=24,scale=0.3",
+    "pad keys": "2,4,8,16,fp32,seq_kv=1",
+    "triangle in the mask": "2,4,8,16,fp32,seq_kv=24,causal,mask=float_bh",
+    "causal for mask": "2,4,24,16,fp32,mask=bool",
+    "no mask": "2,4,24,16,fp32,mask=float",
+    "bf16": "2,4,24,16,fp32,mask=float",
+    "fp16": "2,4,24,16,bf16,mask=float_bh",
+    "dropout in sixteenths": "2,4,24,16,fp32,dropout=0.1",
+    "no dropout": "2,4,24,16,fp32,dropout=0.1",
+    "not deterministic": "2,4,24,16,fp32,deterministic",
+    "no gradients": "2,4,24,16,fp32,bwd",
+}
+
+
+def test_the_code_of_every_change_runs_and_exact_changes_keep_the_result() -> None:
+    assert set(EXAMPLES) == {change.name for change in CHANGES}
+    cases, changes = [], []
+    for change in CHANGES:
+        config = parse_config(EXAMPLES[change.name])
+        changed = change.apply(config)
+        assert changed is not None and changed != config, change.name
+        assert "{" not in change.text.format(b=config, a=changed)
+        cases.append((config.label, call_code(config, changed)))
+        assert ("clone()" in cases[-1][1]) is (change.name == "aligned copy")  # not contiguous()
+        changes.append(change)
+    for change, (same, close, requires_grad) in zip(changes, run_codes(cases), strict=True):
+        assert same, f"{change.name}: another shape or dtype"
+        assert close or not change.exact, change.name
+        assert requires_grad is (change.name == "pad head_dim to 256"), change.name
+
+
+def test_a_different_result_is_detected() -> None:
+    """The comparison detects a difference: dropping a mask changes the result."""
+    config = parse_config("2,4,24,16,fp32,mask=bool")
+    code = call_code(config, replace(config, mask="none"))
+    ((same, close, _),) = run_codes([(config.label, code)])
+    assert (same, close) == (True, False)
+
+
+def test_a_boolean_mask_includes_the_causal_triangle() -> None:
+    config = parse_config("2,4,24,16,fp32,causal,mask=bool_2d")
+    code = call_code(config, replace(config, causal=False), "math")
+    assert run_codes([(config.label, code)]) == [(True, True, False)]
+
+
+def test_many_changes_make_one_program() -> None:
+    config = parse_config(
+        "2,4,24,20,fp32,kv_heads=2,mask=float_grad,layout=strided_last,head_dim_v=12"
+    )
+    names = ("contiguous", "pad head_dim", "expand kv heads", "detach mask", "equal head_dim_v")
+    changed = config
+    for change in CHANGES:
+        if change.name in names:
+            changed = change.apply(changed) or changed
+    code = call_code(config, changed, "math")
+    ((same, close, _),) = run_codes([(config.label, code)])
+    assert same and close
+
+
+def test_flex_attention_has_the_result_of_the_mask() -> None:
+    cases = []
+    for mask in ("bool", "float_bh"):
+        text = f"2,4,24,16,fp32,kv_heads=2,scale=0.3,mask={mask}"
+        (*_, flex) = ways(text.replace("fp32", "fp16"), "flash")
+        code = flex.code.replace("torch.compile(flex_attention)", "flex_attention")
+        cases.append((parse_config(text).label, code))
+    for same, close, _ in run_codes(cases):
+        assert same and close

@@ -1,0 +1,182 @@
+"""The four witnesses of a cell: where they agree, and the line for each kind of disagreement."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from views.view_rows import cell, kernel
+
+from profharness.attention.config import parse_config
+from profharness.attention.dispatch.machine import rules_know
+from profharness.commands.kernels.tables import kernels_document
+from profharness.measurements.agreement import disagreements, with_predictions, witnesses
+from profharness.rows import CellRow
+from profharness.run import Cell, Protocol, Run, read_run, write_run
+from profharness.store import Store, ingest_path, open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = ROOT / "traces" / "h200-torch2.11"
+CUDNN_OP = "aten::_scaled_dot_product_cudnn_attention"
+FLASH_OP = "aten::_scaled_dot_product_flash_attention"
+FA3 = (
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<"
+    "flash::CollectiveMainloopFwdSm90<2, 3> > > >(Params)"
+)
+EXPANDED = "2,8,512,64,fp16,head_dim_v=32,layout=broadcast_batch"
+
+
+@pytest.fixture(scope="module")
+def h200(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("h200") / "store.db"
+    ingest_path(path, H200)
+    return path
+
+
+def stored(tmp_path: Path, cells: tuple[Cell, ...], **environment: object) -> list[CellRow]:
+    """Return the cells as read from a store, on the H200 of traces/ by default."""
+    told = read_run(H200).environment | environment
+    folder = tmp_path / "20260101-000000-aaaa"
+    folder.mkdir()
+    write_run(folder, Run(folder.name, "2026-01-01", ("events",), Protocol(), cells, told))
+    ingest_path(tmp_path / "store.db", folder)
+    with open_store(tmp_path / "store.db") as store:
+        return with_predictions(store, store.cells())
+
+
+def test_all_four_agree_in_every_cell_of_the_h200_run(h200: Path) -> None:
+    with open_store(h200) as store:
+        cells, rows = with_predictions(store, store.cells()), store.kernels()
+    assert len(cells) == 24
+    for each in cells:
+        own = [row for row in rows if row.cell == each.cell]
+        told = {one.name: one.backends for one in witnesses(each, own)}
+        assert disagreements(each, own) == [], each
+        if each.backend == "auto":
+            assert told["rules"] == told["choice"] == told["op"] == told["kernels"]
+        elif each.status == "ok":
+            assert each.predicted in ("eligible", "cudnn")
+            assert told["rules"] == told["choice"] == told["op"]
+        else:
+            assert each.predicted in ("refused", "none")
+
+
+def test_a_chosen_backend_that_raises_is_told(tmp_path: Path) -> None:
+    failed = Cell("c0", parse_config(EXPANDED), "auto", "error", "RuntimeError: The stride for …")
+    (found,) = stored(tmp_path, (replace(failed, choice="cudnn"),))
+    assert found.predicted == "cudnn"
+    (line,) = disagreements(found, [])
+    assert "the rules predict cudnn and PyTorch chose cudnn, but the call failed" in line
+    assert "The stride for" in line
+
+
+def test_kernels_of_flash_attention_3_under_the_flash_op_are_told() -> None:
+    rows = [kernel(kernel=FA3)]
+    (line,) = disagreements(cell(), rows)
+    assert "FlashAttention-3" in line
+    assert FLASH_OP in line
+    assert disagreements(cell(), [kernel()]) == []
+
+
+def test_a_family_that_is_not_the_ops_is_told() -> None:
+    rows = [kernel(family="efficient", kernel="fmha_cutlassF_f16")]
+    (line,) = disagreements(cell(backend="auto", predicted="flash"), rows)
+    assert "the rules predict flash, PyTorch chose flash and the op that ran" in line
+    assert line.endswith("but the kernels are of family efficient")
+
+
+def test_a_wrong_prediction_stands_against_the_three_others() -> None:
+    rows = [kernel(family="cudnn", backend="auto", kernel="cudnn_generated_fort_native_sdpa")]
+    odd = cell(backend="auto", predicted="flash", choice="cudnn", sdpa_op=CUDNN_OP)
+    (line,) = disagreements(odd, rows)
+    first, _, second = line.partition(", but ")
+    assert "rules predict flash" in first
+    assert all(text in second for text in ("chose cudnn", CUDNN_OP, "family cudnn"))
+
+
+def test_every_step_that_differs_has_a_line() -> None:
+    odd = cell(backend="auto", predicted="efficient", choice="cudnn")
+    assert len(disagreements(odd, [kernel()])) == 2
+
+
+@pytest.mark.parametrize(
+    ("predicted", "status", "count"),
+    [
+        ("eligible", "ok", 0),
+        ("refused", "refused", 0),
+        ("refused", "ok", 1),
+        ("eligible", "refused", 1),
+        ("eligible", "error", 1),
+        ("eligible", "oom", 0),
+        (None, "refused", 0),
+        (None, "error", 0),
+    ],
+)
+def test_a_forced_backend_against_its_prediction(
+    predicted: str | None, status: str, count: int
+) -> None:
+    ran = status == "ok"
+    one = cell(
+        predicted=predicted,
+        status=status,
+        choice="flash" if ran else None,
+        sdpa_op=FLASH_OP if ran else None,
+    )
+    assert len(disagreements(one, [kernel()] if ran else [])) == count
+
+
+def test_backends_that_the_dispatcher_does_not_know_have_no_disagreement() -> None:
+    own = cell(backend="my_kernel", choice=None, sdpa_op=None, status="error", message="boom")
+    assert disagreements(own, []) == []
+
+
+def test_a_release_whose_rules_are_not_known_has_no_prediction(tmp_path: Path) -> None:
+    ran = Cell("c0", parse_config("2,8,512,64,fp16"), "auto", "ok", choice="flash")
+    (found,) = stored(tmp_path, (ran,), torch="2.0.0+cu117")
+    assert found.predicted is None
+
+
+@pytest.mark.parametrize(
+    "missing", [{"torch": None}, {"device_type": None}, {"capability": "0.0"}, {"torch": "nightly"}]
+)
+def test_an_environment_that_says_too_little_has_no_machine(missing: dict[str, str]) -> None:
+    told = read_run(H200).environment
+    assert rules_know(told)
+    assert not rules_know(told | missing)
+
+
+def test_the_variable_that_puts_cudnn_back_counts(tmp_path: Path) -> None:
+    ran = Cell("c0", parse_config("2,8,512,64,fp16"), "auto", "ok", choice="flash")
+    back = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    assert stored(tmp_path, (ran,), env=back)[0].predicted == "flash"
+
+
+def test_a_flag_that_is_off_counts(tmp_path: Path) -> None:
+    ran = Cell("c0", parse_config("2,8,512,64,fp16"), "auto", "ok", choice="flash")
+    assert stored(tmp_path, (ran,), sdp_cudnn=False)[0].predicted == "flash"
+
+
+def test_json_cells_and_notes_carry_it(h200: Path) -> None:
+    with open_store(h200) as store:
+        cells, rows = with_predictions(store, store.cells()), store.kernels()
+    document = kernels_document(rows, cells)
+    assert document.extra["cells"][0]["predicted"] == "cudnn"
+    wrong = [replace(each, predicted="flash") for each in cells[:1]]
+    texts = [getattr(block, "text", "") for block in kernels_document(rows, wrong).blocks]
+    assert any(text.startswith("mismatch: the rules predict flash, but") for text in texts)
+
+
+def test_a_store_of_a_changed_folder_predicts_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(H200, folder)
+    record = json.loads((folder / "run.json").read_text())
+    record["environment"]["cudnn"] = 91300
+    (folder / "run.json").write_text(json.dumps(record))
+    ingest_path(tmp_path / "store.db", folder)
+    with open_store(tmp_path / "store.db") as store:
+        assert isinstance(store, Store)
+        auto = [each for each in with_predictions(store, store.cells()) if each.backend == "auto"]
+    assert [each.predicted for each in auto] == ["flash"] * 4

@@ -1,0 +1,465 @@
+"""Analyses of real H200 runs with figures checked by hand, and rules on synthetic launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from profharness.attention.config import parse_config
+from profharness.commands.analyze.cells import analyze_all, analyze_cell
+from profharness.commands.analyze.figures import (
+    DERIVED,
+    MEASURED,
+    SEVERITIES,
+    CellAnalysis,
+    Facts,
+    RunMachine,
+    run_machine,
+)
+from profharness.commands.analyze.finding_rules import score_traffic
+from profharness.commands.analyze.sweeps import sweep
+from profharness.devices import Device, Peaks, data_sheet
+from profharness.rows import CellRow, KernelRow
+from profharness.store import ingest_path, open_store
+
+TRACES = Path(__file__).parents[2] / "traces"
+H200 = Device(
+    0, "NVIDIA H200", 9, 0, 132, 150109880320, 1024, 2048, 65536, 65536, 49152, 232448, 233472, 32
+)
+SQUARE = "b2-h8-s512-d64-fp16"
+DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
+ODD = "b2-h8-s512-d100-fp16"
+BACKWARD = "b2-h8-s1024-d64-fp16-causal-bwd"
+MACHINE = RunMachine(H200, data_sheet("NVIDIA H200"), 62914560)
+MANY_SMS = replace(MACHINE, device=replace(H200, num_sms=10007))  # never a persistent grid
+
+
+@pytest.fixture(scope="module")
+def h200(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], CellAnalysis]:
+    """Return every cell of the run with three profilers, by config and backend."""
+    path = tmp_path_factory.mktemp("analysis") / "s.db"
+    ingest_path(path, TRACES / "h200-torch-nsys-ncu")
+    with open_store(path) as store:
+        machine = run_machine(store.environment(), store.devices(), store.peaks())
+        found = analyze_all(store.cells(), store.kernels(), machine, store.wrong())
+    return {(each.config.label, each.backend): each for each in found}
+
+
+def evidence(each: CellAnalysis, code: str) -> dict[str, float | str]:
+    finding = each.finding(code)
+    assert finding is not None, f"{code} is not among {[f.code for f in each.findings]}"
+    return {item.name: item.value for item in finding.evidence}
+
+
+def test_waves_and_splits_of_flash(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    flash = h200[SQUARE, "flash"]
+    one = evidence(flash, "one_wave")
+    assert (one["blocks"], one["SMs"]) == (256, 132)
+    assert one["waves"] == pytest.approx(256 / (2 * 132), abs=1e-3)  # 0.97; two blocks per SM
+    combine = evidence(flash, "split_overhead")
+    assert combine["share"] == pytest.approx(5.10 / 12.75, abs=0.01)
+    assert flash.remedies[0].findings == ("split_overhead",)
+    assert flash.remedies[0].factor == pytest.approx(12.75 / 7.65, abs=0.02)
+    assert flash.bottleneck == "latency"
+    # grid (8, 2, 16): 8 query tiles and 2 splits for each of 16 heads
+    assert evidence(flash, "kv_reread")["blocks per K/V head"] == 8
+
+
+def test_dram_bytes_of_decode_are_the_compulsory_ones(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    flash = h200[DECODE, "flash"]
+    assert flash.figures is not None
+    assert flash.figures.compulsory_bytes == 16793600  # K and V, 8 heads x 4096 x 128 x 2 B each
+    found = evidence(flash, "dram_traffic")
+    assert 1.0 < float(found["DRAM bytes"]) / 16793600 < 1.05
+    main = next(kernel for kernel in flash.kernels if kernel.role == "attention")
+    assert main.dram_read_bytes == 16845312
+    assert flash.figures.intensity == pytest.approx(4.0, abs=0.01)
+    assert flash.finding("memory_bound") is not None
+    assert flash.finding("compute_bound") is None
+    assert flash.bottleneck == "combine"  # 9.3 of 17.0 µs
+    assert evidence(flash, "split_overhead")["share"] == pytest.approx(9.3 / 17.0, abs=0.005)
+    assert flash.finding("kv_reread") is None  # every block reads its own part
+
+
+def test_rates_of_cudnn_by_hand(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    cudnn = h200[SQUARE, "cudnn"]
+    figures = cudnn.figures
+    assert figures is not None
+    assert figures.basis == "kernel"
+    assert figures.flops == 4 * 2 * 8 * 512 * 512 * 64
+    assert figures.duration_ns is not None
+    assert figures.flops_per_s == pytest.approx(figures.flops / figures.duration_ns * 1e9)
+    assert figures.flops_share == pytest.approx(figures.flops / 8.224e-6 / 989.5e12, rel=1e-3)
+    assert figures.ridge == pytest.approx(989.5e12 / 4.8e12)
+    assert cudnn.bottleneck == "few blocks"
+    blocks = evidence(cudnn, "few_blocks")
+    assert (blocks["blocks"], blocks["SMs"]) == (64, 132)
+    named = cudnn.finding("bottleneck")
+    assert named is not None
+    assert named.grade == DERIVED
+    assert named.evidence
+
+
+def test_math_pays_for_its_score_matrices(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    math_cell = h200[SQUARE, "math"]
+    found = evidence(math_cell, "score_traffic")
+    assert found["score matrix"] == 16 * 512 * 512 * 4
+    assert float(found["DRAM bytes"]) > 20 * 4194304
+    assert math_cell.bottleneck == "score traffic" and math_cell.finding("input_copies") is None
+    assert evidence(math_cell, "fp32_products")["fp32 rate"] == 67
+    assert math_cell.finding("faster_backend") is not None
+    best = math_cell.remedies[0]
+    assert best.findings == ("faster_backend",)
+    assert "CUDNN_ATTENTION" in best.text
+    assert best.factor == pytest.approx(108784 / 9955, abs=0.05)  # graph samples
+    softmax = next(phase for phase in math_cell.phases if phase.name == "softmax")
+    assert softmax.bytes == 2 * 16 * 512 * 512 * 4
+
+
+def test_repeated_heads_of_math_explain_most_of_its_traffic(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    cell = h200[DECODE, "math"]
+    assert cell.figures is not None
+    assert cell.figures.dram_bytes is not None
+    assert cell.phases[0].name == "repeat K and V"
+    predicted = sum(phase.bytes for phase in cell.phases)
+    assert 0.7 < cell.figures.dram_bytes / predicted < 1.2
+
+
+def test_padding_and_launching_are_found(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+    copies = h200[ODD, "flash"].finding("copies")
+    assert copies is not None
+    assert "head_dim 100" in copies.sentence
+    assert 0.3 < float(evidence(h200[ODD, "flash"], "copies")["share"]) < 0.4
+    gap = evidence(h200[BACKWARD, "cudnn"], "launch_gap")
+    assert h200[BACKWARD, "cudnn"].bottleneck == "launch"
+    assert float(gap["event time"]) > 2 * float(gap["graph time"])
+    # the cold cache, not launching, is most of the difference between decode's event time and its
+    # kernels
+    assert h200[DECODE, "cudnn"].bottleneck != "launch"
+    assert h200[ODD, "cudnn"].status == "refused"
+    assert h200[ODD, "cudnn"].findings == ()
+
+
+def test_every_finding_has_evidence_and_every_remedy_a_finding(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    assert len(h200) == 24
+    for each in h200.values():
+        codes = {finding.code for finding in each.findings}
+        for finding in each.findings:
+            assert finding.evidence, finding
+            assert finding.severity in SEVERITIES
+            assert finding.grade in (MEASURED, DERIVED)
+            assert finding.sentence.endswith(".")
+        for remedy in each.remedies:
+            assert remedy.findings
+            assert set(remedy.findings) <= codes
+        factors = [remedy.factor for remedy in each.remedies]
+        known = [factor for factor in factors if factor is not None]
+        assert known == sorted(known, reverse=True)
+        assert factors == [*known, *([None] * (len(factors) - len(known)))]
+        assert (each.bottleneck is None) == (each.finding("bottleneck") is None)
+
+
+def cell(config: str = SQUARE, backend: str = "mine", **samples: tuple[int, ...]) -> CellRow:
+    return CellRow(
+        "r", "c0", config, backend, "ok", None, None, None, 5, (), (), samples, None, {}, None
+    )
+
+
+def kernel(
+    grid: tuple[int, int, int],
+    time_ns: int = 10_000,
+    shared: int = 49152,
+    block: tuple[int, int, int] = (128, 1, 1),
+    registers: int = 128,
+) -> KernelRow:
+    """Return a kernel of an unknown family with one launch per call and five profiled calls."""
+    return KernelRow(
+        *("r", SQUARE, "mine", "c0", "torch", "ok", None),
+        *("my_attention", "my_attention", "kernel", "other"),
+        *(grid, block, registers, None, None, shared, 5, 1.0),
+        *(time_ns, 5 * time_ns, time_ns, time_ns, 1.0, 0, None, None, 0.25, "registers", 0),
+    )
+
+
+@given(st.integers(1, 5000), st.sampled_from((32, 64, 128, 255)))
+def test_waves_tail_and_idle_sms_follow_from_the_grid(blocks: int, registers: int) -> None:
+    found = analyze_cell(cell(), [kernel((blocks, 1, 1), registers=registers)], MACHINE)
+    (main,) = found.kernels
+    assert main.waves is not None
+    assert main.blocks_per_sm is not None
+    assert main.waves == pytest.approx(blocks / (132 * main.blocks_per_sm))
+    assert (found.finding("few_blocks") is not None) == (blocks < 132)
+    tail = found.finding("tail")
+    if tail is not None:
+        idle = 1 - main.waves / math.ceil(main.waves)
+        assert main.waves > 1
+        assert idle >= 0.1
+        assert tail.factor == pytest.approx(math.ceil(main.waves) / main.waves)
+
+
+def test_one_query_a_block_is_the_bottleneck_of_the_study() -> None:
+    """Grid batch x heads x queries, 256 threads, 384 B of shared memory: K and V read per query."""
+    config = "b1-h4-s64-d8192-fp32"
+    rows = [kernel((256, 1, 1), 183_000, 384, (256, 1, 1), 40)]
+    found = analyze_cell(cell(config), rows, MACHINE)
+    reread = evidence(found, "kv_reread")
+    assert reread["blocks per K/V head"] == 64
+    assert reread["K and V traffic"] == 64 * 2 * 4 * 64 * 8192 * 4
+    assert reread["its rate"] == pytest.approx(64 * 2 * 4 * 64 * 8192 * 4 / 183_000, abs=0.1)
+    assert found.finding("unused_shared") is not None
+    assert found.bottleneck == "K and V traffic"
+    assert any("more query rows" in remedy.text for remedy in found.remedies)
+    places = evidence(found, "working_set")
+    assert places["K and V of one head"] == 2 * 64 * 8192 * 4
+    # 8 blocks of 384 B and 1 KiB of the driver's take 16 KiB of the unified L1
+    assert places["what shared memory leaves of an SM's L1"] == (256 - 16) * 1024
+
+
+def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
+    """16.8 MB at 4.8 TB/s take 3.5 µs, which explains a call of 16.1 µs with kernels of 9.1 µs."""
+    decode = cell(DECODE, event=(16_100, 16_100))
+    found = analyze_cell(decode, [kernel((256, 1, 1), 9_100)], MACHINE)
+    gap = evidence(found, "launch_gap")
+    assert gap["refilling the L2"] == pytest.approx(16793600 / 4.8e12 * 1e6, abs=1e-3)
+    assert found.bottleneck != "launch"
+    fast = replace(MACHINE, peaks=replace(MACHINE.peaks or Peaks("", "", None), source="measured"))
+    slow = analyze_cell(cell(DECODE, event=(40_000,)), [kernel((256, 1, 1), 9_100)], fast)
+    assert slow.bottleneck == "launch"
+    launch = slow.finding("launch_gap")
+    assert launch is not None
+    assert launch.factor == pytest.approx(40_000 / (9_100 + 16793600 / 4.8e3), rel=1e-3)
+
+
+@given(
+    seq_q=st.integers(1, 96),
+    seq_kv=st.integers(1, 96),
+    tile=st.sampled_from((1, 8, 16)),
+    causal=st.booleans(),
+)
+@example(seq_q=512, seq_kv=4096, tile=64, causal=True)  # 8 blocks per head: 2.36 MB
+def test_k_and_v_traffic_is_what_the_blocks_read(
+    seq_q: int, seq_kv: int, tile: int, causal: bool
+) -> None:
+    """Compare with the rows that each block's queries attend to, counted one by one."""
+    heads = 4
+    text = f"1,{heads},{seq_q},64,fp16,seq_kv={seq_kv}{',causal' if causal else ''}"
+    tiles = [range(first, min(first + tile, seq_q)) for first in range(0, seq_q, tile)]
+    rows = 0
+    for queries in tiles:
+        seen = {key for key in range(seq_kv) if not causal or key <= max(queries)}
+        rows += len(seen)
+    config = parse_config(text).label
+    found = analyze_cell(cell(config), [kernel((len(tiles), heads, 1))], MANY_SMS)
+    if len(tiles) < 2:
+        assert found.finding("kv_reread") is None
+        return
+    told = float(evidence(found, "kv_reread")["K and V traffic"])
+    last = len(tiles[-1]) == tile  # else the grid does not show where the tiles end
+    assert told == pytest.approx(heads * rows * 2 * 64 * 2, rel=1e-6 if last else 0.5)
+
+
+@pytest.mark.parametrize("graph", [(9_600,), ()])
+def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, ...]) -> None:
+    """A cold call does not include the host, whatever its time."""
+    samples = {"eager": (24_000,), "host": (23_500,), "cold": (30_000,), "graph": graph}
+    found = analyze_cell(cell(DECODE, **samples), [kernel((256, 1, 1), 9_100)], MACHINE)
+    gap = evidence(found, "launch_gap")
+    busy = 9_600 if graph else 9_100
+    assert gap["graph time" if graph else "kernel time"] == busy / 1e3
+    assert (gap["eager time"], gap["host time"]) == (24, 23.5)
+    launch = found.finding("launch_gap")
+    assert launch is not None and launch.factor == pytest.approx(24_000 / busy)
+    assert found.bottleneck == "launch"
+    hidden = cell(DECODE, **(samples | {"eager": (9_700,)}))
+    assert analyze_cell(hidden, [kernel((256, 1, 1), 9_100)], MACHINE).finding("launch_gap") is None
+
+
+def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
+    """Kernels of 8 µs with cold caches and a fill of 2 µs leave no gap in a call of 12 µs."""
+    main, fill = kernel((256, 1, 1), 7_000), kernel((1, 1, 1), 2_000)
+    fill = replace(fill, kernel="Memset", kernel_short="Memset", kernel_kind="memset")
+    fill = replace(fill, grid=None, block=None, registers_per_thread=None, shared_bytes=None)
+    cold = replace(main, profiler="ncu", duration_ns=8_000)
+    no_peaks = RunMachine(H200)
+    found = analyze_cell(cell(event=(12_000,)), [main, fill, cold], no_peaks)
+    assert found.finding("launch_gap") is None
+    late = analyze_cell(cell(event=(20_000,)), [main, fill, cold], no_peaks)
+    gap = evidence(late, "launch_gap")
+    assert (gap["cold kernel time"], gap["copies and fills"]) == (8, 2)
+    launch = late.finding("launch_gap")
+    assert launch is not None and "at least 50" in launch.sentence
+    assert launch.factor == pytest.approx(2)
+
+
+def test_math_of_a_decode_step_pays_for_copies_of_its_inputs(
+    h200: dict[tuple[str, str], CellAnalysis],
+) -> None:
+    """K and V are repeated for four heads each and cast to fp32. A score matrix has half a
+    megabyte.
+    """
+    each = h200["b1-h32-kv8-sq1-skv4096-d128-bf16", "math"]
+    assert each.bottleneck == "input copies"
+    told, scores = each.finding("input_copies"), each.finding("score_traffic")
+    assert told is not None and (told.severity, told.grade) == ("major", DERIVED)
+    assert "(repeat K and V and casts)" in told.sentence
+    found = evidence(each, "input_copies")
+    assert found["score matrix"] == 32 * 4096 * 4 and found["bytes of copies"] > 250e6
+    assert scores is not None and scores.severity == "minor"
+
+
+@pytest.mark.parametrize(("per_step", "hit"), [(0.5, True), (1.2, False)])
+def test_the_l2_is_named_only_where_dram_saw_less(
+    h200: dict[tuple[str, str], CellAnalysis], per_step: float, hit: bool
+) -> None:
+    each = h200[SQUARE, "math"]
+    assert each.figures is not None
+    steps = sum(phase.bytes for phase in each.phases)
+    figures = replace(each.figures, dram_bytes=per_step * steps)
+    facts = Facts(
+        each.config, "math", each.machine, figures, each.kernels, each.phases, each.kernels[0]
+    )
+    (found,) = score_traffic(facts)
+    assert "ncu counted" in found.sentence
+    assert ("hit the L2" in found.sentence) == hit
+
+
+def test_a_figure_above_its_ceiling_is_explained() -> None:
+    small = Peaks("a GPU", "measured", 1e11, {"fp16": 1e15}, 50 << 20, 132)
+    fits = analyze_cell(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=small))
+    assert fits.figures is not None
+    assert fits.figures.bandwidth_share == pytest.approx(4194304 / 10e-6 / 1e11)
+    above = fits.finding("bandwidth_above_peak")
+    assert above is not None
+    assert "fit in the L2" in above.sentence
+    assert fits.bottleneck != "memory"
+    tiny = replace(MACHINE, peaks=small, l2_bytes=1 << 20)
+    other = analyze_cell(cell(), [kernel((512, 1, 1))], tiny).finding("bandwidth_above_peak")
+    assert other is not None
+    assert "peak is too low" in other.sentence
+    slow = replace(MACHINE, peaks=replace(small, flops_per_s={"fp16": 1e12}))
+    assert analyze_cell(cell(), [kernel((512, 1, 1))], slow).finding("rate_above_peak") is not None
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "rate", "word"), [(5e11, 1e15, "memory"), (1e13, 1.2e14, "compute")]
+)
+def test_what_runs_near_a_peak_is_bound_by_it(bandwidth: float, rate: float, word: str) -> None:
+    peaks = Peaks("a GPU", "measured", bandwidth, {"fp16": rate}, 1 << 20, 132)
+    found = analyze_cell(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=peaks))
+    assert found.bottleneck == word
+    named = found.finding("bottleneck")
+    assert named is not None
+    assert named.grade == MEASURED
+
+
+def test_without_peaks_device_or_kernels_nothing_is_made_up() -> None:
+    bare = analyze_cell(cell(wall=(5_000, 6_000, 7_000)), [], RunMachine())
+    assert bare.figures is not None
+    assert (bare.figures.basis, bare.figures.duration_ns) == ("wall", 6_000)
+    assert bare.figures.flops_share is None
+    assert bare.figures.kernels_ns is None
+    assert bare.bottleneck is None
+    nothing = analyze_cell(cell(), [], RunMachine())
+    assert nothing.figures is not None
+    assert nothing.figures.flops_per_s is None
+    assert nothing.findings == ()
+
+
+def test_a_wrong_backend_is_never_the_faster_one() -> None:
+    cells = [
+        cell(backend=name, event=(time,) * 6)
+        for name, time in (("math", 90_000), ("mine", 1_000), ("flash", 20_000))
+    ]
+
+    def best(wrong: set[tuple[str, str]]) -> object:
+        return evidence(analyze_all(cells, [], MACHINE, wrong)[0], "faster_backend")[
+            "fastest backend"
+        ]
+
+    assert best(set()) == "mine"
+    assert best({(SQUARE, "mine")}) == "flash"
+
+
+def advised(mine: CellRow, *others: CellRow) -> bool:
+    return analyze_all([mine, *others], [], MACHINE)[0].finding("faster_backend") is not None
+
+
+def test_what_ran_is_never_advised() -> None:
+    """The samples of flash and of `auto`, which chose flash, differ only by the order of the cells."""
+    slow, fast = (99_000,) * 6, (80_000,) * 6
+    auto = replace(cell(backend="auto", event=slow), choice="flash", sdpa_op=None)
+    assert not advised(auto, cell(backend="flash", event=fast))
+    assert not advised(auto, cell(backend="flash", event=fast), cell(backend="math", event=slow))
+    assert advised(auto, cell(backend="math", event=fast))
+    by_op = replace(auto, choice=None, sdpa_op="aten::_scaled_dot_product_flash_attention_for_cpu")
+    assert not advised(by_op, cell(backend="flash", event=fast))
+
+
+def test_samples_that_overlap_are_no_advice() -> None:
+    mine = cell(backend="math", event=(70_000, 71_000, 100_000, 100_000, 110_000, 72_000))
+    rival = cell(backend="flash", event=(60_000, 75_000, 76_000, 77_000, 120_000, 130_000))
+    assert not advised(mine, rival)
+    assert not advised(cell(backend="math", event=(9_000,)), cell(backend="flash", event=(10,)))
+
+
+def test_sweeps_are_cells_that_differ_in_one_number() -> None:
+    labels = ["b1-h4-s64-d2048-fp32", "b1-h4-s64-d512-fp32", "b1-h4-s128-d512-fp32"]
+    labels.append("b1-h8-s64-d512-bf16")
+    found = sweep([analyze_cell(cell(label), [kernel((256, 1, 1))], MACHINE) for label in labels])
+    got = {name: [each.config.label for each in group] for name, group in found}
+    assert got == {
+        "head_dim": ["b1-h4-s64-d512-fp32", "b1-h4-s64-d2048-fp32"],
+        "seq_len_kv": ["b1-h4-s64-d512-fp32", "b1-h4-s128-d512-fp32"],
+    }
+
+
+def written_out(dtype: str, *, casts: bool = False) -> list[KernelRow]:
+    """Return the launches of attention written out on 16-bit inputs, with products in a dtype."""
+    product = {"bf16": "nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "fp32": "ampere_sgemm_128x64_tn"}[
+        dtype
+    ]
+    cast = "void at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)"
+    softmax = (
+        "void softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 9, false, false, 32>()"
+    )
+    launches = [(product, "gemm", "aten::matmul;aten::bmm"), (softmax, "softmax", "aten::softmax")]
+    launches += [(product, "gemm", "aten::matmul;aten::bmm")]
+    if casts:
+        launches.insert(0, (cast, "copy", "aten::to;aten::_to_copy;aten::copy_"))
+    return [
+        replace(
+            kernel((512, 1, 1)), kernel=name, kernel_short=name, family=family, op_path=path,
+            first_ns=place,
+        )
+        for place, (name, family, path) in enumerate(launches)
+    ]  # fmt: skip
+
+
+def test_naive_in_16_bit_has_neither_casts_nor_products_in_fp32() -> None:
+    each = analyze_cell(cell("b2-h8-s512-d64-bf16", "naive"), written_out("bf16"), MACHINE)
+    assert [phase.name for phase in each.phases] == ["QK^T", "softmax", "PV"]
+    assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 2
+    assert each.finding("fp32_products") is None
+    assert not any("allow_fp16" in remedy.text for remedy in each.remedies)
+
+
+def test_products_in_fp32_of_a_backend_that_casts_are_its_own_to_mend() -> None:
+    each = analyze_cell(
+        cell("b2-h8-s512-d64-bf16", "mine"), written_out("fp32", casts=True), MACHINE
+    )
+    assert each.phases[0].name == "casts"
+    assert evidence(each, "score_traffic")["score matrix"] == 16 * 512 * 512 * 4
+    assert each.finding("fp32_products") is not None
+    (remedy,) = [each for each in each.remedies if each.findings == ("fp32_products",)]
+    assert remedy.text.startswith("Hand bf16 to the products")

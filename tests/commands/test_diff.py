@@ -1,0 +1,406 @@
+"""The diff on rows of a real H200 trace: pairing by role, verdicts, and reasons against a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from h200_rows import cell, kernel_rows, rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profharness.commands.diff.compare import diff_cells
+from profharness.commands.diff.result import Diff, DiffRow, Side
+from profharness.program.changes import environment_changes
+from profharness.rows import KERNEL, SHARED_CORES, CellRow, KernelRow, Refusal
+from profharness.stats import Series
+
+SQUARE = "b2h8s512d64-fp16"
+TRAIN = "b2h8s1024d64-fp16-causal-bwd"
+FAST = tuple(9_200 + n for n in range(20))
+SLOW = tuple(12_100 + n for n in range(20))
+CELLS = sorted({(row.config or "", row.backend or "") for row in kernel_rows()})
+ENV = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0", "cudnn": 91900}
+
+
+def side(
+    backend: str | None = None,
+    *,
+    cells: tuple[CellRow, ...] | None = None,
+    kernels: tuple[KernelRow, ...] | None = None,
+    env: dict[str, Any] | None = None,
+) -> Side:
+    cells = tuple(cell(*name) for name in CELLS) if cells is None else cells
+    kernels = kernel_rows() if kernels is None else kernels
+    return Side(f"h200:{backend}", cells, kernels, backend, ENV if env is None else env)
+
+
+def one(diff: Diff, config: str, role: str) -> DiffRow:
+    found = [row for row in diff.rows if (row.config, row.role) == (config, role)]
+    assert len(found) == 1, f"{len(found)} rows of {role} in {config}"
+    return found[0]
+
+
+def slower(row: KernelRow, factor: float) -> KernelRow:
+    times = {n: round(getattr(row, n) * factor) for n in ("duration_ns", "min_ns", "max_ns")}
+    return replace(row, **times)  # type: ignore[arg-type]
+
+
+def test_fused_against_fused_is_one_row() -> None:
+    diff = diff_cells(side("flash"), side("cudnn"))
+    row = one(diff, SQUARE, "attention")
+    assert [len(row.baseline), len(row.candidate)] == [1, 1]
+    changes = {change.field: (change.baseline, change.candidate) for change in row.changes}
+    assert changes["grid"] == ((8, 2, 16), (64, 1, 1))
+    assert changes["block"] == ((128, 1, 1), (384, 1, 1))
+    assert changes["shared_bytes"] == (73728, 134144)
+    assert changes["registers_per_thread"] == (255, 168)
+    assert changes["tile"] == ("64x256", "64x128x64")
+    assert row.ratio == pytest.approx(7_392 / 7_616, rel=0.01)
+    assert row.changed
+    assert one(diff, SQUARE, "combine").verdict == "removed"
+    assert one(diff, SQUARE, "memory").verdict == "added"
+    assert one(diff, TRAIN, "bwd_preprocess").baseline[0].kernel.startswith("void pytorch_flash")
+    backward = one(diff, TRAIN, "attention_bwd")
+    assert (backward.verdict, backward.changed) == ("faster", True)
+    assert "medians of 3 and 3 profiled launches" in backward.reasons[0]
+
+
+def test_fused_against_math_is_one_composite_row() -> None:
+    diff = diff_cells(side("flash"), side("math"))
+    row = one(diff, SQUARE, "attention")
+    assert row.composite
+    assert [kernel.family for kernel in row.baseline] == ["flash_splitkv", "flash_combine"]
+    assert sum(round(kernel.launches_per_call or 0) for kernel in row.candidate) == 14
+    assert row.verdict == "slower"
+    assert row.ratio is not None
+    assert 6 < row.ratio < 9
+    assert {r.role for r in diff.rows if r.config == SQUARE} == {"call", "attention"}
+    backward = {r.role: r for r in diff.rows if r.config == TRAIN}
+    assert set(backward) == ({"call", "attention", "attention_bwd", "grad_init", "grad_accumulate"})
+    assert backward["attention_bwd"].composite
+    assert not backward["grad_init"].changed
+
+
+def test_call_row_prefers_graph_then_event() -> None:
+    both = {"event": SLOW, "graph": FAST}
+    base = cell(SQUARE, "flash", samples=both, peak_memory_bytes=100)
+    cand = cell(SQUARE, "cudnn", samples={"event": FAST, "graph": SLOW}, peak_memory_bytes=90)
+    diff = diff_cells(side("flash", cells=(base,)), side("cudnn", cells=(cand,)))
+    row = one(diff, SQUARE, "call")
+    assert (row.basis, row.verdict) == ("graph", "slower")
+    assert row.ratio == pytest.approx(12_109.5 / 9_209.5)
+    assert [c.field for c in row.changes] == ["peak_memory_bytes"]
+    no_graph = replace(cand, samples={"event": FAST})
+    diff = diff_cells(side("flash", cells=(base,)), side("cudnn", cells=(no_graph,)))
+    assert (one(diff, SQUARE, "call").basis, one(diff, SQUARE, "call").verdict) == (
+        "event",
+        "faster",
+    )
+    none = diff_cells(side("flash", cells=(base,)), side("cudnn", cells=(cell(SQUARE, "cudnn"),)))
+    assert one(none, SQUARE, "call").verdict == "unknown"
+
+
+def test_two_runs_pair_by_backend_and_see_one_slower_kernel() -> None:
+    new = tuple(slower(r, 1.5) if r.family == "flash_bwd" else r for r in kernel_rows())
+    diff = diff_cells(side(), side(kernels=new))
+    differing = [row for row in diff.rows if row.role != "call" and row.verdict != "same"]
+    assert [(r.backend_baseline, r.role, r.verdict) for r in differing] == [
+        ("flash", "attention_bwd", "slower"),
+        ("flash", "bwd_preprocess", "slower"),
+        ("flash", "bwd_postprocess", "slower"),
+    ]
+    assert not any(row.changed for row in differing)
+
+
+@pytest.mark.parametrize(
+    ("later", "verdict"), [((1.001, 0.999), "slower"), ((1.05, 0.99), "unknown")]
+)
+def test_a_kernel_differs_by_more_than_like_processes_do(
+    later: tuple[float, ...], verdict: str
+) -> None:
+    """The trace is of one process. The kernels' times in the other processes show how much
+    processes differ.
+    """
+    (row,) = (r for r in kernel_rows() if (r.config, r.backend) == (SQUARE, "efficient"))
+    assert row.duration_ns is not None
+
+    def timed(factor: float) -> CellRow:
+        kernel = [round(row.duration_ns * factor * part) for part in later for _ in range(10)]
+        turns = [(process, 0, 10) for process in (1, 2)]
+        return replace(cell(SQUARE, "efficient"), samples={KERNEL: Series.of(kernel, turns)})
+
+    sides = (
+        side("efficient", cells=(timed(factor),), kernels=(slower(row, factor),))
+        for factor in (1.0, 1.06)
+    )
+    found = one(diff_cells(*sides), SQUARE, "attention")
+    assert (found.verdict, "processes" in found.reasons[0]) == (verdict, verdict == "unknown")
+
+
+def test_kernel_times_without_a_trace_are_compared_as_a_whole() -> None:
+    """Three processes have samples on each side. If both have launches, kernels are compared one by
+    one.
+    """
+
+    def timed(factor: float) -> CellRow:
+        sums = [round(factor * (9_000 + 10 * each + n)) for each in range(3) for n in range(10)]
+        turns = [(each, 0, 10) for each in range(3)]
+        return replace(cell(SQUARE, "flash"), samples={KERNEL: Series.of(sums, turns)})
+
+    def rows(factor: float, kept: tuple[KernelRow, ...] = ()) -> list[DiffRow]:
+        base = side(cells=(timed(1.0),), kernels=kept)
+        return list(diff_cells(base, side(cells=(timed(factor),), kernels=())).rows)
+
+    (row,) = [row for row in rows(1.05) if row.role == "kernels"]
+    assert (row.basis, row.verdict) == (KERNEL, "slower")
+    assert row.ratio == pytest.approx(1.05, rel=1e-3) and row.baseline_ns == pytest.approx(9014.5)
+    assert [row.verdict for row in rows(1.0) if row.role == "kernels"] == ["same"]
+    traced = {row.role: row.verdict for row in rows(1.05, tuple(rows_of(SQUARE, "flash")))}
+    assert traced["kernels"] == "slower" and traced["attention"] == "unknown"
+    whole = diff_cells(side(cells=(timed(1.0),)), side(cells=(timed(1.05),)))
+    assert "kernels" not in {row.role for row in whole.rows}
+
+
+def test_other_tile_at_the_same_speed_is_changed() -> None:
+    new = tuple(
+        replace(r, grid=(16, 2, 8), shared_bytes=40960) if r.family == "flash" else r
+        for r in kernel_rows()
+    )
+    diff = diff_cells(side("flash"), side("flash", kernels=new))
+    assert [row.role for row in diff.fails({"changed", "slower"})] == ["attention"]
+    row = one(diff, TRAIN, "attention")
+    assert (row.verdict, row.ratio) == ("changed", 1.0)
+    assert [change.field for change in row.changes] == ["grid", "shared_bytes"]
+    both = tuple(slower(r, 2) if r.family == "flash" else r for r in new)
+    row = one(diff_cells(side("flash"), side("flash", kernels=both)), TRAIN, "attention")
+    assert (row.verdict, row.changed) == ("slower", True)
+
+
+def test_a_value_that_a_profiler_cannot_know_is_no_change() -> None:
+    new = tuple(replace(r, registers_per_thread=None, shared_bytes=None) for r in kernel_rows())
+    diff = diff_cells(side(), side(kernels=new))
+    assert not any(row.changed for row in diff.rows)
+
+
+@pytest.mark.parametrize(
+    ("env", "clock", "text"),
+    [
+        ({"gpu": "NVIDIA A100"}, 1980, "GPUs differ"),
+        ({"device_type": "cpu"}, 1980, "kinds of device differ"),
+        ({}, 1500, "SM clocks differ by more than 5 %"),
+    ],
+)
+def test_times_that_must_not_be_compared(env: dict[str, Any], clock: int, text: str) -> None:
+    samples = {"event": FAST}
+    base = cell(SQUARE, "flash", samples=samples, clocks={"sm_mhz": 1980})
+    cand = cell(SQUARE, "flash", samples={"event": SLOW}, clocks={"sm_mhz": clock})
+    kernels = tuple(rows_of(SQUARE, "flash"))
+    diff = diff_cells(
+        side(cells=(base,), kernels=kernels), side(cells=(cand,), kernels=kernels, env=ENV | env)
+    )
+    assert {row.verdict for row in diff.rows} == {"unknown"}
+    assert all(text in row.reasons[0] for row in diff.rows)
+
+
+def test_a_side_whose_lanes_shared_cores_is_named() -> None:
+    base = cell(SQUARE, "flash", samples={"eager": FAST})
+    cand = replace(cell(SQUARE, "flash", samples={"eager": SLOW}), warnings=(SHARED_CORES,))
+    diff = diff_cells(side(cells=(base,), kernels=()), side(cells=(cand,), kernels=()))
+    assert f"candidate: {SHARED_CORES}" in one(diff, SQUARE, "call").reasons
+    diff = diff_cells(side(cells=(cand,), kernels=()), side(cells=(cand,), kernels=()))
+    assert not any(SHARED_CORES in text for text in one(diff, SQUARE, "call").reasons)
+
+
+def test_too_few_launches_and_overlapping_ranges_are_unknown() -> None:
+    kernels = tuple(rows_of(SQUARE, "efficient"))
+    single = tuple(replace(row, launches=2) for row in kernels)
+    diff = diff_cells(side(kernels=kernels, cells=()), side(kernels=single, cells=()))
+    assert "too few launches" in diff.rows[0].reasons[0]
+    assert diff.rows[0].verdict == "unknown"
+    wide = tuple(replace(slower(r, 1.2), min_ns=r.min_ns) for r in kernels)
+    diff = diff_cells(side(kernels=kernels, cells=()), side(kernels=wide, cells=()))
+    assert diff.rows[0].verdict == "unknown"
+    assert "overlap" in diff.rows[0].reasons[0]
+
+
+def test_rows_of_different_profilers_do_not_compare_times() -> None:
+    kernels = tuple(rows_of(SQUARE, "efficient"))
+    ncu = tuple(replace(slower(r, 3), profiler="ncu") for r in kernels)
+    diff = diff_cells(side(kernels=kernels, cells=()), side(kernels=ncu, cells=()))
+    assert diff.rows[0].verdict == "unknown"
+    assert "different profilers (torch, ncu)" in diff.rows[0].reasons[0]
+    both = diff_cells(side(kernels=kernels, cells=()), side(kernels=ncu + kernels, cells=()))
+    assert [row.verdict for row in both.rows] == ["same"]
+
+
+def test_a_config_that_one_side_lacks() -> None:
+    diff = diff_cells(side("efficient"), side("flash"))
+    rows = [row for row in diff.rows if row.config == "b1h1s16d8192-fp32"]
+    assert [(row.role, row.verdict) for row in rows] == (
+        [("call", "removed"), ("attention", "removed")]
+    )
+    assert (rows[1].baseline_ns, rows[1].candidate_ns) == (rows[1].baseline[0].duration_ns, None)
+
+
+def test_status() -> None:
+    refusal = (Refusal("dropout", "no dropout here"),)
+    fine = cell(SQUARE, "flash")
+    refused = cell(SQUARE, "flash", status="refused", refusals=refusal)
+    none: tuple[KernelRow, ...] = ()
+    diff = diff_cells(side(cells=(fine,), kernels=none), side(cells=(refused,), kernels=none))
+    (row,) = diff.rows
+    assert (row.role, row.verdict, row.changed) == ("status", "changed", True)
+    assert row.reasons == ("baseline: ok", "candidate: refused [dropout]: no dropout here")
+    diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(refused,), kernels=none))
+    assert [row.verdict for row in diff.rows] == ["same"]
+    other = replace(refused, refusals=(Refusal("mask", "no mask"),))
+    diff = diff_cells(side(cells=(refused,), kernels=none), side(cells=(other,), kernels=none))
+    assert [c.field for c in diff.rows[0].changes] == ["refusals"]
+
+
+def test_foreign_traces_pair_by_range() -> None:
+    rows = tuple(
+        replace(r, config=None, backend=None, cell=None, launches_per_call=None, range="train")
+        for r in rows_of(TRAIN, "flash")
+    )
+    diff = diff_cells(side(cells=(), kernels=rows), side(cells=(), kernels=rows))
+    assert {row.config for row in diff.rows} == {"train"}
+    assert one(diff, "train", "copy_bwd").baseline_ns == pytest.approx(
+        one(diff_cells(side("flash"), side("flash")), TRAIN, "copy_bwd").baseline_ns or 0
+    )
+
+
+def test_environment_differences_explain_first() -> None:
+    base = {"created": "a", "zeta": 1, "torch": "2.9.1", "python": "3.11", "priority_order": ("x",)}
+    base |= {"env": {}, "gpu": "NVIDIA L40S"}
+    cand = base | {"created": "b", "zeta": 2, "torch": "2.11.0", "priority_order": ["x"]}
+    cand |= {"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}, "gpu": "NVIDIA H200"}
+    found = environment_changes(base, cand)
+    assert [change.key for change in found] == (
+        ["gpu", "torch", "env.TORCH_CUDNN_SDPA_DEPRIORITIZED", "zeta", "created"]
+    )
+    assert all(change.explains for change in found[:3])
+    assert found[3].explains is None
+    assert (found[2].baseline, found[2].candidate) == (None, "1")
+    assert environment_changes(base, base) == []
+
+
+def test_what_one_side_does_not_tell_is_no_difference() -> None:
+    base = {"device_type": "cpu", "torch": "2.13.0", "env": {"OMP_NUM_THREADS": "1"}}
+    assert environment_changes(base, {}) == environment_changes({}, base) == []
+    assert environment_changes(base, {"torch": "2.13.0"}) == []
+    (change,) = environment_changes(base, base | {"device_type": None})
+    assert (change.baseline, change.candidate) == ("cpu", None)
+
+
+def test_json_is_plain_and_complete() -> None:
+    diff = diff_cells(side("flash"), side("math", env=ENV | {"torch": "2.12.1"}))
+    told = json.loads(json.dumps(diff.to_json()))
+    assert told["schema"] == "profharness.diff/1"
+    assert told["environment"][0]["key"] == "torch"
+    assert len(told["rows"]) == len(diff.rows)
+    first = next(row for row in told["rows"] if row["role"] == "attention")
+    assert first["baseline"][0]["grid"] == [1, 32, 8]
+    assert sum(diff.verdicts().values()) == len(diff.rows)
+
+
+SUBSETS = st.lists(st.sampled_from(kernel_rows()), unique=True, max_size=60).map(tuple)
+FACTORS = st.sampled_from([0.5, 1.0, 1.01, 2.0])
+
+
+@settings(max_examples=40)
+@given(SUBSETS)
+def test_a_side_against_itself(kernels: tuple[KernelRow, ...]) -> None:
+    diff = diff_cells(side(kernels=kernels), side(kernels=kernels))
+    assert set(diff.verdicts()) <= {"same", "unknown"}
+    assert not any(row.changed for row in diff.rows)
+    assert not diff.fails({"added", "removed", "changed", "faster", "slower"})
+
+
+@settings(max_examples=40)
+@given(SUBSETS, SUBSETS, FACTORS, st.sampled_from([None, ("flash", "math"), ("cudnn", "flash")]))
+def test_swapping_and_completeness(
+    left: tuple[KernelRow, ...],
+    right: tuple[KernelRow, ...],
+    factor: float,
+    backends: tuple[str, str] | None,
+) -> None:
+    right = tuple(slower(row, factor) for row in right)
+    a, b = backends or (None, None)
+    there = diff_cells(side(a, kernels=left), side(b, kernels=right))
+    back = diff_cells(side(b, kernels=right), side(a, kernels=left))
+    opposite = {"added": "removed", "removed": "added", "slower": "faster", "faster": "slower"}
+
+    def key(row: DiffRow) -> tuple[str, str, str]:
+        return row.config, row.backend_baseline or "" if backends is None else "", row.role
+
+    mirrored = {key(row): row for row in back.rows}
+    assert set(mirrored) == {key(row) for row in there.rows}
+    for row in there.rows:
+        other = mirrored[key(row)]
+        assert other.verdict == opposite.get(row.verdict, row.verdict)
+        assert (row.ratio is None) == (other.ratio is None)
+        if row.ratio is not None and other.ratio is not None:
+            assert row.ratio * other.ratio == pytest.approx(1)
+    for wanted, rows, name in ((a, left, "baseline"), (b, right, "candidate")):
+        given_rows = Counter(r for r in rows if wanted in (None, r.backend))
+        assert Counter(k for row in there.rows for k in getattr(row, name)) == given_rows
+
+
+PEAKS = (10_000_000, 10_090_000, 10_110_000, 9_000_000)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "verdict"),
+    [((0, 0), "same"), ((0, 1), "same"), ((0, 2), "more"), ((0, 3), "less"), ((2, 0), "less")],
+)
+def test_peak_memory_has_a_verdict_of_its_own(peaks: tuple[int, int], verdict: str) -> None:
+    """A change of more than 1 % counts, because peaks are repeatable to the byte."""
+    cells = [replace(cell(SQUARE, "flash"), peak_memory_bytes=PEAKS[place]) for place in peaks]
+    diff = diff_cells(*(side("flash", cells=(one_cell,)) for one_cell in cells))
+    (cost,) = (cost for cost in diff.costs if cost.what == "memory")
+    assert (cost.baseline, cost.candidate, cost.verdict) == (
+        *map(PEAKS.__getitem__, peaks),
+        verdict,
+    )
+    assert bool(diff.failing_costs({"memory"})) == (verdict == "more")
+    assert not diff.failing_costs({"launches", "refused"})
+    assert one(diff, SQUARE, "attention").verdict == "same"
+
+
+def test_launches_of_a_call_have_a_verdict_of_their_own() -> None:
+    diff = diff_cells(side("flash"), side("math"))
+    costs = {cost.config: cost for cost in diff.costs if cost.what == "launches"}
+    assert (costs[SQUARE].baseline, costs[SQUARE].candidate) == (2, 14)
+    assert costs[SQUARE].verdict == "more" and costs[SQUARE].ratio == 7
+    assert costs[SQUARE] in diff.failing_costs({"launches"})
+    back = diff_cells(side("math"), side("flash"))
+    assert not back.failing_costs({"launches"})
+    same = diff_cells(side("flash"), side("flash"))
+    assert {cost.verdict for cost in same.costs} == {"same"}
+
+
+def test_what_one_side_refuses_is_told_and_what_both_refuse_is_not() -> None:
+    ran = cell(SQUARE, "flash")
+    refused = replace(ran, status="refused", refusals=(Refusal("dtype", "no"),))
+    died = replace(ran, status="crashed")
+
+    def verdict(first: CellRow, second: CellRow) -> list[str]:
+        diff = diff_cells(side("flash", cells=(first,)), side("flash", cells=(second,)))
+        assert bool(diff.failing_costs({"refused"})) == ((first, second) == (ran, refused))
+        return [cost.verdict for cost in diff.costs if cost.what == "refused"]
+
+    assert verdict(ran, refused) == ["refused"]
+    assert verdict(refused, ran) == ["accepted"]
+    assert verdict(refused, refused) == verdict(ran, ran) == ["same"]
+    assert verdict(ran, died) == []  # nothing was refused; `changed` covers it
+
+
+def test_costs_stand_in_the_json_where_there_are_any() -> None:
+    costs = diff_cells(side("flash"), side("math")).to_json()["costs"]
+    assert {cost["what"] for cost in costs} == {"launches", "refused"}
+    assert "costs" not in diff_cells(side("flash", cells=()), side("math", cells=())).to_json()

@@ -1,0 +1,342 @@
+"""`profharness predict` by the packaged atlas: measured cells, floors, maps, formats and wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import profharness
+from profharness.atlas.data import Atlas, AtlasCell, build_atlas, write_atlas
+from profharness.atlas.rows import PROFILER, against, predicted_rows
+from profharness.cli import find_command
+from profharness.commands.kernels.tables import FIELDS
+from profharness.commands.predict.tables import against_blocks
+from profharness.errors import GateError, UsageError
+
+kernels = find_command("kernels")
+command = find_command("predict")
+
+RANGE = "2,8,{512,1024},{64,128},fp16"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without atlases of the user's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture(scope="module")
+def measured(packaged: Atlas) -> list[AtlasCell]:
+    """A few cells from all over the atlas: `auto` that ran, and a backend that was refused."""
+    cells = [packaged.cell(row) for row in range(0, len(packaged), 997)]
+    ran = [cell for cell in cells if cell.backend == "auto" and cell.kernel_us]
+    refused = [cell for cell in cells if cell.status == "refused" and cell.backend != "auto"]
+    return [*ran[:4], *refused[:1]]
+
+
+def predict(*args: object) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=True)
+
+
+def told(*args: object) -> str:
+    result = predict(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def answer(*args: object) -> Mapping[str, Any]:
+    return json.loads(told(*args, "--format", "json"))
+
+
+def test_measured_cells_come_back_as_they_are(measured: list[AtlasCell]) -> None:
+    assert len(measured) == 5
+    arguments = [part for cell in measured for part in ("--config", cell.config.label)]
+    found = {(row["config"], row["backend"]): row for row in answer(*arguments)["rows"]}
+    for cell in measured:
+        row = found[cell.config.label, cell.backend]
+        assert (row["source"], row["status"]) == ("measured", cell.status)
+        launches = [
+            (each["kernel"], each["grid"], each["block"], each["registers_per_thread"],
+             each["shared_bytes"], each["duration_ns"])
+            for each in row["kernels"] or ()
+        ]  # fmt: skip
+        assert launches == [
+            (each.kernel, each.grid and [*each.grid], each.block and [*each.block], each.registers,
+             each.shared_bytes, round(each.time_us * 1e3))
+            for each in cell.launches
+        ]  # fmt: skip
+        if cell.status == "ok":
+            assert (row["kernel_ns"], row["choice"]) == (round(cell.kernel_us * 1e3), cell.choice)
+            assert row["regret"] is not None
+        else:
+            assert row["kernel_ns"] is None
+            assert row["reasons"]
+
+
+def test_one_config_has_its_verdict_backends_and_kernels(measured: list[AtlasCell]) -> None:
+    cell = measured[0]
+    text = told("--config", cell.config.label, "--gpu", "h200")
+    assert text.startswith(f"{cell.config.label}  NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, ")
+    assert f"auto takes {cell.choice}: {cell.kernel_us:.2f} µs, measured" in " ".join(text.split())
+    assert "Kernels of a call" in text
+
+
+def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasCell]) -> None:
+    result = predict("--config", measured[0].config.label)
+    assert "answering for NVIDIA H200, torch 2.11.0+cu130" in result.stderr
+    assert "answering" not in predict("--config", measured[0].config.label, "--gpu", "H200").stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (("--gpu", "A100"), "no atlas of A100 with torch"),
+        (("--gpu", "H200", "--torch", "2.8"), "its atlases are of torch 2.11.0"),
+        (("--gpu", "H200 NVL", "--torch", "2.11"), "there are atlases of NVIDIA H200"),
+    ],
+)
+def test_without_an_atlas_there_is_a_floor_and_no_time(place: tuple[str, ...], reason: str) -> None:
+    result = predict("--config", "2,8,512,64,bf16", *place, "--format", "json")
+    assert reason in result.stderr
+    document = json.loads(result.stdout)
+    assert document["atlas"] is None
+    for row in document["rows"]:
+        assert row["source"] == "floor"
+        assert row["kernel_ns"] is row["regret"] is row["best"] is row["kernels"] is None
+    assert document["rows"][0]["choice"] in ("flash", "cudnn")
+    assert document["rows"][0]["low_ns"] > 0
+
+
+def test_several_configs_make_maps_of_choice_time_and_loss(tmp_path: Path) -> None:
+    document = answer("--config", RANGE, "--gpu", "H200")
+    assert document["schema"] == "profharness.predict/1"
+    assert document["atlas"]["cells"] > 40_000
+    (drawn,) = document["maps"]
+    assert (drawn["rows"], drawn["columns"]) == ("seq", "head_dim")
+    for key in ("choices", "kernel_ns", "regret", "best", "source"):
+        assert [len(line) for line in drawn[key]] == [2, 2], key
+    assert len(document["rows"]) == 4 * 5
+    text = told("--config", RANGE, "--gpu", "H200")
+    assert "Kernel time in µs" in text
+    assert "legend" in text
+    told("--config", RANGE, "--gpu", "H200", "-o", tmp_path / "maps.html")
+    assert "What auto takes" in (tmp_path / "maps.html").read_text()
+
+
+def test_a_variant_of_a_board_is_called_by_its_own_name() -> None:
+    said = predict("--config", "2,8,512,64,bf16", "--gpu", "H200 NVL", "--torch", "2.11").stderr
+    assert "no atlas of H200 NVL with torch 2.11.0" in said
+
+
+def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    machine = replace(packaged.machine, gpu="NVIDIA RTX 3060 Laptop GPU", capability="8.6")
+    own = tmp_path / "own"
+    own.mkdir()
+    write_atlas(build_atlas(machine, measured), own / "laptop.npz")
+    label = measured[0].config.label
+    for gpu in ("RTX 3060 Laptop GPU", "H200"):
+        document = answer("--config", label, "--gpu", gpu, "--atlas", own)
+        assert document["rows"][0]["source"] == "measured"
+        assert document["rows"][0]["gpu"].endswith(gpu)
+    error = predict("--config", label, "--atlas", own).exception
+    assert "which GPU is not said, and there are atlases of NVIDIA H200, NVIDIA RTX" in str(error)
+
+
+def test_a_call_measured_on_auto_counts_for_what_it_took(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    machine = replace(packaged.machine, driver="1.2")
+    write_atlas(build_atlas(machine, measured[:1]), own / "one.npz")
+    cell = measured[0]
+    where = ("--gpu", "H200", "--driver", "1.2", "--atlas", own)
+    rows = answer("--config", cell.config.label, *where)["rows"]
+    same = [row for row in rows if row["backend"] in ("auto", cell.choice)]
+    assert [row["source"] for row in same] == ["measured", "measured"]
+    assert same[0]["kernel_ns"] == same[1]["kernel_ns"]
+    assert {row["source"] for row in rows if row not in same} != {"measured"}
+
+
+def test_own_cells_come_first_and_the_package_answers_the_rest(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, known = tmp_path / "own", measured[0]
+    own.mkdir()
+    new = replace(known, config=replace(known.config, batch=7, seq_len_q=77), kernel_us=123.0)
+    assert packaged.find(new.config, new.backend) is None
+    write_atlas(build_atlas(packaged.machine, [new]), own / "one.npz")
+    asked = ("--gpu", "H200", "--atlas", own)
+    document = answer("--config", new.config.label, *asked)
+    rows = {row["backend"]: row for row in document["rows"]}
+    assert (rows["auto"]["source"], rows["auto"]["kernel_ns"]) == ("measured", 123_000)
+    assert "model" in {row["source"] for row in rows.values()}
+    assert document["atlas"]["own_cells"] == 1
+    assert document["atlas"]["cells"] == len(packaged)
+    package = answer("--config", known.config.label, *asked)
+    assert package["rows"][0]["source"] == "measured"
+    assert package["rows"][0]["kernel_ns"] == round(1e3 * (known.kernel_us or 0))
+
+
+def test_the_choice_is_judged_by_the_versions_of_the_atlas(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, config = tmp_path / "own", ("--config", "2,8,512,64,fp16", "--gpu", "H200")
+    own.mkdir()
+    old = replace(packaged.machine, cudnn=8900, driver="1.2")
+    write_atlas(build_atlas(old, measured[:1]), own / "old.npz")
+    choices = [
+        answer(*config, *more)["rows"][0]["choice"]
+        for more in ((), ("--driver", "1.2", "--atlas", own))
+    ]
+    assert choices == ["cudnn", "flash"]
+
+
+def test_own_cells_that_contradict_the_package_are_told(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, known = tmp_path / "own", measured[0]
+    own.mkdir()
+    slow = replace(known, kernel_us=2 * (known.kernel_us or 0))
+    write_atlas(build_atlas(packaged.machine, [slow]), own / "one.npz")
+    said = predict("--config", known.config.label, "--gpu", "H200", "--atlas", own).stderr
+    assert "disagree on 1 cells" in said
+    assert f"{known.config.label} auto: times" in said
+
+
+def test_atlas_of_another_driver_is_not_mixed(
+    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+) -> None:
+    own, known = tmp_path / "own", measured[0]
+    own.mkdir()
+    other = replace(packaged.machine, driver="999.1")
+    slow = replace(known, kernel_us=50 * (known.kernel_us or 0))
+    write_atlas(build_atlas(other, [slow]), own / "one.npz")
+    asked = ("--config", known.config.label, "--gpu", "H200", "--atlas", own)
+    usual = predict(*asked)
+    assert "driver 999.1 (user, 1 cells)" in usual.stderr
+    assert f"driver {packaged.machine.driver}" in usual.stdout
+    mine = answer(*asked, "--driver", "999.1")
+    assert (mine["atlas"]["driver"], mine["atlas"]["cells"]) == ("999.1", 1)
+    assert mine["rows"][0]["kernel_ns"] == round(1e3 * (slow.kernel_us or 0))
+    assert "model" not in {row["source"] for row in mine["rows"] if row["status"] == "ok"}
+    none = predict(*asked, "--driver", "1")
+    assert "and driver 1, so there is no time" in none.stderr
+
+
+@pytest.mark.parametrize("format_", ["csv", "jsonl", "md"])
+def test_every_format_names_the_config(format_: str) -> None:
+    assert "b2-h8-s512-d64-fp16" in told("--config", "2,8,512,64", "--format", format_)
+
+
+def test_a_backend_has_rows_of_its_own() -> None:
+    rows = answer("--config", "2,8,512,64,fp16", "--backend", "flash,math")["rows"]
+    assert [row["backend"] for row in rows] == ["flash", "math"]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((), "predict needs a config"),
+        (("--config", "2,8,512,64", "--gpu", "H300"), "near matches: H200"),
+        (("--config", "2,8,512,64", "--gpu", "cpu"), "explain --gpu cpu"),
+        (("--config", "2,8,512,64", "--torch", "new"), "is not a version"),
+        (("--config", "2,8,512,64", "--backend", "xformers"), "an atlas has auto, flash"),
+        (("--config", "2,8,512"), "config '2,8,512'"),
+    ],
+)
+def test_errors_name_a_remedy(args: tuple[str, ...], text: str) -> None:
+    error = predict(*args).exception
+    assert isinstance(error, UsageError)
+    assert text in str(error)
+
+
+def test_the_python_interface_gives_one_row_per_config_and_backend(
+    measured: list[AtlasCell],
+) -> None:
+    cell = measured[0]
+    frame = profharness.predict(cell.config, gpu="H200", torch="2.11")
+    assert list(frame.backend) == ["auto", "flash", "efficient", "cudnn", "math"]
+    first = frame.iloc[0]
+    assert (first.source, first.choice) == ("measured", cell.choice)
+    assert first.kernel_ns == round((cell.kernel_us or 0) * 1e3)
+    assert frame.attrs["place"].startswith("NVIDIA H200")
+    with pytest.raises(UsageError, match="predict needs a config"):
+        profharness.predict(None)
+
+
+def test_an_answer_loads_no_torch_pandas_or_store(tmp_path: Path) -> None:
+    arguments = ["predict", "--config", "2,8,512,64,bf16", "--gpu", "H200", "--format", "json"]
+    code = (
+        "import sys\nfrom profharness.cli import cli\n"
+        f"cli.main({arguments!r}, standalone_mode=False)\n"
+        "print([n for n in ('torch', 'pandas', 'scipy', 'sqlite_utils', 'altair') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_has_examples() -> None:
+    assert told("--help").count("profharness predict --config") == 3
+    assert "profharness predict --configs FILE" in told("--help")
+
+
+def test_kernels_of_a_gpu_are_rows_as_of_a_store(measured: list[AtlasCell], tmp_path: Path) -> None:
+    cell = measured[0]
+    arguments = [
+        "--config",
+        cell.config.label,
+        "--gpu",
+        "H200",
+        "--store",
+        str(tmp_path / "none.db"),
+    ]
+    result = CliRunner().invoke(kernels, [*arguments, "--format", "json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    document = json.loads(result.stdout)
+    own = [row for row in document["rows"] if row["backend"] == "auto"]
+    assert list(own[0]) == list(FIELDS)
+    assert {row["source"] for row in own} == {"measured"}
+    assert {row["profiler"] for row in own} == {PROFILER}
+    assert sum(row["launches"] for row in own) == len(cell.launches)
+    assert sum(row["total_ns"] for row in own) == pytest.approx(
+        1e3 * (cell.kernel_us or 0), rel=0.01
+    )
+    table = CliRunner().invoke(kernels, arguments).stdout
+    assert table.startswith(cell.config.label)
+    assert "mismatch" not in table
+    gate = CliRunner().invoke(kernels, [*arguments, "--backend", "auto", "--expect", "math"])
+    assert isinstance(gate.exception, GateError) == (cell.choice != "math")
+    assert not (tmp_path / "none.db").exists()
+    for more in (["--run", "latest"], ["--steps"], ["--profiler", "torch"]):
+        assert isinstance(CliRunner().invoke(kernels, [*arguments, *more]).exception, UsageError)
+
+
+def test_run_is_compared_with_the_atlas_of_its_machine(measured: list[AtlasCell]) -> None:
+    configs = [cell.config for cell in measured if cell.status == "ok"]
+    rows, cells, doubt = predicted_rows(configs, ["auto"], "H200", "2.11")
+    assert doubt == ""
+    environment = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
+    found = against(cells, rows, environment)
+    assert [(row["config"], row["source"]) for row in found] == [
+        (config.label, "measured") for config in configs
+    ]
+    assert all(row["same_kernels"] and abs(row["ratio"] - 1) < 0.01 for row in found)
+    blocks = against_blocks(found)
+    assert len(blocks) == 3
+    for other in ({"gpu": "NVIDIA A100-SXM4-40GB"}, {"device_type": "cpu"}, {"torch": "2.8.0"}):
+        assert against(cells, rows, environment | other) == []
+    assert against_blocks([]) == []

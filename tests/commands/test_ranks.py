@@ -1,0 +1,138 @@
+"""`profharness ranks` on jobs made from a real training step: it reports what is uneven, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from make_ranks import Fleet, make_ranks, read
+
+import profharness
+from profharness.cli import cli
+from profharness.commands.ranks.answer import compare_ranks
+from profharness.commands.ranks.comparison import RankComparison
+from profharness.commands.ranks.tables import FIELDS
+from profharness.errors import GateError, NotFoundError, UsageError
+from profharness.store import ingest_path, open_store
+
+UNEVEN = Fleet(8, 1, slow={5: 1.05}, flash=(3,), fewer=(1,), driver=(6, 7))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a store of two jobs: `uneven`, and `even`, the newest."""
+    folder = tmp_path_factory.mktemp("jobs")
+    trace = read()
+    for name, fleet in (("uneven", UNEVEN), ("even", Fleet(6, 2))):
+        make_ranks(trace, folder / name, fleet)
+        ingest_path(folder / "s.db", folder / name)
+    return folder
+
+
+def compared(jobs: Path, name: str) -> RankComparison:
+    with open_store(jobs / "s.db") as store:
+        return compare_ranks(store, [str(jobs / name)])
+
+
+def test_each_rank_that_is_uneven_is_named_for_what_it_is(jobs: Path) -> None:
+    answer = compared(jobs, "uneven")
+    assert {(each.code, each.ranks) for each in answer.findings} == {
+        ("slow-gpu", ("rank 5",)),
+        ("other-attention", ("rank 3",)),
+        ("other-kernels", ("rank 1",)),
+        ("other-software", ("rank 6", "rank 7")),
+    }
+    told = {each.code: each.sentence for each in answer.findings}
+    assert "flash" in told["other-attention"] and "7 of 8 ranks cudnn" in told["other-attention"]
+    assert "cuda_driver_version is 12080, on most ranks 13000" in told["other-software"]
+    (slow,) = [row for row in answer.rows if row.findings == ("slow-gpu",)]
+    assert slow.ratio == pytest.approx(1.05, abs=0.015)
+    assert answer.world_size == 8 and answer.spread is not None and answer.spread < 0.02
+
+
+def test_an_even_job_sets_no_rank_apart(jobs: Path) -> None:
+    answer = compared(jobs, "even")
+    assert [each.code for each in answer.findings] == []
+    assert all(abs((row.ratio or 0) - 1) < 0.03 for row in answer.rows)
+
+
+def test_shares_are_parts_of_the_span_and_ranks_that_wait_are_told(jobs: Path) -> None:
+    """One rank is idle for a fifth longer, another reaches the all-reduce late."""
+    with open_store(jobs / "s.db", write=True) as store:
+        for row in compared(jobs, "even").rows:
+            assert row.span_ns and row.idle_ns and row.collective_ns and row.exposed_ns
+            assert row.idle_ns < row.span_ns and row.exposed_ns == row.collective_ns
+        store.connection.execute("BEGIN")
+        change = (
+            "UPDATE device_times SET {} WHERE trace_id IN (SELECT t.id FROM traces t "
+            "JOIN runs r ON r.id = t.run_id WHERE r.rank = ? AND r.path LIKE '%/even/%')"
+        )
+        store.connection.execute(change.format("busy_ns = busy_ns - (end_ns - start_ns) / 5"), (2,))
+        for rank in range(6):
+            taken = "collective_ns = (end_ns - start_ns) / ?2"
+            store.connection.execute(
+                change.format(taken).replace("= ? ", "= ?1 "), (rank, 50 if rank == 4 else 4)
+            )
+        answer = compare_ranks(store, [str(jobs / "even")])
+        store.connection.execute("ROLLBACK")
+    assert {(each.code, each.ranks) for each in answer.findings} == {
+        ("waits", ("rank 2",)),
+        ("late", ("rank 4",)),
+    }
+
+
+def test_a_single_slow_kernel_is_no_slow_gpu(jobs: Path) -> None:
+    with open_store(jobs / "s.db", write=True) as store:
+        store.connection.execute("BEGIN")
+        store.connection.execute(
+            "UPDATE launch_groups SET total_ns = total_ns * 5 WHERE by_op = 0 AND kernel_id IN "
+            "(SELECT id FROM kernels WHERE family = 'cudnn_bwd') AND trace_id IN (SELECT t.id "
+            "FROM traces t JOIN runs r ON r.id = t.run_id WHERE r.rank = 1 AND r.path LIKE '%/even/%')"
+        )
+        answer = compare_ranks(store, [str(jobs / "even")])
+        store.connection.execute("ROLLBACK")
+    (finding,) = answer.findings
+    assert (finding.code, finding.ranks) == ("slow-kernels", ("rank 1",))
+    assert "cudnn" in finding.sentence and "times as long" in finding.sentence
+
+
+def test_the_command_takes_the_newest_job_and_gates_on_findings(jobs: Path) -> None:
+    store = ["--store", str(jobs / "s.db")]
+    run = CliRunner().invoke
+    shown = run(cli, ["ranks", "--format", "json", *store])
+    document = json.loads(shown.stdout)
+    assert document["schema"] == "profharness.ranks/1" and document["findings"] == []
+    assert [row["rank"] for row in document["rows"]] == list(range(6))
+    assert set(document["rows"][0]) == set(FIELDS)
+    for form in ("table", "csv", "md", "html"):
+        assert (
+            "rank 5" in run(cli, ["ranks", str(jobs / "uneven"), "--format", form, *store]).stdout
+        )
+    failed = run(cli, ["ranks", str(jobs / "uneven"), "--fail-on", "slow-gpu,late", *store])
+    assert isinstance(failed.exception, GateError) and "rank 5" in str(failed.exception)
+    assert run(cli, ["ranks", "--fail-on", "any", *store]).exit_code == 0
+    assert isinstance(run(cli, ["ranks", "--fail-on", "slow", *store]).exception, UsageError)
+
+
+def test_the_function_has_the_findings_beside_its_rows(jobs: Path) -> None:
+    frame = profharness.ranks(jobs / "uneven", store=jobs / "s.db")
+    assert list(frame.columns) == list(FIELDS) and len(frame) == 8
+    assert {each["code"] for each in frame.attrs["findings"]} >= {"slow-gpu", "other-attention"}
+
+
+def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -> None:
+    with open_store(jobs / "s.db") as store:
+        some = [row.run for row in store.ranks([str(jobs / "uneven")])][:2]
+        answer = compare_ranks(store, some)
+        assert [row.label for row in answer.rows] == ["rank 0", "rank 1"]
+        assert "these are not stored: 2, 3, 4, 5, 6, 7" in answer.findings[-1].sentence
+    ingest_path(tmp_path / "s.db", jobs / "even" / "rank0.json")
+    with (
+        open_store(tmp_path / "s.db") as store,
+        pytest.raises(NotFoundError, match="the only rank of its job here; `profharness ingest"),
+    ):
+        compare_ranks(store)

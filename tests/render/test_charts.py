@@ -1,0 +1,236 @@
+"""Draw charts with the real libraries, and check marks, colours, labels and the lack of external
+references.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from chart_samples import BACKENDS, NASTY, SAMPLES
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from profharness.attention.backends import BACKENDS as REGISTRY
+from profharness.commands.bench.tables import latency_charts
+from profharness.render.charts import (
+    DARK,
+    DRAWERS,
+    LIGHT,
+    OF_BACKENDS,
+    PALETTE,
+    STYLES,
+    altair_chart,
+    backend_styles,
+    draw_png,
+    draw_svg,
+    series_colors,
+)
+from profharness.render.document import KINDS, Chart, Mark
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+SVG = "{http://www.w3.org/2000/svg}"
+WHITE = "#ffffff"  # text on the tiles of a map
+
+
+def luminance(color: str) -> float:
+    """Return the relative luminance as defined by WCAG 2."""
+    parts = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_kind_has_a_drawer_and_a_sample() -> None:
+    assert set(KINDS) == set(DRAWERS) == set(SAMPLES)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_chart_is_valid_and_has_one_mark_per_row(kind: str) -> None:
+    chart = SAMPLES[kind]
+    altair_chart(chart).to_dict(validate=True)
+    tree = ElementTree.fromstring(draw_svg(chart, 3))
+    marks = [each for each in tree.iter(f"{SVG}path") if each.find(f"{SVG}title") is not None]
+    assert len(marks) == len(chart.rows)
+    for mark in marks:
+        assert mark.get("aria-label") == mark.findtext(f"{SVG}title")
+    titles = " ".join(mark.findtext(f"{SVG}title") or "" for mark in marks)
+    assert NASTY in titles
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_svg_loads_nothing_and_runs_nothing(kind: str) -> None:
+    svg = draw_svg(SAMPLES[kind])
+    tree = ElementTree.fromstring(svg)
+    assert {each.tag for each in tree.iter()} <= {
+        *(
+            f"{SVG}{name}"
+            for name in ("svg", "g", "path", "text", "tspan", "line", "rect", "title")
+        ),
+        *(f"{SVG}{name}" for name in ("defs", "clipPath")),
+    }
+    for each in tree.iter():
+        for name, value in each.attrib.items():
+            assert not name.startswith("on") and "href" not in name
+            assert "url(" not in value or value.startswith("url(#chart")
+    assert "currentColor" in svg
+
+
+@pytest.mark.parametrize("kind", ["lines", "dots", "roofline", "dumbbell"])
+def test_marks_at_one_place_show_inside_each_other(kind: str) -> None:
+    sample = SAMPLES[kind]
+    row = sample.rows[0]
+    rows = tuple(row | {sample.series: name} for name in ("auto", "cudnn", "all-disabled"))
+    chart = Chart(kind, "t", rows, sample.x, sample.y, sample.series, roofs=sample.roofs)
+    tree = ElementTree.fromstring(draw_svg(chart))
+    marks = [each for each in tree.iter(f"{SVG}path") if each.find(f"{SVG}title") is not None]
+    assert {mark.get("fill") for mark in marks} <= {None, "none", "transparent"}
+    assert len({mark.get("d") for mark in marks}) == 3
+
+
+def test_intervals_are_drawn_and_marks_show_their_config() -> None:
+    medians = [(f"b2-h8-s{s}-d64-fp16", "flash", 1000.0 * s) for s in (128, 256)]
+    known = {(label, name): (0.9 * ns, 1.2 * ns) for label, name, ns in medians}
+    (without,) = latency_charts(medians, "event")
+    (chart,) = latency_charts(medians, "event", known)
+    rules = [draw_svg(each).count("mark-rule") for each in (without, chart)]
+    assert rules[1] > rules[0]
+    svg = draw_svg(chart)
+    assert "flash at b2-h8-s256-d64-fp16: 256, 256, 230.4 to 307.2" in svg
+    assert "b2-h8-s128-d64-fp16" in svg
+
+
+def test_map_is_sorted_by_number() -> None:
+    lengths = ("1024", "128", "64", "1×4096", "256")
+    rows = tuple({"s": s, "d": d, "took": "math"} for s in lengths for d in ("b2-d128", "b2-d64"))
+    spec = altair_chart(Chart("map", "Map", rows, "s", "d", "took")).to_dict()
+    axes = spec["layer"][0]["encoding"]
+    assert axes["x"]["sort"] == ["1×4096", "64", "128", "256", "1024"]
+    assert axes["y"]["sort"] == ["b2-d64", "b2-d128"]
+
+
+def test_chart_has_its_title_as_accessible_name() -> None:
+    chart = SAMPLES["lines"]
+    named = Chart(chart.kind, NASTY, chart.rows, chart.x, chart.y, chart.series, caption="rising")
+    tree = ElementTree.fromstring(draw_svg(named))
+    assert tree.get("role") == "img"
+    assert tree.get("aria-label") == f"{NASTY}. rising"
+
+
+def test_standalone_svg_follows_the_theme() -> None:
+    tree = ElementTree.fromstring(draw_svg(SAMPLES["map"], alone=True))
+    style = tree.findtext(f"{SVG}style") or ""
+    assert "prefers-color-scheme:dark" in style and LIGHT[0] in style and DARK[1] in style
+
+
+def test_png_size_follows_the_scale() -> None:
+    small, large = (draw_png(SAMPLES["map"], scale) for scale in (1.0, 2.0))
+    for content in (small, large):
+        assert content.startswith(b"\x89PNG\r\n")
+    width = [int.from_bytes(content[16:20], "big") for content in (small, large)]
+    assert width[1] == pytest.approx(2 * width[0], abs=2)
+
+
+@pytest.mark.parametrize("color", PALETTE)
+def test_colors_contrast_with_both_backgrounds(color: str) -> None:
+    for background, _ in (LIGHT, DARK):
+        assert contrast(color, background) >= 3
+    assert contrast(color, WHITE) >= 3  # text on a tile of a map
+
+
+def test_text_contrasts_with_its_background() -> None:
+    for background, ink in (LIGHT, DARK):
+        assert contrast(ink, background) >= 7
+
+
+def test_backend_keeps_its_color() -> None:
+    alone = series_colors(["math"])
+    assert series_colors(["flash", "mine", "math"])[2] == alone[0]
+
+
+@given(st.lists(st.sampled_from(["auto", "math", "mine", "yours", "third"]), unique=True))
+def test_few_series_have_different_colors(names: list[str]) -> None:
+    assert len(set(series_colors(names))) == len(names)
+
+
+@given(
+    st.lists(st.one_of(st.sampled_from([*STYLES]), st.text(max_size=3)), unique=True, max_size=30)
+)
+def test_backends_of_a_chart_look_different(names: list[str]) -> None:
+    assert len(set(backend_styles(names))) == len(names)
+
+
+def test_backend_looks_the_same_in_every_chart() -> None:
+    every = dict(zip([*STYLES, "mine"], backend_styles([*STYLES, "mine"]), strict=True))
+    for name, style in every.items():
+        assert backend_styles(["math", name])[-1] == style
+    implementations = {path.stem for path in KERNELS.glob("[!_]*.py")}
+    assert {*REGISTRY, *implementations} <= {*STYLES}
+
+
+@pytest.mark.parametrize("kind", OF_BACKENDS)
+def test_chart_of_backends_uses_their_colors(kind: str) -> None:
+    names = dict.fromkeys(str(row[SAMPLES[kind].series]) for row in SAMPLES[kind].rows)
+    svg = draw_svg(SAMPLES[kind])
+    for color, _ in backend_styles([*names]):
+        assert f'stroke="{color}"' in svg
+
+
+def test_each_mark_has_a_line_above_all_points() -> None:
+    sample = SAMPLES["lines"]
+    texts = ("math overtakes flash between 128 and 256", "flash does 3.1x less work at 512")
+    marks = (Mark(181.0, texts[0]), Mark(512, texts[1]))
+    svg = draw_svg(replace(sample, marks=marks))
+    tree = ElementTree.fromstring(svg)
+    shown = [each for each in tree.iter(f"{SVG}text") if (each.text or "") in texts]
+    assert sorted(each.text or "" for each in shown) == sorted(texts)
+    assert "NaN" not in svg
+    lanes = {float(re.findall(r"[-\d.]+", each.get("transform") or "")[1]) for each in shown}
+    assert len(lanes) == 2
+    heights = [
+        float(re.findall(r"[-\d.]+", mark.get("transform") or "")[1])
+        for mark in tree.iter(f"{SVG}path")
+        if mark.find(f"{SVG}title") is not None
+    ]
+    assert min(heights) > max(lanes)
+
+
+def test_invalid_chart_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind 'pie'"):
+        Chart("pie", "", (), "x", "y", "s")
+    with pytest.raises(ValueError, match="has no s"):
+        Chart("lines", "t", ({"x": 1, "y": 2},), "x", "y", "s")
+
+
+@example("a\x00b\x1b[31m\x0b")
+@example("0\U00018cd6\U0001f000\x1b\U0001b2fc\U0001b2fc\U0002ebe1")
+@example("\U0001f600" * 60)
+@settings(max_examples=15)
+@given(st.text(min_size=1, max_size=30))
+def test_any_name_stays_text(name: str) -> None:
+    rows = tuple({"x": x, "y": f"row {name}", "s": name} for x in (1.0, 2.0))
+    svg = draw_svg(Chart("dots", name, rows, "x", "y", "s"))
+    assert not re.search(r"<(script|img|a|foreignObject)\b", svg)
+
+
+def test_importing_the_block_draws_nothing() -> None:
+    code = (
+        "import sys, profharness.render.renderers\n"
+        "assert not {'altair', 'vl_convert', 'jsonschema'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_backends_of_the_samples_differ() -> None:
+    assert len(set(series_colors(BACKENDS))) == len(BACKENDS)

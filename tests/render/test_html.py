@@ -1,0 +1,184 @@
+"""Parse the HTML page: texts stay texts, headings have anchors, and nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from chart_samples import NASTY, SAMPLES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.columns import Column
+from profharness.errors import one_line
+from profharness.render.document import Code, Document, Heading, Note, Table
+from profharness.render.html import render_html
+from profharness.render.renderers import RENDERERS, render_markdown
+
+VOID = {"meta", "link", "input", "br", "hr"}
+
+
+class Page(HTMLParser):
+    """Collect elements with attributes and text. Fail if tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs), f"{tag} repeats an attribute"
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def text_of(self, tag: str) -> list[str]:
+        return [data for name, data in self.texts if name == tag]
+
+
+def document(text: str, rows: int = 2) -> Document:
+    columns = (Column("name", text), Column("count", "n", "count"))
+    body = tuple((text if n == 0 else f"row {n}", n) for n in range(rows))
+    blocks = (
+        Heading(text, text),
+        Table(columns, body),
+        Note(text, text, "warning"),
+        Heading(text, level=3),
+        Code(text),
+    )
+    return Document("t/1", text, blocks, ("name",), ({"name": text},))
+
+
+@given(st.text(min_size=1))
+def test_any_text_stays_text(text: str) -> None:
+    page = Page(render_html(document(text)))
+    plain = Page(render_html(document("x")))
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
+    shown = one_line(text) if text != "" else ""
+    if shown.strip():
+        assert "".join(page.text_of("td")).startswith(shown)
+
+
+def test_markup_in_names_is_escaped_everywhere() -> None:
+    html = render_html(document(NASTY))
+    assert "<script>alert" not in html
+    assert html.count("<script>") == 1
+    assert Page(html).text_of("title") == [NASTY]
+
+
+def test_headings_have_distinct_anchors_and_are_in_the_contents() -> None:
+    page = Page(render_html(document("flash & math")))
+    anchors = [page.named(tag)[0]["id"] for tag in ("h2", "h3")]
+    assert anchors == ["flash-math", "flash-math-2"]
+    links = [each["href"] for each in page.named("a")]
+    for anchor in anchors:
+        assert links.count(f"#{anchor}") == 2  # next to the heading, and in the contents
+    identities = [each["id"] for _, each in page.elements if "id" in each]
+    assert len(identities) == len(set(identities))
+
+
+def test_long_heading_is_short_in_the_contents() -> None:
+    long = "range " + "x" * 100_000
+    html = render_html(Document("t/1", "t", (Heading(long), Heading("h")), (), ()))
+    assert len(html) < 150_000
+    assert html.count("x" * 1000) == 100  # the heading itself is not cut
+    assert max(map(len, (str(each["href"]) for each in Page(html).named("a")))) < 200
+
+
+def test_nothing_is_fetched_and_the_policy_forbids_it() -> None:
+    html = render_html(document("x", 20))
+    page = Page(html)
+    for _, attributes in page.elements:
+        assert "src" not in attributes
+        assert not any(name.startswith("on") for name in attributes)
+        href = attributes.get("href")
+        assert href is None or href.startswith("#") or href == "data:,"
+    policy = next(
+        str(each["content"])
+        for each in page.named("meta")
+        if each.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert "default-src 'none'" in policy
+    (script,) = page.text_of("script")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+
+
+@pytest.mark.parametrize(("rows", "filters"), [(2, 0), (8, 1)])
+def test_long_table_has_a_filter(rows: int, filters: int) -> None:
+    page = Page(render_html(document("x", rows)))
+    assert len(page.named("input")) == filters
+    if filters:
+        assert page.named("input")[0]["aria-controls"] == page.named("table")[0]["id"]
+
+
+def test_values_are_sorted_by_number_not_by_text() -> None:
+    columns = (Column("grid", "grid", "triple"), Column("us", "µs", "us"))
+    table = Table(columns, (((4, 2, 8), 1234567), (None, None), ("", float("nan"))))
+    page = Page(render_html(Document("t/1", "t", (table,), (), ())))
+    assert [each.get("data-v") for each in page.named("td")] == [
+        "64",
+        "1234567",
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert page.text_of("td")[:3] == ["4,2,8", "1234.57", "-"]
+
+
+def test_repeated_value_is_still_shown() -> None:
+    table = Table((Column("b", "b", repeat=False),), (("flash",), ("flash",)))
+    page = Page(render_html(Document("t/1", "t", (table,), (), ())))
+    assert page.text_of("td") == ["flash", "flash"]
+
+
+def test_charts_are_inline_and_their_ids_differ() -> None:
+    blocks = (*SAMPLES.values(), *SAMPLES.values())
+    html = render_html(Document("t/1", "t", blocks, (), ()))
+    assert html.count('<svg role="img"') == len(blocks)
+    found = re.findall(r' id="(chart\d+-\w+)"', html)
+    assert len(found) == len(set(found))
+    assert NASTY not in html
+
+
+def test_text_formats_omit_charts() -> None:
+    with_chart = Document(
+        "t/1", "t", (Heading("h"), SAMPLES["map"], Note("n")), ("a",), ({"a": 1},)
+    )
+    without = Document("t/1", "t", (Heading("h"), Note("n")), ("a",), ({"a": 1},))
+    for name in set(RENDERERS) - {"html"}:
+        assert RENDERERS[name](with_chart) == RENDERERS[name](without), name
+
+
+def test_markdown_links_to_its_pictures() -> None:
+    blocks = (SAMPLES["map"], Note("n"), SAMPLES["dots"])
+    text = render_markdown(Document("t/1", "t", blocks, (), ()), images=["out-1.svg", "a b-2.svg"])
+    assert "![Map](<out-1.svg>)\n\n- n\n\n![By config](<a b-2.svg>)" in text
+
+
+@given(st.lists(st.text()))
+def test_jsonl_has_one_record_per_line(names: list[str]) -> None:
+    records = tuple({"name": name} for name in names)
+    text = RENDERERS["jsonl"](Document("t/1", "t", (), ("name",), records))
+    assert [json.loads(line) for line in text.split("\n") if line] == list(records)

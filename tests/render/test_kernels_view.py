@@ -1,0 +1,165 @@
+"""Check the tables of kernels: whole names, the figures of every profiler, and sums."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from view_rows import cell, kernel
+
+from profharness.commands.kernels.step_tables import steps_document
+from profharness.commands.kernels.steps import find_steps
+from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
+from profharness.render.document import Table
+from profharness.render.terminal import MIN_SHRUNK, render_table
+from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
+from profharness.store import Selection, ingest_path, open_store
+
+TRACES = Path(__file__).parents[2] / "traces"
+CONFIG, LABEL = "2,8,512,64,fp16", "b2-h8-s512-d64-fp16"
+DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "store.db"
+    ingest_path(path, TRACES / "h200-torch-nsys-ncu")
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(store: Path) -> list[KernelRow]:
+    with open_store(store) as opened:
+        return opened.rows(Selection("latest"))[0]
+
+
+def shown(*words: str) -> list[str]:
+    return [sys.executable, "-m", "profharness", "kernels", "--config", CONFIG, *words]
+
+
+def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
+    environment = os.environ | {"COLUMNS": "60"}
+    call = shown("--profiler", "all", "--store", str(store))
+    text = subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "…" not in text
+    for name in ("flash_fwd_splitkv_kernel<64,64x256,w4>", "elementwise<4, isneginf>"):
+        assert name in text
+
+
+def test_terminal_cuts_names_to_distinct_ones(store: Path, rows: list[KernelRow]) -> None:
+    ours, theirs = pty.openpty()
+    call = shown("--backend", "math", "--store", str(store))
+    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
+    with subprocess.Popen(call, env=environment, stdout=theirs, stderr=subprocess.DEVNULL) as child:
+        os.close(theirs)
+        text = b""
+        while True:
+            try:
+                text += os.read(ours, 1 << 16)
+            except OSError:  # the reader closed its end
+                break
+    os.close(ours)
+    assert child.returncode == 0
+    lines = [line.removeprefix("math").strip() for line in text.decode().splitlines()]
+    names = [line[: line.index("  ")] for line in lines if "…" in line]
+    assert len(names) > 5
+    short = {row.kernel_short for row in rows if (row.config, row.backend) == (LABEL, "math")}
+    assert len(set(names)) == len([name for name in short if len(name) > MIN_SHRUNK])
+
+
+def test_full_witnesses_have_whole_names_and_counters(rows: list[KernelRow]) -> None:
+    text = render_table(witness_document(rows, full=True))
+    for row in rows:
+        assert row.kernel in text
+    counters = [
+        block
+        for block in witness_document(rows, full=True).blocks
+        if isinstance(block, Table) and block.columns[0].key == "metric"
+    ]
+    assert len(counters) > 20
+    promised = {DRAM_READ, DRAM_WRITE, ACTIVE_WARPS, "gpu__time_duration.sum"}
+    for table in counters:
+        assert promised <= {row[0] for row in table.rows}
+        assert table.rows[0][0] == DRAM_READ  # counters come first
+
+
+def test_full_steps_have_whole_names(store: Path) -> None:
+    with open_store(store) as opened:
+        torch, cells = opened.rows(Selection("latest", profilers=("torch",)), by_op=True)
+    full = render_table(steps_document(torch, cells, full=True))
+    assert all(row.kernel in full for row in torch)
+
+
+def test_records_of_steps_contain_the_figures_of_backends(store: Path) -> None:
+    with open_store(store) as opened:
+        torch, cells = opened.rows(Selection("latest", profilers=("torch",)))
+    records = steps_document(torch, cells).records
+    by_cell = {(row["config"], row["backend"]): row for row in records}
+    square, decode = (by_cell[label, "math"] for label in (LABEL, DECODE))
+    assert (square["growth"], by_cell[LABEL, "flash"]["growth"]) == ("S^2", "S")
+    assert square["score_matrices"] == square["peak_memory_bytes"] / (16 * 512 * 512 * 4)
+    own = [row for row in records if row["cell"] == square["cell"] and row["kernels"]]
+    assert square["kernels_ns"] == pytest.approx(sum(row["call_ns"] for row in own))
+    # a step has the launch configuration of its longest kernel, and other parts have none
+    off = [row for row in records if (row["config"], row["backend"]) == (LABEL, "all-disabled")]
+    assert (off[0]["grid"], off[0]["block"]) == ((64, 1, 1), (384, 1, 1))
+    assert (off[0]["shared_bytes"], off[0]["occupancy"]) == (134144, 0.1875)
+    assert {row["grid"] is None for row in off if not row["kernels"]} == {True}
+    # one query: scores are one row per head, and the peak consists of repeated and cast K and V
+    assert (decode["growth"], by_cell[DECODE, "flash"]["growth"]) == ("S_kv", "S_q")
+    assert decode["score_matrices"] is None and decode["peak_over_output"] > 1000
+
+
+def test_time_per_call_adds_up_to_the_share(rows: list[KernelRow]) -> None:
+    own = [row for row in rows if row.backend == "math" and row.profiler == "torch"]
+    for config in {row.config for row in own}:
+        mine = [row for row in own if row.config == config]
+        whole = sum(row.call_ns or 0 for row in mine)
+        for row in mine:
+            assert (row.call_ns or 0) / whole == pytest.approx(row.share, rel=1e-6)
+
+
+def test_foreign_trace_has_totals_instead_of_times_per_call() -> None:
+    foreign = kernel(cell=None, config=None, backend=None, launches_per_call=None, launches=7)
+    assert kernel_record(foreign)["call_ns"] is None
+    assert kernel_record(kernel())["call_ns"] == pytest.approx(36960 / 5)
+    for row, title in ((foreign, "total µs"), (kernel(), "µs/call")):
+        table = next(b for b in kernels_document([row]).blocks if isinstance(b, Table))
+        assert title in [column.title for column in table.columns]
+
+
+def test_times_of_a_cpu_are_named_wall() -> None:
+    op = kernel(kernel_kind="op", kernel="aten::mul", op_path=None, sdpa_op=None)
+    text = render_table(steps_document([op], [cell(samples={"wall": (9000, 9100)})]))
+    assert "wall µs" in text
+    assert "event" not in text
+    text = render_table(steps_document([kernel()], [cell(samples={"event": (9000, 9100)})]))
+    assert "event µs" in text
+
+
+@pytest.mark.parametrize(
+    ("samples", "beyond"),
+    [
+        (
+            {"graph": (9000,), "eager": (20_000,), "host": (19_000,), "cold": (12_000,)},
+            {"launch gaps": 1608, "waiting for the host": 11_000, "cold refill": 3000},
+        ),
+        ({"eager": (20_000,)}, {"launch gaps, waiting for the host": 12_608}),
+        (
+            {"graph": (9000,), "event": (20_000,)},
+            {"launch gaps": 1608, "cold refill, waiting for the host": 11_000},
+        ),
+        ({"event": (20_000,)}, {"launch gaps, cold refill, waiting for the host": 12_608}),
+    ],
+)
+def test_steps_separate_gaps_host_and_refill(
+    samples: dict[str, tuple[int, ...]], beyond: dict[str, float]
+) -> None:
+    """Separate them as far as the run measured them. Shares are of the call, which has no refill."""
+    steps = find_steps(cell(samples=samples), [kernel()])
+    assert {each.step: each.call_ns for each in steps if not each.kernels} == pytest.approx(beyond)
+    assert sum(each.share or 0 for each in steps) == pytest.approx(1)

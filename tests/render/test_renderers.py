@@ -1,0 +1,240 @@
+"""Compare every renderer with golden files, and check its properties for any text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from view_rows import kernel, sample
+
+from profharness.columns import Column
+from profharness.commands.kernels.tables import FIELDS, kernels_document
+from profharness.render.document import Document, Heading, Note, Table
+from profharness.render.renderers import RENDERERS, escape_markdown, harmless
+from profharness.render.terminal import MIN_SHRUNK, distinct_cuts
+from profharness.traces.kernel_names import parse_kernel_name
+
+GOLDEN = Path(__file__).parent / "golden"
+DATA = Path(__file__).parents[1] / "data"
+CONTRACT = [
+    "run",
+    "config",
+    "backend",
+    "profiler",
+    "status",
+    "range",
+    "kernel",
+    "kernel_short",
+    "family",
+    "grid",
+    "block",
+    "registers_per_thread",
+    "static_shared_bytes",
+    "dynamic_shared_bytes",
+    "shared_bytes",
+    "launches",
+    "launches_per_call",
+    "duration_ns",
+    "total_ns",
+    "share",
+]
+
+
+def check_golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", list(RENDERERS))
+def test_kernels_match_the_golden_file(name: str) -> None:
+    check_golden(f"kernels.{name}.txt", RENDERERS[name](kernels_document(*sample())))
+
+
+def test_full_names_match_the_golden_file() -> None:
+    check_golden("kernels.full.txt", RENDERERS["table"](kernels_document(*sample(), full=True)))
+
+
+def test_json_starts_with_the_keys_of_the_contract() -> None:
+    rows, cells = sample()
+    read = json.loads(RENDERERS["json"](kernels_document(rows, cells)))
+    assert read["schema"] == "profharness.kernels/1"
+    assert [list(row)[: len(CONTRACT)] for row in read["rows"]] == [CONTRACT] * len(rows)
+    assert read["rows"][0]["grid"] == [4, 2, 8]
+    assert read["rows"][0]["static_shared_bytes"] is None
+    assert [cell["status"] for cell in read["cells"]] == ["ok", "ok", "refused", "crashed"]
+
+
+def test_json_has_no_nan() -> None:
+    text = RENDERERS["json"](kernels_document([kernel(share=float("nan"))]))
+    assert json.loads(text)["rows"][0]["share"] is None
+
+
+def test_empty_answer_has_all_keys() -> None:
+    document = kernels_document([])
+    assert json.loads(RENDERERS["json"](document)) == {
+        "schema": "profharness.kernels/1",
+        "rows": [],
+        "cells": [],
+    }
+    assert RENDERERS["csv"](document).splitlines()[0].startswith("run,config,backend")
+
+
+def test_terminal_table_fits_and_keeps_numbers_whole() -> None:
+    text = RENDERERS["table"](kernels_document(*sample()), width=100, cut=True)
+    assert max(map(len, text.splitlines())) <= 100
+    for number in ("65535,16,1", "1234.57", "2.5", "48.0", "12.5"):
+        assert number in text
+    assert "…" in text
+
+
+@given(width=st.integers(1, 200))
+def test_numbers_survive_any_width(width: int) -> None:
+    text = RENDERERS["table"](kernels_document(*sample()), width=width, cut=True)
+    table = [line for line in text.splitlines() if line.startswith("math")]
+    assert "65535,16,1" in table[0]
+    assert "1234.57" in text
+
+
+def test_color_is_only_used_on_request() -> None:
+    document = kernels_document(*sample())
+    colored = RENDERERS["table"](document, color=True)
+    plain = RENDERERS["table"](document)
+    assert "\x1b[" in colored
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored).split() == plain.split()
+
+
+def test_long_label_does_not_indent_other_notes() -> None:
+    notes = (Note("a b " * 30, "short"), Note("said", "long " * 19 + "long"))
+    text = RENDERERS["table"](Document("t/1", "t", notes, ("a",), ()))
+    assert len(text.splitlines()) == 4
+    assert max(map(len, text.splitlines())) <= 106
+    assert "long  said" in text
+
+
+def _document(text: str) -> Document:
+    columns = (Column("name", "name", shrink=True), Column("count", "n", "count"))
+    blocks = (Heading(text), Table(columns, ((text, 1), ("x", 2))), Note(text, "on"))
+    return Document("t/1", "title", blocks, ("name",), ({"name": text},))
+
+
+@given(st.text())
+def test_any_text_survives_json_and_csv(text: str) -> None:
+    document = _document(text)
+    assert json.loads(RENDERERS["json"](document))["rows"] == [{"name": text}]
+    rows = list(csv.reader(io.StringIO(RENDERERS["csv"](document), newline="")))
+    assert rows[1:] == [[harmless(text)]]
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=HYPERLINK(1)", "'=HYPERLINK(1)"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@SUM", "'@SUM"),
+        ("\uff1d1+1", "'\uff1d1+1"),
+        ("\uff0b1", "'\uff0b1"),
+        (" \uff20SUM", "' \uff20SUM"),
+        ("\tx", "'\tx"),
+        ("a=b", "a=b"),
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("\x9b31m", r"\x9b31m"),
+        ("\ud800", r"\ud800"),
+        ("a\rb", "a\nb"),
+    ],
+)
+def test_csv_cell_is_harmless(text: str, cell: str) -> None:
+    document = _document(text)
+    rows = list(csv.reader(io.StringIO(RENDERERS["csv"](document), newline="")))
+    assert rows[1:] == [[cell]]
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_machine_formats_escape_control_characters(text: str) -> None:
+    for name in ("json", "jsonl", "csv"):
+        shown = RENDERERS[name](_document(text))
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", shown)
+        shown.encode()
+    assert json.loads(RENDERERS["jsonl"](_document(text)))["name"] == text
+
+
+def test_numbers_of_a_csv_stay_numbers() -> None:
+    document = Document("t/1", "t", (), ("ratio",), ({"ratio": -1.5},))
+    assert RENDERERS["csv"](document) == "ratio\n-1.5\n"
+
+
+@given(st.text())
+def test_no_text_breaks_a_table_or_controls_the_terminal(text: str) -> None:
+    document = _document(text)
+    markdown = RENDERERS["md"](document)
+    rows = [line for line in markdown.splitlines() if line.startswith("| ")]
+    assert len(rows) == 4
+    assert all(len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 3 for row in rows)
+    table = RENDERERS["table"](document)
+    assert all(char.isprintable() for char in table.replace("\n", ""))
+
+
+def test_markdown_escapes_markup() -> None:
+    assert escape_markdown("a<b|c>*") == "a&lt;b\\|c&gt;\\*"
+    assert escape_markdown("flash_fwd _x_") == "flash_fwd \\_x\\_"
+
+
+def test_table_refuses_ragged_rows() -> None:
+    with pytest.raises(ValueError, match="2 values in 1 columns"):
+        Table((Column("a", "a"),), ((1, 2),))
+
+
+def test_shrinking_stops_before_a_name_is_gone() -> None:
+    text = RENDERERS["table"](_document("n" * 80), width=5, cut=True)
+    assert "n" * (MIN_SHRUNK - 1) + "…" in text
+
+
+@given(width=st.integers(1, 200))
+def test_name_is_whole_unless_a_terminal_cuts_it(width: int) -> None:
+    assert "n" * 80 in RENDERERS["table"](_document("n" * 80), width=width)
+
+
+def measured_names() -> list[str]:
+    data = json.loads((DATA / "h200_kernel_rows.json").read_text(encoding="utf-8"))
+    return list(dict.fromkeys(parse_kernel_name(name).short for name in data["kernels"]))
+
+
+@pytest.mark.parametrize("width", range(MIN_SHRUNK, 64))
+def test_cut_names_of_real_kernels_stay_apart(width: int) -> None:
+    names = measured_names()
+    shown = [distinct_cuts(names, width).get(name, name) for name in names]
+    assert len(names) > 10
+    assert len(set(shown)) == len(names)
+    assert max(map(len, shown)) <= width
+
+
+def test_cut_shows_where_names_differ() -> None:
+    names = ["elementwise<4, mul>", "elementwise<4, add>", "another_elementwise"]
+    assert list(distinct_cuts(names, 12).values()) == [
+        "elem…4, mul>",
+        "elem…4, add>",
+        "another_ele…",
+    ]
+
+
+@given(texts=st.lists(st.text(min_size=1), unique=True), width=st.integers(MIN_SHRUNK, 40))
+def test_cut_never_exceeds_its_width(texts: list[str], width: int) -> None:
+    assert all(cell_len(cut) <= width for cut in distinct_cuts(texts, width).values())
+
+
+def test_csv_columns_are_flat() -> None:
+    rows = list(csv.DictReader(io.StringIO(RENDERERS["csv"](kernels_document(*sample())))))
+    assert [rows[0][f"grid_{axis}"] for axis in "xyz"] == ["4", "2", "8"]
+    assert rows[3]["grid_x"] == ""
+    assert len(rows[0]) == len(FIELDS) + 4

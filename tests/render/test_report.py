@@ -1,0 +1,377 @@
+"""Check sections, formats and files of reports on captured runs and on a made one."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from profharness.attention.config import parse_config
+from profharness.cli import find_command
+from profharness.columns import Column
+from profharness.commands._output import FORMATS, SUFFIX_FORMATS
+from profharness.commands.bench.tables import latency_charts, rate_blocks
+from profharness.commands.diff.result import Diff, DiffRow
+from profharness.commands.report.contents import (
+    FIELDS,
+    diff_blocks,
+    environment_blocks,
+    report_document,
+    selection_blocks,
+)
+from profharness.commands.report.glossary import GLOSSARY, glossary_blocks
+from profharness.errors import NotFoundError, UsageError
+from profharness.measurements.axes import LENGTH, family
+from profharness.program.changes import Verdict
+from profharness.render.document import Chart, Code, Document, Heading, Note, Table
+from profharness.render.renderers import RENDERERS
+from profharness.rows import Refusal
+from profharness.run import Cell, Check, Problem, Protocol, Run, read_run, write_run
+from profharness.store import ingest_path, open_store
+
+command = find_command("report")
+
+TRACES = Path(__file__).parents[2] / "traces"
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "store.db"
+    for folder in sorted(TRACES.glob("h200-*")):
+        ingest_path(path, folder)
+    return path
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> Path:
+    """Return a store with a run over three lengths. Math refuses the longest, and a profiler
+    failed.
+    """
+    cells = []
+    for place, length in enumerate((128, 256, 512)):
+        config = parse_config(f"2,8,{length},64,fp16")
+        for name, factor in (("auto", 1), ("flash", 1), ("math", 4)):
+            ident = f"c{len(cells):04}"
+            if name == "math" and length == 512:
+                refusals = (Refusal("memory", "too <large>"),)
+                cells.append(Cell(ident, config, name, "refused", refusals=refusals))
+                continue
+            choice = "math" if name == "math" or length == 128 else "flash"
+            times = 4 if choice == "math" and name == "auto" else factor
+            samples = [times * 1000 * 4**place + n for n in range(7)]
+            cells.append(Cell(ident, config, name, "ok", choice=choice, samples={"event": samples}))
+    folder = tmp_path / "swept"
+    folder.mkdir()
+    problem = Problem("ncu", "no_counters", "no rights", "ask root")
+    when = "2026-01-01T00:00:00+00:00"
+    environment = {"gpu": "NVIDIA H200", "torch": "2.11"}
+    run = Run("20260101-aaaa", when, ("events",), Protocol(), tuple(cells), environment)
+    write_run(folder, Run(**{**vars(run), "problems": (problem,)}))
+    ingest_path(tmp_path / "store.db", folder)
+    return tmp_path / "store.db"
+
+
+def report(path: Path, *refs: str, **options: Any) -> Document:
+    with open_store(path) as store:
+        return report_document(store, refs or ("latest",), **options)
+
+
+def headings(document: Document, level: int = 2) -> list[str]:
+    blocks = [block for block in document.blocks if isinstance(block, Heading)]
+    return [block.text for block in blocks if block.level == level]
+
+
+def charts(document: Document) -> dict[str, Chart]:
+    return {block.title: block for block in document.blocks if isinstance(block, Chart)}
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args])
+
+
+def test_run_with_traces_has_its_sections(captured: Path) -> None:
+    document = report(captured)
+    assert headings(document) == [
+        *("In short", "Selection map", "Cells", "Latency", "Kernels", "Steps of math"),
+        *("Disagreements", "Against the atlas", "Device", "Environment", "What the words mean"),
+    ]
+    assert {chart.kind for chart in charts(document).values()} == {
+        "map",
+        "dots",
+        "roofline",
+        "stack",
+    }
+    assert "b2-h8-s512-d64-fp16" in headings(document, 3)
+
+
+def test_two_runs_have_one_part_each_and_a_diff(captured: Path) -> None:
+    document = report(captured, "latest~1", "latest", "latest")
+    names = headings(document)
+    assert names[:2] == ["In short", "What changed"]
+    assert [name.split()[0] for name in names[2:]] == ["Run", "Run", "What"]
+    chart = next(each for each in charts(document).values() if each.kind == "dumbbell")
+    assert {row["side"] for row in chart.rows} == {"baseline", "candidate"}
+    assert len(document.extra["runs"]) == 2 and document.extra["diff"]["rows"]
+
+
+def test_same_cells_on_two_gpus_are_side_by_side(swept: Path, tmp_path: Path) -> None:
+    run = read_run(tmp_path / "swept")
+    other = replace(run, run="20260102-h100", environment={"gpu": "NVIDIA H100 PCIe"})
+    (tmp_path / "other").mkdir()
+    write_run(tmp_path / "other", other)
+    ingest_path(swept, tmp_path / "other")
+    document = report(swept, run.run, other.run)
+    assert "classes" in headings(document)
+    assert [each["device"] for each in document.extra["classes"]] == [
+        *("NVIDIA H200", "NVIDIA H100 PCIe"),
+    ]
+    # two runs on one kind of GPU have none
+    again = replace(run, run="20260103-h200")
+    (tmp_path / "again").mkdir()
+    write_run(tmp_path / "again", again)
+    ingest_path(swept, tmp_path / "again")
+    assert "classes" not in headings(report(swept, run.run, again.run))
+
+
+def test_steps_of_math_add_up(captured: Path) -> None:
+    document = report(captured)
+    place = document.blocks.index(
+        next(b for b in document.blocks if getattr(b, "text", "") == "Steps of math")
+    )
+    table = next(block for block in document.blocks[place:] if isinstance(block, Table))
+    shares: dict[tuple[str, str], float] = {}
+    steps: dict[tuple[str, str], set[str]] = {}
+    for config, backend, step, _, _, share in table.rows:
+        shares[config, backend] = shares.get((config, backend), 0) + share
+        steps.setdefault((config, backend), set()).add(step)
+    assert all(total == pytest.approx(1) for total in shares.values())
+    assert {"QK^T", "softmax", "PV"} <= steps["b2-h8-s512-d64-fp16", "math"]
+    assert ("b2-h8-s512-d64-fp16", "flash") not in shares
+
+
+def test_records_contain_every_cell_and_json_the_rest(captured: Path) -> None:
+    read = json.loads(RENDERERS["json"](report(captured)))
+    assert read["schema"] == "profharness.report/1"
+    assert list(read["rows"][0]) == list(FIELDS)
+    assert {(row["config"], row["backend"]) for row in read["rows"]} == {
+        (cell["config"], cell["backend"]) for cell in read["cells"]
+    }
+    refused = [row for row in read["rows"] if row["status"] == "refused"]
+    assert refused and all(row["median_ns"] is None for row in refused)
+    assert read["kernels"] and read["runs"][0]["environment"]["gpu"] == "NVIDIA H200"
+
+
+def test_sweep_is_drawn_as_lines(swept: Path) -> None:
+    document = report(swept)
+    found = charts(document)
+    (latency,) = [each for title, each in found.items() if title.startswith("Latency")]
+    assert latency.kind == "lines"
+    points = {(row["seq_len"], row["backend"]): row["µs"] for row in latency.rows}
+    assert points[512, "flash"] == pytest.approx(16.003)
+    assert (512, "math") not in points
+    (rate,) = [each for title, each in found.items() if title.startswith("TFLOP/s")]
+    flops = 4 * 2 * 8 * 512 * 512 * 64
+    mine = next(row for row in rate.rows if row["seq_len"] == 512 and row["backend"] == "flash")
+    assert mine["TFLOP/s"] == pytest.approx(flops / 16.003e-6 / 1e12)
+
+
+def notes_below(document: Document, heading: str) -> list[str]:
+    """Return the notes between a heading and the next block of another kind."""
+    place = next(n for n, b in enumerate(document.blocks) if getattr(b, "text", "") == heading)
+    below = itertools.takewhile(lambda b: isinstance(b, Note), document.blocks[place + 1 :])
+    return [block.text for block in below if isinstance(block, Note)]
+
+
+def test_summary_comes_first_in_a_few_sentences(captured: Path, swept: Path) -> None:
+    document = report(captured)
+    told = notes_below(document, "In short")
+    assert 3 <= len(told) <= 6
+    assert told[0].startswith("4 configs on 6 backends") and "24 cells: 20 ok, 4 refused" in told[0]
+    assert "NVIDIA H200, torch 2.11" in told[0]
+    assert "cudnn 1 of 4 (head_dim_multiple)" in told[1]
+    assert told[2] == "auto took cudnn on 3 configs, flash on 1 config."
+    assert "nothing to change" in told[3]
+    assert [item["sentences"] for item in document.extra["summary"]] == [told]
+    # charts come before all tables
+    kinds = [type(block) for block in document.blocks]
+    assert kinds.index(Chart) < kinds.index(Table)
+
+    told = notes_below(report(swept), "In short")
+    assert "math on 1 config" in told[2]
+    assert any("was slower than the fastest other backend on 1 of 3" in text for text in told)
+    assert "To change: select flash on 1 config" in told[-2] and "1 problem" in told[-1]
+    assert any(isinstance(block, Code) for block in report(swept).blocks)
+
+
+def test_glossary_has_only_words_of_the_page() -> None:
+    columns = (Column("waves", "waves"), Column("a", "occ%"))
+    blocks = [Heading("A"), Table(columns, ((1.0, 2.0),)), Note("regret% of them")]
+    heading, *notes = glossary_blocks(blocks)
+    assert isinstance(heading, Heading)
+    assert [note.label for note in notes if isinstance(note, Note)] == ["regret%", "waves", "occ%"]
+    assert glossary_blocks([Heading("paragraph, wavesome")]) == []
+    for word, meaning in GLOSSARY.items():
+        assert word and meaning and "\n" not in meaning
+
+
+def test_problems_come_early_with_reasons(swept: Path) -> None:
+    document = report(swept)
+    assert headings(document)[1] == "Problems"
+    assert Note("no rights; ask root", "ncu no_counters", "error") in document.blocks
+    assert "too &lt;large&gt;" in RENDERERS["html"](document)
+
+
+def test_selection_map_shows_what_auto_took(swept: Path) -> None:
+    with open_store(swept) as store:
+        blocks = selection_blocks(store.cells())
+        assert selection_blocks(store.cells(configs=[parse_config("2,8,128,64,fp16")])) == []
+    table = blocks[-1]
+    assert isinstance(table, Table)
+    assert [row[1] for row in table.rows] == ["math", "flash", "flash"]
+
+
+def test_wrong_backend_has_no_rate() -> None:
+    medians = [("b2-h8-s128-d64-fp16", name, 1000.0) for name in ("flash", "mine")]
+    medians += [("b2-h8-s256-d64-fp16", name, 2000.0) for name in ("flash", "mine")]
+    wrong = {("b2-h8-s128-d64-fp16", "mine"), ("b2-h8-s256-d64-fp16", "mine")}
+    chart, note = rate_blocks(medians, "event", None, wrong=wrong)
+    assert isinstance(chart, Chart) and {row["backend"] for row in chart.rows} == {"flash"}
+    assert isinstance(note, Note) and note.level == "error" and "mine" in note.text
+
+
+def test_decode_steps_are_a_separate_family() -> None:
+    square, decode = parse_config("1,8,256,64,fp16"), parse_config("1,8,1,64,fp16,seq_kv=256")
+    assert family(square.label, LENGTH.token) == "b1-h8-d64-fp16"
+    assert family(decode.label, LENGTH.token) == "b1-h8-sq1-d64-fp16"
+    (chart,) = latency_charts([(each.label, "flash", 1.0) for each in (square, decode)], "event")
+    assert chart.kind == "dots"
+
+
+def test_figures_of_bench_are_added_on_request(captured: Path) -> None:
+    document = report(captured, bench=True)
+    assert "Bench" in headings(document)
+    assert {row["measurement"] for row in document.extra["bench"]} >= {"event", "graph"}
+    assert "bench" not in report(captured).extra
+
+
+def test_checks_have_a_section(tmp_path: Path) -> None:
+    config = parse_config("1,2,16,64,fp16")
+    checks = (Check("out", False, "off by one", 1.0, 0.1, 1.0, 0.1),)
+    cell = Cell("c1", config, "mine", "ok", checks=checks, case="plain", asked=config.label)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    when = "2026-01-01T00:00:00+00:00"
+    write_run(folder, Run("20260101-bbbb", when, ("events",), Protocol(), (cell,), {"torch": "2"}))
+    ingest_path(tmp_path / "store.db", folder)
+    with pytest.raises(NotFoundError, match="profharness report 20260101-bbbb"):
+        report(tmp_path / "store.db")
+    document = report(tmp_path / "store.db", "20260101")
+    assert "Verification" in headings(document)
+    assert document.extra["verifications"][0]["passed"] is False
+    assert "off by one" in RENDERERS["md"](document)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_can_be_printed(swept: Path, name: str) -> None:
+    result = invoke("--store", swept, "--format", name)
+    assert result.exit_code == 0, result.output
+    assert "b2-h8-s128-d64-fp16" in result.stdout
+
+
+def test_suffix_selects_the_format(swept: Path, tmp_path: Path) -> None:
+    assert set(SUFFIX_FORMATS.values()) == set(FORMATS)
+    for suffix in SUFFIX_FORMATS:
+        result = invoke("--store", swept, "-o", tmp_path / f"out{suffix}")
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))
+    assert [json.loads(line)["backend"] for line in lines] == [row["backend"] for row in rows]
+    with pytest.raises(UsageError, match=r"no format has this suffix"):
+        command.main(["--store", str(swept), "-o", f"{tmp_path}/a.xyz"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("kind", "start"), [("svg", b"<svg"), ("png", b"\x89PNG")])
+def test_markdown_has_its_pictures_next_to_it(
+    swept: Path, tmp_path: Path, kind: str, start: bytes
+) -> None:
+    result = invoke("--store", swept, "-o", tmp_path / "out.md", "--images", kind)
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out.md").read_text()
+    pictures = sorted(tmp_path.glob(f"out-*.{kind}"))
+    assert len(pictures) == len(charts(report(swept)))
+    for picture in pictures:
+        assert f"(<{picture.name}>)" in text
+        assert picture.read_bytes().startswith(start)
+
+
+def test_existing_picture_is_an_error_before_anything_is_written(
+    swept: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out-2.svg").write_text("mine")
+    result = invoke("--store", swept, "-o", tmp_path / "out.md")
+    assert isinstance(result.exception, UsageError)
+    assert not (tmp_path / "out.md").exists() and not (tmp_path / "out-1.svg").exists()
+    assert (tmp_path / "out-2.svg").read_text() == "mine"
+
+
+def test_without_charts_nothing_is_drawn(swept: Path, tmp_path: Path) -> None:
+    code = (  # in a new process
+        "import sys\nfrom profharness.cli import find_command\ncommand = find_command('report')\n"
+        f"command.main(['--store', {str(swept)!r}, '--no-charts', '-o', 'o.html'], standalone_mode=False)\n"
+        "assert not {'altair', 'vl_convert', 'pandas', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert "<svg" not in (tmp_path / "o.html").read_text()
+
+
+def test_missing_library_is_named_with_its_extra(swept: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.modules['altair'] = None\nfrom profharness.cli import main\n"
+        f"sys.argv = ['profharness', 'report', '--store', {str(swept)!r}, '-o', 'o.html']\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "pip install 'profharness[report]'" in done.stderr
+    assert not list(tmp_path.glob("o.html"))
+
+
+def test_changes_come_before_equal_rows() -> None:
+    labels = ("b1-h1-s64-d64-fp16", "b2-h1-s64-d64-fp16", "b3-h1-s64-d64-fp16")
+    verdicts: tuple[Verdict, ...] = ("same", "slower", "same")
+    rows = [
+        DiffRow(label, "flash", "flash", "call", verdict=verdict)
+        for label, verdict in zip(labels, verdicts, strict=True)
+    ]
+    blocks = diff_blocks(Diff("a", "b", (), tuple(rows)))
+    titles = [block.text for block in blocks if isinstance(block, Heading)]
+    assert titles[2:] == [labels[1], "The same on both sides"]
+    notes = [block.text for block in blocks if isinstance(block, Note)]
+    assert notes[-2:] == [f"{labels[0]} flash", f"{labels[2]} flash"]
+
+
+def test_trace_without_machine_has_no_environment() -> None:
+    blocks = environment_blocks({"schemaVersion": 1, "trace_id": "AB12"})
+    assert [type(block) for block in blocks] == [Heading, Note]
+    table = environment_blocks({"schemaVersion": 1, "gpu": "H200"})[1]
+    assert isinstance(table, Table) and table.rows == (("gpu", "H200"),)
+
+
+def test_unknown_run_is_an_error(swept: Path) -> None:
+    with pytest.raises(NotFoundError, match="no run 'nope'"):
+        report(swept, "nope")
+
+
+def test_report_on_both_captured_runs_is_small(captured: Path) -> None:
+    assert len(RENDERERS["html"](report(captured, "latest~1", "latest"))) < 2_000_000

@@ -1,0 +1,144 @@
+"""Find attention in replays of CUDA graphs by the capture in the trace, else by kernel names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from profharness.trace import Trace
+from profharness.traces.chrome import parse_chrome
+from profharness.traces.graphs import NO_SHAPES
+
+MODELS = Path(__file__).resolve().parents[2] / "traces" / "models"
+FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)"
+FLASH_BWD = FLASH.replace("fwd", "bwd")
+OP = "aten::scaled_dot_product_attention"
+
+
+def launches(trace: Trace) -> Counter[tuple[int, str]]:
+    """Return the number of launches of each direction of each call."""
+    spans = (at for batch in trace.batches() for at in batch.call_span.tolist() if at >= 0)
+    placed = [trace.call_spans[at] for at in spans]
+    return Counter((span.call, span.direction) for span in placed)
+
+
+def test_a_replay_has_the_calls_of_its_capture() -> None:
+    with closing(parse_chrome(MODELS / "llama_graph_train.json.gz")) as trace:
+        replays = [call for call in trace.calls if call.graph]
+        assert len(replays) == 6 and len({call.start_ns for call in replays}) == 2
+        assert [call.modules[-1] for call in replays] == [
+            f"LlamaAttention_{layer}" for layer in (0, 1, 2)
+        ] * 2  # fmt: skip
+        (label,) = {call.config.label for call in replays if call.config}
+        assert label.startswith("b2-h32-s1024-d64-bf16-") and label.endswith("-bwd")
+        counts = launches(trace)
+        numbers = [at for at, call in enumerate(trace.calls) if call.graph]
+        assert {counts[at, "forward"] for at in numbers} == {5}
+        assert {counts[at, "backward"] for at in numbers} == {4}
+
+
+def test_a_replay_without_its_capture_has_calls_by_kernels() -> None:
+    with closing(parse_chrome(MODELS / "llama_graph.json.gz", range_bytes=4096)) as trace:
+        assert [(call.kind, call.config, call.reason) for call in trace.calls] == [
+            ("replay", None, NO_SHAPES)
+        ] * 3
+        assert launches(trace) == {(at, "forward"): 1 for at in range(3)}
+
+
+def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur,
+            "args": args}  # fmt: skip
+
+
+def captured(at: float, dims: list[int], launched: int = 2) -> list[dict[str, Any]]:
+    """Return a capture of one call and a kernel after it."""
+    shapes = [dims] * 3
+    op = event("cpu_op", OP, at + 2, 3)
+    strides = [[math.prod(dims[n + 1 :]) for n in range(4)]] * 3
+    values = ["", "", "", "", "0.", "False", ""]
+    op["args"] = {"Input Dims": shapes, "Input Strides": strides}
+    op["args"] |= {"Input type": ["float"] * 3, "Concrete Inputs": values}
+    calls = [
+        event("cuda_runtime", "cudaLaunchKernel", at + 3 + 4 * n, 1, correlation=int(at) + n)
+        for n in range(launched)
+    ]
+    begin = event("cuda_runtime", "cudaStreamBeginCapture", at, 1, correlation=int(at) + 50)
+    end = event("cuda_runtime", "cudaStreamEndCapture", at + 20, 1, correlation=int(at) + 51)
+    return [begin, op, *calls, end]
+
+
+def replay(at: float, names: list[str], streams: tuple[int, ...] = (7,)) -> list[dict[str, Any]]:
+    """Return a replay of kernels of 1 µs each, on the streams in turn."""
+    launch = event("cuda_runtime", "cudaGraphLaunch", at, 2, correlation=int(at))
+    return [launch] + [
+        event("kernel", name, at + 5 + n, 1, correlation=int(at), stream=streams[n % len(streams)])
+        for n, name in enumerate(names)
+    ]
+
+
+def parsed(folder: Path, *events: list[dict[str, Any]]) -> Trace:
+    path = folder / "t.json"
+    path.write_text(json.dumps({"traceEvents": [e for part in events for e in part]}, indent=1))
+    return parse_chrome(path)
+
+
+def reasons(trace: Trace) -> list[str | None]:
+    return [call.reason for call in trace.calls if call.graph]
+
+
+SHAPE, OTHER = [2, 4, 64, 32], [2, 4, 128, 32]
+
+
+def test_ambiguous_captures_are_not_used(tmp_path: Path) -> None:
+    captures = captured(1000, SHAPE), captured(2000, OTHER)
+    with closing(parsed(tmp_path, *captures, replay(5000, [FLASH, "gemm"]))) as trace:
+        assert reasons(trace) == [NO_SHAPES]
+        assert len(trace.calls) == 3
+    same = captured(1000, SHAPE), captured(2000, SHAPE)
+    with closing(parsed(tmp_path, *same, replay(5000, [FLASH, "gemm"]))) as trace:
+        assert reasons(trace) == [None]
+    other_size = captured(1000, SHAPE), captured(2000, OTHER, launched=3)
+    with closing(parsed(tmp_path, *other_size, replay(5000, [FLASH, "gemm", "gemm"]))) as trace:
+        assert [call.config.seq_len_q for call in trace.calls if call.graph and call.config] == [
+            128
+        ]
+
+
+def test_replays_with_ambiguous_order_are_described_by_kernels(tmp_path: Path) -> None:
+    with closing(
+        parsed(tmp_path, captured(1000, SHAPE), replay(5000, [FLASH, "gemm"], (7, 8)))
+    ) as trace:
+        assert reasons(trace) == [NO_SHAPES]
+    begin = event("cuda_runtime", "cudaStreamBeginCapture", 1001, 1, correlation=60)
+    end = event("cuda_runtime", "cudaStreamEndCapture", 1019, 1, correlation=61)
+    overlapping = [*captured(1000, SHAPE), begin, end]
+    with closing(parsed(tmp_path, overlapping, replay(5000, [FLASH, "gemm"]))) as trace:
+        assert reasons(trace) == [NO_SHAPES]
+
+
+def test_a_backward_in_its_own_graph_belongs_to_the_last_call(tmp_path: Path) -> None:
+    forward = replay(1000, [FLASH, "gemm", FLASH, "gemm"])
+    backward = replay(2000, [FLASH_BWD, "gemm", FLASH_BWD])
+    with closing(parsed(tmp_path, forward, backward, replay(3000, [FLASH_BWD]))) as trace:
+        assert [call.backward for call in trace.calls] == [True, True]
+        assert launches(trace) == {
+            (call, direction): 1 for call in (0, 1) for direction in ("forward", "backward")
+        }
+        (batch,) = trace.batches()
+        order = [trace.call_spans[at].call for at in batch.call_span.tolist() if at >= 0]
+        assert order == [0, 1, 1, 0]
+
+
+def test_a_graph_without_attention_has_no_calls(tmp_path: Path) -> None:
+    with closing(parsed(tmp_path, replay(1000, ["gemm", "triton_poi_fused_add"]))) as trace:
+        assert trace.calls == ()
+
+
+def test_captures_without_a_replay_stay_unchanged(tmp_path: Path) -> None:
+    kernel = event("kernel", "gemm", 90, 1, correlation=3)
+    with closing(parsed(tmp_path, captured(1000, SHAPE), [kernel])) as trace:
+        assert [(call.graph, call.reason) for call in trace.calls] == [(False, None)]

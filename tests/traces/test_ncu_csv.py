@@ -1,0 +1,332 @@
+"""ncu's CSV in other locales, with noise around the table, in old and long forms, with NVTX."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profharness.errors import TraceFormatError
+from profharness.trace import NONE, LaunchConfig, Trace
+from profharness.traces import open_trace
+from profharness.traces.ncu_csv import (
+    PUSH_POP,
+    START_END,
+    decimal_mark,
+    number,
+    nvtx_ranges,
+    read_csv_file,
+    read_csv_text,
+)
+from profharness.traces.ncu_launches import NcuLaunch, NcuReport, NvtxRange
+from profharness.traces.ncu_readers import write_csv
+
+HEAD = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream"'
+NOW = f'{HEAD},"Block Size","Grid Size","Device","CC"'
+METRICS = (
+    '"gpu__time_duration.sum","launch__registers_per_thread","launch__shared_mem_per_block_dynamic",'
+    '"launch__shared_mem_per_block_static","launch__func_cache_config","sm__throughput.avg.pct"'
+)
+UNITS = '"us","register/thread","byte/block","byte/block","","%"'
+START = '"0","7","","","flash<int>(float *)","1","7","(128, 1, 1)","(16, 8, 2)","0","9.0"'
+
+
+def read(tmp_path: Path, text: str) -> Trace:
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    return open_trace(path)
+
+
+def value(trace: Trace, name: str, row: int = 0) -> float:
+    assert trace.metrics is not None
+    return float(trace.metrics.values[row, trace.metrics.names.index(name)])
+
+
+@pytest.mark.parametrize(
+    ("duration", "shared", "share"),
+    [
+        ("1234.56", "134144", "5.25"),
+        ("1,234.56", "134,144", "5.25"),
+        ("1.234,56", "134.144", "5,25"),
+        ("1\u202f234,56", "134\u202f144", "5,25"),
+        ("1\u00a0234,56", "134\u00a0144", "5,25"),
+        ("1’234.56", "134’144", "5.25"),
+    ],
+    ids=["C", "en_US", "de_DE", "fr_FR", "fr_FR-old", "de_CH"],
+)
+def test_a_table_is_read_in_any_locale(
+    tmp_path: Path, duration: str, shared: str, share: str
+) -> None:
+    empty = ",".join(['""'] * 11)
+    row = f'{START},"{duration}","168","{shared}","0","PreferNone","{share}"'
+    text = "\n".join(
+        [
+            "loading weights, please wait",
+            "==PROF== Connected to process 7",
+            f"{NOW},{METRICS}",
+            f"{empty},{UNITS}",
+            row,
+            "epoch 1, loss 0.5",
+            row.replace('"0"', '"1"', 1),
+            "==PROF== Disconnected from process 7",
+            "",
+        ]
+    )
+    trace = read(tmp_path, text)
+    assert trace.num_launches == 2 and trace.kernels == ["flash<int>(float *)"]
+    assert trace.launch_configs == [LaunchConfig((16, 8, 2), (128, 1, 1), 168, 0, 134144, 134144)]
+    (batch,) = trace.batches()
+    assert batch.duration_ns.tolist() == [1234560, 1234560]
+    assert batch.start_ns.tolist() == [0, 1234560] and batch.stream.tolist() == [7, 7]
+    assert value(trace, "sm__throughput.avg.pct", 1) == 5.25
+    assert trace.metrics is not None and "launch__func_cache_config" not in trace.metrics.names
+    assert trace.devices == () and trace.warnings == ()
+
+
+def test_the_2022_form_may_lack_a_time(tmp_path: Path) -> None:
+    """The form has a Kernel Time and no grid. Without dimensions, only a product of 1 determines
+    them.
+    """
+    text = (
+        f'{HEAD},"Kernel Time","launch__grid_size","launch__block_dim_x",'
+        '"launch__block_dim_y","launch__block_dim_z","sm__cycles_active.avg"\n'
+        '"","","","","","","","","","","block","block","cycle"\n'
+        '"0","7","p","h","k","1","7","2022-Oct-06 10:26:35","1","256.0","1.0","1.0","12.5"\n'
+        '"1","7","p","h","k","1","7","2022-Oct-06 10:26:35","64","256.0","1.0","1.0","n/a"\n'
+    )
+    trace = read(tmp_path, text)
+    assert [config.grid for config in trace.launch_configs] == [(1, 1, 1), None]
+    assert {config.block for config in trace.launch_configs} == {(256, 1, 1)}
+    (batch,) = trace.batches()
+    assert batch.duration_ns.tolist() == [NONE, NONE]
+    assert batch.start_ns.tolist() == [0, 1]
+    assert "2 of 2 kernels have no time" in trace.warnings[0]
+    assert value(trace, "sm__cycles_active.avg") == 12.5
+    missing = value(trace, "sm__cycles_active.avg", 1)
+    assert missing != missing
+
+
+def test_rounded_shared_memory_is_left_out(tmp_path: Path) -> None:
+    empty = ",".join(['""'] * 11)
+    units = UNITS.replace('"byte/block"', '"Kbyte/block"', 1)
+    row = f'{START},"1.5","168","134.14","0","x","5.25"'
+    trace = read(tmp_path, f"{NOW},{METRICS}\n{empty},{units}\n{row}\n")
+    config = trace.launch_configs[0]
+    assert (config.dynamic_shared_bytes, config.shared_bytes) == (None, None)
+    assert config.static_shared_bytes == 0
+    assert "--print-units base" in trace.warnings[0]
+
+
+LONG = f'{NOW},"Section Name","Metric Name","Metric Unit","Metric Value"'
+
+
+def test_the_long_form_with_metric_names_is_read(tmp_path: Path) -> None:
+    section = '"Command line profiler metrics"'
+    other = START.replace('"0"', '"1"', 1)
+    text = "\n".join(
+        [
+            LONG,
+            f'{START},{section},"gpu__time_duration.sum","us","9.54"',
+            f'{START},{section},"dram__bytes.sum","byte","1,234"',
+            f'{other},{section},"gpu__time_duration.sum","us","8.50"',
+        ]
+    )
+    trace = read(tmp_path, text)
+    (batch,) = trace.batches()
+    assert batch.duration_ns.tolist() == [9540, 8500]
+    assert value(trace, "dram__bytes.sum") == 1234
+    assert trace.launch_configs[0].grid == (16, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        (f'{START},"Speed Of Light","Memory Throughput","%","5"', "--page raw"),
+        (f'{START},"s","a__b","us","1"\n{START},"s","a__b","ns","1"', "a__b in us and in ns"),
+    ],
+    ids=["labels", "units"],
+)
+def test_an_ambiguous_long_form_is_refused(tmp_path: Path, rows: str, match: str) -> None:
+    with pytest.raises(TraceFormatError, match=match):
+        read(tmp_path, f"{LONG}\n{rows}\n")
+
+
+def test_a_truncated_row_is_refused(tmp_path: Path) -> None:
+    empty = ",".join(['""'] * 11)
+    with pytest.raises(TraceFormatError, match=r"line 2 after the header is cut off; copy"):
+        read(tmp_path, f'{NOW},{METRICS}\n{empty},{UNITS}\n{START},"1234\n')
+    with pytest.raises(TraceFormatError, match=r"line 2 after the header has 12 of 17 columns"):
+        read(tmp_path, f'{NOW},{METRICS}\n{empty},{UNITS}\n{START},"1234"\n')
+    with pytest.raises(TraceFormatError, match="no header"):
+        read_csv_text("a,b\n1,2\n", Path("x.csv"))
+    with pytest.raises(TraceFormatError, match="cannot be read"):
+        read_csv_file(tmp_path / "missing.csv")
+
+
+def test_a_table_without_rows_is_a_trace_without_launches(tmp_path: Path) -> None:
+    empty = ",".join(['""'] * 11)
+    trace = read(tmp_path, f"{NOW},{METRICS}\n{empty},{UNITS}\n==WARNING== nothing\n")
+    assert trace.num_launches == 0 and "no kernel" in trace.warnings[0]
+
+
+NUMBERS = '"1234.5","168","0","0","x ""y"""'
+TABLE = "\n".join(
+    [
+        f"{NOW},{METRICS}",
+        ",".join(['""'] * 11) + f",{UNITS}",
+        f'{START},{NUMBERS},"5.25"',
+        START.replace('"0"', '"1"', 1) + f',{NUMBERS},"16"',
+        "",
+    ]
+)
+
+
+def test_a_file_truncated_anywhere_is_refused_or_ends_with_a_row(tmp_path: Path) -> None:
+    """Only cuts at the end of a line go unnoticed. No value is ever changed or lost."""
+    whole = read(tmp_path, TABLE)
+    assert whole.metrics is not None and whole.num_launches == 2
+    breaks = [at for at, sign in enumerate(TABLE) if sign == "\n"][1:]
+    read_whole = {at for end in breaks for at in (end, end + 1)}
+    for cut in range(len(TABLE) + 1):
+        with suppress(TraceFormatError):
+            trace = read(tmp_path, TABLE[:cut])
+            assert cut in read_whole, cut
+            rows = whole.metrics.values[: trace.num_launches]
+            assert trace.metrics is None or (trace.metrics.values == rows).all()
+            read_whole.remove(cut)
+    assert not read_whole
+
+
+@pytest.mark.parametrize("cut", [3, 4, 5, 6, 7])
+def test_a_truncation_after_unquoted_cells_is_refused(tmp_path: Path, cut: int) -> None:
+    """A spreadsheet leaves out the quotes. ncu's own lines may follow a table, a truncated row may
+    not.
+    """
+    plain = TABLE.replace('"(128, 1, 1)"', "b").replace('"(16, 8, 2)"', "g").replace('"', "")
+    plain = plain.replace("flash<int>(float *)", "k").replace("x y", "x")
+    assert read(tmp_path, plain).num_launches == 2
+    assert read(tmp_path, plain + "==PROF== Disconnected\n1.5 of 2, done\n").num_launches == 2
+    with pytest.raises(TraceFormatError, match=r"line 3 after the header (is cut|has)"):
+        read(tmp_path, plain[:-cut])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 40, 300])
+def test_a_truncated_header_is_refused(tmp_path: Path, cut: int) -> None:
+    header = f"{NOW},{METRICS}"
+    for tail in ("", "\n", "\n==PROF== Disconnected from process 7\n"):
+        with pytest.raises(TraceFormatError, match=r"cut off|not a trace|no header"):
+            read(tmp_path, f"==PROF== Connected\n{header[:-cut]}{tail}")
+    with pytest.raises(TraceFormatError, match="no row of units"):
+        read(tmp_path, f"{header}\n{TABLE.splitlines()[2]}\n")
+    with pytest.raises(TraceFormatError, match="no first row"):
+        read(tmp_path, f"{LONG}\n")
+
+
+def test_nvtx_cells_of_ncu_are_parsed() -> None:
+    tail = "none:none:RGB:0xff00ff00:ASCII"
+    stack = f'129325  "<default domain>:run:{tail}:run"  "<default domain>:daxpy:{tail}:daxpy"'
+    names = [("<default domain>", "run"), ("<default domain>", "daxpy")]
+    assert [(one.domain, one.name) for one in nvtx_ranges(stack)] == names
+    ours = f'592  "profharness:profharness:c0001:{tail}:profharness:c0001"'
+    assert nvtx_ranges(ours) == (NvtxRange("profharness", "profharness:c0001"),)
+    plain = f"0:<default domain>:stage:backward:step=4:{tail}:stage:backward:step=4"
+    found = (NvtxRange("<default domain>", "stage:backward:step=4"),)
+    assert nvtx_ranges(plain, numbered=True) == found
+    assert nvtx_ranges(f'"{plain}"', numbered=True) == found
+    assert nvtx_ranges("") == () == nvtx_ranges("no range at all")
+
+
+def ranged(
+    name: str, start_end: list[tuple[str, str]], push_pop: list[tuple[str, str]]
+) -> NcuLaunch:
+    return NcuLaunch(
+        name,
+        {"gpu__time_duration.sum": 100.0},
+        {},
+        start_end=tuple(NvtxRange(*pair) for pair in start_end),
+        push_pop=tuple(NvtxRange(*pair) for pair in push_pop),
+    )
+
+
+def test_ranges_form_cells_calls_and_domains(tmp_path: Path) -> None:
+    """A cell's range stays in one piece, whatever opens and closes inside. The same range after
+    another one is another call.
+    """
+    own, default = "profharness", "<default domain>"
+    one, two, warm = ((own, f"profharness:{name}") for name in ("c1", "c2", "warmup"))
+    launches = [
+        ranged("a", [warm], []),
+        ranged("b", [one], [(default, "fwd")]),
+        ranged("c", [one], [("cuDNN", "plan"), (default, "bwd")]),
+        ranged("d", [one], [one]),
+        ranged("e", [two], []),
+        ranged("f", [one], []),
+        ranged("g", [], []),
+    ]
+    path = tmp_path / "x.csv"
+    write_csv(NcuReport(launches, {"gpu__time_duration.sum": "ns"}), path)
+    trace = open_trace(path)
+    (batch,) = trace.batches()
+
+    def names(column: list[int]) -> list[str | None]:
+        return [trace.ranges[index].name if index >= 0 else None for index in column]
+
+    c1, c2 = "profharness:c1", "profharness:c2"
+    assert names(batch.cell_range.tolist()) == [None, c1, c1, c1, c2, c1, None]
+    assert names(batch.range.tolist()) == ["profharness:warmup", "fwd", "bwd", c1, c2, c1, None]
+    calls = [(r.start_ns, r.duration_ns) for r in trace.ranges if r.name == c1]
+    assert calls == [(100, 300), (500, 100)]
+    assert "cuDNN:plan" in [item.name for item in trace.ranges]
+    parent = next(item.parent for item in trace.ranges if item.name == "bwd")
+    assert parent is not None and trace.ranges[parent].name == "cuDNN:plan"
+
+
+def test_our_csv_contains_no_names_of_hosts_or_processes(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    write_csv(NcuReport([ranged("k", [], [])], {}), path)
+    header, _, row = path.read_text().splitlines()
+    assert PUSH_POP in header and START_END in header
+    assert row.startswith('"0","0","",""')
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_double_survives_our_csv(double: float) -> None:
+    assert number(repr(double)) == double
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 99)), min_size=1),
+    st.sampled_from([",.", ".,", "\u202f,", "'.", " ."]),
+)
+def test_numbers_are_read_in_any_locale(numbers: list[tuple[int, int]], marks: str) -> None:
+    """Two decimals, as ncu prints them, in groups of three digits."""
+    thousands, decimal = marks
+    cells = [
+        f"{whole:,}".replace(",", thousands) + f"{decimal}{part:02}" for whole, part in numbers
+    ]
+    mark = decimal_mark(cells)
+    assert mark == decimal
+    expected = [float(f"{whole}.{part:02}") for whole, part in numbers]
+    assert [number(cell, mark) for cell in cells] == expected
+
+
+@given(
+    st.text(alphabet="abc:/ _-0", min_size=1), st.sampled_from(["profharness", "<default domain>"])
+)
+def test_any_name_survives_our_csv(
+    tmp_path_factory: pytest.TempPathFactory, name: str, domain: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "names.csv"
+    launch = ranged("k", [(domain, name)], [(domain, name), (domain, "x")])
+    write_csv(NcuReport([launch], {}), path)
+    (back,) = read_csv_file(path).launches
+    assert (back.start_end, back.push_pop) == (launch.start_end, launch.push_pop)
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with suppress(TraceFormatError):
+        read_csv_text(f"{NOW},{METRICS}\n{text}", Path("x.csv"))

@@ -1,0 +1,217 @@
+"""Files that are no exports, damaged or incomplete, and rows with wrong values."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nsys_make import DATA, FLASH_CANONICAL, Maker
+
+from profharness.errors import TraceFormatError
+from profharness.store.schema import connect
+from profharness.traces import open_trace
+from profharness.traces.nsys import parse_nsys
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    maker = Maker()
+    maker.nvtx("mine", 100, 900)
+    for call in range(200, 230):
+        maker.launch(call)
+    return maker.write(tmp_path / "t.sqlite")
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    path.touch()
+    with pytest.raises(TraceFormatError, match=r"empty.*nsys export --type sqlite"):
+        open_trace(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    for name in ("t.sqlite", "t.nsys-rep"):
+        with pytest.raises(TraceFormatError, match=r"cannot be read|no such file"):
+            parse_nsys(tmp_path / name)
+
+
+def test_text_with_the_suffix_sqlite_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    path.write_text("start,end\n" * 50)
+    with pytest.raises(TraceFormatError, match="not an SQLite file"):
+        open_trace(path)
+
+
+def test_a_truncated_database_is_refused(export: Path) -> None:
+    data = export.read_bytes()
+    export.write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(TraceFormatError, match=r"cut off: \d+ of \d+ bytes"):
+        open_trace(export)
+
+
+def test_a_file_with_a_hole_is_refused(export: Path) -> None:
+    data = bytearray(export.read_bytes())
+    data[4096:] = bytes(len(data) - 4096)
+    export.write_bytes(data)
+    with pytest.raises(TraceFormatError, match="damaged"):
+        open_trace(export)
+
+
+def test_an_incomplete_export_is_refused(export: Path) -> None:
+    beside = export.with_name(export.name + "-journal")
+    beside.write_bytes(b"x" * 512)
+    with pytest.raises(TraceFormatError, match="half-written"):
+        open_trace(export)
+    beside.write_bytes(b"")
+    open_trace(export).close()
+
+
+def test_our_own_store_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profharness.db"
+    connect(path, write=True).close()
+    with pytest.raises(TraceFormatError, match="a store of profharness, not a trace"):
+        open_trace(path)
+
+
+def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mail.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE mail (id)")
+    with pytest.raises(TraceFormatError, match="not by nsys"):
+        open_trace(path)
+
+
+def test_rows_with_wrong_values_are_skipped_and_counted(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.nvtx("mine", 100, 900)
+    maker.nvtx("backwards", 900, 100)
+    maker.nvtx("words", 100, 900, globalTid="me")
+    maker.launch(200)
+    maker.launch(210, start="soon")
+    maker.launch(220, end=5)
+    maker.launch(230, end=None)
+    maker.launch(240, start=-(1 << 63), end=9 - (1 << 63))
+    with closing(parse_nsys(maker.write(tmp_path / "t.sqlite"))) as trace:  # type: ignore[type-var]
+        assert (trace.num_launches, trace.skipped) == (1, 6)
+        for text in ("4 rows of CUPTI_ACTIVITY_KIND_KERNEL", "2 rows of NVTX_EVENTS"):
+            assert f"{text} could not be read and were skipped" in trace.warnings
+        (batch,) = trace.batches()
+        assert trace.ranges[int(batch.range[0])].name == "mine"
+
+
+def test_invalid_launch_configurations_are_left_out(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.launch(200, gridX=-1, blockX="wide", registersPerThread=1.5, staticSharedMemory=1 << 62)
+    with closing(parse_nsys(maker.write(tmp_path / "t.sqlite"))) as trace:  # type: ignore[type-var]
+        (config,) = trace.launch_configs
+        assert (config.grid, config.block, config.registers_per_thread) == (None, None, None)
+        assert (config.static_shared_bytes, config.shared_bytes) == (None, None)
+
+
+def test_a_view_is_never_read(tmp_path: Path) -> None:
+    """A view may compute anything, for any time."""
+    path = tmp_path / "t.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE META_DATA_EXPORT (name, value)")
+        connection.execute(
+            "CREATE VIEW CUPTI_ACTIVITY_KIND_KERNEL AS WITH RECURSIVE n(start) AS "
+            "(SELECT 1 UNION ALL SELECT start + 1 FROM n) SELECT start, start AS end FROM n"
+        )
+    with closing(parse_nsys(path)) as trace:  # type: ignore[type-var]
+        assert trace.num_launches == 0
+
+
+def test_nothing_private_is_reported(tmp_path: Path) -> None:
+    maker = Maker("2026.1.1")
+    maker.launch(200)
+    maker.add("META_DATA_CAPTURE", name="COMMAND", value="python /home/ann/secret.py")
+    maker.add("PROCESSES", globalPid=1, pid=1, name="secret.py")
+    maker.add("DIAGNOSTIC_EVENT", severity=3, text="cannot open /home/ann/secret.py")
+    maker.add("DIAGNOSTIC_EVENT", severity=3, text="host secret.example.org is slow")
+    path = maker.write(tmp_path / "t.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE TARGET_INFO_SYSTEM_ENV (name, value)")
+        rows = [("Hostname", "secret"), ("CudaDriverVersion", "13010"), ("NvDriverVersion", "a/b")]
+        connection.executemany("INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES (?, ?)", rows)
+        connection.commit()
+    with closing(parse_nsys(path)) as trace:  # type: ignore[type-var]
+        assert trace.environment == {"nsys_version": "2026.1.1.0", "cuda_driver_version": 13010}
+        assert not any("secret" in warning for warning in trace.warnings)
+
+
+def test_close_removes_temporary_files(export: Path) -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    trace = parse_nsys(export)
+    assert set(Path("/proc/self/fd").iterdir()) > before
+    trace.close()
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(seed=st.integers(0, 1 << 30), data=st.binary(min_size=1, max_size=40))
+def test_any_damage_gives_a_trace_or_a_format_error(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, data: bytes
+) -> None:
+    whole = gzip.decompress((DATA / "nsys_h200.sqlite.gz").read_bytes())
+    path = tmp_path_factory.mktemp("damage") / "t.sqlite"
+    at = seed % (len(whole) - len(data))
+    path.write_bytes(whole[:at] + data + whole[at + len(data) :])
+    begun = time.process_time()
+    try:
+        trace = parse_nsys(path)
+    except TraceFormatError:
+        pass
+    else:
+        assert sum(len(batch.kernel) for batch in trace.batches()) == trace.num_launches
+        trace.close()
+    assert time.process_time() - begun < 20
+
+
+def test_a_schema_that_is_not_text_gives_a_format_error(tmp_path: Path) -> None:
+    whole = gzip.decompress((DATA / "nsys_h200.sqlite.gz").read_bytes())
+    at = whole.index(b"CREATE TABLE")
+    path = tmp_path / "t.sqlite"
+    path.write_bytes(whole[: at + 3] + b"\xa7\xff" + whole[at + 5 :])
+    with pytest.raises(TraceFormatError, match="damaged"):
+        parse_nsys(path)
+
+
+REPORTER = """#!/bin/sh
+case "$1" in --version) echo "NVIDIA Nsight Systems version 2025.3.2.0"; exit 0;; esac
+while [ $# -gt 1 ]; do
+  case "$1" in --output|-o) out="$2";; --output=*) out="${1#--output=}";; esac
+  shift
+done
+cp "$1" "$out"
+"""
+
+
+def test_a_report_is_exported_by_the_installed_nsys(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nsys here is a real program that copies its input, because the report is already an export."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    tool = folder / "nsys"
+    tool.write_text(REPORTER)
+    tool.chmod(0o755)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    report = tmp_path / "r.nsys-rep"
+    report.write_bytes(export.read_bytes())
+    with closing(open_trace(report)) as trace:  # type: ignore[type-var]
+        assert trace.num_launches == 30
+        assert trace.kernels == [FLASH_CANONICAL]
+    assert list(temporary.iterdir()) == []
