@@ -185,16 +185,14 @@ def emit(
     *,
     force: bool = False,
     images: str = "svg",
-    about: str = "",
 ) -> None:
     """Render the document to the file, or to stdout without one.
 
     Without a format the file's suffix decides; the default is `table`. `images` is the format of the
-    charts beside a Markdown file, `svg` or `png`. `about` names the content in the line that reports
-    that the file was written.
+    charts beside a Markdown file, `svg` or `png`.
     """
     chosen = chosen_format(format, output)
-    detail = f": {about}" if about else ""
+    detail = f": {document.about}" if document.about else ""
     if chosen == "md" and output is not None:
         charts = _write_markdown(document, output, images, force=force)
         hint(f"wrote {output}" + (f" and {charts} charts beside it" if charts else "") + detail)

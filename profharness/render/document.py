@@ -197,6 +197,8 @@ class Document:
     """For programs."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further top-level keys of the JSON output."""
+    about: str = ""
+    """Name of the content in the line that reports that a file was written."""
 
 
 def _count(value: Any) -> str:

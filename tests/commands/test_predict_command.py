@@ -340,3 +340,11 @@ def test_run_is_compared_with_the_atlas_of_its_machine(measured: list[AtlasCell]
     for other in ({"gpu": "NVIDIA A100-SXM4-40GB"}, {"device_type": "cpu"}, {"torch": "2.8.0"}):
         assert against(cells, rows, environment | other) == []
     assert against_blocks([]) == []
+
+
+def test_the_line_on_a_written_file_names_the_machine(tmp_path: Path) -> None:
+    path = tmp_path / "maps.csv"
+    result = predict("--config", RANGE, "--gpu", "H200", "-o", path)
+    assert result.exit_code == 0, result.output
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"wrote {path}: NVIDIA H200, torch 2.")

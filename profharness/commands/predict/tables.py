@@ -98,7 +98,8 @@ def predict_document(
             if charts:
                 blocks += _time_charts([answer], backends)
     rows = [row for answer in answers for row in answer if row.backend in backends]
-    return Document(SCHEMA, TITLE, tuple(blocks), FIELDS, tuple(map(predicted_record, rows)), extra)
+    records = tuple(map(predicted_record, rows))
+    return Document(SCHEMA, TITLE, tuple(blocks), FIELDS, records, extra, about=place.text)
 
 
 def atlas_record(place: Place) -> dict[str, Any] | None:

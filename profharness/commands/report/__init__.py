@@ -102,7 +102,7 @@ def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -
         page = replace(page, blocks=kept)
     named = ", ".join(entry["run"] for entry in page.extra["runs"])
     about = f"run {named}" if len(page.extra["runs"]) == 1 else f"runs {named}"
-    emit(page, made.format, made.path, force=made.force, images=images, about=about)
+    emit(replace(page, about=about), made.format, made.path, force=made.force, images=images)
 
 
 DECLARATION = declaration_of(report)
