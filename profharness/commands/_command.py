@@ -2,7 +2,8 @@
 
 A command module declares its function with `command`. Its parameters carry an `Option` in their
 annotations. `document` registers the function that shows the answer, `gate` the one that makes the
-command exit with 3. Further parameters of these two are options of the command line only.
+command exit with 3. Further parameters of these two are options of the command line only. `usage`
+registers the function that refuses options that exclude each other, before anything is read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import click
 
 from profharness.commands._options import Parameter, evaluated, option_parameters
 from profharness.commands._output import (
+    HINTS,
     MEASURED,
     OUTPUT_PARAMETERS,
     emit,
+    hint,
     measured,
     on_terminal,
 )
@@ -48,6 +51,7 @@ class Declaration:
     context_settings: Mapping[str, Any] | None = None
     document: Callable[..., Any] | None = None
     gate: Callable[..., None] | None = None
+    usage: Callable[..., None] | None = None
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -75,10 +79,12 @@ class Declaration:
         return Document in (returned, *typing.get_args(returned))
 
     def check_values(self, values: Mapping[str, Any]) -> None:
-        """Raise UsageError for a value that the command cannot take."""
+        """Raise UsageError for values that the command cannot take, alone or together."""
         for parameter in (*self.parameters, *self.shown_parameters):
             if parameter.name in values:
                 parameter.require_valid(values[parameter.name])
+        if self.usage is not None:
+            self.usage(**_accepted(self.usage, values))
 
     def answer(self, values: Mapping[str, Any]) -> Any:
         """Call the function with these values."""
@@ -125,7 +131,7 @@ class Declaration:
         parameters = (*self.parameters, *self.shown_parameters)
         values = {each.name: each.value(given) for each in parameters}
         with on_terminal():
-            self.check_values(values)
+            self.check_values(given | values)
             answer = self.answer(values)
             if self.document is not None:
                 shown = self.shown(answer, values)
@@ -135,6 +141,8 @@ class Declaration:
                     again = click.get_current_context().meta.get(MEASURED)
                     with measured(*again) if again else contextlib.nullcontext():
                         emit(shown, **output)
+            for text in click.get_current_context().meta.get(HINTS, ()):
+                hint(text)
             self.judge(answer, values)
 
 
@@ -200,6 +208,19 @@ def gate(
 
     def register(function: Callable[Concatenate[A, Q], None]) -> Callable[Concatenate[A, Q], None]:
         declaration_of(of).gate = function
+        return function
+
+    return register
+
+
+def usage(of: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the function that raises UsageError for options that exclude each other.
+
+    It has keyword parameters, of those of the command that it needs, with their defaults.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        declaration_of(of).usage = function
         return function
 
     return register

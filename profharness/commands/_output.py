@@ -37,6 +37,7 @@ SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html", 
 STDOUT = Path("-")
 DEFAULT_WIDTH = 100
 MEASURED = "profharness.measured"
+HINTS = "profharness.hints"
 _terminal = [False]
 
 
@@ -114,6 +115,12 @@ def hint(text: str) -> None:
     if is_command_line():
         with contextlib.suppress(OSError):
             click.echo(printable(text), err=True)
+
+
+def hint_after(text: str) -> None:
+    """Print a line to stderr after the result, on the command line."""
+    if is_command_line():
+        click.get_current_context().meta.setdefault(HINTS, []).append(text)
 
 
 def live(text: str = "") -> None:

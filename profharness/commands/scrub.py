@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import PathLike, Store, complete_runs, store_path
@@ -84,9 +84,16 @@ def scrub_run(
     original = find_source(str(source), store_path(store))
     if not check:
         return scrub(original, None if path is None else Path(path), force=force)
-    if path is not None or force:
-        raise UsageError("--check only reads; it goes without -o and --force")
     return Audit(original, tuple(audit(original)))
+
+
+@usage(scrub_run)
+def check_options(
+    *, path: PathLike | None = None, force: bool = False, check: bool = False
+) -> None:
+    """Raise UsageError for --check with options of the copy."""
+    if check and (path is not None or force):
+        raise UsageError("--check only reads; it goes without -o and --force")
 
 
 @document(scrub_run)

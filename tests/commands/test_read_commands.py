@@ -279,3 +279,14 @@ def test_a_line_of_progress_names_the_case_of_a_check(capsys: pytest.CaptureFixt
     assert lines == [
         f"[1/3] {config.label} math{case}: ok" for case in (" (large)", " (equal)", "")
     ]
+
+
+def test_kernels_prints_its_hints_after_the_result(tmp_path: Path, store: Path) -> None:
+    three = tmp_path / "three.db"
+    ingest_path(three, Path(__file__).parents[2] / "traces" / "h200-torch-nsys-ncu")
+    other = "ncu, nsys saw these kernels too"
+    without = "efficient: refused: no such dtype"
+    for path, text, words in ((three, other, ()), (store, without, ("--format", "csv"))):
+        done = invoke("kernels", "--store", path, *words)
+        assert done.exit_code == 0 and text in done.stderr
+        assert done.output == done.stdout + done.stderr

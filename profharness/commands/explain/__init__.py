@@ -23,7 +23,7 @@ from profharness.attention.dispatch.by_rule import (
     skipped_text,
 )
 from profharness.attention.dispatch.machine import release_text, skipped_releases
-from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, hint
 from profharness.commands._types import (
@@ -122,6 +122,7 @@ Bisect = Annotated[
     Option(
         ("--bisect",),
         metavar="PROPERTY",
+        check=numeric_name,
         help="Find the values where the choice flips.",
         tool="Find the values of this property at which the choice flips.",
         tool_examples=("head_dim", "seq_len"),
@@ -249,15 +250,34 @@ def explain(
     chosen_configs = config_list(configs)
     if not chosen_configs:
         raise UsageError("explain needs a config: --config 2,8,512,64,bf16, or --configs FILE")
-    require_device(device)
-    if device != AUTO and (torch is not None or gpu is not None):
+    platforms = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
+    path = store_path(store)
+    return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
+
+
+@usage(explain)
+def check_options(
+    *,
+    torch: str | None = None,
+    gpu: str | None = None,
+    device: str = AUTO,
+    bisect: str | None = None,
+    full: bool = False,
+    measure: bool = False,
+) -> None:
+    """Raise UsageError for options of this machine beside another, and for those of one config."""
+    elsewhere = torch is not None or gpu is not None
+    if device != AUTO and elsewhere:
         raise UsageError(
             "--device applies only when the local PyTorch is queried. With --torch or --gpu, use "
             "--gpu cpu instead."
         )
-    platforms = named_platforms(torch, gpu, cudnn, cuda, cudnn_compiled)
-    path = store_path(store)
-    return Question(chosen_configs, asked, backends, platforms, path, torch, device, timeout_s)
+    if measure and elsewhere:
+        raise UsageError(
+            "--measure runs on this machine, --torch and --gpu mean another; choose one"
+        )
+    if bisect is not None and (measure or full):
+        raise UsageError("--bisect asks for choices only; leave --measure and --full out")
 
 
 @document(explain)
@@ -265,12 +285,6 @@ def show(
     question: Question, *, bisect: Bisect = None, full: Full = False, measure: Measure = False
 ) -> Document:
     """Return the document: a flip, a table by release, a map, or one config's explanation."""
-    if measure and question.platforms:
-        raise UsageError(
-            "--measure runs on this machine, --torch and --gpu mean another; choose one"
-        )
-    if bisect is not None and (measure or full):
-        raise UsageError("--bisect asks for choices only; leave --measure and --full out")
     page = (
         _bisected(question, bisect)
         if bisect is not None
@@ -327,7 +341,6 @@ def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
 
 
 def _bisected(question: Question, name: str) -> Document:
-    numeric_name(name)
     platforms = question.platforms
     if len(platforms) > 1:
         raise UsageError("--bisect takes one release; give --torch a single one")

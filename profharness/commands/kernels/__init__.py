@@ -16,6 +16,7 @@ from profharness.commands._output import (
     capture_progress,
     chosen_format,
     hint,
+    hint_after,
     is_command_line,
 )
 from profharness.commands._types import (
@@ -293,7 +294,7 @@ def find_rows(
         with open_store(store) as opened:
             lack = opened.lack_of_kernels(cells[0].run)
         if lack is not None:
-            hint(lack)
+            hint_after(lack)
     return rows, cells
 
 
@@ -310,7 +311,7 @@ def _predict(
     path = None if folder is None else Path(str(folder))
     rows, cells, doubt = rows_of_atlas(configs, backends, gpu, torch, path, driver)
     if doubt:
-        hint(doubt)
+        hint_after(doubt)
     return KernelsFound(rows, cells)
 
 
@@ -319,9 +320,9 @@ def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]
     for cell in cells:
         if cell.status != "ok":
             note = cell_notes(cell, [])[0]
-            hint(f"{cell.config} {note.label}: {note.text}")
+            hint_after(f"{cell.config} {note.label}: {note.text}")
     for note in warning_notes(warnings):
-        hint(f"warning: {note.label}: {note.text}")
+        hint_after(f"warning: {note.label}: {note.text}")
 
 
 def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
@@ -333,7 +334,8 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
     with open_store(path) as store:
         has_calls = store.has(run, "attention calls")
     if has_calls:
-        hint(f"see its attention layer by layer with: {shell_command('layers', run, store=path)}")
+        again = shell_command("layers", run, store=path)
+        hint_after(f"see its attention layer by layer with: {again}")
 
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
@@ -342,7 +344,8 @@ def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
     # the order of a set would differ between processes
     others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
     if others:
-        hint(f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side")
+        names = ", ".join(others)
+        hint_after(f"{names} saw these kernels too; --profiler all shows all side by side")
     return kept
 
 

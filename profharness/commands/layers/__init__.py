@@ -12,7 +12,7 @@ import click
 from profharness.atlas.answer import Place
 from profharness.atlas.catalog import find_place, known_atlases
 from profharness.attention.config import split_names
-from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
 from profharness.commands._output import capture_progress, echo, hint, keep_measured
 from profharness.commands._types import (
@@ -22,10 +22,8 @@ from profharness.commands._types import (
     RUN_TOOL_EXAMPLES,
     AtlasFolder,
     Driver,
-    Format,
     Names,
     OutFolder,
-    OutputFile,
     PathLike,
     Store,
     complete_runs,
@@ -152,6 +150,7 @@ MaxTime = Annotated[
     str | None,
     Option(
         ("--max-time",),
+        check=parse_seconds,
         help="Time limit for sampling one config on one backend with --regret.  [default: 2s]",
     ),
 ]
@@ -239,10 +238,8 @@ def layers(
     In Python the result has the rows of the table, with the keys of the JSON. `attrs["layers"]` has the
     maps.
     """
-    require_gpu(gpu, driver, atlas)
     path = store_path(store)
     if len(run) > 1:
-        _require_one_run(gpu, step is not None)
         return _find_several(path, run, torch)
     one = run[0] if run else None
     if gpu is None:
@@ -251,11 +248,52 @@ def layers(
     return LayersFound(path, (forecast(path, one, places, step=step),), torch=torch, predicted=True)
 
 
+@usage(layers)
+def check_options(
+    *,
+    run: Sequence[str] = (),
+    step: int | None = None,
+    gpu: str | None = None,
+    driver: str | None = None,
+    atlas: PathLike | None = None,
+    only_configs: bool = False,
+    regret: bool = False,
+    benches: Names = (),
+    backend: Names = (),
+    max_time: str | None = None,
+    fail_on: Sequence[str] = (),
+    expect: Sequence[str] = (),
+    format: str | None = None,
+    output: PathLike | None = None,
+) -> None:
+    """Raise UsageError for options that exclude each other or have no effect."""
+    require_gpu(gpu, driver, atlas)
+    named = split_names(benches)
+    if len(run) > 1 or len(named) > 1:
+        of_one = (step is not None, gpu, backend, max_time, only_configs)
+        _require_one_run(*of_one, regret and not named)
+        return
+    if gpu is not None:
+        require_forecast_alone(fail_on, expect, named, only_configs, regret)
+        return
+    if only_configs and named:
+        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
+    if only_configs and (output or format):
+        raise UsageError(
+            "--configs prints lines to stdout: `--configs > calls.txt`, no -o, no --format"
+        )
+    if named and max_time is not None:
+        raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
+    if not regret and not named:
+        for option, given in (("--backend", bool(backend)), ("--max-time", max_time is not None)):
+            if given:
+                raise UsageError(f"{option} says what --regret times; add --regret")
+
+
 @document(layers)
 def show(
     found: LayersFound,
     *,
-    step: Step = None,
     only_configs: OnlyConfigs = False,
     full: Full = False,
     regret: Regret = False,
@@ -265,22 +303,16 @@ def show(
     fail_on: FailOn = (),
     expect: Expected = (),
     out: OutFolder = RUNS_FOLDER,
-    format: Format = None,
-    output: OutputFile = None,
 ) -> Document | None:
     """Return the document, or print configs and return None."""
     named = split_names(benches)
     gates = parse_gates(fail_on, expect)
-    if found.predicted and len(named) < 2:
-        require_forecast_alone(fail_on, expect, named, only_configs, regret)
+    if found.predicted:
         return forecasts_document(found.maps[0], full=full)
     if found.classes is not None or len(named) > 1:
-        of_one = (step is not None, backend, max_time, only_configs, found.predicted)
-        _require_one_run(*of_one, regret and not named)
         return _show_several(found, named, gates, full=full)
     (own,) = found.maps
     options = _bench_options(regret, named, split_names(backend), max_time, Path(out))
-    _require_lines(only_configs, named, output, format)
     require_recorded(own, gates)  # before anything is measured for them
     if only_configs:
         echo("\n".join(_config_lines(own, timed=regret)))
@@ -376,17 +408,6 @@ def require_forecast_alone(*others: object) -> None:
         )
 
 
-def _require_lines(
-    only_configs: bool, benches: Sequence[str], output: object, format: str | None
-) -> None:
-    if only_configs and benches:
-        raise UsageError("--configs prints what to bench, and --bench reads one; leave one out")
-    if only_configs and (output or format):
-        raise UsageError(
-            "--configs prints lines to stdout: `--configs > calls.txt`, no -o, no --format"
-        )
-
-
 def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
     """Return the configs that replay the calls; if `timed`, those that --regret times.
 
@@ -408,16 +429,8 @@ def _bench_options(
     max_time: str | None,
     out: Path,
 ) -> BenchOptions | None:
-    """Return the options of the benchmark, None without --regret.
-
-    Raise UsageError for options that have no effect.
-    """
-    if benches and max_time is not None:
-        raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
+    """Return the options of the benchmark, None without --regret and --bench."""
     if not regret and not benches:
-        for option, given in (("--backend", bool(backends)), ("--max-time", max_time is not None)):
-            if given:
-                raise UsageError(f"{option} says what --regret times; add --regret")
         return None
     return BenchOptions(
         backends=backends,

@@ -1,0 +1,63 @@
+"""Options that exclude each other are refused before anything is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import profharness
+from profharness.cli import cli
+from profharness.errors import ProfharnessError, UsageError
+
+CONFIG = ("--config", "2,8,512,64")
+WRONG: dict[tuple[str, ...], str] = {
+    ("layers", "--driver", "580"): "add --gpu NAME",
+    ("layers", "a", "b", "--step", "0"): "are about one run",
+    ("layers", "--bench", "a,b", "--gpu", "H200"): "are about one run",
+    ("layers", "--gpu", "H200", "--regret"): "are about what ran",
+    ("layers", "--configs", "--bench", "a"): "leave one out",
+    ("layers", "--configs", "-o", "calls.json"): "--configs > calls.txt",
+    ("layers", "--configs", "--format", "json"): "--configs > calls.txt",
+    ("layers", "--bench", "a", "--max-time", "1s"): "measures nothing",
+    ("layers", "--backend", "flash"): "add --regret",
+    ("layers", "--regret", "--max-time", "soon"): "'soon'",
+    ("layers", "--fail-on", "unheard"): "'unheard'",
+    ("scrub", "nosuch", "--check", "-o", "copy"): "without -o and --force",
+    ("scrub", "nosuch", "--check", "--force"): "without -o and --force",
+    ("explain", *CONFIG, "--gpu", "ZX81", "--device", "cpu"): "--device applies only",
+    ("explain", *CONFIG, "--gpu", "ZX81", "--measure"): "--measure runs on this machine",
+    ("explain", *CONFIG, "--gpu", "ZX81", "--bisect", "head_dim", "--full"): "choices only",
+    ("explain", *CONFIG, "--gpu", "ZX81", "--bisect", "dtype"): "'dtype'",
+}
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_usage_errors_come_before_reading(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PROFHARNESS_STORE", str(tmp_path / "none.db"))
+    error = CliRunner().invoke(cli, words).exception
+    assert isinstance(error, UsageError), error
+    assert WRONG[words] in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Path) -> None:
+    store = tmp_path / "none.db"
+    words = ["explain", *CONFIG, "--gpu", "H200", "--device", "cpu"]
+    error = CliRunner().invoke(cli, words).exception
+    with pytest.raises(UsageError) as raised:
+        profharness.explain(CONFIG[1], gpu="H200", device="cpu")
+    assert str(raised.value) == str(error)
+    assert len(profharness.explain(CONFIG[1], gpu="H200", torch="2.11", device="auto")) == 1
+    with pytest.raises(UsageError, match="add --gpu NAME"):
+        profharness.layers(driver="580", store=store)
+    with pytest.raises(UsageError, match="are about one run"):
+        profharness.layers("a", "b", step=0, store=store)
+    with pytest.raises(UsageError, match="without -o and --force"):
+        profharness.scrub_run("nosuch", check=True, force=True, store=store)
+    with pytest.raises(ProfharnessError, match="no store here"):
+        profharness.layers("a", "b", store=store)
