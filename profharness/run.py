@@ -142,7 +142,7 @@ DEVICES = ("auto", *DEVICE_TYPES)
 LIMITS = {"iterations": (1, 10_000), "warmup": (0, 10_000), "samples": (0, 100_000)}
 """Smallest and largest number of calls in a capture."""
 PROCESSES = (1, 100)
-SHORTEST_S, LONGEST_S = 0.1, 1e9
+SHORTEST_S, LONGEST_S = 0.1, 1_000_000_000
 SEEDS = (-(2**63), 2**64 - 1)  # range of torch.Generator
 
 
@@ -167,13 +167,27 @@ def require_device(device: str) -> None:
 
 
 def require_number(
-    name: str, value: object, low: float, high: float = math.inf, *, whole: bool = False
+    name: str,
+    value: object,
+    low: float,
+    high: float = math.inf,
+    *,
+    whole: bool = False,
+    above: bool = False,
 ) -> None:
-    """Raise UsageError if the value is no number between the limits, inclusive."""
+    """Raise UsageError if the value is no finite number between the limits, inclusive.
+
+    `above` makes the lower one exclusive.
+    """
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
+    fits = is_number and low <= value <= high and value != math.inf  # type: ignore[operator]
+    if not fits or (above and value == low):
         kind = "whole number" if whole else "number"
-        limits = f"from {low:,}" + (f" to {high:,}" if high < math.inf else " on")
+        limits = f"above {low:,}" if above else f"from {low:,}"
+        if high < math.inf:
+            limits += f" to {high:,}"
+        elif not above:
+            limits += " on"
         raise UsageError(f"{name}={value!r} is not a {kind} {limits}")
 
 

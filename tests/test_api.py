@@ -76,7 +76,7 @@ def test_analyze_has_a_row_per_cell_with_its_findings(tmp_path: Path) -> None:
     assert same["flops_share"][0] == frame["flops_share"][0]
     every = profharness.analyze(store=path)
     assert len(every) == len(profharness.cells(store=path))
-    with pytest.raises(UsageError, match="known are measure, data-sheet"):
+    with pytest.raises(UsageError, match="is not one of measure, data-sheet"):
         profharness.analyze(peaks="guess", store=path)
     with pytest.raises(NotFoundError, match="no stored run has"):
         profharness.analyze("9,9,9,9", store=path)

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 import profharness
 from profharness.attention.config import parse_config
-from profharness.errors import NotFoundError, UsageError
+from profharness.errors import NotFoundError, StoreError, UsageError
 from profharness.jobs.progress import shown
+from profharness.processes import PrewarmedWorker
 from profharness.recording.supervise import Step
 from profharness.run import Cell
 from profharness.store import open_store, to_frame
@@ -54,7 +56,11 @@ def attention(q: Any, k: Any, v: Any) -> Any:
         ({"backends": attention}, "is no name"),
         ({"configs": 5}, "5 is no config"),
         ({"configs": ["1,1,8,8", None]}, "None is no config"),
-        ({"configs": []}, "no config"),
+        ({"configs": []}, "configs is empty"),
+        ({"configs": iter(())}, "configs is empty"),
+        ({"backends": ()}, "backends is empty"),
+        ({"profilers": []}, "profilers is empty"),
+        ({"profilers": "perf"}, "'perf'"),
     ],
 )
 def test_invalid_arguments_are_refused_before_anything_is_created(
@@ -69,9 +75,67 @@ def test_invalid_arguments_are_refused_before_anything_is_created(
     assert list(tmp_path.iterdir()) == []
 
 
+def refused_worker() -> None:
+    raise AssertionError("a worker was started")
+
+
+def test_a_capture_of_nothing_starts_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrewarmedWorker, "start", refused_worker)
+    for arguments in ({"configs": ()}, {"configs": 5}, {"iterations": 0}, {"resume": "latest"}):
+        asked: dict[str, Any] = {"configs": CONFIG, "store": tmp_path / "s.db", "out": tmp_path}
+        with pytest.raises(UsageError):
+            profharness.capture(**(asked | arguments))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        (
+            "report",
+            {"format": "bad"},
+            "format 'bad' is not one of table, json, jsonl, csv, md, html",
+        ),
+        ("report", {"path": "out.pdf"}, "no format 'pdf' of a report"),
+        ("analyze", {"peaks": "guess"}, "peaks 'guess' is not one of measure, data-sheet"),
+        ("analyze", {"configs": ()}, "configs is empty"),
+        ("export", {"run": "latest", "profiler": "perf"}, "no launches of a profiler 'perf'"),
+        ("kernels", {"profilers": "perf"}, "no launches of a profiler 'perf'"),
+        ("kernels", {"backends": []}, "backends is empty"),
+        ("launches", {"profiler": "perf"}, "no launches of a profiler 'perf'"),
+        ("cells", {"backends": ()}, "backends is empty"),
+        ("cells", {"configs": ()}, "configs is empty"),
+        ("bench", {"run": "latest", "convention": "loose"}, "convention 'loose' is not one of"),
+        ("repro", {"run": "latest", "device": "tpu"}, "device 'tpu' is not one of auto, cuda, cpu"),
+        ("layers", {"step": -1}, "step=-1 is not a whole number from 0 on"),
+        (
+            "diff",
+            {"baseline": "a", "candidate": "b", "threshold": 0},
+            "threshold=0 is not a number",
+        ),
+        ("ranks", {"threshold": float("inf")}, "threshold=inf is not a number above 0"),
+    ],
+)
+def test_a_function_refuses_a_value_before_it_reads_the_store(
+    name: str, arguments: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        getattr(profharness, name)(**arguments, store=tmp_path / "none.db")
+
+
+def test_a_step_of_numpy_is_a_number(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no store here"):
+        profharness.layers(step=np.int64(0), store=tmp_path / "none.db")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"configs": ()}, "configs is empty"),
+        ({"backends": []}, "backends is empty"),
+        ({"measurements": ()}, "measurements is empty"),
         ({"max_time_s": -1}, "max_time_s=-1 is not a number"),
         ({"max_time_s": 0}, "max_time_s=0 "),
         ({"precision": "x"}, "precision 'x': write 1%"),
@@ -90,16 +154,17 @@ def test_invalid_arguments_are_refused_before_anything_is_created(
 def test_an_invalid_bench_measures_nothing(
     arguments: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
+    asked: dict[str, Any] = {"configs": CONFIG, "backends": "math", "device": "cpu"}
     with pytest.raises(UsageError, match=text):
-        profharness.bench(
-            CONFIG, "math", **({"device": "cpu"} | arguments), store=tmp_path / "s.db", out=tmp_path
-        )
+        profharness.bench(**(asked | arguments), store=tmp_path / "s.db", out=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_explain_requires_a_config_and_a_device() -> None:
-    with pytest.raises(UsageError, match="needs a config"):
+    with pytest.raises(UsageError, match="configs is empty"):
         profharness.explain([])
+    with pytest.raises(UsageError, match="needs a config"):
+        profharness.explain(None)
     with pytest.raises(UsageError, match="'tpu'"):
         profharness.explain(CONFIG, device="tpu")
 

@@ -305,10 +305,12 @@ def pytorch_chooses(backend: str) -> bool:
     return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
 
 
-def split_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Split `"flash, math"` or `["flash,math", "auto"]` into distinct, non-empty names. Raise
-    UsageError for values that are not text.
+def split_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Split `"flash, math"` or `["flash,math", "auto"]` into distinct, non-empty names. None means
+    no names. Raise UsageError for values that are not text.
     """
+    if names is None:
+        return ()
     texts = [names] if isinstance(names, str) or not isinstance(names, Iterable) else [*names]
     for text in texts:
         if not isinstance(text, str):

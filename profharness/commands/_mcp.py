@@ -78,6 +78,8 @@ def _field(
     option, base = parameter.option, parameter.base
     if base not in (bool, int, float):
         base = str
+    if limits := _limits(parameter):
+        base = Annotated[base, Meta(**limits)]
     meta = Meta(description=option.tool, examples=list(option.tool_examples) or None)
     name = parameter.tool_name
     if parameter.required or name in declaration.tool_required:
@@ -86,6 +88,14 @@ def _field(
         return name, Annotated[str, meta], ""
     default = parameter.default
     return name, Annotated[base if default is not None else base | None, meta], default
+
+
+def _limits(parameter: Parameter) -> dict[str, Any]:
+    """Return the limits of a number as arguments of Meta."""
+    kind = parameter.range
+    if kind is None:
+        return {}
+    return {"gt" if kind.min_open else "ge": kind.min, "lt" if kind.max_open else "le": kind.max}
 
 
 def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
@@ -99,9 +109,9 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
     values: dict[str, Any] = {"store": store}
     for key, value in given.items():
         parameter = offered[key]
-        if value == "" and key in declaration.tool_required:
-            raise UsageError(f"{name}: {key} is empty")
-        if value == "" and not parameter.required:
+        if isinstance(value, str) and not value.strip():
+            if parameter.required or key in declaration.tool_required:
+                raise UsageError(f"{name}: {key} is empty")
             continue  # not given
         convert = parameter.option.tool_value
         values[parameter.name] = convert(value) if convert else value

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import click
 
 from profharness.errors import UsageError
+from profharness.run import require_number
 
 
 @dataclass(frozen=True)
@@ -96,19 +98,54 @@ class Parameter:
             names = (f"{self.name}_file", self.option.file_flag)
             yield click.Option(names, type=path, metavar="FILE", help=self.option.file_help)
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return the values of which one is chosen. Empty for a parameter without a choice."""
+        kind = self.option.type or _click_type(self.base)
+        return tuple(kind.choices) if isinstance(kind, click.Choice) else ()
+
+    @property
+    def range(self) -> click.IntRange | click.FloatRange | None:
+        """Return the range of a number. None for a parameter without a range."""
+        kind = self.option.type
+        return kind if isinstance(kind, click.IntRange | click.FloatRange) else None
+
     def value(self, given: dict[str, Any]) -> Any:
-        """Remove the value from what Click parsed, and return it."""
+        """Remove the value from what Click parsed, and return it.
+
+        A repeatable option that is missing has the function's default, or None if it is required.
+        """
         value = given.pop(self.name)
         if self.option.file_flag:
             path = given.pop(f"{self.name}_file")
             if path is not None:
                 assert self.option.read_file
                 value = (*value, *self.option.read_file(path))
+        if self.option.multiple and not value:
+            return None if self.required else self.default
         return value
 
     def require_valid(self, value: Any) -> None:
-        """Raise UsageError for a value that the command cannot take."""
-        if value is not None and self.option.check is not None:
+        """Raise UsageError for a value that the command cannot take.
+
+        An empty sequence is valid only where it is the default.
+        """
+        if value is None:
+            return
+        refuses_empty = self.option.multiple and self.default != ()
+        if refuses_empty and _is_empty(value):
+            raise UsageError(f"{self.name} is empty")
+        if self.choices and value not in self.choices:
+            known = ", ".join(self.choices)
+            raise UsageError(f"{self.name} {value!r} is not one of {known}")
+        if (kind := self.range) is not None:
+            # a number of numpy or pandas
+            number = value.item() if hasattr(value, "item") else value
+            whole, above = isinstance(kind, click.IntRange), kind.min_open
+            low = -math.inf if kind.min is None else kind.min
+            high = math.inf if kind.max is None else kind.max
+            require_number(self.name, number, low, high, whole=whole, above=above)
+        if self.option.check is not None:
             self.option.check(value)
 
 
@@ -129,6 +166,10 @@ def option_parameters(function: Callable[..., Any], skip: int = 0) -> Iterator[P
 def evaluated(function: Callable[..., Any], annotation: Any) -> Any:
     """Evaluate an annotation that may be a string."""
     return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Sized) and not isinstance(value, str) and len(value) == 0
 
 
 def _without_none(kind: Any) -> Any:

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import profharness.store as stores
 from profharness.attention.config import split_names
-from profharness.commands._types import ConfigLike, Names, PathLike, config_list, store_path
-from profharness.commands.kernels import EVERY_PROFILER, require_profilers
+from profharness.commands._types import (
+    EVERY_PROFILER,
+    ConfigLike,
+    Names,
+    PathLike,
+    config_list,
+    require_profilers,
+    store_path,
+)
+from profharness.errors import UsageError
 from profharness.measurements.agreement import with_predictions
 from profharness.rows import CellRow, LaunchRow, preferred_profiler_rows
 from profharness.store import open_store
@@ -36,17 +44,20 @@ def cells(
     run: str | None = None,
     *,
     configs: ConfigLike = None,
-    backends: Names = (),
+    backends: Names | None = None,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
     """Return one row per cell of a run: status, reasons, latency samples.
 
-    `run` is an id, a unique prefix, latest, latest~1 or all. None means the latest.
+    `run` is an id, a unique prefix, latest, latest~1 or all. None means the latest. Raise UsageError
+    for empty `configs` or `backends`.
     """
+    chosen = config_list(configs) or None
+    names = None if backends is None else split_names(backends)
+    if names == ():
+        raise UsageError("backends is empty")
     with open_store(store_path(store)) as opened:
-        rows = opened.cells(
-            run, configs=config_list(configs) or None, backends=split_names(backends) or None
-        )
+        rows = opened.cells(run, configs=chosen, backends=names)
         return stores.to_frame(with_predictions(opened, rows), CellRow)
 
 

@@ -12,12 +12,22 @@ from typing import Annotated, Any
 
 import click
 
-from profharness.attention.config import Config, expand_configs, parse_config_lines
+from profharness.attention.config import Config, expand_configs, parse_config_lines, split_names
 from profharness.commands._options import Option
 from profharness.commands._output import FORCE_OPTION, FORMAT_OPTION, OUTPUT_OPTION
 from profharness.errors import UsageError
 from profharness.files import DEFAULT_STORE, RUNS_FOLDER, STORE_VARIABLE, read_input
-from profharness.run import DEVICES, PROCESSES, SEEDS, Fleet, Protocol, gpu_classes
+from profharness.rows import TRACE_PROFILERS
+from profharness.run import (
+    DEVICES,
+    LONGEST_S,
+    PROCESSES,
+    SEEDS,
+    SHORTEST_S,
+    Fleet,
+    Protocol,
+    gpu_classes,
+)
 from profharness.stats import THRESHOLD
 
 PathLike = str | os.PathLike[str]
@@ -25,6 +35,7 @@ Names = str | Sequence[str]
 ConfigLike = str | Config | Iterable[str | Config] | None
 CONFIGS_BYTES = 10_000_000  # of a file of configs
 MAX_TOOL_CONFIGS = 1000  # per call of an MCP tool
+EVERY_PROFILER = "all"
 
 
 def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -61,11 +72,16 @@ def store_path(store: PathLike | None) -> Path:
 
 
 def config_list(configs: ConfigLike) -> list[Config]:
-    """Return the configs without duplicates. Raise UsageError for a text that is not a config."""
+    """Return the configs without duplicates. None means no configs.
+
+    Raise UsageError for a text that is not a config, and for an empty list.
+    """
     if configs is None:
         return []
     is_single = isinstance(configs, str | Config) or not isinstance(configs, Iterable)
     items: list[Any] = [configs] if is_single else [*configs]  # type: ignore[misc]
+    if not items:
+        raise UsageError("configs is empty")
     expanded: list[list[Config]] = []
     for item in items:
         if not isinstance(item, str | Config):
@@ -99,6 +115,29 @@ def tool_configs(text: str) -> list[Config]:
     return configs
 
 
+def require_profilers(names: Names) -> None:
+    """Raise UsageError for a profiler that records no launches."""
+    for name in split_names(names):
+        if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
+            known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
+            raise UsageError(f"no launches of a profiler {name!r}; known are {known}")
+
+
+def tool_backends(text: str) -> tuple[str, ...]:
+    """Return the backends that an MCP client names. Raise UsageError for a file or a module.
+
+    A client must not choose which files the server looks up.
+    """
+    # most commands have no backends
+    from profharness.attention.backends.sources import is_source_name
+
+    names = split_names(text)
+    for name in names:
+        if is_source_name(name):
+            raise UsageError(f"backend {name!r}: a tool accepts no file or module as a backend")
+    return names
+
+
 class FiniteRange(click.FloatRange):
     """A range of numbers without `nan` and `inf`."""
 
@@ -116,12 +155,6 @@ class PositiveNumber(FiniteRange):
 
     def __init__(self) -> None:
         super().__init__(0, min_open=True)
-
-
-def require_positive(value: object) -> None:
-    """Raise UsageError for anything but a finite number above 0."""
-    if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{value!r} is not a finite number above 0")
 
 
 def config_option(repeat: str = " Repeatable.") -> Option:
@@ -164,10 +197,11 @@ BACKENDS_OPTION = Option(
     help="auto, flash, efficient, cudnn, math, …, a set of these (flash+math), an order "
     "(cudnn-then-flash, or 'cudnn>flash' in quotes), file.py:function; all: PyTorch's own on this "
     "device; kernels: those in kernels/. Repeatable, or separated by commas.",
-    tool="Only these backends, joined by commas. Default: all.",
+    tool="Only these backends, joined by commas; no file or module. Default: all.",
+    tool_value=tool_backends,
     tool_examples=("auto,flash,math",),
 )
-Backends = Annotated[Names, BACKENDS_OPTION]
+Backends = Annotated[Names | None, BACKENDS_OPTION]
 RUN_TOOL = "A stored run: an id, a unique prefix, latest, latest~1. Default: the latest that has an answer."
 RUN_TOOL_EXAMPLES = ("latest", "latest~1")
 RUN_OPTION = Option(
@@ -264,7 +298,6 @@ def threshold_option(text: str, tool: str = "") -> Option:
     return Option(
         ("--threshold",),
         type=PositiveNumber(),
-        check=require_positive,
         help=f"{text}  [default: {THRESHOLD}]",
         tool=tool,
         click={"show_default": False},
@@ -274,7 +307,7 @@ def threshold_option(text: str, tool: str = "") -> Option:
 def timeout_option(text: str) -> Option:
     """Return an option for a time limit in seconds."""
     default = {"default": int(Protocol.timeout_s), "show_default": True}
-    return Option(("--timeout",), type=FiniteRange(0.1), help=text, click=default)
+    return Option(("--timeout",), type=FiniteRange(SHORTEST_S, LONGEST_S), help=text, click=default)
 
 
 def fleet(scheduler: str | None, gpu: Names = (), insecure: bool = False) -> Fleet:

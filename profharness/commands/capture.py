@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from profharness.attention.config import Config, grammar_lines, split_names
-from profharness.commands._command import command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document, usage
 from profharness.commands._options import Option
 from profharness.commands._output import echo, hint, is_command_line, run_listener
 from profharness.commands._types import (
     Backends,
+    ConfigLike,
     Configs,
     Device,
     GpuClasses,
@@ -36,6 +37,7 @@ from profharness.commands._types import (
 from profharness.errors import CaptureError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.processes import prewarmed_worker
+from profharness.recording.profilers.ncu_metrics import metric_names
 from profharness.rows import COUNTERS
 from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
 
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
 
 Profilers = Annotated[
-    Names,
+    Names | None,
     Option(
         ("--profiler",),
         multiple=True,
@@ -143,9 +145,9 @@ def _to_frame(captured: CapturedRuns) -> pd.DataFrame:
 @command("capture", frame=_to_frame, fill={"grammar": "\n      ".join(grammar_lines())})
 def capture(
     configs: Configs = None,
-    backends: Backends = (),
+    backends: Backends = None,
     *,
-    profilers: Profilers = (),
+    profilers: Profilers = None,
     python: Pythons = (),
     out: OutFolder = RUNS_FOLDER,
     store: Store = None,
@@ -195,60 +197,71 @@ def capture(
     worker starts.
     """
     path, pythons, where = store_path(store), split_names(python), fleet(scheduler, gpu, insecure)
+    watched = split_names(profilers) or CaptureOptions.profilers
+    counters = split_names(metrics), split_names(sections)
+    protocol = Protocol(
+        iterations,
+        warmup,
+        samples,
+        timeout_s,
+        seed,
+        device,
+        metric_names(counters[0]),
+        counters[1],
+        processes,
+    )
+    options = CaptureOptions(watched, Path(out), protocol, note, fleet=where)
+    named, chosen = split_names(backends), config_list(configs)
 
     def runs() -> Iterator[Captured]:
         # before the imports, so that the worker loads torch at the same time
         wanted = not (resume or pythons or profilers) and where == Fleet()
         with prewarmed_worker(wanted=wanted) as prewarmed:
             from profharness import jobs  # loads what runs workers
-            from profharness.recording.profilers.ncu_metrics import metric_names
 
             listener = run_listener(progress)
             if resume is not None:
-                if configs or backends or pythons:
-                    raise UsageError(
-                        "--resume goes on with the run's own cells; leave --config, --configs, "
-                        "--backend and --python out"
-                    )
                 folder = jobs.find_run_folder(str(resume), Path(out))
                 with listener.progress() as show_progress:
                     captured = jobs.resume_into_store(folder, path, show_progress, where)
                 yield captured
                 return
-            watched = split_names(profilers) or CaptureOptions.profilers
-            counters = split_names(metrics), split_names(sections)
-            unused = any(counters) and not {*COUNTERS} & {*watched}
-            if unused and is_command_line():
-                names = ", ".join(COUNTERS)
-                raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
-            protocol = Protocol(
-                iterations,
-                warmup,
-                samples,
-                timeout_s,
-                seed,
-                device,
-                metric_names(counters[0]),
-                counters[1],
-                processes,
-            )
-            options = CaptureOptions(watched, Path(out), protocol, note, fleet=where)
-            chosen = config_list(configs)
-            if configs is None or configs == ():
-                chosen = _print_everyday(jobs.everyday_configs(device, where))
+            asked = chosen or _print_everyday(jobs.everyday_configs(device, where))
             if pythons:
-                yield from jobs.capture_with_each(
-                    pythons, chosen, split_names(backends), path, options, listener
-                )
+                yield from jobs.capture_with_each(pythons, asked, named, path, options, listener)
                 return
             with listener.progress() as show_progress:
                 captured = jobs.capture_into_store(
-                    chosen, split_names(backends), path, options, show_progress, prewarmed
+                    asked, named, path, options, show_progress, prewarmed
                 )
             yield captured
             yield from captured.others
 
     return CapturedRuns(path, runs())
+
+
+@usage(capture)
+def check_options(
+    *,
+    configs: ConfigLike = None,
+    backends: Names | None = None,
+    profilers: Names | None = None,
+    python: Names = (),
+    metrics: Names = (),
+    sections: Names = (),
+    resume: PathLike | None = None,
+) -> None:
+    """Raise UsageError for options that have no effect."""
+    if resume is not None:
+        if configs or backends or python:
+            raise UsageError(
+                "--resume goes on with the run's own cells; leave --config, --configs, --backend and "
+                "--python out"
+            )
+        return
+    if is_command_line() and (metrics or sections) and not {*COUNTERS} & {*split_names(profilers)}:
+        names = ", ".join(COUNTERS)
+        raise UsageError(f"--metrics and --section are {names}'s; add --profiler {names}")
 
 
 @document(capture)

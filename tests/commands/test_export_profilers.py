@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from profharness.attention.config import parse_config
 from profharness.cli import find_command
 from profharness.commands.export.chrome_trace import choose_profilers
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, UsageError
 from profharness.run import Cell, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store
 
@@ -100,9 +100,9 @@ def test_all_profilers_stand_apart_and_begin_at_zero(watched: Path) -> None:
 
 
 def test_a_profiler_without_launches_is_refused(watched: Path) -> None:
-    for name in ("ncu", "events", "vtune"):
+    for name, kind in (("ncu", NotFoundError), ("events", UsageError), ("vtune", UsageError)):
         result = export(watched, "--profiler", name)
-        assert isinstance(result.exception, NotFoundError)
+        assert isinstance(result.exception, kind)
         assert "torch, nsys" in str(result.exception) or "nsys, torch" in str(result.exception)
     with open_store(watched) as store:
         assert choose_profilers(store, "r1", "all") == ("torch", "nsys")

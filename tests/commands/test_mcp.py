@@ -75,7 +75,10 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a path as a run": ("layers", {"run": "/etc/passwd"}, "error: no run '/etc/passwd' in "),
     "a path as a side": ("diff", {"baseline": "../a", "candidate": "math"}, "no run '../a' in"),
     "a config that no run has": ("kernels", {"config": "3,3,3,3"}, "error: "),
-    "a file as a backend": ("kernels", {"backend": "{folder}/mine.py:attention"}, "no stored run has kernels on"),
+    "a file as a backend": ("kernels", {"backend": "{folder}/mine.py:attention"}, "a tool accepts no file or module"),
+    "a file to predict": ("predict", {"config": CONFIG, "backend": "flash,mine.py", **RULES}, "'mine.py': a tool"),
+    "a module to explain": ("explain", {"config": CONFIG, "backend": "os.path:join", **RULES}, "'os.path:join'"),
+    "a module of kernels": ("kernels", {"backend": "os.path:join"}, "a tool accepts no file or module"),
     "a path as a config": ("explain", {"config": "/etc/passwd", **RULES}, "config '/etc/passwd'"),
     "another store": ("runs", {"store": "/tmp/other.db"}, "unknown field `store`; its arguments: none"),
     "a lacking argument": ("explain", {"config": CONFIG}, "missing required field `gpu`"),
@@ -83,7 +86,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown GPU": ("explain", {"config": CONFIG, "gpu": "ZX81"}, "ZX81"),
     "an unknown profiler": ("kernels", {"profiler": "perf"}, "no launches of a profiler 'perf'"),
     "steps of all": ("kernels", {"profiler": "all", "steps": True}, "steps sums up what one"),
-    "no config": ("explain", {"config": " ", **RULES}, "explain needs a config"),
+    "no config": ("explain", {"config": " ", **RULES}, "explain: config is empty"),
+    "a step below 0": ("layers", {"step": -1}, "Expected `int` >= 0"),
+    "a threshold of 0": ("diff", {"baseline": "a", "candidate": "b", "threshold": 0}, "Expected `float` > 0"),
     "too many configs": ("explain", {"config": "1,1,{1:2000:+1},64", **RULES}, "2,000 configs; at most"),
     "an unknown tool": ("capture", {}, "no tool 'capture'; there are runs, kernels, layers"),
 }  # fmt: skip
@@ -147,6 +152,9 @@ def test_tools_describe_their_arguments_and_are_read_only(served: Served) -> Non
         assert all(value["description"] for value in schema["properties"].values())
     assert tools["explain"].input_schema["required"] == ["config", "gpu"]
     assert tools["explain"].input_schema["properties"]["gpu"]["examples"]
+    for name in ("kernels", "predict", "explain"):
+        backend = tools[name].input_schema["properties"]["backend"]
+        assert "no file or module" in backend["description"]
 
 
 @pytest.mark.parametrize("label", SAME)

@@ -98,6 +98,11 @@ def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
         yield folder / "__init__.py"
 
 
+def is_source_name(text: str) -> bool:
+    """Return whether the name of a backend is a file or a module."""
+    return ".py:" in text or text.endswith(".py") or _MODULE.fullmatch(text) is not None
+
+
 def find_implementation(text: str) -> Backend | None:
     """Return the implementation for a name, `file.py`, `file.py:function` or
     `package.module:function`, or None if the name is unknown. Raise UsageError for a missing file.

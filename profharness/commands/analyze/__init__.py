@@ -53,7 +53,7 @@ def _to_frame(analyses: list[CellAnalysis]) -> pd.DataFrame:
 @command("analyze", frame=_to_frame)
 def analyze(
     configs: Configs = None,
-    backends: Backends = (),
+    backends: Backends = None,
     *,
     run: LatestRun = None,
     peaks: Peaks = None,
@@ -84,7 +84,7 @@ def analyze(
     `frame.explode("findings")` has one finding per row. The analyses are in `attrs["analyses"]`.
     """
     path = store_path(store)
-    selection = select(run, config_list(configs), split_names(backends or ()))
+    selection = select(run, config_list(configs), split_names(backends))
     if not is_command_line():
         return analyze_selected(path, selection, peaks, warnings.warn)
     program = selected_program(path, selection)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 
 from profharness.attention.config import split_names
-from profharness.commands._command import command, declaration_of, document
+from profharness.commands._command import command, declaration_of, document, usage
 from profharness.commands._options import Option
 from profharness.commands._output import (
     STDOUT,
@@ -19,7 +19,6 @@ from profharness.commands._output import (
     check_file,
     emit,
     hint,
-    is_command_line,
     measured,
     require_charts,
     run_listener,
@@ -52,7 +51,14 @@ from profharness.measurements.measurements import BenchRow
 from profharness.render.document import Document
 from profharness.render.renderers import RENDERERS
 from profharness.rows import GPU_MEASUREMENTS
-from profharness.run import BenchOptions, BenchPlan, Protocol, parse_precision, parse_seconds
+from profharness.run import (
+    SEEDS,
+    BenchOptions,
+    BenchPlan,
+    Protocol,
+    parse_precision,
+    parse_seconds,
+)
 from profharness.store import frame
 
 if TYPE_CHECKING:
@@ -91,7 +97,7 @@ Dtypes = Annotated[
     ),
 ]
 Measurements = Annotated[
-    Names,
+    Names | None,
     Option(
         ("--measurement",),
         multiple=True,
@@ -140,7 +146,9 @@ Convention = Annotated[
 Verified = Annotated[
     bool, Option(("--verify",), help="Check outputs. A wrong backend is not ranked.")
 ]
-BenchSeed = Annotated[int, Option(("--seed",), help="Seed of inputs and order.")]
+BenchSeed = Annotated[
+    int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of inputs and order.")
+]
 Timeout = Annotated[float, timeout_option("Time limit of one step of a cell, in seconds.")]
 BenchRun = Annotated[
     str | None,
@@ -175,10 +183,10 @@ def _to_frame(answers: list[BenchResult]) -> pd.DataFrame:
 @command("bench", frame=_to_frame)
 def bench(
     configs: Configs = None,
-    backends: Backends = (),
+    backends: Backends = None,
     *,
     dtypes: Dtypes = (),
-    measurements: Measurements = (),
+    measurements: Measurements = None,
     warmup: Warmup = BenchOptions.warmup,
     iterations: Iterations = None,
     processes: Processes = BenchOptions.processes,
@@ -196,8 +204,6 @@ def bench(
     run: BenchRun = None,
     out: OutFolder = RUNS_FOLDER,
     store: Store = None,
-    format: Format = None,
-    output: Target = None,
     progress: ShowProgress = None,
 ) -> list[BenchResult]:
     """Time backends on configs, side by side.
@@ -243,12 +249,18 @@ def bench(
         processes=processes,
         fleet=fleet(scheduler, gpu, insecure),
     )
-    if is_command_line() and (output is None or not is_folder(Path(output))):
-        require_charts(format, None if output is None else Path(output))
     path, listener = store_path(store), run_listener(progress)
     answer = jobs.bench(options, path, listener)
     further = (replace(options, run=other, verify=False) for other in answer.others)
     return [answer, *(jobs.bench(each, path, listener) for each in further)]
+
+
+@usage(bench)
+def check_charts(*, format: str | None = None, output: PathLike | None = None) -> None:
+    """Raise MissingExtraError for a page with charts if they cannot be drawn."""
+    path = None if output is None else Path(output)
+    if path is None or not is_folder(path):
+        require_charts(format, path)
 
 
 @document(bench)

@@ -34,6 +34,7 @@ from profharness.commands._types import (
     complete_backends,
     config_list,
     store_path,
+    tool_backends,
 )
 from profharness.commands.explain.explanations import (
     explain_all,
@@ -51,7 +52,7 @@ from profharness.commands.explain.tables import (
 from profharness.device_types import is_gpu
 from profharness.errors import UsageError
 from profharness.render.document import Document
-from profharness.run import DEVICES, CaptureOptions, Protocol, require_device
+from profharness.run import DEVICES, CaptureOptions, Protocol
 from profharness.store import frame
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ Backend = Annotated[
         help="Limit the advice to these backends, or explain the choice of a set (flash+math) or an order "
         "(cudnn-then-flash, or 'cudnn>flash' in quotes) instead of auto. Repeatable, or separated by commas.",
         tool="A set or an order that the call may take, in place of auto; or single backends to limit the "
-        "advice to.",
+        "advice to; no file or module.",
+        tool_value=tool_backends,
         tool_examples=("flash+math", "cudnn-then-flash", "flash"),
     ),
 ]

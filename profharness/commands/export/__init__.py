@@ -8,7 +8,14 @@ from typing import Annotated
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
-from profharness.commands._types import Force, OutputFile, Store, complete_runs, store_path
+from profharness.commands._types import (
+    Force,
+    OutputFile,
+    Store,
+    complete_runs,
+    require_profilers,
+    store_path,
+)
 from profharness.commands.export.chrome_trace import (
     choose_profilers,
     find_exported,
@@ -23,6 +30,7 @@ Profiler = Annotated[
     Option(
         ("--profiler",),
         metavar="NAME",
+        check=require_profilers,
         help="The launches of this profiler: torch, nsys, ncu, or all.  [default: the first that the run has]",
     ),
 ]

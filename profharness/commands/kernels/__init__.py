@@ -20,6 +20,7 @@ from profharness.commands._output import (
     is_command_line,
 )
 from profharness.commands._types import (
+    EVERY_PROFILER,
     AtlasFolder,
     Backends,
     Configs,
@@ -31,6 +32,7 @@ from profharness.commands._types import (
     RunOrAll,
     Store,
     config_list,
+    require_profilers,
     store_path,
 )
 from profharness.commands.kernels.tables import cell_notes, kernels_document, witness_document
@@ -56,7 +58,6 @@ from profharness.store import (
 if TYPE_CHECKING:
     import pandas as pd
 
-EVERY_PROFILER = "all"
 GPU_ALONE = (
     "--torch, --driver and --atlas belong to --gpu NAME, which predicts; leave --run, --profiler and "
     "--steps out"
@@ -73,16 +74,8 @@ FRAME_COLUMNS = (
 )
 
 
-def require_profilers(names: Names) -> None:
-    """Raise UsageError for a profiler that records no launches."""
-    for name in split_names(names):
-        if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
-            known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
-            raise UsageError(f"no launches of a profiler {name!r}; known are {known}")
-
-
 Profilers = Annotated[
-    Names,
+    Names | None,
     Option(
         ("--profiler",),
         multiple=True,
@@ -167,8 +160,8 @@ def _to_frame(found: KernelsFound) -> pd.DataFrame:
 def kernels(
     configs: Configs = None,
     *,
-    backends: Backends = (),
-    profilers: Profilers = (),
+    backends: Backends = None,
+    profilers: Profilers = None,
     run: RunOrAll = None,
     gpu: GpuName = None,
     torch: Release = None,

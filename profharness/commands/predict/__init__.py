@@ -65,7 +65,7 @@ def _to_frame(found: Asked) -> pd.DataFrame:
 )
 def predict(
     configs: Configs,
-    backends: Backends = (),
+    backends: Backends = None,
     *,
     gpu: GpuName = None,
     torch: Release = None,

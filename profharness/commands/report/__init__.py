@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
-from profharness.commands._output import emit
+from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format, emit
 from profharness.commands._types import (
     Force,
     Format,
@@ -53,11 +53,8 @@ class Report:
 
 def _write_text(made: Report) -> str:
     """Write the report to its file, if it has one, and return it as text."""
-    suffix = made.path.suffix[1:].lower() if made.path is not None else "html"
-    name = made.format or {"htm": "html"}.get(suffix, suffix)
-    if name not in RENDERERS:
-        raise UsageError(f"no format {name!r} of a report; known are {', '.join(RENDERERS)}")
-    text = RENDERERS[name](made.document)
+    chosen = chosen_format(made.format, made.path) if made.format or made.path else "html"
+    text = RENDERERS[chosen](made.document)
     if made.path is not None:
         with atomic_file(made.path, force=made.force) as file:
             file.write(text.encode())
@@ -87,6 +84,10 @@ def report(
     In Python the result is the text of the report: html, md, json, jsonl or csv.
     """
     if path is not None:
+        suffix = Path(path).suffix.lower()
+        if format is None and suffix not in SUFFIX_FORMATS:
+            known = ", ".join(FORMATS)
+            raise UsageError(f"no format {suffix[1:]!r} of a report; known are {known}")
         check_output(Path(path), force=force)
     with open_store(store_path(store)) as opened:
         made = report_document(opened, runs or ("latest",), bench=bench)

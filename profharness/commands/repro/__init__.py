@@ -26,7 +26,7 @@ from profharness.commands._types import (
 )
 from profharness.commands.repro.program import asked_cell, repro_script, stored_cell
 from profharness.files import atomic_file, check_output
-from profharness.run import SEEDS, require_device
+from profharness.run import SEEDS
 from profharness.store import Selection, open_store
 
 CellRun = Annotated[
@@ -51,7 +51,7 @@ Seed = Annotated[
 @command("repro", frame=as_is)
 def repro(
     configs: OneConfig = None,
-    backend: Backends = "",
+    backend: Backends = None,
     *,
     run: CellRun = None,
     device: Device = "auto",
@@ -78,7 +78,6 @@ def repro(
 
     In Python the result is the script's text.
     """
-    require_device(device)
     if output is not None:
         check_output(Path(output), force=force)
     chosen, backends = config_list(configs), split_names(backend)

@@ -43,7 +43,7 @@ Grad = Annotated[
     bool, Option(("--grad",), help="Also verify the gradients, as for configs with bwd.")
 ]
 Cases = Annotated[
-    Names,
+    Names | None,
     Option(
         ("--cases",),
         multiple=True,
@@ -62,10 +62,10 @@ def _to_frame(verified: Verified) -> pd.DataFrame:
 @command("verify", frame=_to_frame)
 def verify(
     configs: Configs,
-    backends: Backends = (),
+    backends: Backends = None,
     *,
     grad: Grad = False,
-    cases: Cases = (),
+    cases: Cases = None,
     timeout_s: Timeout = Protocol.timeout_s,
     seed: Seed = Protocol.seed,
     device: Device = Protocol.device,

@@ -1,0 +1,153 @@
+"""Each command has the same parameters on the command line, in Python and as an MCP tool."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from profharness.cli import COMMANDS
+from profharness.commands._command import CommandGroup, Declaration
+from profharness.commands._options import Parameter
+from profharness.errors import UsageError
+from profharness.files import DEFAULT_STORE
+from profharness.run import parse_seconds
+
+NOT_ON_THE_COMMAND_LINE = {"progress"}
+"""Parameters of functions. The command line shows progress on a terminal."""
+
+
+def declarations() -> Iterator[Declaration]:
+    for module, _ in COMMANDS.values():
+        declared = import_module(module).DECLARATION
+        yield from declared.commands if isinstance(declared, CommandGroup) else (declared,)
+
+
+def pairs() -> Iterator[Any]:
+    """Yield each parameter with its Click parameter."""
+    for declared in declarations():
+        by_name = {each.name: each for each in declared.click_command().params}
+        for parameter in (*declared.parameters, *declared.shown_parameters):
+            yield pytest.param(
+                parameter, by_name[parameter.name], id=f"{declared.name}-{parameter.name}"
+            )
+
+
+def default_of(parameter: Parameter, option: click.Parameter) -> Any:
+    """Return the value that the function gets if the option is missing, in its own type."""
+    missing = option.get_default(click.Context(click.Command("any")))
+    if not isinstance(missing, tuple | str | int | float | Path | None):
+        missing = None  # Click's own sign of an option without a default
+    if option.multiple or option.nargs == -1:
+        missing = missing or ()
+    given = {parameter.name: missing, f"{parameter.name}_file": None}
+    value = parameter.value(given)
+    if parameter.base is bool and parameter.default is False:
+        return bool(value)
+    if parameter.name == "store":
+        return None if value == DEFAULT_STORE else value
+    if isinstance(parameter.default, Path):
+        return Path(value)
+    if isinstance(parameter.default, float) and isinstance(value, str):
+        return parse_seconds(value)
+    return value
+
+
+def test_functions_have_the_parameters_of_their_commands() -> None:
+    for declared in declarations():
+        names = set(inspect.signature(declared.run).parameters) - NOT_ON_THE_COMMAND_LINE
+        assert names == {each.name for each in declared.parameters}, declared.name
+
+
+@pytest.mark.parametrize(("parameter", "option"), list(pairs()))
+def test_the_default_is_the_same_on_the_command_line_and_in_python(
+    parameter: Parameter, option: click.Parameter
+) -> None:
+    if parameter.variadic:
+        assert option.nargs == -1
+    elif parameter.required:
+        assert option.required or option.multiple
+    else:
+        assert not option.required
+        assert default_of(parameter, option) == parameter.default
+        parameter.require_valid(parameter.default)
+
+
+@pytest.mark.parametrize(("parameter", "option"), list(pairs()))
+def test_choices_and_ranges_are_the_same_on_the_command_line_and_in_python(
+    parameter: Parameter, option: click.Parameter
+) -> None:
+    kind = option.type
+    if isinstance(kind, click.Choice):
+        for value in kind.choices:
+            parameter.require_valid((value,) if option.multiple else value)
+        with pytest.raises(UsageError):
+            parameter.require_valid(("nosuch",) if option.multiple else "nosuch")
+    if isinstance(kind, click.IntRange | click.FloatRange):
+        assert parameter.range is kind
+        step = 1 if isinstance(kind, click.IntRange) else 1e-9
+        for limit, outside, is_open in (
+            (kind.min, -step, kind.min_open),
+            (kind.max, step, kind.max_open),
+        ):
+            if limit is None:
+                continue
+            wrong = (
+                limit if is_open else limit + math.copysign(max(step, abs(limit) * 1e-9), outside)
+            )
+            wrong = limit + int(outside) if isinstance(kind, click.IntRange) else wrong
+            with pytest.raises(UsageError):
+                parameter.require_valid(wrong)
+            if not is_open:
+                parameter.require_valid(limit)
+    if isinstance(kind, click.IntRange):
+        with pytest.raises(UsageError):
+            parameter.require_valid(1.5)
+
+
+def test_numbers_of_functions_have_a_range_or_a_parser() -> None:
+    for declared in declarations():
+        for each in (*declared.parameters, *declared.shown_parameters):
+            if each.base in (int, float):
+                assert each.range is not None, f"{declared.name} {each.name}"
+
+
+def test_tools_have_the_defaults_ranges_and_requirements_of_their_commands() -> None:
+    _mcp = pytest.importorskip("profharness.commands._mcp")
+    seen = set()
+    for name in _mcp.TOOLS:
+        declared = _mcp.declared(name)
+        schema = _mcp._listed(name).input_schema
+        parameters = {
+            each.tool_name: each
+            for each in (*declared.parameters, *declared.shown_parameters)
+            if each.option.tool
+        }
+        required = {key for key, each in parameters.items() if each.required}
+        assert set(schema["required"]) == required | set(declared.tool_required)
+        assert set(schema["properties"]) == set(parameters)
+        for key, each in parameters.items():
+            field = schema["properties"][key]
+            kinds = [kind for kind in field.get("anyOf", [field]) if kind["type"] != "null"]
+            (kind,) = kinds
+            names = {bool: "boolean", int: "integer", float: "number"}
+            assert kind["type"] == names.get(each.base, "string")
+            if key not in schema["required"]:
+                # an empty text is an argument that is not given
+                absent = "" if kind["type"] == "string" else each.default
+                assert field["default"] == absent
+            limits = {word: kind[word] for word in kind if "inimum" in word or "aximum" in word}
+            if each.range is None:
+                assert limits == {}
+                continue
+            seen.add((name, key))
+            low = "exclusiveMinimum" if each.range.min_open else "minimum"
+            assert limits.pop(low) == each.range.min
+            assert limits.pop("maximum", None) == each.range.max and limits == {}
+    assert seen == {("layers", "step"), ("diff", "threshold")}
