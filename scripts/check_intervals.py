@@ -31,7 +31,7 @@ from profharness import stats
 from profharness.attention.config import expand_configs
 from profharness.commands.diff.compare import diff_cells
 from profharness.commands.diff.result import Side
-from profharness.jobs import PROFILED_CALLS, bench_into_store, device_type
+from profharness.jobs.into_store import PROFILED_CALLS, bench_into_store, device_type
 from profharness.measurements.measurements import all_samples
 from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import BenchPlan, CaptureOptions, Protocol, read_run

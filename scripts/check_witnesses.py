@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.attention.config import Config
-from profharness.jobs import capture_into_store
+from profharness.jobs.into_store import capture_into_store
 from profharness.measurements.agreement import disagreements, with_predictions, witnesses
 from profharness.rows import CellRow, KernelRow
 from profharness.run import CaptureOptions, Protocol

@@ -27,7 +27,7 @@ from profharness.render.document import Chart, Document
 from profharness.render.renderers import RENDERERS, render_markdown
 
 if TYPE_CHECKING:
-    from profharness.jobs import Listener
+    from profharness.jobs.into_store import Listener
     from profharness.recording.supervise import Progress, Step
     from profharness.run import Cell
 
@@ -307,7 +307,7 @@ def capture_progress() -> Iterator[Progress]:
 
 def run_listener(progress: bool | None) -> Listener:
     """Return the listener of a job: hints and a bar on the command line, else a line of progress."""
-    from profharness.jobs import Listener  # loads what runs workers
+    from profharness.jobs.into_store import Listener  # loads what runs workers
     from profharness.jobs.progress import shown
 
     if is_command_line():

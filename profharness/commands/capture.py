@@ -44,7 +44,7 @@ from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.jobs import Captured
+    from profharness.jobs.into_store import Captured
 
 # a refusal is a result
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
@@ -217,7 +217,7 @@ def capture(
         # before the imports, so that the worker loads torch at the same time
         wanted = not (resume or pythons or profilers) and where == Fleet()
         with prewarmed_worker(wanted=wanted) as prewarmed:
-            from profharness import jobs  # loads what runs workers
+            from profharness.jobs import into_store as jobs  # loads what runs workers
 
             listener = run_listener(progress)
             if resume is not None:

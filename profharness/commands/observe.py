@@ -28,7 +28,7 @@ from profharness.commands.layers import (
 from profharness.commands.layers.gpu_tables import forecasts_document
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
-from profharness.jobs import ObserveResult, observe_into_store
+from profharness.jobs.into_store import ObserveResult, observe_into_store
 from profharness.program.gates import Gates, check_gates, parse_gates
 from profharness.program.layer_map import NO_MASK_EFFECT, find_layers
 from profharness.render.renderers import RENDERERS

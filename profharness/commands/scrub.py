@@ -78,7 +78,7 @@ def scrub_run(
     In Python the result is the path of the copy.
     """
     # loads what runs workers, which --help does not need
-    from profharness.jobs import find_source
+    from profharness.jobs.into_store import find_source
     from profharness.scrub import audit, scrub
 
     original = find_source(str(source), store_path(store))

@@ -20,7 +20,7 @@ from profharness.attention.cases import VerificationRow
 from profharness.attention.config import parse_config
 from profharness.commands.bench.tables import bench_document
 from profharness.devices import data_sheet
-from profharness.jobs import bench_into_store, capture_into_store, verify_into_store
+from profharness.jobs.into_store import bench_into_store, capture_into_store, verify_into_store
 from profharness.measurements.evaluation import evaluate_bench
 from profharness.recording.worker.isolation import ProcessState, cells_here, with_changes
 from profharness.recording.worker.plausible import with_doubt

@@ -14,7 +14,7 @@ from waiting import HANG, PATIENCE_S
 
 from profharness.attention.backends.templates import KINDS, check_text, kernel_text
 from profharness.attention.config import expand_configs
-from profharness.jobs import verify_into_store
+from profharness.jobs.into_store import verify_into_store
 from profharness.recording.capture import capture
 from profharness.run import CaptureOptions, Protocol, VerifyOptions, read_run
 

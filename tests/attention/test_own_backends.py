@@ -23,7 +23,7 @@ from profharness.attention.backends import (
 )
 from profharness.attention.config import expand_configs
 from profharness.errors import UsageError
-from profharness.jobs import every_backend
+from profharness.jobs.into_store import every_backend
 from profharness.recording.capture import capture, resume
 from profharness.run import CaptureOptions, Cell, Protocol, Run, read_run
 

@@ -18,7 +18,7 @@ from written_samples import STUDY, answer, cell, steady
 from profharness import stats
 from profharness.attention.config import expand_configs, parse_config
 from profharness.commands.bench.tables import bench_document
-from profharness.jobs import Captured, bench_into_store, resume_into_store
+from profharness.jobs.into_store import Captured, bench_into_store, resume_into_store
 from profharness.measurements.evaluation import BenchResult, evaluate_bench
 from profharness.measurements.measurements import all_samples
 from profharness.recording.supervise import Step

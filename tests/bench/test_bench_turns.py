@@ -17,7 +17,7 @@ from waiting import HANG, PATIENCE_S
 from profharness import stats
 from profharness.attention.config import expand_configs
 from profharness.errors import UsageError
-from profharness.jobs import Captured, bench_into_store, resume_into_store
+from profharness.jobs.into_store import Captured, bench_into_store, resume_into_store
 from profharness.recording.supervise import Step
 from profharness.recording.worker.bench import (
     COPIES_MAX,

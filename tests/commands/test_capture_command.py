@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from profharness.cli import cli
-from profharness.jobs import EVERYDAY, everyday_configs
+from profharness.jobs.into_store import EVERYDAY, everyday_configs
 from profharness.run import read_run, write_run
 
 QUICK = ("--device", "cpu", "--samples", "2", "--iterations", "1", "--warmup", "0")

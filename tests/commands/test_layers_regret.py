@@ -26,7 +26,7 @@ from profharness.attention.config import parse_config
 from profharness.attention.dispatch.by_rule import named_platforms
 from profharness.cli import cli
 from profharness.errors import GateError, ProfharnessError, UsageError
-from profharness.jobs import recording
+from profharness.jobs import into_store as recording
 from profharness.measurements.evaluation import evaluate_bench
 from profharness.program.gates import check_gates, parse_gates, require_recorded
 from profharness.program.layer_map import LayerMap, find_layers, suggestions

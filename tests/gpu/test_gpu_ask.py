@@ -16,7 +16,7 @@ from profharness.attention.dispatch.machine import machine_of, with_flags
 from profharness.attention.dispatch.perturb import blockers, rule_oracle
 from profharness.commands.explain.live import explain_live
 from profharness.dtypes import CONFIG_DTYPES
-from profharness.jobs import default_backends
+from profharness.jobs.into_store import default_backends
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import pytest
 
 from profharness.attention.backends import BACKENDS, LIBRARY_BACKENDS, TORCH_ROWS, find_backend
 from profharness.attention.config import expand_configs
-from profharness.jobs import default_backends
+from profharness.jobs.into_store import default_backends
 from profharness.recording.capture import capture
 from profharness.run import CaptureOptions, Protocol, Run, read_run
 

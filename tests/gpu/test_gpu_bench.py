@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from profharness.attention.config import expand_configs
-from profharness.jobs import bench_into_store, default_backends
+from profharness.jobs.into_store import bench_into_store, default_backends
 from profharness.measurements.evaluation import BenchResult, evaluate_bench
 from profharness.recording.worker.timing import open_graph
 from profharness.run import BenchPlan, CaptureOptions, Protocol

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from profharness.attention.config import expand_configs
-from profharness.jobs import capture_into_store, default_backends
+from profharness.jobs.into_store import capture_into_store, default_backends
 from profharness.run import CaptureOptions, Protocol
 from profharness.store import ingest_path, open_store
 

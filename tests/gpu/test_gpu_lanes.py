@@ -8,7 +8,8 @@ import pytest
 
 from profharness.attention.config import expand_configs
 from profharness.environment import visible_gpus
-from profharness.jobs import campaign, capture_into_store
+from profharness.jobs import campaign
+from profharness.jobs.into_store import capture_into_store
 from profharness.run import CaptureOptions, Fleet, read_run
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 
 from profharness.attention.cases import VerificationRow, failures
 from profharness.attention.config import expand_configs
-from profharness.jobs import default_backends, verify_into_store
+from profharness.jobs.into_store import default_backends, verify_into_store
 from profharness.run import Protocol, VerifyOptions
 
 pytestmark = [

@@ -20,7 +20,8 @@ from waiting import until
 from profharness.attention.config import expand_configs
 from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
 from profharness.files import atomic_file
-from profharness.jobs import background_ingest, campaign, capture_into_store, resume_into_store
+from profharness.jobs import background_ingest, campaign
+from profharness.jobs.into_store import capture_into_store, resume_into_store
 from profharness.jobs.campaign import (
     Campaign,
     Group,

@@ -15,7 +15,7 @@ from waiting import HANG, PATIENCE_S, alive, until
 from profharness.attention.config import expand_configs
 from profharness.errors import CaptureError, NotFoundError, TraceFormatError, UsageError
 from profharness.files import hold_lock_file
-from profharness.jobs import capture_into_store, find_run_folder
+from profharness.jobs.into_store import capture_into_store, find_run_folder
 from profharness.measurements.agreement import disagreements, with_predictions
 from profharness.recording.capture import LOCK_FILE, capture, plan_capture, resume, write_folder
 from profharness.recording.supervise import run_cells

@@ -17,7 +17,7 @@ from waiting import HANG, PATIENCE_S
 
 from profharness.attention.config import expand_configs
 from profharness.errors import CaptureError, UsageError
-from profharness.jobs import capture_into_store, resume_into_store
+from profharness.jobs.into_store import capture_into_store, resume_into_store
 from profharness.recording.capture import capture, resume
 from profharness.recording.profilers import PROFILERS, open_session, require_tools
 from profharness.recording.profilers.base import Grace, Outcome, ToolError

@@ -15,7 +15,7 @@ import profharness
 from profharness.cli import cli
 from profharness.commands import ingest as command
 from profharness.errors import ProfharnessError, StoreError
-from profharness.jobs import recording
+from profharness.jobs import into_store as recording
 from profharness.recording.capture import RunFolder
 from profharness.run import read_run
 from profharness.store import ingest, ingest_path, open_store

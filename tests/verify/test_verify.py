@@ -15,7 +15,7 @@ from waiting import PATIENCE_S
 from profharness.attention.cases import CASES, VerificationRow, failures
 from profharness.attention.config import expand_configs
 from profharness.errors import NotFoundError, UsageError
-from profharness.jobs import verify_into_store
+from profharness.jobs.into_store import verify_into_store
 from profharness.recording.capture import verify
 from profharness.run import Protocol, VerifyOptions, read_run
 from profharness.store import Selection, ingest_path, open_store

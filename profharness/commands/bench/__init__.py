@@ -227,7 +227,7 @@ def bench(
     In Python the result has one row per cell and measurement, times in ns. The whole answer is in
     `attrs["answer"]`. Raise CaptureError if no worker starts.
     """
-    from profharness import jobs  # loads what runs workers, which --help does not need
+    from profharness.jobs import into_store as jobs  # loads what runs workers, which --help does not need
 
     options = BenchOptions(
         configs=config_list(configs),

@@ -368,7 +368,7 @@ def _bisected(question: Question, name: str) -> Document:
 def _measure(answers: Sequence[Explanation], question: Question) -> None:
     """Capture the configs on `auto`, and the configs of the advice on their backends."""
     # loads what runs workers, which only --measure needs
-    from profharness.jobs import capture_into_store
+    from profharness.jobs.into_store import capture_into_store
 
     options = CaptureOptions(protocol=Protocol(device=question.device), kind="explain")
     jobs = to_measure(answers)

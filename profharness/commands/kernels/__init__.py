@@ -279,7 +279,7 @@ def find_rows(
     except NotFoundError:
         if not capturing:
             raise
-        from profharness.jobs import Listener, capture_missing
+        from profharness.jobs.into_store import Listener, capture_missing
 
         selection = capture_missing(store, selection, Listener(hint, capture_progress))
         rows, cells = predicted_rows(store, selection, by_op=by_op)

@@ -35,7 +35,7 @@ from profharness.commands.layers.gpu_tables import forecasts_document, layers_by
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
-from profharness.jobs import Listener, time_layers
+from profharness.jobs.into_store import Listener, time_layers
 from profharness.program.benches import find_benches
 from profharness.program.by_gpu import LayersByGpu, find_layers_by_gpu
 from profharness.program.gates import (

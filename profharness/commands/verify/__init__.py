@@ -37,7 +37,7 @@ from profharness.store import to_frame
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.jobs import Verified
+    from profharness.jobs.into_store import Verified
 
 Grad = Annotated[
     bool, Option(("--grad",), help="Also verify the gradients, as for configs with bwd.")
@@ -95,7 +95,7 @@ def verify(
     skipped check. Raise CaptureError if no worker starts.
     """
     # loads what runs workers, which --help does not need
-    from profharness.jobs import verify_into_store
+    from profharness.jobs.into_store import verify_into_store
 
     chosen = config_list(configs)
     if not chosen:
