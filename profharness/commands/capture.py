@@ -217,21 +217,23 @@ def capture(
         # before the imports, so that the worker loads torch at the same time
         wanted = not (resume or pythons or profilers) and where == Fleet()
         with prewarmed_worker(wanted=wanted) as prewarmed:
-            from profharness.jobs import into_store as jobs  # loads what runs workers
+            from profharness.jobs import into_store  # loads what runs workers
 
             listener = run_listener(progress)
             if resume is not None:
-                folder = jobs.find_run_folder(str(resume), Path(out))
+                folder = into_store.find_run_folder(str(resume), Path(out))
                 with listener.progress() as show_progress:
-                    captured = jobs.resume_into_store(folder, path, show_progress, where)
+                    captured = into_store.resume_into_store(folder, path, show_progress, where)
                 yield captured
                 return
-            asked = chosen or _print_everyday(jobs.everyday_configs(device, where))
+            asked = chosen or _print_everyday(into_store.everyday_configs(device, where))
             if pythons:
-                yield from jobs.capture_with_each(pythons, asked, named, path, options, listener)
+                yield from into_store.capture_with_each(
+                    pythons, asked, named, path, options, listener
+                )
                 return
             with listener.progress() as show_progress:
-                captured = jobs.capture_into_store(
+                captured = into_store.capture_into_store(
                     asked, named, path, options, show_progress, prewarmed
                 )
             yield captured

@@ -22,8 +22,12 @@ from profharness.commands.bench.tables import bench_document
 from profharness.devices import data_sheet
 from profharness.jobs.into_store import bench_into_store, capture_into_store, verify_into_store
 from profharness.measurements.evaluation import evaluate_bench
-from profharness.recording.worker.isolation import ProcessState, cells_here, with_changes
-from profharness.recording.worker.plausible import with_doubt
+from profharness.recording.worker.isolation import (
+    ProcessState,
+    cells_here,
+    with_changes,
+    with_doubt,
+)
 from profharness.recording.worker.program import JournalWriter
 from profharness.render.renderers import RENDERERS
 from profharness.run import (

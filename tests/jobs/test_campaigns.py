@@ -21,7 +21,6 @@ from profharness.attention.config import expand_configs
 from profharness.errors import CaptureError, Interrupted, UnwritableError, UsageError
 from profharness.files import atomic_file
 from profharness.jobs import background_ingest, campaign
-from profharness.jobs.into_store import capture_into_store, resume_into_store
 from profharness.jobs.campaign import (
     Campaign,
     Group,
@@ -31,6 +30,7 @@ from profharness.jobs.campaign import (
     plan_campaign,
     write_campaign,
 )
+from profharness.jobs.into_store import capture_into_store, resume_into_store
 from profharness.jobs.progress import duration
 from profharness.jobs.run_archive import content_hash, pack, unpack
 from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain

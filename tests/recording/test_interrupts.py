@@ -19,8 +19,8 @@ from kill_lanes import stand_in
 from waiting import PATIENCE_S, until
 
 from profharness.errors import NotFoundError, UsageError
-from profharness.jobs.into_store import find_run_folder, resume_into_store
 from profharness.jobs.background_ingest import open_background_ingest
+from profharness.jobs.into_store import find_run_folder, resume_into_store
 from profharness.processes import (
     defer_signals,
     delay_signals,

@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 from profharness.attention.cases import CASES, derive_cases
 from profharness.attention.config import Config, parse_config
 from profharness.errors import UsageError
-from profharness.recording.worker.compare import NAN_BYTE, OTHER_BYTE, poison_value, poisoned
 from profharness.recording.worker.inputs import make_inputs
-from profharness.recording.worker.reference import GRADIENTS, Variant, attend
+from profharness.recording.worker.reference import (
+    GRADIENTS,
+    NAN_BYTE,
+    OTHER_BYTE,
+    Variant,
+    attend,
+    poison_value,
+    poisoned,
+)
 from profharness.run import Cell, Check, Protocol, Run, write_run
 from profharness.store import ingest_path, open_store
 

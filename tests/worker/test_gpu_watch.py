@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from profharness.attention.config import parse_config
 from profharness.recording.supervise import RunRecord, Step
+from profharness.recording.worker import gpu_watch
 from profharness.recording.worker.gpu_watch import GpuLock
 from profharness.run import GPU, Cell, JournalEntry, Problem, Protocol, Run, read_run
 
@@ -236,3 +238,27 @@ def test_a_disturbance_gives_one_lasting_warning_and_fails_no_cell(tmp_path: Pat
     assert kept.problems == (problem,)
     assert kept.cells[0].message is None
     assert RunRecord(tmp_path, kept).problems == [problem]  # a disturbed cell remains disturbed
+
+
+def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No watch, no context and no error. torch finds out itself."""
+
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    monkeypatch.setattr(gpu_watch, "open_watch", lambda: None)
+    assert gpu_watch.open_context() is False
+    assert gpu_watch.CudaWarmup().watch() is None
+    # the recorded environment is the user's
+    assert gpu_watch.MODULE_LOADING not in os.environ
+
+
+def test_a_torch_without_cuda_gets_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[bool] = []
+    monkeypatch.setattr(gpu_watch, "open_watch", lambda: None)
+    monkeypatch.setattr(gpu_watch, "open_context", lambda: opened.append(True))
+    for has in (False, True):
+        monkeypatch.setattr(gpu_watch, "torch_has_cuda", lambda has=has: has)
+        gpu_watch.CudaWarmup().watch()
+    assert opened == [True]

@@ -227,7 +227,7 @@ def bench(
     In Python the result has one row per cell and measurement, times in ns. The whole answer is in
     `attrs["answer"]`. Raise CaptureError if no worker starts.
     """
-    from profharness.jobs import into_store as jobs  # loads what runs workers, which --help does not need
+    from profharness.jobs import into_store  # loads what runs workers
 
     options = BenchOptions(
         configs=config_list(configs),
@@ -250,9 +250,9 @@ def bench(
         fleet=fleet(scheduler, gpu, insecure),
     )
     path, listener = store_path(store), run_listener(progress)
-    answer = jobs.bench(options, path, listener)
+    answer = into_store.bench(options, path, listener)
     further = (replace(options, run=other, verify=False) for other in answer.others)
-    return [answer, *(jobs.bench(each, path, listener) for each in further)]
+    return [answer, *(into_store.bench(each, path, listener) for each in further)]
 
 
 @usage(bench)

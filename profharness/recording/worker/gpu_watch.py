@@ -1,14 +1,17 @@
-"""Watch for other users of the worker's GPU, and for changes of its limits. The watch only reports;
-it fails no run.
+"""Start CUDA while torch loads, and watch for other users of the worker's GPU and for changes of its
+limits. The watch only reports; it fails no run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from profharness.files import LOCKS, open_lock_file, try_lock
 from profharness.processes import STARTED_BY
 from profharness.run import GPU, Problem
 
+MODULE_LOADING = "CUDA_MODULE_LOADING"
 LOCK_TRIES = 50
 LOCK_PAUSE_S = 0.002
 PERIOD_S = 0.5
@@ -213,3 +217,50 @@ def _is_ours(pid: int) -> bool:
     except OSError:
         return False
     return mine is not None and os.fsencode(f"{STARTED_BY}={mine}") in variables
+
+
+class CudaWarmup:
+    """A thread that opens the GPU watch and then the context of device 0, which torch reuses.
+
+    Without a driver it does nothing; torch then reports the reason.
+    """
+
+    def __init__(self) -> None:
+        self._watch: GpuWatch | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def watch(self) -> GpuWatch | None:
+        """Wait for the thread and return the watch, or None without NVML."""
+        self._thread.join()
+        return self._watch
+
+    def _run(self) -> None:
+        # The watch must be created before this process has a context.
+        self._watch = open_watch()
+        if torch_has_cuda():
+            open_context()
+
+
+def torch_has_cuda() -> bool:
+    """Return whether the torch of this Python is built for CUDA, without loading it."""
+    spec = find_spec("torch")
+    places = (spec and spec.submodule_search_locations) or ()
+    return any((Path(place) / "lib" / "libtorch_cuda.so").exists() for place in places)
+
+
+def open_context() -> bool:
+    """Create the context of device 0 that torch will use. Return False if that fails."""
+    if MODULE_LOADING not in os.environ:
+        # Drivers before 12.2 need it, as torch sets it. os.environ stays unchanged because it is recorded.
+        os.putenv(MODULE_LOADING, "LAZY")
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        return bool(
+            cuda.cuInit(0) == 0
+            and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
+            and cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        )
+    except (OSError, AttributeError):
+        return False

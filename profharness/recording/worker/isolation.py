@@ -1,5 +1,5 @@
-"""Isolate backends: which cells of a plan a process runs, and what a backend that is not PyTorch's
-own has changed in its process.
+"""Isolate backends: which cells of a plan a process runs, what a backend that is not PyTorch's own
+has changed in its process, and which of its times are impossible.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,12 +30,17 @@ import torch.nn.attention
 from torch.nn.modules import module as torch_module
 
 from profharness.attention.backends import find_backend
-from profharness.devices import data_sheet
+from profharness.attention.costs import flops, tensor_bytes
+from profharness.devices import Peaks, data_sheet
 from profharness.errors import join_few
-from profharness.recording.worker.plausible import with_doubt
+from profharness.rows import COLD, HOST
 from profharness.run import Cell, JournalEntry, Plan, turn_order
 
 SHOWN = 12  # changes of one kind in a message
+# No number format is faster by more: fp4 against fp16 that is added up in fp32, on a GeForce.
+FASTEST_FORMAT = 8
+# Data sheets round, and memory may be compressed.
+MEMORY_MARGIN = 2
 MODULES = (
     *(torch.nn.functional, torch, torch.autograd, torch.backends.cuda, torch.cuda, torch.nn),
     *(torch.nn.attention, time, builtins, gc, os, random, signal, subprocess, sys, threading),
@@ -198,6 +204,39 @@ def checked_write(
         write(entry)
 
     return check_and_write
+
+
+def with_doubt(result: Cell, peaks: Peaks | None) -> Cell:
+    """Return the result as an error without samples if a time in it is impossible."""
+    for name, samples in result.samples.items():
+        why = why_impossible(result, name, samples, peaks) if samples else None
+        if why is not None:
+            message = f"impossible {name} times: {why}; the call did not do its work, or the clock is wrong"
+            return replace(result, status="error", message=message, samples={}, turns={})
+    return result
+
+
+def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | None) -> str | None:
+    """Return why the samples of a measurement, in ns per call, are impossible, or None."""
+    if min(samples) <= 0:
+        return f"{min(samples)} ns a call"
+    if name == HOST or peaks is None:
+        return None
+    seconds = median(samples) / 1e9
+    rate = FASTEST_FORMAT * max(peaks.flops_per_s.values(), default=0.0)
+    if rate and (done := flops(cell.config) / seconds) > rate:
+        return (
+            f"{done / 1e12:,.0f} TFLOP/s, where tensor cores reach {rate / 1e12:,.0f} in any format"
+        )
+    tensors = tensor_bytes(cell.config)
+    # The output and unflushed inputs may stay in the L2.
+    cached = 0 if name == COLD else peaks.l2_bytes
+    width = MEMORY_MARGIN * (peaks.bandwidth_bytes_per_s or 0.0)
+    if width and cached is not None:
+        read = (tensors.forward - tensors.output - cached) / seconds
+        if read > width:
+            return f"{read / 1e12:,.1f} TB/s from memory, which has {width / MEMORY_MARGIN / 1e12:,.1f}"
+    return None
 
 
 def _differs(old: Any, new: Any) -> bool:

@@ -25,8 +25,7 @@ from profharness.attention.backends import read_sources
 from profharness.device_types import CPU, is_gpu
 from profharness.logs import start_log
 from profharness.processes import wake_with_parent
-from profharness.recording.worker.cuda_warmup import CudaWarmup
-from profharness.recording.worker.gpu_watch import GpuWatch, open_watch
+from profharness.recording.worker.gpu_watch import CudaWarmup, GpuWatch, open_watch
 from profharness.run import (
     EXIT_UNWRITABLE,
     JOURNAL_FILE,

@@ -15,15 +15,6 @@ from profharness.attention.backends.inputs import Inputs
 from profharness.attention.cases import values_of
 from profharness.attention.config import Config
 from profharness.recording.worker.cell import tuning_of
-from profharness.recording.worker.compare import (
-    NAN_BYTE,
-    OTHER_BYTE,
-    Expected,
-    Got,
-    compare,
-    expect,
-    poisoned,
-)
 from profharness.recording.worker.environment import set_deterministic
 from profharness.recording.worker.failures import (
     context_is_dead,
@@ -38,7 +29,16 @@ from profharness.recording.worker.failures import (
 )
 from profharness.recording.worker.inputs import check_output, make_forward, make_inputs
 from profharness.recording.worker.program import Program, Stage, run_each
-from profharness.recording.worker.reference import GRADIENTS
+from profharness.recording.worker.reference import (
+    GRADIENTS,
+    NAN_BYTE,
+    OTHER_BYTE,
+    Expected,
+    Got,
+    compare,
+    expect,
+    poisoned,
+)
 from profharness.recording.worker.workspace import Workspace, open_workspace
 from profharness.run import Cell, Check
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from profharness.recording.worker.cuda_warmup import CudaWarmup
+from profharness.recording.worker.gpu_watch import CudaWarmup
 from profharness.recording.worker.program import run_arguments, starts_cuda
 from profharness.run import PLAN_FILE, Plan
 
