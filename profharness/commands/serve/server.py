@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import signal
 import socket
 import sqlite3
 import traceback
@@ -207,13 +208,30 @@ def serve(
             log_level="critical",
             timeout_graceful_shutdown=0,
         )
-        server = uvicorn.Server(config)
+        server = _Server(config)
         ready = f"serving {path} on {address} (Ctrl-C ends)"
         try:
             asyncio.run(_run(server, listener, lambda: say(ready)))
         except KeyboardInterrupt as stop:
             if type(stop) is not KeyboardInterrupt:  # SIGTERM has its own exit code
                 raise
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc]
+    """A server that ends in order on SIGHUP too.
+
+    The handler of `profharness.cli` would raise an exception inside a request, where uvicorn logs
+    and drops any exception.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():  # raises the received signals again when it ends
+            handler = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, handler)
 
 
 async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
