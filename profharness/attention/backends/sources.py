@@ -295,7 +295,7 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return RefusedError("absent", f"{shown} needs Triton (pip install triton)")
-        # what Python's parser raises where its stack is full has no text
+        # before Python 3.13, a parser whose stack is full raises an exception without a text
         text = str(error) or (NESTED if isinstance(error, MemoryError) else "")
         return ImplementationError(
             f"{shown} cannot be imported: {type(error).__name__}: {text}{where(error, file)}"
