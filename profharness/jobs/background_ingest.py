@@ -18,7 +18,7 @@ from profharness.recording.profilers import PROFILERS
 from profharness.recording.supervise import Progress, Step
 from profharness.rows import COLD, EAGER, GRAPH
 from profharness.run import read_run
-from profharness.store.trace_cache import ParsedTraceCache
+from profharness.store.sources import ParsedTraceCache
 
 LEAVING_S = 5.0  # how long an interrupted job waits until the store is created
 ENOUGH_CPUS = 4  # with fewer, parsing would take time from the worker's own calls

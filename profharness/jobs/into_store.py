@@ -74,7 +74,7 @@ from profharness.run import (
 )
 from profharness.store import LATEST, Selection, Store, open_store
 from profharness.store.filesystems import refuse_network
-from profharness.store.trace_cache import ParsedTraceCache
+from profharness.store.sources import ParsedTraceCache
 from profharness.traces.observed import ObservedCall, read_observed
 
 if TYPE_CHECKING:

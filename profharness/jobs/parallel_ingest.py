@@ -109,11 +109,12 @@ class _Worker:
         source: Source = self._reply()
         return source
 
-    def take(self, path: Path, _: str) -> tuple[Trace, Iterator[LaunchBatch]]:
+    def take(self, path: Path, _: str) -> Trace:
         """Return a trace of the source. Raises what parsing it raises."""
         self._request("trace", path)
+        trace: Trace
         trace, first = self._reply()
-        return replace(trace, close=self._skip_rest), self._batches(path, first)
+        return replace(trace, close=self._skip_rest, batches=lambda: self._batches(path, first))
 
     def _batches(self, path: Path, first: list[LaunchBatch]) -> Iterator[LaunchBatch]:
         yield from first

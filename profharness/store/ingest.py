@@ -34,33 +34,40 @@ from profharness.run import (
     read_plan,
     run_kind,
 )
-from profharness.store import overwrite_guard
-from profharness.store.device_times import TIMED, DeviceTimes
+from profharness.store.groups import TIMED, DeviceTimes
+from profharness.store.guards import (
+    check_record,
+    check_tables,
+    kept_elsewhere,
+    require_no_less,
+    stored_contents,
+)
 from profharness.store.insert import (
     CellTrace,
     Inserted,
-    config_ids,
     insert_trace,
     placed_samples,
-    row_id,
-    to_json,
 )
-from profharness.store.rank_identity import split_place
+from profharness.store.ranks import split_place
 from profharness.store.schema import (
     Writer,
     connect,
     damaged,
-    forget_run,
-    insert_row,
     is_altered,
     is_damage,
     transaction,
     waiting,
 )
-from profharness.store.sources import Raw, Source, find_sources, read_source
-from profharness.store.trace_cache import ParsedTraces
-from profharness.store.validate_input import check_record, check_tables
-from profharness.trace import LaunchBatch, Trace
+from profharness.store.sources import ParsedTraces, Raw, Source, find_sources, read_source
+from profharness.store.tables import (
+    config_ids,
+    forget_run,
+    insert_row,
+    insert_rows,
+    row_id,
+    to_json,
+)
+from profharness.trace import Trace
 from profharness.traces import open_trace
 
 if TYPE_CHECKING:
@@ -92,11 +99,7 @@ class IngestResult:
     """folder that the run was ingested from, if the source is a copy of it"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parsed:
-    raw: Raw
-    trace: Trace
-    batches: Iterator[LaunchBatch]
+_Parsed = tuple[Raw, Trace]
 
 
 class _RawError(Exception):
@@ -235,23 +238,23 @@ def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
     """Parse a trace up to its first batch: most of the work, done before the store is locked."""
     try:
         kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
-        trace, early = kept or (open_trace(raw.path), None)
+        trace = kept or open_trace(raw.path)
         opened.callback(trace.close)
         if raw.profiler not in (None, trace.profiler):
             raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
         check_tables(raw.path, trace)
-        batches = trace.batches() if early is None else early
+        batches = trace.batches()
         first = list(islice(batches, 1))
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
-    return _Parsed(raw, trace, chain(first, batches))
+    return raw, replace(trace, batches=lambda: chain(first, batches))
 
 
 def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
     """Return the result for stored content or for a copy of a stored run; None if it is neither."""
     run, kept = source.run, None
     if run and all(raw.problem is None for raw in source.raws):
-        kept = overwrite_guard.kept_elsewhere(connection, source.path, run)
+        kept = kept_elsewhere(connection, source.path, run)
     where, value = ("run", run.run) if run and kept else ("content_hash", source.content_hash)
     row = connection.execute(
         "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
@@ -276,34 +279,34 @@ def _write(
     run = source.run
     # a trace is named by its content, so a copy under another name is the same run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
-    before = overwrite_guard.stored(connection, name)
-    # overwrite_guard.require at the end rolls this back if the new run contains less
+    before = stored_contents(connection, name)
+    # require_no_less at the end rolls this back if the new run contains less
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
-    _insert_devices(connection, run_id, [item.trace for item in parsed])
+    _insert_devices(connection, run_id, [trace for _, trace in parsed])
     # the launches of an observed program belong to no cell
     planned = run is not None and run.kind != OBSERVE
     cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
     # without cells all launches are kept, as for a foreign trace
     results = [_insert_raw(connection, run_id, item, cells or None, progress) for item in parsed]
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
-    warnings += [f"{item.raw.name}: {text}" for item in parsed for text in item.trace.warnings]
+    warnings += [f"{raw.name}: {text}" for raw, trace in parsed for text in trace.warnings]
     if journals is not None:
-        from profharness.store.templates import insert_journals
+        from profharness.store.insert_calls import insert_journals
 
-        traced = list(chain.from_iterable(item.trace.calls for item in parsed))
+        traced = list(chain.from_iterable(trace.calls for _, trace in parsed))
         warnings += insert_journals(connection, run_id, journals, traced)
-    for item, result in zip(parsed, results, strict=True):
-        warnings += [f"{item.raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
+    for (raw, _), result in zip(parsed, results, strict=True):
+        warnings += [f"{raw.name}: range of unknown cell {c}" for c in result.unknown_cells]
     if run and cells is not None:
-        warnings += [text for item in parsed for text in _unmeasured(run.protocol, item.trace)]
-        profilers = [item.trace.profiler for item in parsed]
+        warnings += [text for _, trace in parsed for text in _unmeasured(run.protocol, trace)]
+        profilers = [trace.profiler for _, trace in parsed]
         warnings += _update_cells(
             connection, run, cells, list(zip(profilers, results, strict=True))
         )
     connection.execute("UPDATE runs SET warnings = ? WHERE id = ?", (to_json(warnings), run_id))
     lost = [raw.problem for raw in source.raws if raw.problem is not None]
-    overwrite_guard.require(connection, source.path, name, before, lost)
+    require_no_less(connection, source.path, name, before, lost)
     return IngestResult(
         name,
         "new" if before is None else "replaced",
@@ -318,15 +321,15 @@ def _insert_run(
     connection: sqlite3.Connection, source: Source, name: str, parsed: list[_Parsed]
 ) -> int:
     run = source.run
-    environment_of_run = run.environment if run else parsed[0].trace.environment
+    environment_of_run = run.environment if run else parsed[0][1].environment
     place, environment = split_place(environment_of_run, None if run else source.path.name)
-    devices = [device.name for item in parsed for device in item.trace.devices]
+    devices = [device.name for _, trace in parsed for device in trace.devices]
     torch = environment.get("torch")
     data = to_json(environment)
     digest = xxhash.xxh3_128_hexdigest(data.encode())
     row = {
         "run": name,
-        "created": run.created if run else _created(source.path, parsed[0]),
+        "created": run.created if run else _created(source.path, parsed[0][1]),
         "source": "capture" if run else "trace",
         "kind": run_kind(source.path, run) if run else "trace",
         "path": printable_path(source.path),
@@ -336,12 +339,12 @@ def _insert_run(
         ),
         "device": devices[0] if devices else device_name(environment),
         "torch": None if torch is None else str(torch),
-        "profilers": to_json(list(run.profilers if run else (parsed[0].trace.profiler,))),
+        "profilers": to_json(list(run.profilers if run else (parsed[0][1].profiler,))),
         "protocol": to_json(asdict(run.protocol)) if run else None,
         "bench": to_json(asdict(plan)) if (plan := _bench_plan(source)) else None,
         "note": run.note if run else None,
         "profharness": run.profharness if run else None,
-        **asdict(place),
+        **place,
         "problems": to_json([asdict(problem) for problem in _problems(source)]),
         "warnings": "[]",  # updated after everything is inserted
     }
@@ -355,13 +358,13 @@ def _bench_plan(source: Source) -> BenchPlan | None:
     return read_plan(source.path)
 
 
-def _created(path: Path, parsed: _Parsed) -> str:
+def _created(path: Path, trace: Trace) -> str:
     """Return when a foreign trace was recorded.
 
     Use the date in the trace, else its clock if that is Unix time, else the file's modification time.
     """
-    stamps = [] if parsed.trace.created_s is None else [parsed.trace.created_s * 10**9]
-    starts = stamps + [item.start_ns for item in parsed.trace.ranges[:1]]
+    stamps = [] if trace.created_s is None else [trace.created_s * 10**9]
+    starts = stamps + [item.start_ns for item in trace.ranges[:1]]
     seconds = min(max(path.stat().st_mtime, 0.0), LAST_SECOND)
     if starts and EPOCH_NS[0] < starts[0] < EPOCH_NS[1]:
         seconds = starts[0] / 1e9
@@ -407,9 +410,10 @@ def _insert_cells(
     ids = {
         cell.cell: _insert_cell(connection, run_id, cell, configs[cell.config]) for cell in cells
     }
-    connection.executemany(
-        "INSERT INTO samples (cell_id, measurement, ordinal, duration_ns, process, turn) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
+    insert_rows(
+        connection,
+        "samples",
+        ("cell_id", "measurement", "ordinal", "duration_ns", "process", "turn"),
         (
             (ids[cell.cell], name, ordinal, *sample)
             for cell in cells
@@ -450,7 +454,7 @@ def _insert_raw(
     cells: dict[str, int] | None,
     progress: Progress | None,
 ) -> Inserted:
-    raw, trace = parsed.raw, parsed.trace
+    raw, trace = parsed
     row = {
         "run_id": run_id,
         "profiler": trace.profiler,
@@ -472,7 +476,7 @@ def _insert_raw(
     times = DeviceTimes()
     # the launches of cells are timed one call at a time, so busy times mean nothing there
     watched = cells is None and trace.profiler in TIMED
-    batches = times.watch(parsed.batches) if watched else parsed.batches
+    batches = times.watch(trace.batches()) if watched else trace.batches()
     try:
         trace_id = insert_row(connection, "traces", row)
         inserted = insert_trace(connection, trace_id, trace, batches, cells, advance)

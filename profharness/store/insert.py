@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profharness.attention.config import Config
 from profharness.rows import axes
 from profharness.stats import Series
 from profharness.store.groups import Grouped, Grouping
-from profharness.store.schema import insert_row
-from profharness.store.tables import GROUP_KEYS
-from profharness.store.traced_calls import CallLaunches
+from profharness.store.insert_calls import CallLaunches
+from profharness.store.tables import (
+    GROUP_KEYS,
+    ROWS_PER_STATEMENT,
+    config_ids,
+    insert_row,
+    insert_rows,
+    insert_statement,
+    row_id,
+)
 from profharness.trace import (
     CELL_RANGE_PREFIX,
     NONE,
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
 SDPA_OP = re.compile(r"aten::_scaled_dot_product_\w*attention\w*")
 BLOCK = 8192
 PIECE = 32768  # launches looked up and grouped at once
-ROWS_PER_STATEMENT = 64  # one statement for many rows takes half the time of one per row
 MAX_COUNTS_SHOWN = 20
 _UNCHANGED = (
     "device", "stream", "correlation", "graph_node", "pid", "tid", "launch_ns", "start_ns",
@@ -66,41 +70,6 @@ def placed_samples(
     places = [turn[:2] for turn in complete for _ in range(turn.samples)]
     for value, (process, turn) in zip(values, places or [(None, None)] * len(values), strict=True):
         yield value, process, turn
-
-
-def to_json(value: object) -> str:
-    """Return canonical JSON: equal values give equal text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-
-
-def row_id(
-    connection: sqlite3.Connection,
-    table: str,
-    key: Mapping[str, object],
-    more: Callable[[], Mapping[str, object]] = dict,
-) -> int:
-    """Return the id of the row with this key, which may contain NULLs.
-
-    If there is none, insert one with the key and the columns that `more` returns.
-    """
-    where, values = " AND ".join(f"{column} IS ?" for column in key), tuple(key.values())
-    existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
-    if existing:
-        return int(existing[0])
-    return insert_row(connection, table, {**key, **more()})
-
-
-def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
-    """Return the ids of attention configs. Insert those that are missing."""
-    ids = {}
-    # not a set: its order, and so the ids, would differ from one process to the next
-    for config in dict.fromkeys(configs):
-        row = {
-            name: to_json(value) if isinstance(value, tuple) else value
-            for name, value in asdict(config).items()
-        }
-        ids[config] = row_id(connection, "configs", {"label": config.label, **row})
-    return ids
 
 
 def sdpa_op(path: str) -> str | None:
@@ -336,20 +305,21 @@ def _insert_ranges(
 ) -> range:
     """Insert all ranges and return their ids."""
     base = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM ranges").fetchone()[0]
-    connection.executemany(
-        "INSERT INTO ranges (id, trace_id, name_id, cell_id, iteration, parent_id, start_ns, "
-        "duration_ns, pid, tid) VALUES (?, ?, ?, nullif(?, -1), nullif(?, -1), ?, ?, ?, ?, ?)",
-        (
-            (
-                base + index, trace_id, name, in_cell, call,
-                None if item.parent is None else base + item.parent,
-                item.start_ns, item.duration_ns, item.pid, item.tid,
-            )
-            for index, (item, name, in_cell, call) in enumerate(
-                zip(ranges, names, cell.tolist(), iteration.tolist(), strict=False)
-            )
-        ),
+    columns = (
+        "id", "trace_id", "name_id", "cell_id", "iteration", "parent_id", "start_ns", "duration_ns",
+        "pid", "tid",
     )  # fmt: skip
+    rows = (
+        (
+            base + index, trace_id, name, *((None, None) if in_cell == NONE else (in_cell, call)),
+            None if item.parent is None else base + item.parent,
+            item.start_ns, item.duration_ns, item.pid, item.tid,
+        )
+        for index, (item, name, in_cell, call) in enumerate(
+            zip(ranges, names, cell.tolist(), iteration.tolist(), strict=False)
+        )
+    )  # fmt: skip
+    insert_rows(connection, "ranges", columns, rows)
     return range(base, base + len(ranges))
 
 
@@ -405,14 +375,12 @@ def _insert_columns(
     }
     varying = [columns[name] for name, mark in marks.items() if "?" in mark]
     rows = np.stack(varying, axis=1)
-    row = f"({', '.join(marks.values())})"
-    insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
-    single, many = insert + row, insert + ", ".join([row] * ROWS_PER_STATEMENT)
+    many = insert_statement(table, marks, ROWS_PER_STATEMENT)
     whole = len(rows) - len(rows) % ROWS_PER_STATEMENT
     for begin in range(0, whole, BLOCK):
         block = rows[begin : min(begin + BLOCK, whole)]
         connection.executemany(many, block.reshape(-1, ROWS_PER_STATEMENT * len(varying)).tolist())
-    connection.executemany(single, rows[whole:].tolist())
+    connection.executemany(insert_statement(table, marks), rows[whole:].tolist())
 
 
 def _mark(column: Column, *, nullable: bool, fixed: bool) -> str:
@@ -513,7 +481,4 @@ def _insert_metrics(
         for head, value in zip(heads, values[place].tolist(), strict=True)
         if value == value  # not NaN
     )
-    insert = "INSERT INTO metrics (launch_id, name, unit, value) VALUES "
-    while block := list(islice(rows, ROWS_PER_STATEMENT)):
-        marks = ", ".join(["(?, ?, ?, ?)"] * len(block))
-        connection.execute(insert + marks, list(chain.from_iterable(block)))
+    insert_rows(connection, "metrics", ("launch_id", "name", "unit", "value"), rows)

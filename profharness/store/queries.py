@@ -41,7 +41,6 @@ from profharness.store.schema import (
     connect,
     damaged,
     find_damage,
-    forget_run,
     is_altered,
     is_damage,
     transaction,
@@ -56,7 +55,7 @@ from profharness.store.selection import (
     matching_configs,
     shown_by,
 )
-from profharness.store.tables import GROUP_KEYS
+from profharness.store.tables import GROUP_KEYS, forget_run, records
 from profharness.store.verifications import (
     find_peaks,
     insert_peaks,
@@ -94,12 +93,6 @@ def _series(rows: Sequence[tuple[str, int | None, int | None, int]]) -> Series:
     return Series.of((row[3] for row in rows), complete)
 
 
-def _records(connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[Record]:
-    cursor = connection.execute(sql, values)
-    names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
-
-
 def _where(filters: Mapping[str, Iterable[Any] | None]) -> tuple[str, list[Any]]:
     """Return an SQL condition on columns and its parameters. Filters that are None are ignored."""
     given = {column: list(values) for column, values in filters.items() if values is not None}
@@ -135,7 +128,7 @@ class Store:
     def runs(self) -> list[RunRow]:
         """Return all runs, newest first."""
         failed = ", ".join(f"'{status}'" for status in FAILED)
-        rows = _records(
+        rows = records(
             self.connection,
             "SELECT run, created, source, kind, path, device, torch, profilers, warnings, "
             "rank, world_size, host_key, gpu_key, "
@@ -232,7 +225,7 @@ class Store:
                 "cell": cells,
             }
         )
-        rows = _records(
+        rows = records(
             self.connection,
             f"SELECT * FROM kernel_groups WHERE {where} "
             "ORDER BY created DESC, run_id DESC, cell_id, trace_id, first_ns, group_id",
@@ -286,7 +279,7 @@ class Store:
                 "backend": backends,
             }
         )
-        rows = _records(
+        rows = records(
             self.connection,
             "SELECT c.*, r.run, cf.label AS config FROM cells c JOIN runs r ON r.id = c.run_id "
             f"JOIN configs cf ON cf.id = c.config_id WHERE {where} "

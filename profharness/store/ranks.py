@@ -1,18 +1,29 @@
-"""Find the stored runs that are the ranks of one job, and their launches."""
+"""Find the stored runs that are the ranks of one job, and their launches.
+
+The rank, host and GPU of a run are separated from its environment.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from profharness.environment import hashed_key
 from profharness.errors import NotFoundError
 from profharness.rows import TRACE_PROFILERS, DeviceTime, RankKernel, RankLaunches, RankRow
-from profharness.store.rank_identity import rank_number
 from profharness.store.selection import Selection, find_run
+from profharness.store.tables import records
 
+DISTRIBUTED = "distributedInfo"  # section of Kineto's header
+NUMBERS, KEYS = ("rank", "world_size"), ("host_key", "gpu_key")
+MAX_RANK = 1 << 24
+# file names of tensorboard_trace_handler: HOST_PID.NANOSECONDS.pt.trace.json
+TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
+NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 # the rank of the run, else that of the trace: a run may contain the traces of several ranks
 _MEMBERS = """
     SELECT r.id, r.run, r.created, r.path, r.source, r.device, r.world_size, r.host_key, r.gpu_key,
@@ -29,14 +40,59 @@ NEED = (
 Record = dict[str, Any]
 
 
+def split_place(
+    environment: Mapping[str, object], name: str | None = None
+) -> tuple[dict[str, int | str | None], dict[str, object]]:
+    """Return the columns of `runs` that identify a rank, and the environment without them.
+
+    The columns are rank, world_size, and hashes of host and GPU; None means unknown. The runs of
+    one job differ in these and have the same environment otherwise. `name` is the name of a trace
+    file outside of a run folder. It gives the rank and the host if the environment does not contain
+    them. The number of ranks stays in the environment, because environments with different numbers
+    do differ.
+    """
+    rest = dict(environment)
+    section = rest.get(DISTRIBUTED)
+    distributed = dict(section) if isinstance(section, Mapping) else {}
+    values = {key: rest.pop(key, None) for key in (*NUMBERS, *KEYS)}
+    inner = distributed.pop("rank", None)
+    if distributed:
+        rest[DISTRIBUTED] = distributed
+    else:
+        rest.pop(DISTRIBUTED, None)
+    rank = rank_number(inner if values["rank"] is None else values["rank"])
+    size = values["world_size"]
+    size = rank_number(distributed.get("world_size") if size is None else size)
+    host, gpu = (str(key) if isinstance(key, str) else None for key in map(values.get, KEYS))
+    if name is not None:
+        rank = _rank_of(name) if rank is None else rank
+        made = TENSORBOARD.fullmatch(name)
+        host = hashed_key(made["host"]) if host is None and made else host
+    return {"rank": rank, "world_size": size, "host_key": host, "gpu_key": gpu}, rest
+
+
+def rank_number(value: object) -> int | None:
+    """Return a rank or number of ranks from an integer or its decimal text, None for other values."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 9:
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= MAX_RANK else None
+
+
+def _rank_of(name: str) -> int | None:
+    named = NAMED_RANK.findall(name)
+    return int(named[0]) if len(named) == 1 else None
+
+
 def rank_rows(connection: sqlite3.Connection, path: Path, refs: Sequence[str]) -> list[RankRow]:
     """Return the ranks of the job that `refs` select, each from its newest run.
 
     Raises NotFoundError if fewer than two ranks match.
     """
-    records = _members(connection)
-    wanted = _wanted(connection, path, refs, records)
-    members = _by_rank([record for record in records if record["run"] in wanted])
+    stored = _members(connection)
+    wanted = _wanted(connection, path, refs, stored)
+    members = _by_rank([record for record in stored if record["run"] in wanted])
     if len(members) < 2:
         which = f"run {min(wanted)} is" if wanted else "the store holds"
         what = "the only rank of its job here" if wanted else "no job of several ranks"
@@ -49,46 +105,45 @@ def rank_rows(connection: sqlite3.Connection, path: Path, refs: Sequence[str]) -
 
 def _members(connection: sqlite3.Connection) -> list[Record]:
     """Return all traces with launches, those of the newest run first."""
-    cursor = connection.execute(
+    rows = records(
+        connection,
         f"{_MEMBERS} WHERE t.launches > 0 AND r.kind NOT IN {_NOT_JOBS} "
-        "ORDER BY r.created DESC, r.id DESC, t.id"
+        "ORDER BY r.created DESC, r.id DESC, t.id",
     )
-    names = [column[0] for column in cursor.description]
-    records = [dict(zip(names, row, strict=True)) for row in cursor]
     # these values come from traces unchecked
-    return [record | {key: rank_number(record[key]) for key in RANK_COLUMNS} for record in records]
+    return [row | {key: rank_number(row[key]) for key in RANK_COLUMNS} for row in rows]
 
 
 def _wanted(
-    connection: sqlite3.Connection, path: Path, refs: Sequence[str], records: Sequence[Record]
+    connection: sqlite3.Connection, path: Path, refs: Sequence[str], stored: Sequence[Record]
 ) -> set[str]:
     """Return the ids of the selected runs."""
     if not refs:
-        return _newest_job(records)
+        return _newest_job(stored)
     runs: set[str] = set()
     for ref in refs:
-        below = {record["run"] for record in records if _is_below(record["path"], ref)}
-        begun = {record["run"] for record in records if ref and record["run"].startswith(ref)}
+        below = {record["run"] for record in stored if _is_below(record["path"], ref)}
+        begun = {record["run"] for record in stored if ref and record["run"].startswith(ref)}
         runs |= below or begun or {find_run(connection, path, Selection(ref), ("kernels",))}
     if len(runs) == 1:
         (run,) = runs
-        own = [record for record in records if record["run"] == run]
-        return runs if len(_by_rank(own)) > 1 or not own else _job_of(own[0], records)
+        own = [record for record in stored if record["run"] == run]
+        return runs if len(_by_rank(own)) > 1 or not own else _job_of(own[0], stored)
     return runs
 
 
-def _newest_job(records: Sequence[Record]) -> set[str]:
+def _newest_job(stored: Sequence[Record]) -> set[str]:
     """Return the job of the newest trace with a rank, else of the newest trace with neighbours."""
-    ranked = next((record for record in records if record["rank"] is not None), None)
+    ranked = next((record for record in stored if record["rank"] is not None), None)
     if ranked is not None:
-        return _job_of(ranked, records)
-    for record in records:
-        if record["source"] == "trace" and len(job := _job_of(record, records)) > 1:
+        return _job_of(ranked, stored)
+    for record in stored:
+        if record["source"] == "trace" and len(job := _job_of(record, stored)) > 1:
             return job
     return set()
 
 
-def _job_of(record: Record, records: Sequence[Record]) -> set[str]:
+def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
     """Return the runs in the same folder with the same number of ranks.
 
     If ranks are missing there, include the folders around it.
@@ -97,7 +152,7 @@ def _job_of(record: Record, records: Sequence[Record]) -> set[str]:
     ranked = record["rank"] is not None
     alike = [
         other
-        for other in records
+        for other in stored
         if _size(other) == size
         and (other["rank"] is not None) == ranked
         and other["source"] == record["source"]
@@ -128,10 +183,10 @@ def _is_below(path: str, ref: str) -> bool:
     return folder.is_dir() and folder.resolve() in Path(path).absolute().parents
 
 
-def _by_rank(records: Sequence[Record]) -> list[list[Record]]:
+def _by_rank(stored: Sequence[Record]) -> list[list[Record]]:
     """Return the traces of each rank, from its newest run and from one profiler."""
     members: dict[object, list[Record]] = {}
-    for record in records:
+    for record in stored:
         key = record["run"] if record["rank"] is None else record["rank"]
         traces = members.setdefault(key, [])
         if not traces or traces[0]["run"] == record["run"]:

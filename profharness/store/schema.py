@@ -12,7 +12,7 @@ import sqlite3
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from itertools import chain
@@ -68,55 +68,6 @@ def _initial(db: Any) -> None:
     views = (f"CREATE VIEW {name} AS {select}" for name, select in VIEWS.items())
     for statement in chain(TABLES.split(";"), views):
         db.execute(statement)
-
-
-def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
-    """Insert a row given by column names and return its id."""
-    marks = ", ".join("?" * len(row))
-    cursor = connection.execute(
-        f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
-    )
-    return int(cursor.lastrowid or 0)
-
-
-def forget_run(connection: sqlite3.Connection, run: str) -> bool:
-    """Delete a run with all its rows in the caller's transaction. Return whether it existed.
-
-    Rows that refer to others are deleted first, and launches by their ids. So this is fast, and
-    correct with or without foreign key checks.
-    """
-    row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
-    if row is None:
-        return False
-    for ids in connection.execute(
-        "SELECT first_launch_id, last_launch_id FROM traces WHERE run_id = ?", row
-    ).fetchall():
-        connection.execute("DELETE FROM metrics WHERE launch_id BETWEEN ? AND ?", ids)
-        connection.execute("DELETE FROM launches WHERE id BETWEEN ? AND ?", ids)
-    trace_ids = "trace_id IN (SELECT id FROM traces WHERE run_id = ?)"
-    call_ids = f"call_id IN (SELECT id FROM calls WHERE {trace_ids})"
-    cell_ids = "cell_id IN (SELECT id FROM cells WHERE run_id = ?)"
-    for tables, where in (
-        (("call_kernels",), call_ids),
-        (
-            (
-                "launch_groups",
-                "device_times",
-                "trace_cells",
-                "ranges",
-                "calls",
-                "steps",
-            ),
-            trace_ids,
-        ),
-        (("samples", "refusals", "verifications"), cell_ids),
-        (("traces", "cells", "devices", "templates"), "run_id = ?"),
-        (("runs",), "id = ?"),
-    ):
-        for table in tables:
-            connection.execute(f"DELETE FROM {table} WHERE {where}", row)
-    connection.execute("DELETE FROM environments WHERE id NOT IN (SELECT environment_id FROM runs)")
-    return True
 
 
 def require_folder(path: Path) -> None:

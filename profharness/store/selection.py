@@ -11,12 +11,13 @@ import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
 from profharness.attention.config import FLAGS, STRIDES, Config
-from profharness.errors import NotFoundError
+from profharness.errors import NotFoundError, join_few
 from profharness.files import shell_command
 from profharness.rows import TRACE_PROFILERS
 from profharness.run import OBSERVE
@@ -27,7 +28,7 @@ Need = Literal[
 """The data that a command needs. `run` is any run that a user captured, timed or ingested."""
 
 KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")  # cells show why there are no kernels
-CANDIDATES_SHOWN = 8
+_some = partial(join_few, most=8)
 LATEST = "latest"
 ALL_RUNS = "all"
 _BACK = re.compile(rf"{LATEST}(?:~([0-9]{{1,9}}))?")
@@ -258,8 +259,3 @@ def _names(connection: sqlite3.Connection) -> list[str]:
     # `created` has a resolution of one second; of two runs in one, the later id is the newer run
     rows = connection.execute("SELECT run FROM runs ORDER BY created DESC, id DESC")
     return [str(row[0]) for row in rows]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - CANDIDATES_SHOWN
-    return ", ".join(names[:CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")

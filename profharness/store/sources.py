@@ -1,12 +1,16 @@
-"""Find run folders and trace files, and compute their content hashes."""
+"""Find run folders and trace files, compute their content hashes, and parse traces before their run
+is complete.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import xxhash
@@ -22,11 +26,13 @@ from profharness.run import (
     observed_journals,
     read_run,
 )
-from profharness.traces import is_trace, sniff
+from profharness.trace import Trace
+from profharness.traces import is_trace, open_trace, sniff
 from profharness.traces.packed import open_file
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
+MOST_BYTES = 16 << 20  # of trace files; parsed traces take several times as much memory
 MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a trace's path, and in a message
 
 
@@ -167,3 +173,47 @@ def _raw(folder: Path, trace: TraceFile) -> Raw:
     except TraceFormatError as error:
         problem = str(error)
     return Raw(trace.profiler, trace.path, path, content_hash, trace.cells, problem)
+
+
+class ParsedTraces(Protocol):
+    """Traces that were parsed before, by this or another process."""
+
+    def take(self, path: Path, content_hash: str) -> Trace | None:
+        """Return a parsed trace, None if it must be parsed. Raises TraceFormatError."""
+
+
+class ParsedTraceCache:
+    """Parsed traces by path, of at most MOST_BYTES of files. The ingest parses all others.
+
+    Several threads may add traces. `take` must not run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, tuple[str, Trace]] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, path: Path) -> None:
+        """Parse a complete trace and keep it. Ignore an unreadable one: the ingest reports it."""
+        with suppress(OSError, TraceFormatError, ValueError, OverflowError):
+            size = path.stat().st_size
+            with self._lock:
+                if path in self._kept or self._bytes + size > MOST_BYTES:
+                    return
+                self._bytes += size
+            with ExitStack() as failed:
+                failed.callback(self._release, size)
+                content_hash, trace = hash_file(path), open_trace(path)
+                with closing(trace):  # its temporary file
+                    batches = list(trace.batches())
+                self._kept[path] = content_hash, replace(trace, batches=lambda: iter(batches))
+                failed.pop_all()
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._bytes -= size
+
+    def take(self, path: Path, content_hash: str) -> Trace | None:
+        """Remove and return a parsed trace; None if there is none or the file has changed since."""
+        known, trace = self._kept.pop(path, (None, None))
+        return trace if known == content_hash else None

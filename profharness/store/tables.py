@@ -1,9 +1,21 @@
-"""The SQL of the store's tables and views.
+"""The SQL of the store's tables and views, and the insertion and deletion of their rows.
 
 The launches of a trace have consecutive ids, so a range of ids replaces an index on trace_id.
 """
 
 from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from profharness.attention.config import Config
+
+ROWS_PER_STATEMENT = 64  # one statement for many rows takes half the time of one per row
 
 # columns that identify a group of launches in a trace; only groups by op use the last one
 GROUP_KEYS = (
@@ -290,3 +302,115 @@ VIEWS = {
         LEFT JOIN sample_summary a ON a.cell_id = c.id AND a.measurement = 'eager'
         LEFT JOIN sample_summary h ON h.cell_id = c.id AND h.measurement = 'host'""",
 }
+
+
+def records(
+    connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()
+) -> list[dict[str, Any]]:
+    """Return the rows of a query by the names of its columns."""
+    cursor = connection.execute(sql, values)
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+def insert_statement(table: str, marks: Mapping[str, str], rows: int = 1) -> str:
+    """Return the statement that inserts rows. `marks` maps columns to parameters or expressions."""
+    row = f"({', '.join(marks.values())})"
+    return f"INSERT INTO {table} ({', '.join(marks)}) VALUES {', '.join([row] * rows)}"
+
+
+def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
+    """Insert a row given by column names and return its id."""
+    statement = insert_statement(table, dict.fromkeys(row, "?"))
+    return int(connection.execute(statement, tuple(row.values())).lastrowid or 0)
+
+
+def insert_rows(
+    connection: sqlite3.Connection,
+    table: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+) -> None:
+    """Insert rows of values in the order of `columns`."""
+    marks = dict.fromkeys(columns, "?")
+    whole = insert_statement(table, marks, ROWS_PER_STATEMENT)
+    left = iter(rows)
+    while block := list(islice(left, ROWS_PER_STATEMENT)):
+        is_whole = len(block) == ROWS_PER_STATEMENT
+        statement = whole if is_whole else insert_statement(table, marks, len(block))
+        connection.execute(statement, list(chain.from_iterable(block)))
+
+
+def to_json(value: object) -> str:
+    """Return canonical JSON: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def row_id(
+    connection: sqlite3.Connection,
+    table: str,
+    key: Mapping[str, object],
+    more: Callable[[], Mapping[str, object]] = dict,
+) -> int:
+    """Return the id of the row with this key, which may contain NULLs.
+
+    If there is none, insert one with the key and the columns that `more` returns.
+    """
+    where, values = " AND ".join(f"{column} IS ?" for column in key), tuple(key.values())
+    existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
+    if existing:
+        return int(existing[0])
+    return insert_row(connection, table, {**key, **more()})
+
+
+def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
+    """Return the ids of attention configs. Insert those that are missing."""
+    ids = {}
+    # not a set: its order, and so the ids, would differ from one process to the next
+    for config in dict.fromkeys(configs):
+        row = {
+            name: to_json(value) if isinstance(value, tuple) else value
+            for name, value in asdict(config).items()
+        }
+        ids[config] = row_id(connection, "configs", {"label": config.label, **row})
+    return ids
+
+
+def forget_run(connection: sqlite3.Connection, run: str) -> bool:
+    """Delete a run with all its rows in the caller's transaction. Return whether it existed.
+
+    Rows that refer to others are deleted first, and launches by their ids. So this is fast, and
+    correct with or without foreign key checks.
+    """
+    row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
+    if row is None:
+        return False
+    for ids in connection.execute(
+        "SELECT first_launch_id, last_launch_id FROM traces WHERE run_id = ?", row
+    ).fetchall():
+        connection.execute("DELETE FROM metrics WHERE launch_id BETWEEN ? AND ?", ids)
+        connection.execute("DELETE FROM launches WHERE id BETWEEN ? AND ?", ids)
+    trace_ids = "trace_id IN (SELECT id FROM traces WHERE run_id = ?)"
+    call_ids = f"call_id IN (SELECT id FROM calls WHERE {trace_ids})"
+    cell_ids = "cell_id IN (SELECT id FROM cells WHERE run_id = ?)"
+    for tables, where in (
+        (("call_kernels",), call_ids),
+        (
+            (
+                "launch_groups",
+                "device_times",
+                "trace_cells",
+                "ranges",
+                "calls",
+                "steps",
+            ),
+            trace_ids,
+        ),
+        (("samples", "refusals", "verifications"), cell_ids),
+        (("traces", "cells", "devices", "templates"), "run_id = ?"),
+        (("runs",), "id = ?"),
+    ):
+        for table in tables:
+            connection.execute(f"DELETE FROM {table} WHERE {where}", row)
+    connection.execute("DELETE FROM environments WHERE id NOT IN (SELECT environment_id FROM runs)")
+    return True

@@ -6,12 +6,12 @@ import json
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from profharness.attention.cases import VerificationRow
 from profharness.attention.config import Config, parse_config
 from profharness.devices import MEASURED, Peaks, data_sheet
-from profharness.store.schema import insert_row
+from profharness.store.tables import insert_row, records
 
 _ROWS = """SELECT r.run, v.asked, cf.label AS config, v.case_name AS "case", c.backend, v.what,
     v.error, v.allowance, v.relative_error, v.relative_allowance, v.passed, v.message, c.status
@@ -27,9 +27,7 @@ def verification_rows(connection: sqlite3.Connection, run: str) -> list[Verifica
 
 
 def _rows(connection: sqlite3.Connection, where: str, *values: str) -> list[VerificationRow]:
-    cursor = connection.execute(f"{_ROWS} {where}", values)
-    names = [column[0] for column in cursor.description]
-    rows = (dict(zip(names, row, strict=True)) for row in cursor)
+    rows = records(connection, f"{_ROWS} {where}", values)
     passed = {0: False, 1: True, None: None}
     return [VerificationRow(**(row | {"passed": passed[row["passed"]]})) for row in rows]
 
@@ -49,7 +47,8 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
         for name, environment in _environments(connection, verified).items()
         if all(environment.get(key) == here.get(key) for key in _SAME_ENVIRONMENT)
     }
-    latest: dict[tuple[Config, str], dict[_Check, bool]] = {}
+    # by problem and backend, then by case, value and whether the config is not derived from another
+    latest: dict[tuple[Config, str], dict[tuple[str, str, bool], bool]] = {}
     # oldest first, so that a later check replaces an earlier one
     for row in _rows(connection, "WHERE v.passed IS NOT NULL ORDER BY r.created, r.id"):
         environment = environments.get(row.run)
@@ -57,7 +56,7 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
             problem = _problem(row.asked)
             checks = latest.setdefault((problem, row.backend), {})
             own = _problem(row.config) == problem
-            checks[_Check(row.case, row.what, own)] = bool(row.passed)
+            checks[row.case, row.what, own] = bool(row.passed)
     cells = connection.execute(
         "SELECT DISTINCT cf.label, c.backend FROM cells c JOIN runs r ON r.id = c.run_id "
         "JOIN configs cf ON cf.id = c.config_id WHERE r.run = ?",
@@ -69,21 +68,14 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
         passed = {
             check: passed
             for check, passed in latest.get((_problem(label), backend), {}).items()
-            if bwd or check.what in FORWARD
+            if bwd or check[1] in FORWARD
         }
-        directions = {check.what in FORWARD for check in passed if check.own}
+        directions = {what in FORWARD for _, what, own in passed if own}
         if not all(passed.values()):
             by_cell[label, backend] = False
         elif directions >= {True, not bwd}:
             by_cell[label, backend] = True
     return by_cell
-
-
-class _Check(NamedTuple):
-    case: str
-    what: str
-    own: bool
-    """True for the requested config itself, False for a case derived from it"""
 
 
 def _problem(label: str) -> Config:

@@ -20,8 +20,8 @@ from profharness.jobs.background_ingest import open_background_ingest
 from profharness.recording.supervise import Step
 from profharness.rows import COLD, WALL
 from profharness.run import Cell, TraceFile, read_run, write_run
-from profharness.store import ingest, ingest_path, sources, trace_cache
-from profharness.store.trace_cache import ParsedTraceCache
+from profharness.store import ingest, ingest_path, sources
+from profharness.store.sources import ParsedTraceCache
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 RUN = TRACES / "h200-torch2.11"
@@ -134,7 +134,7 @@ def test_unreadable_file_uses_no_cache_space(
     good, bad = tmp_path / "c1.torch.json.gz", tmp_path / "c2.torch.json"
     shutil.copy(next(path for path in traces(RUN) if path.suffix == ".gz"), good)
     bad.write_text('{"traceEvents": [' + " " * good.stat().st_size)
-    monkeypatch.setattr(trace_cache, "MOST_BYTES", bad.stat().st_size)
+    monkeypatch.setattr(sources, "MOST_BYTES", bad.stat().st_size)
     parsed = ParsedTraceCache()
     for path in (bad, good):
         parsed.add(path)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,9 @@ def test_worker_killed_twice_is_an_error_of_its_source(
     taken = parallel_ingest._Worker.take
     kills = []
 
-    def take(worker: Any, path: Path, content_hash: str) -> tuple[Trace, Iterator[LaunchBatch]]:
-        trace, batches = taken(worker, path, content_hash)
+    def take(worker: Any, path: Path, content_hash: str) -> Trace:
+        trace = taken(worker, path, content_hash)
+        batches = trace.batches()
 
         def killed() -> Iterator[LaunchBatch]:
             yield next(batches)
@@ -181,7 +183,7 @@ def test_worker_killed_twice_is_an_error_of_its_source(
             kills.append(path)
             yield from batches
 
-        return trace, killed() if path == first else batches
+        return replace(trace, batches=lambda: killed() if path == first else batches)
 
     monkeypatch.setattr(parallel_ingest._Worker, "take", take)
     store = tmp_path / "s.db"
@@ -208,7 +210,8 @@ def test_unfinished_trace_does_not_affect_the_next_source(folder: Path, tmp_path
     large.write_text(json.dumps({"deviceProperties": [properties], "traceEvents": events}))
     with parallel_ingest._workers(tmp_path / "s.db", readers_of("local:1")) as (worker,):
         worker.source(large, lambda: None)
-        trace, batches = worker.take(large, "")
+        trace = worker.take(large, "")
+        batches = trace.batches()
         assert len(next(batches).kernel) + len(next(batches).kernel) < trace.num_launches
         trace.close()
         assert worker.source(next_, lambda: None).path == next_
@@ -300,14 +303,14 @@ def test_trace_is_read_again_if_worker_was_killed_in_the_middle_of_another(
     path = folder / "ranks" / "rank0.json"
     with parallel_ingest._workers(tmp_path / "s.db", readers_of("local:1")) as (worker,):
         worker.source(path, lambda: None)
-        trace, batches = worker.take(path, "")
-        next(batches)
+        trace = worker.take(path, "")
+        next(trace.batches())
         worker._request("batches", path)
         worker._streams = True
         worker.kill(signal.SIGKILL)
         trace.close()
-        again, batches = worker.take(path, "")
-        assert sum(len(batch.kernel) for batch in batches) == again.num_launches > 0
+        again = worker.take(path, "")
+        assert sum(len(batch.kernel) for batch in again.batches()) == again.num_launches > 0
 
 
 IN_WORKER = """

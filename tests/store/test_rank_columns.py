@@ -14,7 +14,7 @@ from make_ranks import Fleet, make_ranks, read
 
 from profharness.environment import hashed_key
 from profharness.store import Store, ingest_path, open_store
-from profharness.store.rank_identity import RankIdentity, split_place
+from profharness.store.ranks import split_place
 
 
 @pytest.fixture(scope="module")
@@ -90,27 +90,27 @@ def test_invalid_rank_is_ignored(job: Path, tmp_path: Path, rank: object) -> Non
 @pytest.mark.parametrize(
     ("environment", "name", "place"),
     [
-        ({"rank": "3", "world_size": "8"}, None, RankIdentity(3, 8)),
-        ({"distributedInfo": {"rank": 1, "backend": "nccl"}}, None, RankIdentity(1)),
+        ({"rank": "3", "world_size": "8"}, None, {"rank": 3, "world_size": 8}),
+        ({"distributedInfo": {"rank": 1, "backend": "nccl"}}, None, {"rank": 1}),
         (
             {"gpu_key": "ab", "host_key": "cd", "torch": "2"},
             None,
-            RankIdentity(None, None, "cd", "ab"),
+            {"host_key": "cd", "gpu_key": "ab"},
         ),
-        ({"rank": True, "world_size": -1}, None, RankIdentity()),
-        ({}, "step_rank-12.json.gz", RankIdentity(12)),
-        ({}, "franks7.json", RankIdentity()),
-        ({}, "rank1_rank2.json", RankIdentity()),
+        ({"rank": True, "world_size": -1}, None, {}),
+        ({}, "step_rank-12.json.gz", {"rank": 12}),
+        ({}, "franks7.json", {}),
+        ({}, "rank1_rank2.json", {}),
         (
             {},
             "node7_4711.1790857026000000000.pt.trace.json.gz",
-            RankIdentity(host_key=hashed_key("node7")),
+            {"host_key": hashed_key("node7")},
         ),
     ],
 )
 def test_rank_identity_comes_from_environment_or_name(
-    environment: dict[str, object], name: str | None, place: RankIdentity
+    environment: dict[str, object], name: str | None, place: dict[str, object]
 ) -> None:
     told, rest = split_place(environment, name)
-    assert told == place
+    assert told == dict.fromkeys(("rank", "world_size", "host_key", "gpu_key")) | place
     assert not {"rank", "host_key", "gpu_key"} & rest.keys()

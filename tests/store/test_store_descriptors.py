@@ -26,8 +26,7 @@ from profharness.errors import StoreError, TraceFormatError
 from profharness.run import Protocol, Run, TraceFile, write_run
 from profharness.scrub import audit, scrub
 from profharness.store import ingest_path, open_store
-from profharness.store.sources import hash_file
-from profharness.store.trace_cache import ParsedTraceCache
+from profharness.store.sources import ParsedTraceCache, hash_file
 
 TRACES = Path(__file__).parents[2] / "traces"
 

@@ -153,7 +153,7 @@ def test_python_interface_fails_for_sources_not_stored(
 def change_at_commit(
     store: Path, change: Change, monkeypatch: pytest.MonkeyPatch, after: int = 0
 ) -> None:
-    require = ingest.overwrite_guard.require
+    require = ingest.require_no_less
     calls: list[None] = []
 
     def watched(*arguments: object) -> None:
@@ -162,7 +162,7 @@ def change_at_commit(
         if len(calls) == after + 1:
             change(store)
 
-    monkeypatch.setattr(ingest.overwrite_guard, "require", watched)
+    monkeypatch.setattr(ingest, "require_no_less", watched)
 
 
 @each_change

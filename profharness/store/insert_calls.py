@@ -1,4 +1,6 @@
-"""Insert the attention calls of a trace, with the kernels that each of them launched."""
+"""Insert the attention calls of traces with the kernels that each of them launched, and the calls
+that were observed in their program.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,22 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import chain
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from profharness.attention.config import Config
-from profharness.trace import LaunchBatch, TensorArgument, Trace
+from profharness.store.tables import config_ids, insert_row, insert_rows
+from profharness.trace import AttentionCall, LaunchBatch, TensorArgument, Trace
+
+if TYPE_CHECKING:
+    from profharness.traces.observed import Journals, ObservedCall
 
 Column = NDArray[np.int64]
 Tensors = tuple[TensorArgument | None, ...]
-
-ROWS_PER_STATEMENT = 64
 
 CALL_FIELDS = (  # fields of AttentionCall that are columns of the same name
     "step", "kind", "op", "sdpa_op", "compiled", "graph", "recompute", "backward", "path", "reason",
@@ -58,8 +62,10 @@ class CallLaunches:
         ids of configs.
         """
         trace = self._trace
-        connection.executemany(
-            "INSERT INTO steps (trace_id, ordinal, name, start_ns, duration_ns) VALUES (?, ?, ?, ?, ?)",
+        insert_rows(
+            connection,
+            "steps",
+            ("trace_id", "ordinal", "name", "start_ns", "duration_ns"),
             (
                 (trace_id, at, step.name, step.start_ns, step.duration_ns)
                 for at, step in enumerate(trace.steps)
@@ -71,11 +77,11 @@ class CallLaunches:
         modules_text = cache(json.dumps)
         of_call = attrgetter(*CALL_FIELDS)
         columns = ("id", "trace_id", "ordinal", "modules", "config_id", "tensors", *CALL_FIELDS)
-        _insert_rows(
+        insert_rows(
             connection,
             "calls",
             columns,
-            [
+            (
                 (
                     ids[ordinal],
                     trace_id,
@@ -86,42 +92,22 @@ class CallLaunches:
                     *of_call(call),
                 )
                 for ordinal, call in enumerate(trace.calls)
-            ],
+            ),
         )
         if not self._blocks:
             return
         call, direction, *rest = _added_up(np.concatenate(self._blocks, axis=1)).tolist()
         names = map(self._directions.__getitem__, direction)
-        _insert_rows(
+        insert_rows(
             connection,
             "call_kernels",
             KERNEL_COLUMNS,
-            list(zip(map(ids.__getitem__, call), names, *rest, strict=True)),
+            zip(map(ids.__getitem__, call), names, *rest, strict=True),
         )
 
 
 def _json(tensors: Tensors) -> str:
     return json.dumps(msgspec.to_builtins(tensors))
-
-
-def _insert_rows(
-    connection: sqlite3.Connection,
-    table: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
-) -> None:
-    """Insert many rows per statement, which takes half the time of a statement per row."""
-    insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
-    marks = f"({', '.join('?' * len(columns))})"
-    many = len(rows) - len(rows) % ROWS_PER_STATEMENT
-    connection.executemany(
-        insert + ", ".join([marks] * ROWS_PER_STATEMENT),
-        (
-            list(chain.from_iterable(rows[begin : begin + ROWS_PER_STATEMENT]))
-            for begin in range(0, many, ROWS_PER_STATEMENT)
-        ),
-    )
-    connection.executemany(insert + marks, rows[many:])
 
 
 def _added_up(rows: Column) -> Column:
@@ -136,3 +122,83 @@ def _added_up(rows: Column) -> Column:
     sums = np.add.reduceat(rows[4:6], begins, axis=1)
     first = np.minimum.reduceat(rows[6], begins)
     return np.concatenate([rows[:4, begins], sums, first[None]])
+
+
+_OF_CALL = ("kind", "op", "path", "compiled", "recompute", "backward", "reason")
+_OF_TEMPLATE = (
+    "pid", "rank", "name", "asked", "choice", "ran", "mask", "file", "line", "function"
+)  # fmt: skip
+
+
+def insert_journals(
+    connection: sqlite3.Connection,
+    run_id: int,
+    journals: Journals,
+    calls: Sequence[AttentionCall],
+) -> list[str]:
+    """Insert observed calls, and link the stored calls of the traces to them.
+
+    A linked call gets the values that its trace lacks. Return warnings.
+    """
+    from profharness.traces.observed import completed, match_calls
+
+    if not journals.calls:
+        return list(journals.warnings)
+    labels = (item.call.config for item in journals.calls)
+    configs = config_ids(connection, (config for config in labels if config))
+    ids = _insert_templates(connection, run_id, journals.calls, configs)
+    places = match_calls(calls, journals.calls)
+    rows = []
+    for at, call in zip(places, calls, strict=True):
+        whole = call if at is None else completed(call, journals.calls[at])
+        config = configs[whole.config] if whole.config and call.config is None else None
+        number = None if at is None else ids[at]
+        rows.append((number, whole.kind, whole.compiled, config, whole.reason))
+    _link_calls(connection, run_id, rows)
+    lost = sum(at is None and call.path is not None for at, call in zip(places, calls, strict=True))
+    text = f"{lost} call(s) of the traces fit no observed kind of call, or several"
+    return [*journals.warnings, *([text] if lost else [])]
+
+
+def _insert_templates(
+    connection: sqlite3.Connection,
+    run_id: int,
+    observed: Sequence[ObservedCall],
+    configs: Mapping[Config, int],
+) -> list[int]:
+    """Return the row ids of the observed calls, in order. `configs` has the row ids of configs."""
+    ids = []
+    for item in observed:
+        call = item.call
+        row = {name: getattr(call, name) for name in _OF_CALL}
+        row |= {name: getattr(item, name) for name in _OF_TEMPLATE}
+        row |= {
+            "run_id": run_id,
+            "config_id": configs[call.config] if call.config else None,
+            "modules": json.dumps(call.modules),
+            "tensors": _json(call.tensors),
+            "calls": item.count,
+            "lengths": json.dumps(item.lengths),
+            "enabled": json.dumps(item.enabled),
+        }
+        ids.append(insert_row(connection, "templates", row))
+    return ids
+
+
+def _link_calls(
+    connection: sqlite3.Connection,
+    run_id: int,
+    rows: Sequence[tuple[int | None, str, bool, int | None, str | None]],
+) -> None:
+    """Link the calls of a run's traces, in order, to their templates, and complete their values."""
+    calls = connection.execute(
+        "SELECT c.id FROM calls c JOIN traces t ON t.id = c.trace_id WHERE t.run_id = ? "
+        "ORDER BY t.id, c.ordinal",
+        (run_id,),
+    ).fetchall()
+    numbered = ((*row, *call) for row, call in zip(rows, calls, strict=True))
+    connection.executemany(
+        "UPDATE calls SET template_id = ?, kind = ?, compiled = ?, "
+        "config_id = coalesce(?, config_id), reason = ? WHERE id = ?",
+        numbered,
+    )

@@ -1,20 +1,81 @@
-"""Compare a run folder with the stored run.
+"""Refuse what must not be stored.
 
-A damaged or smaller folder never replaces a complete run, and a copy of the folder changes nothing.
+No table can contain integers beyond 64 bits, names that are not valid Unicode, and cells with the
+same name. A damaged or smaller run folder never replaces a complete run, and a copy of a folder
+changes nothing.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 
-from profharness.errors import TraceFormatError
-from profharness.run import RUN_FILE, Run
+import msgspec
 
+from profharness.errors import TraceFormatError, join_few
+from profharness.run import RUN_FILE, Run
+from profharness.trace import LaunchConfig, Trace
+
+MAX_INT = (1 << 63) - 1  # the largest integer of SQLite
 SHOWN = 5
 PENDING = "pending"
+
+
+def check_record(path: Path, run: Run) -> None:
+    """Raise TraceFormatError if no table can contain a record."""
+    (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
+    if count > 1:
+        raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
+    for cell in run.cells:
+        # tuning is stored as text
+        if _largest(msgspec.to_builtins(replace(cell, tuning=None))) > MAX_INT:
+            raise TraceFormatError(
+                path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
+            )
+
+
+def _largest(value: object) -> int:
+    """Return the largest absolute integer anywhere in plain data, 0 if there is none."""
+    if isinstance(value, dict):
+        return max(map(_largest, value.values()), default=0)
+    if isinstance(value, list | tuple):
+        if set(map(type, value)) == {int}:  # a fast path for thousands of samples
+            largest: int = max(max(value), -min(value))
+            return largest
+        return max(map(_largest, value), default=0)
+    return abs(value) if isinstance(value, int) else 0
+
+
+def check_tables(path: Path, trace: Trace) -> None:
+    """Raise TraceFormatError if no table can contain the numbers and names of a trace."""
+    numbers = chain(
+        chain.from_iterable(asdict(device).values() for device in trace.devices),
+        (number for launch in trace.launch_configs for number in _flat(launch)),
+        (number for r in trace.ranges for number in (r.start_ns, r.duration_ns, r.pid, r.tid)),
+    )
+    largest = max((abs(number) for number in numbers if isinstance(number, int)), default=0)
+    if largest > MAX_INT:
+        raise TraceFormatError(
+            path, f"a number of {largest.bit_length()} bits", expected="64 bits at most"
+        )
+    names = chain(
+        *(trace.kernels, trace.op_paths, trace.apis, (item.name for item in trace.ranges)),
+        (device.name for device in trace.devices),
+    )
+    try:
+        # SQLite cannot store a str with a lone surrogate
+        "".join(names).encode()
+    except (UnicodeEncodeError, TypeError) as error:
+        raise TraceFormatError(path, f"holds a name that is no text: {error}") from None
+
+
+def _flat(config: LaunchConfig) -> Iterator[int | None]:
+    for value in (getattr(config, item.name) for item in fields(config)):
+        yield from value if isinstance(value, tuple) else (value,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +115,7 @@ def recorded(run: Run) -> RunContents:
     return RunContents(cells, dict.fromkeys((trace.path for trace in run.traces), None))
 
 
-def stored(connection: sqlite3.Connection, run: str) -> RunContents | None:
+def stored_contents(connection: sqlite3.Connection, run: str) -> RunContents | None:
     """Return the contents of a stored run; None if there is no such run."""
     row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
     if row is None:
@@ -81,7 +142,7 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
     # if the source was deleted, the copy replaces it
     if not (source / RUN_FILE).is_file() or source.resolve() == folder.resolve():
         return None
-    here, there = recorded(run), stored(connection, run.run)
+    here, there = recorded(run), stored_contents(connection, run.run)
     same = (
         there is not None
         and here.cells == there.cells
@@ -91,7 +152,7 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
     return source if same else None
 
 
-def require(
+def require_no_less(
     connection: sqlite3.Connection,
     path: Path,
     run: str,
@@ -102,7 +163,7 @@ def require(
 
     `lost` contains the reasons why traces of it could not be read.
     """
-    after = stored(connection, run)
+    after = stored_contents(connection, run)
     missing = after.lacks(before) if before and after else []
     if not missing:
         return
@@ -110,11 +171,5 @@ def require(
     raise TraceFormatError(
         path,
         f"holds less of run {run} than the store, which keeps what it has: missing are "
-        f"{listed(missing)}{reason}; `profharness runs --delete {run}` lets this one in",
+        f"{join_few(missing, SHOWN)}{reason}; `profharness runs --delete {run}` lets this one in",
     )
-
-
-def listed(texts: list[str]) -> str:
-    """Join the first SHOWN texts and append the number of the others."""
-    more = len(texts) - SHOWN
-    return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")
