@@ -5,10 +5,13 @@ docs/atlas.md describes the file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from operator import attrgetter
@@ -59,6 +62,7 @@ MAX_COUNTS = {
     "launches": 4_000_000,
     "times": 4_000_000,
 }
+MAX_HEADER_BYTES = 8_000_000  # of the machine and the tables, as JSON
 # The columns that are indices into a table of texts.
 TABLES = {
     "variant": "variants",
@@ -72,6 +76,7 @@ TABLES = {
 MAX_TIME_GAP = 0.5  # relative difference between two times of one cell
 NOTHING = -1  # in a column: no value
 VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # what distinguishes two machines
+WIDTHS = Counter(COLUMNS.values())  # columns of each kind
 Integers = npt.NDArray[np.int64]
 
 
@@ -307,88 +312,153 @@ def _ns(us: float | None) -> int:
     return NOTHING if us is None else round(us * 1e3)
 
 
+def _names(kind: str) -> list[str]:
+    return [name for name, each in COLUMNS.items() if each == kind]
+
+
 def _edges(lengths: Integers) -> Integers:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-class _Table(dict[Any, int]):
-    """A dict that numbers its keys in the order of their first use."""
+class _Builder:
+    """The columns and tables of an atlas to which cells are added.
 
-    def __missing__(self, key: Any) -> int:
-        self[key] = len(self)
-        return self[key]
+    Columns are arrays and keys are bytes: tuples of integers would take ten times the memory.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._columns = {kind: array("q") for kind in MAX_COUNTS}  # row by row
+        self._tables: dict[str, dict[Any, int]] = {name: {} for name in TABLES.values()}
+        self._variants: list[dict[str, Any]] = []
+        self._text_bytes = 0
+        self._cells: set[bytes] = set()
+        self._kinds: dict[bytes, int] = {}
+        self._sequences: dict[bytes, int] = {}
+
+    def add(self, cell: AtlasCell) -> None:
+        """Add a cell, unless there is one with its config and backend."""
+        identity = (
+            *(getattr(cell.config, name) for name in NUMBERS),
+            self._variant(cell.config),
+            self._code("backends", cell.backend),
+        )
+        key = array("q", identity).tobytes()
+        if key in self._cells:
+            return
+        self._cells.add(key)
+        sequence = self._sequence(cell.launches)
+        self._append("times", [_ns(launch.time_us) for launch in cell.launches])
+        self._append(
+            "cells",
+            (
+                *identity,
+                self._code("regimes", cell.regime),
+                self._code("statuses", cell.status),
+                self._code("choices", cell.choice or ""),
+                self._code("messages", cell.message or ""),
+                _ns(cell.kernel_us),
+                _ns(cell.graph_us),
+                NOTHING if cell.peak_bytes is None else cell.peak_bytes,
+                sequence,
+            ),
+        )
+
+    def columns(self) -> dict[str, Integers]:
+        """Return the columns."""
+        columns: dict[str, Integers] = {}
+        for kind, values in self._columns.items():
+            table = np.asarray(values, np.int64).reshape(-1, WIDTHS[kind]).T
+            columns.update(zip(_names(kind), table, strict=True))
+        return columns
+
+    def tables(self) -> dict[str, tuple[Any, ...]]:
+        """Return the tables."""
+        tables = {name: tuple(table) for name, table in self._tables.items()}
+        return tables | {"variants": tuple(self._variants)}
+
+    def _append(self, kind: str, values: Sequence[int]) -> None:
+        column = self._columns[kind]
+        if len(column) + len(values) > WIDTHS[kind] * MAX_COUNTS[kind]:
+            raise UsageError(f"{self._source}: more than {MAX_COUNTS[kind]:,} {kind} in one atlas")
+        column.extend(values)
+
+    def _variant(self, config: Config) -> int:
+        table, key = self._tables["variants"], variant_of(config)
+        if key not in table:
+            values = zip(VARIANT, key, strict=True)
+            text = json.dumps({name: each for name, each in values if each != _DEFAULTS[name]})
+            self._count_text(text)
+            self._variants.append(json.loads(text))
+            table[key] = len(table)
+        return table[key]
+
+    def _code(self, name: str, text: str) -> int:
+        table = self._tables[name]
+        if text not in table:
+            self._count_text(json.dumps(text))
+            table[text] = len(table)
+        return table[text]
+
+    def _count_text(self, text: str) -> None:
+        self._text_bytes += len(text) + 1
+        if self._text_bytes > MAX_HEADER_BYTES:
+            raise UsageError(
+                f"{self._source}: more than {MAX_HEADER_BYTES:,} bytes of names and messages in "
+                "one atlas"
+            )
+
+    def _kind(self, launch: Launch) -> int:
+        numbers = (*(launch.block or (NOTHING,) * 3), launch.registers, launch.shared_bytes)
+        values = array("q", (NOTHING if each is None else each for each in numbers))
+        values.insert(0, self._code("kernels", launch.kernel))
+        key = values.tobytes()
+        if key not in self._kinds:
+            self._append("kinds", values)
+            self._kinds[key] = len(self._kinds)
+        return self._kinds[key]
+
+    def _sequence(self, launches: Sequence[Launch]) -> int:
+        if not launches:
+            return NOTHING
+        values = array("q")
+        for launch in launches:
+            values.extend((self._kind(launch), *(launch.grid or (NOTHING,) * 3)))
+        # A digest, as the launches are stored once already.
+        key = hashlib.blake2b(values, digest_size=16).digest()
+        if key not in self._sequences:
+            self._append("sequences", (len(launches),))
+            self._append("launches", values)
+            self._sequences[key] = len(self._sequences)
+        return self._sequences[key]
 
 
 def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
     """Return an atlas of cells, in their order, with the first of equal config and backend.
 
-    Raise UsageError for more cells or launches than MAX_COUNTS.
+    Raise UsageError for more than MAX_COUNTS or MAX_HEADER_BYTES.
     """
-    tables = {name: _Table() for name in TABLES.values()}
-    kinds, sequences = _Table(), _Table()
-    rows: list[tuple[int, ...]] = []
-    times: list[tuple[int]] = []
-    known = set()
+    builder = _Builder(source)
     for cell in cells:
-        if (cell.config, cell.backend) in known:
-            continue
-        known.add((cell.config, cell.backend))
-        sequence = NOTHING
-        if cell.launches:
-            launches = []
-            for launch in cell.launches:
-                name = tables["kernels"][launch.kernel]
-                block = launch.block or (NOTHING,) * 3
-                rest = (NOTHING if each is None else each for each in launch[3:5])
-                launches.append((kinds[(name, *block, *rest)], *(launch.grid or (NOTHING,) * 3)))
-            sequence = sequences[tuple(launches)]
-            times += [(_ns(launch.time_us),) for launch in cell.launches]
-        values = zip(VARIANT, variant_of(cell.config), strict=True)
-        variant = json.dumps({name: each for name, each in values if each != _DEFAULTS[name]})
-        row = (
-            *(getattr(cell.config, name) for name in NUMBERS),
-            tables["variants"][variant],
-            tables["backends"][cell.backend],
-            tables["regimes"][cell.regime],
-            tables["statuses"][cell.status],
-            tables["choices"][cell.choice or ""],
-            tables["messages"][cell.message or ""],
-            _ns(cell.kernel_us),
-            _ns(cell.graph_us),
-            NOTHING if cell.peak_bytes is None else cell.peak_bytes,
-            sequence,
-        )
-        rows.append(row)
-        if len(rows) > MAX_COUNTS["cells"] or len(times) > MAX_COUNTS["times"]:
-            raise UsageError(
-                f"{source}: more than {MAX_COUNTS['cells']:,} cells or {MAX_COUNTS['times']:,} "
-                "launches in one atlas"
-            )
-    values_by_kind = {
-        "cells": rows,
-        "kinds": list(kinds),
-        "sequences": [(len(sequence),) for sequence in sequences],
-        "launches": [launch for sequence in sequences for launch in sequence],
-        "times": times,
-    }
-    columns: dict[str, Integers] = {}
-    for kind, some in values_by_kind.items():
-        names = [name for name, each in COLUMNS.items() if each == kind]
-        table = np.array(some, np.int64).reshape(-1, len(names)).T
-        columns.update(zip(names, table, strict=True))
-    texts = {name: tuple(table) for name, table in tables.items()}
-    texts["variants"] = tuple(map(json.loads, texts["variants"]))
-    return Atlas(machine, texts, columns, source)
+        builder.add(cell)
+    return Atlas(machine, builder.tables(), builder.columns(), source)
 
 
 def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
-    """Write an atlas atomically. Raise UsageError if the file exists and `force` is False."""
+    """Write an atlas atomically.
+
+    Raise UsageError if the file exists and `force` is False, and for more than MAX_HEADER_BYTES.
+    """
     header = {
         "version": VERSION,
         "machine": asdict(atlas.machine),
         "tables": {name: list(atlas.tables[name]) for name in TABLES.values()},
     }
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"{path}: more than {MAX_HEADER_BYTES:,} bytes of names and messages in one atlas"
+        )
     arrays = {name: narrowed(atlas.columns[name]) for name in COLUMNS}
     write_arrays({"header": np.frombuffer(text, np.uint8), **arrays}, path, force=force)
 

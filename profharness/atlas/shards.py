@@ -15,11 +15,12 @@ from profharness.atlas.checks import SETTLED, Dim3, line_fault, machine_fault, p
 from profharness.atlas.data import Atlas, AtlasCell, Launch, Machine, build_atlas
 from profharness.device_types import CUDA
 from profharness.errors import ProfharnessError, UsageError, printable_path
-from profharness.files import LINE_BYTES, InputFile, has_too_many_values, open_input, read_lines
+from profharness.files import LINE_BYTES, InputFile, open_input, read_lines
 
 DECODER_BYTES = 128 << 20  # memory of an LZMA decoder; the strongest preset takes 65 MB
 MAX_RATIO = 200  # shards compress 40 times, xz can reach 7,000
 ALWAYS_UNPACKED = 16 << 20
+MAX_LINE_BYTES = 1 << 20  # of a cell; decoded, it takes 40 times that
 SHARD_VERSION = 1
 SKIPPED = (
     tarfile.DIRTYPE,
@@ -72,8 +73,10 @@ def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any] | None:
+    if len(line) > MAX_LINE_BYTES:
+        raise UsageError(f"{place}: more than {MAX_LINE_BYTES:,} bytes")
     try:
-        row = None if has_too_many_values(line) else json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
@@ -177,10 +180,16 @@ def read_shards(path: Path) -> Atlas:
     """
     machines: set[Machine] = set()
 
+    def not_one(names: str) -> UsageError:
+        text = f"{printable_path(path)}: shards of {names}; an atlas belongs to one machine"
+        return UsageError(text)
+
     def cells() -> Iterator[AtlasCell]:
         for row in shard_lines(path):
             if "environment" in row:
                 machines.add(Machine.from_environment(row["environment"]))
+                if len(machines) > 1:
+                    raise not_one(", ".join(sorted(machine.name for machine in machines)))
             elif row.get("status") in SETTLED:
                 yield parse_cell(row)
 
@@ -192,11 +201,8 @@ def read_shards(path: Path) -> Atlas:
         raise UsageError(
             f"{printable_path(path)}: a line is no cell of an atlas ({type(error).__name__}: {error})"
         ) from None
-    if len(machines) != 1:
-        names = ", ".join(sorted(machine.name for machine in machines)) or "no machine"
-        raise UsageError(
-            f"{printable_path(path)}: shards of {names}; an atlas belongs to one machine"
-        )
+    if not machines:
+        raise not_one("no machine")
     machine = machines.pop()
     if fault := machine_fault(machine.environment):
         raise UsageError(f"{printable_path(path)}: {fault}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from profharness.atlas.catalog import known_atlases
 from profharness.atlas.data import (
     COLUMNS,
+    MAX_COUNTS,
     PACKAGED,
     TABLES,
     Atlas,
@@ -290,11 +293,76 @@ def test_invalid_machine_is_refused(tmp_path: Path, changed: dict[str, object]) 
         read_shards(tmp_path)
 
 
-def write_shard(folder: Path, machine: dict[str, object], line: dict[str, object]) -> None:
+def write_shard(folder: Path, machine: dict[str, object], *lines: dict[str, object]) -> None:
     environment = {"gpu": "NVIDIA H200", "torch": "2.11.0"} | machine
     head = {"atlas": 1, "environment": environment}
-    cell = {"config": "1,8,64,64,fp16", "backend": "auto", "status": "ok"} | line
-    (folder / "shard-0.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(cell)}\n")
+    cell = {"config": "1,8,64,64,fp16", "backend": "auto", "status": "ok"}
+    rows = [head, *(cell | line for line in lines)]
+    (folder / "shard-0.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.mark.parametrize("kind", MAX_COUNTS)
+def test_every_count_of_shards_is_limited_before_it_is_stored(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = [[["one", [1, 1, 1], None, 1, 1]], [["one", [2, 1, 1], None, 1, 1]] * 2,
+                 [["two", None, None, None, None]]]  # fmt: skip
+    write_shard(tmp_path, {}, *({"kernels": each, "config": f"1,8,{at + 1},64,fp16"}
+                                for at, each in enumerate([*sequences, sequences[1]])))  # fmt: skip
+    counts = {"cells": 4, "kinds": 2, "sequences": 3, "launches": 4, "times": 6}
+    for name, count in counts.items():
+        monkeypatch.setitem(MAX_COUNTS, name, count)
+    atlas = read_shards(tmp_path)
+    assert {kind: len(atlas.columns[name]) for name, kind in COLUMNS.items()} == counts
+    monkeypatch.setitem(MAX_COUNTS, kind, counts[kind] - 1)
+    with pytest.raises(UsageError, match=f"more than {counts[kind] - 1} {kind} in one atlas"):
+        read_shards(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["message", "regime"])
+def test_texts_of_shards_are_limited(
+    tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profharness.atlas.data.MAX_HEADER_BYTES", 1_000)
+    write_shard(tmp_path, {}, {field: "x" * 500})
+    atlas = read_shards(tmp_path)
+    write_atlas(atlas, tmp_path / "fits.npz")
+    # JSON escapes the character with 12 bytes
+    write_shard(tmp_path, {}, {field: "\U0001f600" * 90})
+    with pytest.raises(UsageError, match="more than 1,000 bytes of names and messages"):
+        read_shards(tmp_path)
+    monkeypatch.setattr("profharness.atlas.data.MAX_HEADER_BYTES", 600)
+    with pytest.raises(UsageError, match="more than 600 bytes of names and messages"):
+        write_atlas(atlas, tmp_path / "large.npz")
+
+
+def test_long_line_is_refused(tmp_path: Path) -> None:
+    write_shard(tmp_path, {}, {"message": "x" * (1 << 20)})
+    with pytest.raises(UsageError, match=r"shard-0\.jsonl, line 2: more than 1,048,576 bytes"):
+        read_shards(tmp_path)
+
+
+def test_shards_of_distinct_launches_take_little_memory(tmp_path: Path) -> None:
+    kernels = (["k", [number, 1000, 1000], None, None, None] for number in range(300_000))
+    lines = [
+        {"config": f"1,8,{at + 1},64,fp16", "kernels": list(itertools.islice(kernels, 3_000))}
+        for at in range(100)
+    ]
+    write_shard(tmp_path, {}, *lines)
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from profharness.atlas.shards import read_shards\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "atlas = read_shards(Path(sys.argv[1]))\n"
+        "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
+        "print(len(atlas.columns['kind']), grown)\n"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    count, kilobytes = map(int, made.stdout.split())
+    assert count == 300_000
+    assert kilobytes < 50_000
 
 
 def test_shards_of_several_machines_or_none_are_refused(tmp_path: Path) -> None:
@@ -305,6 +373,6 @@ def test_shards_of_several_machines_or_none_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"shard-{number}.jsonl").write_text(json.dumps(head) + "\n")
     with pytest.raises(UsageError, match=r"h200-torch2\.11\.0, l4-torch2\.11\.0"):
         read_shards(tmp_path)
-    (tmp_path / "shard-9.jsonl").write_text('{"atlas": 2}\n')
+    (tmp_path / "shard-0.jsonl").write_text('{"atlas": 2}\n')
     with pytest.raises(UsageError, match="not a shard of an atlas of version 1"):
         read_shards(tmp_path)
