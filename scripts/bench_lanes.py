@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 from profharness.attention.config import expand_configs  # noqa: E402
 from profharness.environment import visible_gpus  # noqa: E402
 from profharness.jobs import campaign  # noqa: E402
-from profharness.jobs.lane import run_group  # noqa: E402
+from profharness.jobs.lane import make_part, run_group  # noqa: E402
+from profharness.jobs.run_archive import publish  # noqa: E402
 from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain  # noqa: E402
 from profharness.processes import child_environment  # noqa: E402
 from profharness.recording.capture import plan_capture, write_folder  # noqa: E402
-from profharness.recording.group import make_part, publish  # noqa: E402
 from profharness.run import CaptureOptions, Protocol, Run  # noqa: E402
 
 SWEEP = "2,16,{256:5248:+128},128,bf16"  # 40 configs

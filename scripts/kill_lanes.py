@@ -135,7 +135,7 @@ class Trial:
                 # an ended process has no command line
                 command = (folder / "cmdline").read_bytes()
                 if command and f"{MARK}={self.place}".encode() in (folder / "environ").read_bytes():
-                    lane = b"profharness.recording.group" in command
+                    lane = b"profharness.jobs.lane" in command
                     worker = (
                         b"foreign_python.py" in command
                         or b"profharness.recording.worker" in command

@@ -22,8 +22,8 @@ from profharness.attention.backends import find_backends, fingerprints
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.device_types import CPU, CUDA, DEVICE_TYPES
 from profharness.errors import TraceFormatError
-from profharness.jobs.run_archive import UNPACKING
-from profharness.recording.group import PART, make_part, publish, results_in
+from profharness.jobs.lane import PART, make_part, results_in
+from profharness.jobs.run_archive import UNPACKING, publish
 from profharness.recording.profilers import find_profilers
 from profharness.run import (
     CAMPAIGN_FILE,

@@ -27,11 +27,10 @@ from urllib.parse import urlsplit
 from distributed import Client, Future, Security
 
 from profharness.errors import CaptureError, UnwritableError, UsageError
-from profharness.jobs.lane import describe_lane, end_groups, run_spec
+from profharness.jobs.lane import PART, describe_lane, end_groups, run_spec
 from profharness.jobs.run_archive import unpack
 from profharness.jobs.scheduler import OnStep
 from profharness.processes import STEP_S, raise_deferred_signals
-from profharness.recording.group import PART
 from profharness.run import CAMPAIGN_FILE
 
 Plain = dict[str, Any]

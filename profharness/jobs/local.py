@@ -16,10 +16,9 @@ from typing import Any
 from profharness.device_types import CPU
 from profharness.environment import VisibleGpu, visible_gpus
 from profharness.errors import UsageError
-from profharness.jobs.lane import describe_lane, run_group
+from profharness.jobs.lane import SHARED_HOST, describe_lane, run_group
 from profharness.jobs.scheduler import OnStep
 from profharness.processes import kill_group
-from profharness.recording.group import SHARED_HOST
 
 OWN = ("uuid", "gpu_key", "cpus")  # keys of a lane that say where its groups run
 CORES = 2  # minimum per GPU lane; with fewer, lanes share all cores

@@ -1,4 +1,4 @@
-"""Run folders as bytes, for lanes that do not see the campaign's folder."""
+"""Publish finished run folders, also as bytes from lanes that do not see the campaign's folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import IO, cast
 
 from profharness.errors import CaptureError, TraceFormatError
 from profharness.files import open_input
-from profharness.recording.group import publish
 from profharness.run import read_run, unwritable
 
 BLOCK = 1 << 20
@@ -72,6 +71,18 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
         raise unwritable(folder.parent.parent, f"{folder.name}: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def publish(part: Path, final: Path) -> bool:
+    """Publish a finished group. Return False if another lane did it first."""
+    try:
+        part.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+        return False
+    return True
 
 
 def _extract(data: bytes, part: Path) -> None:

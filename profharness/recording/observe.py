@@ -208,6 +208,5 @@ def _export(report: Path, tool: Path) -> tuple[Problem, ...]:
     try:
         export_report(report, report.with_suffix(".sqlite"), tool)
     except ToolError as error:
-        failure = error.failure
-        return (Problem(NSYS, failure.code, failure.message, failure.remedy),)
+        return (error.problem,)
     return ()

@@ -101,7 +101,7 @@ def worker_argv(folder: Path, program: Sequence[str] = (), python: str | None = 
     return [sys.executable, "-P", "-m", "profharness.recording.worker", *program, str(folder)]
 
 
-class Journal:
+class JournalReader:
     """Reads new lines of journal.jsonl, from its end at the time of construction."""
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,7 @@ class WorkerProcess:
     folder: Path
     protocol: Protocol
     pending: dict[str, Cell]
-    journal: Journal
+    journal: JournalReader
     on_entry: Callable[[JournalEntry], None]
     session: Session
     returncode: int | None = None
@@ -373,7 +373,7 @@ def run_cells(
     exception, including KeyboardInterrupt, the worker is ended first.
     """
     pending = {cell.cell: cell for cell in cells}
-    journal = Journal(folder / JOURNAL_FILE)
+    journal = JournalReader(folder / JOURNAL_FILE)
     idle = 0
     while pending:
         session = make_session()
@@ -411,7 +411,7 @@ def worker_environment(
 ) -> dict[str, Any]:
     """Return the environment that a worker reports. Raise CaptureError if it cannot start."""
     entries: list[JournalEntry] = []
-    journal = Journal(folder / JOURNAL_FILE)
+    journal = JournalReader(folder / JOURNAL_FILE)
     start = WorkerProcess(folder, protocol, {}, journal, entries.append, Session())
     start.prewarmed = prewarmed
     start.plan()

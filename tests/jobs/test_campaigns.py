@@ -31,11 +31,11 @@ from profharness.jobs.campaign import (
     write_campaign,
 )
 from profharness.jobs.into_store import capture_into_store, resume_into_store
+from profharness.jobs.lane import finish, make_part
 from profharness.jobs.progress import duration
-from profharness.jobs.run_archive import content_hash, pack, unpack
+from profharness.jobs.run_archive import content_hash, pack, publish, unpack
 from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain
 from profharness.recording.capture import plan_capture, write_folder
-from profharness.recording.group import finish, make_part, publish
 from profharness.recording.supervise import Step
 from profharness.rows import SHARED_CORES
 from profharness.run import (

@@ -94,8 +94,7 @@ def test_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, out:
     behaviour = Behaviour(stderr=text + "\n", returncode=returncode, report=left)
     with pytest.raises(ToolError) as caught:
         export_report(tmp_path / "a.nsys-rep", out / "a.sqlite", tool(tmp_path, behaviour))
-    assert caught.value.failure.code == code
-    assert text in caught.value.raw
+    assert caught.value.problem.code == code
     assert names(out) == []
 
 

@@ -20,12 +20,11 @@ from waiting import PATIENCE_S, alive, until, written_pid
 
 from profharness.recording.profilers import ncu, nsys
 from profharness.recording.profilers.base import (
-    Failure,
     FailureRule,
-    ToolError,
     diagnose,
     report_state,
 )
+from profharness.run import Problem
 
 REGISTRIES = {"nsys": nsys.RULES, "ncu": ncu.RULES, "nsys export": nsys.EXPORT_RULES}
 
@@ -38,7 +37,7 @@ def run(argv: list[str], environment: dict[str, str]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def run_nsys(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Failure | None]:
+def run_nsys(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Problem | None]:
     install(folder / "bin", Scenario(nsys=behaviour))
     report = folder / "c0001.nsys-rep"
     argv = nsys.profile_argv(folder / "bin" / "nsys", report, target)
@@ -47,7 +46,7 @@ def run_nsys(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int
     return returncode, diagnose(nsys.RULES, returncode, text, report, started)
 
 
-def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Failure | None]:
+def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Problem | None]:
     install(folder / "bin", Scenario(ncu=behaviour))
     report, log = folder / "c0001.ncu-rep", folder / "ncu.log"
     argv = ncu.profile_argv(folder / "bin" / "ncu", report, target, log=log)
@@ -190,13 +189,6 @@ def test_ncu_timeout(text: str, code: str, tmp_path: Path) -> None:
     assert failure.code == code
 
 
-def test_error_has_failure_and_text() -> None:
-    failure = Failure("no_driver", "there is no driver", "install one")
-    error = ToolError(failure, "raw words")
-    assert str(error) == "there is no driver; install one [no_driver]"
-    assert (error.failure, error.raw, error.exit_code) == (failure, "raw words", 1)
-
-
 EVERY_RULE = [
     rule for registry in REGISTRIES.values() for rule in (*registry.rules, *registry.timeout)
 ]
@@ -205,7 +197,7 @@ EVERY_RULE = [
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.code)
 def test_rules_fill_their_placeholders_and_have_a_remedy(rule: FailureRule) -> None:
     groups = re.compile(rule.pattern).groupindex
-    failure = rule.failure(Path("c0001.rep"), dict.fromkeys(groups, "WORD"))
+    failure = rule.problem("nsys", Path("c0001.rep"), dict.fromkeys(groups, "WORD"))
     assert re.fullmatch(r"[a-z]+(_[a-z]+)*", failure.code)
     assert len(failure.remedy) > 10
     assert "{" not in failure.message + failure.remedy

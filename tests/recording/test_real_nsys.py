@@ -77,7 +77,7 @@ def test_garbage_is_refused_as_a_report(tmp_path: Path) -> None:
     (tmp_path / "a.nsys-rep").write_bytes(b"no report at all" * 100)
     with pytest.raises(ToolError) as caught:
         export_report(tmp_path / "a.nsys-rep", tmp_path / "a.sqlite", require_tool("nsys").path)
-    assert caught.value.failure.remedy
+    assert caught.value.problem.remedy
     assert [path.name for path in tmp_path.iterdir()] == ["a.nsys-rep"]
 
 

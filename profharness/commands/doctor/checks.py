@@ -309,7 +309,7 @@ def check_tool(name: str) -> tuple[Tool | None, Check]:
     try:
         tool = find_tool(name)
     except ToolError as error:
-        return None, Check(name, "warning", error.failure.message, error.failure.remedy)
+        return None, Check(name, "warning", error.problem.message, error.problem.remedy)
     if tool is None:
         return None, Check(name, "absent", "not found", tool_missing(name).remedy)
     where = "on PATH" if tool.on_path else f"not on PATH: {tool.path}"

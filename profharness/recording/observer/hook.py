@@ -19,15 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PACKAGE = "profharness.recording.observer"
-PARTS = (
-    "journal",
-    "counts",
-    "masks",
-    "facts",
-    "window",
-    "recorder",
-    "wrapper",
-)  # in import order
+PARTS = ("journal", "facts", "window", "recorder", "wrapper")  # in import order
 PROCESSES_FILE = "processes.jsonl"
 
 

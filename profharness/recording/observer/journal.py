@@ -1,9 +1,11 @@
-"""The journal of an observed process: one file per process, one line per event."""
+"""The files of an observed process: a journal with one line per event, and the counts of calls."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import mmap
 import os
 import sys
 from typing import Any
@@ -12,6 +14,20 @@ from profharness.recording.observer.hook import append
 
 SCHEMA = "profharness.observed/1"
 OPTIONS_FILE = "observe.json"
+ROW = 5  # int64 columns: template + 1, batch, query length, key length (or -1 each), calls
+FIRST_ROWS = 100
+SIZE = ctypes.sizeof(ctypes.c_int64)
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap  # unlike mmap.mmap it keeps no descriptor open
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 
 
 class Journal:
@@ -57,3 +73,64 @@ def read_options(folder: str) -> dict[str, Any]:
     with open(os.path.join(folder, OPTIONS_FILE), encoding="utf-8") as file:  # noqa: PTH118
         options: dict[str, Any] = json.load(file)
         return options
+
+
+class Counts:
+    """Rows of calls by template and lengths, in a memory-mapped file.
+
+    The file survives any end of the process, and counts calls of all threads. Without a path, the
+    rows exist only in memory.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.rows: dict[tuple[int, tuple[int, ...]], tuple[Any, int]] = {}
+        self.room = 0
+        self.cells: Any = None
+
+    def row(self, template: int, lengths: tuple[int, ...]) -> tuple[Any, int]:
+        """Return an array and the index in it that counts these calls. Raise OSError."""
+        found = self.rows.get((template, lengths))
+        if found is None:
+            found = self.rows[template, lengths] = self._new_row(template, lengths)
+        return found
+
+    def of_template(self, template: int) -> int:
+        """Return the number of calls of a template so far."""
+        return sum(
+            cells[at] for (number, _), (cells, at) in list(self.rows.items()) if number == template
+        )
+
+    def open(self) -> None:
+        """Create the file, even for a process without countable calls. Raise OSError."""
+        if self.path is not None and not self.room:
+            self._grow()
+
+    def _grow(self) -> None:
+        assert self.path is not None
+        added = self.room or FIRST_ROWS
+        append(self.path, bytes(added * ROW * SIZE))  # access to an unallocated page raises SIGBUS
+        self.room += added
+        numbers = self.room * ROW
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            address = _mmap(None, numbers * SIZE, access, mmap.MAP_SHARED, descriptor, 0)
+        finally:
+            os.close(descriptor)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.path)
+        # Never unmapped: a thread may still count while the interpreter shuts down.
+        mapped = (ctypes.c_int64 * numbers).from_address(address)
+        self.cells = memoryview(mapped).cast("B").cast("q")
+
+    def _new_row(self, template: int, lengths: tuple[int, ...]) -> tuple[Any, int]:
+        if self.path is None:
+            return [0], 0
+        if len(self.rows) >= self.room:
+            self._grow()
+        first = len(self.rows) * ROW
+        key = [template + 1, *(lengths or (-1, -1, -1))]
+        for at, number in enumerate(key, start=first):
+            self.cells[at] = number
+        return self.cells, first + ROW - 1

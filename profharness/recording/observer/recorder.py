@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from profharness.recording.observer import facts, masks
-from profharness.recording.observer.counts import Counts
-from profharness.recording.observer.journal import Journal, print_error
+from profharness.recording.observer import facts
+from profharness.recording.observer.journal import Counts, Journal, print_error
 from profharness.recording.observer.window import ProfilerWindow
 
 C: Any = torch._C
@@ -173,7 +172,7 @@ class Recorder:
         """Add the properties to a new template that only the completed call has, and write it."""
         template = self.templates[entry.template]
         if template["kind"] == "flex":
-            template |= {"ran": "flex", "mask": masks.of_blocks(a[BLOCK_MASK])}
+            template |= {"ran": "flex", "mask": facts.block_mask(a[BLOCK_MASK])}
             self._write(template)
             return
         given = dict(zip(NAMES, a, strict=False)) | k
@@ -183,7 +182,7 @@ class Recorder:
         template["choice"] = facts.choice([given[name] for name in NAMES[:3]], mask, options)
         template["ran"] = facts.ran(template["node"], template["choice"])
         if mask is not None:
-            template["mask"] = masks.contents(mask)
+            template["mask"] = facts.mask_contents(mask)
         self._write(template)
 
     def raised(self, entry: Entry) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from profharness.errors import UsageError
 from profharness.processes import run_briefly
-from profharness.recording.profilers.base import Failure, Tool, ToolError, ToolSession, version_key
+from profharness.recording.profilers.base import Tool, ToolError, ToolSession, version_key
 from profharness.recording.profilers.ncu import NcuSession
 from profharness.recording.profilers.nsys import NsysSession
 from profharness.rows import EVENTS, NCU, NSYS, TORCH
-from profharness.run import Protocol
+from profharness.run import Problem, Protocol
 
 VERSION_TIMEOUT_S = 20.0
 
@@ -130,7 +130,7 @@ def find_tool(name: str) -> Tool | None:
         if not _executable(path):
             message = f"{variable} is {named!r}, which is not an executable file"
             remedy = f"set it to the path of {name}, or unset it"
-            raise ToolError(Failure("tool_missing", message, remedy))
+            raise ToolError(Problem(name, "tool_missing", message, remedy))
         same = on_path is not None and path.resolve() == Path(on_path).resolve()
         return Tool(name, path, tool_version(path), same)
     if on_path is not None:
@@ -147,10 +147,11 @@ def require_tool(name: str) -> Tool:
     return tool
 
 
-def tool_missing(name: str) -> Failure:
-    """Return the failure for a tool that was not found."""
+def tool_missing(name: str) -> Problem:
+    """Return the problem of a tool that was not found."""
     profiler = PROFILERS[name]
-    return Failure(
+    return Problem(
+        name,
         "tool_missing",
         f"{name} is neither on PATH nor where NVIDIA's installers put it",
         f"install {profiler.product}, or set {profiler.variable} to the executable"

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from profharness.errors import ProfharnessError
@@ -31,22 +31,12 @@ TOOL_OPTIONS = "install a version from 2022.4 to 2026.2, or see `{tool} --help` 
 LOADER = r"error while loading shared libraries: (?P<library>[^:\s]+)"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a tool left no usable report."""
-
-    code: str  # stable; docs/nsight.md lists all
-    message: str
-    remedy: str
-
-
 class ToolError(ProfharnessError):
     """A call of a profiler's tool failed."""
 
-    def __init__(self, failure: Failure, raw: str = "") -> None:
-        super().__init__(f"{failure.message}; {failure.remedy} [{failure.code}]")
-        self.failure = failure
-        self.raw = raw  # all output of the tool and its target
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.message}; {problem.remedy} [{problem.code}]")
+        self.problem = problem
 
 
 @dataclass(frozen=True)
@@ -63,44 +53,58 @@ class FailureRule:
     quoted: bool = False  # append the last lines of the text to the message
     written: bool = True  # also applies if a report was written
 
-    def failure(
-        self, report: Path, groups: Mapping[str, str | None] | None = None, text: str = ""
-    ) -> Failure:
-        """Return the failure with its placeholders filled in."""
+    def problem(
+        self,
+        profiler: str,
+        report: Path,
+        groups: Mapping[str, str | None] | None = None,
+        text: str = "",
+    ) -> Problem:
+        """Return the failure as a problem, with its placeholders filled in."""
         blanks = {"report": report.name, **(groups or {})}
         message = self.message.format(**blanks) + (quoted(text) if self.quoted else "")
-        return Failure(self.code, message, self.remedy.format(**blanks))
+        return Problem(profiler, self.code, message, self.remedy.format(**blanks))
 
 
 @dataclass(frozen=True)
 class FailureRules:
     """The rules of one tool. The first match counts."""
 
-    tool: str
+    profiler: str
     rules: Sequence[FailureRule]
     timeout: Sequence[FailureRule] = ()  # for a tool that took too long
 
     def match(
         self, returncode: int | None, text: str, report: Path, *, written: bool = False
-    ) -> Failure | None:
-        """Return the failure of the first matching rule.
+    ) -> Problem | None:
+        """Return the problem of the first matching rule.
 
         `returncode` is None if the tool was ended because it took too long.
         """
         if returncode is None:
-            return _first(self.timeout, text, report) or Failure(
+            return self._first(self.timeout, text, report) or Problem(
+                self.profiler,
                 "timeout",
-                f"{self.tool} took too long and was ended before {report.name} was complete",
+                f"{self.profiler} took too long and was ended before {report.name} was complete",
                 "allow more time with --timeout, or give it less to do: fewer cells, smaller configs, "
                 "fewer metrics",
             )
         rules = [rule for rule in self.rules if rule.written or not written]
-        return _first(rules, text, report, head=f"{how_ended(returncode)}\n")
+        return self._first(rules, text, report, head=f"{how_ended(returncode)}\n")
+
+    def _first(
+        self, rules: Iterable[FailureRule], text: str, report: Path, head: str = ""
+    ) -> Problem | None:
+        for rule in rules:
+            match = re.search(rule.pattern, head + text, re.MULTILINE)
+            if match:
+                return rule.problem(self.profiler, report, match.groupdict(), text)
+        return None
 
 
 def diagnose(
     rules: FailureRules, returncode: int | None, text: str, report: Path, started: float
-) -> Failure | None:
+) -> Problem | None:
     """Return why a tool left no usable report, or None if it did.
 
     `returncode` is None if the tool was ended because it took too long. `text` is the output of the
@@ -108,12 +112,12 @@ def diagnose(
     nsys exits with 0 without a report, and with the target's code although the report is fine.
     """
     state = report_state(report, started)
-    failure = rules.match(returncode, text, report, written=state == "fresh")
-    if failure is not None or returncode is None or state == "fresh":
-        return failure
+    problem = rules.match(returncode, text, report, written=state == "fresh")
+    if problem is not None or returncode is None or state == "fresh":
+        return problem
     what, remedy = _NO_REPORT[state]
-    message = f"{rules.tool} ended ({how_ended(returncode)}) {what.format(report=report.name)}"
-    return Failure(f"report_{state}", message + quoted(text), remedy)
+    message = f"{rules.profiler} ended ({how_ended(returncode)}) {what.format(report=report.name)}"
+    return Problem(rules.profiler, f"report_{state}", message + quoted(text), remedy)
 
 
 _NO_REPORT = {
@@ -129,11 +133,12 @@ _NO_REPORT = {
 }
 
 
-def report_damaged(tool: str, report: Path, why: str) -> Failure:
-    """Return the failure for a report that cannot be read. `why` is the reader's message."""
-    return Failure(
+def report_damaged(profiler: str, report: Path, why: str) -> Problem:
+    """Return the problem of a report that cannot be read. `why` is the reader's message."""
+    return Problem(
+        profiler,
         "report_damaged",
-        f"{tool} left {report.name}, which cannot be read: {why}",
+        f"{profiler} left {report.name}, which cannot be read: {why}",
         "see whether the disk is full and whether something ended the tool while it wrote, then "
         "capture again",
     )
@@ -149,14 +154,6 @@ def report_state(report: Path, started: float) -> str:
         return "empty"
     slack = WHOLE_SECONDS_S if stat.st_mtime_ns % 1_000_000_000 == 0 else TICK_S
     return "stale" if stat.st_mtime < started - slack else "fresh"
-
-
-def _first(rules: Iterable[FailureRule], text: str, report: Path, head: str = "") -> Failure | None:
-    for rule in rules:
-        match = re.search(rule.pattern, head + text, re.MULTILINE)
-        if match:
-            return rule.failure(report, match.groupdict(), text)
-    return None
 
 
 def quoted(text: str) -> str:
@@ -282,30 +279,29 @@ class ToolSession(Session):
         """Return the trace if it contains kernels, or the problem."""
         name = self.tool.name
         try:
-            failure, trace = self.judge(ended)
+            problem, trace = self.judge(ended)
         except ToolError as error:
-            failure, trace = error.failure, None
+            problem, trace = error.problem, None
         # the rules see that a tool was ended, but not that the user did it
-        if ended.interrupted and failure is not None and failure.code == "timeout":
-            failure = Failure(
+        if ended.interrupted and problem is not None and problem.code == "timeout":
+            problem = Problem(
+                name,
                 "interrupted",
                 f"{name} was interrupted before {self.report.name} was complete",
                 "`profharness capture --resume RUN` does what is left",
             )
         file = TraceFile(name, trace.name, ended.cells) if trace else None
-        if failure is None:
+        if problem is None:
             return Outcome(file)
         raw = "\n".join(ended.text.splitlines()[-20:])
-        return Outcome(
-            file, Problem(name, failure.code, failure.message, failure.remedy, raw, ended.cells)
-        )
+        return Outcome(file, replace(problem, raw=raw, cells=ended.cells))
 
     def discard(self) -> None:
         """Remove the temporary folder."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
-        """Return the failure, if any, and the file to ingest, if one can be read."""
+    def judge(self, ended: Ended) -> tuple[Problem | None, Path | None]:
+        """Return the problem, if any, and the file to ingest, if one can be read."""
         raise NotImplementedError
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:

@@ -29,7 +29,6 @@ from profharness.recording.profilers.base import (
     OWN_TMPDIR,
     TOOL_OPTIONS,
     Ended,
-    Failure,
     FailureRule,
     FailureRules,
     ToolSession,
@@ -40,6 +39,7 @@ from profharness.recording.profilers.base import (
 )
 from profharness.recording.profilers.ncu_metrics import QUERY_METRICS
 from profharness.rows import NCU
+from profharness.run import Problem
 
 SUFFIX = ".ncu-rep"
 DOMAIN = "profharness"
@@ -308,16 +308,16 @@ class NcuSession(ToolSession):
     def environment(self, base: dict[str, str]) -> dict[str, str]:
         return child_environment(base, self.scratch)
 
-    def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
+    def judge(self, ended: Ended) -> tuple[Problem | None, Path | None]:
         text = f"{ended.text}\n{read_end(self.log)}"
-        failure = diagnose(RULES, ended.returncode, text, self.report, self.started)
+        problem = diagnose(RULES, ended.returncode, text, self.report, self.started)
         if not self.report.exists():
-            return failure, None
+            return problem, None
         try:
             check_file(self.report)
         except TraceFormatError as error:
-            return failure or report_damaged(NCU, self.report, str(error)), None
-        return failure, self.report
+            return problem or report_damaged(NCU, self.report, str(error)), None
+        return problem, self.report
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:  # noqa: ARG002
         """End the target: ncu then writes its report."""

@@ -25,7 +25,6 @@ from profharness.recording.profilers.base import (
     OWN_TMPDIR,
     TOOL_OPTIONS,
     Ended,
-    Failure,
     FailureRule,
     FailureRules,
     ToolError,
@@ -36,6 +35,7 @@ from profharness.recording.profilers.base import (
     report_damaged,
 )
 from profharness.rows import NSYS
+from profharness.run import Problem
 
 SUFFIX = ".nsys-rep"
 EXPORT_BASE_S = 120.0
@@ -215,7 +215,7 @@ RULES = FailureRules(
 )
 
 EXPORT_RULES = FailureRules(
-    "nsys export",
+    NSYS,
     (
         FailureRule(
             "output_exists",
@@ -351,7 +351,7 @@ def export_report(
     except OSError as error:
         message = f"{output} cannot be written: {error.strerror}"
         remedy = "name a file in a folder that exists and is writable"
-        raise ToolError(Failure("output_unwritable", message, remedy)) from None
+        raise ToolError(Problem(NSYS, "output_unwritable", message, remedy)) from None
     with folder as name:
         part, log = Path(name) / "export.sqlite", Path(name) / "log"
         environment = child_environment(os.environ, Path(name))
@@ -361,26 +361,27 @@ def export_report(
         except OSError as error:
             message = f"{tool} cannot be started: {error.strerror}"
             remedy = "set PROFHARNESS_NSYS to the nsys executable, or install NVIDIA Nsight Systems"
-            raise ToolError(Failure("tool_missing", message, remedy)) from None
+            raise ToolError(Problem(NSYS, "tool_missing", message, remedy)) from None
         text = read_end(log)
-        failure = diagnose_export(returncode, text, part)
-        if failure is not None:
-            raise ToolError(failure, text)
+        problem = diagnose_export(returncode, text, part)
+        if problem is not None:
+            raise ToolError(problem)
         part.replace(output)
 
 
-def diagnose_export(returncode: int | None, text: str, output: Path) -> Failure | None:
+def diagnose_export(returncode: int | None, text: str, output: Path) -> Problem | None:
     """Return why `nsys export` left no SQLite file at output, or None if it did.
 
     When it fails it leaves an empty or incomplete file, so the existence of a file proves nothing.
     """
-    failure = EXPORT_RULES.match(returncode, text, output)
-    if failure is not None:
-        return failure
+    problem = EXPORT_RULES.match(returncode, text, output)
+    if problem is not None:
+        return problem
     with contextlib.suppress(OSError), open_input(output) as file:
         if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
             return None
-    return Failure(
+    return Problem(
+        NSYS,
         "export_empty",
         f"nsys export ended well but left no SQLite file{quoted(text)}",
         "see whether the disk is full; export with the nsys that made the report",
@@ -396,10 +397,10 @@ class NsysSession(ToolSession):
     def environment(self, base: dict[str, str]) -> dict[str, str]:
         return child_environment(base, self.scratch)
 
-    def judge(self, ended: Ended) -> tuple[Failure | None, Path | None]:
-        failure = diagnose(RULES, ended.returncode, ended.text, self.report, self.started)
+    def judge(self, ended: Ended) -> tuple[Problem | None, Path | None]:
+        problem = diagnose(RULES, ended.returncode, ended.text, self.report, self.started)
         if not self.report.exists():
-            return failure, None
+            return problem, None
         exported = self.report.with_suffix(".sqlite")
         export_report(self.report, exported, self.tool.path)
         try:
@@ -408,8 +409,8 @@ class NsysSession(ToolSession):
             return report_damaged(NSYS, exported, str(error)), None
         if kernels == 0:
             # a matching rule is more specific than an empty table
-            failure = failure or NO_CUDA_EVENTS.failure(self.report)
-        return failure, exported
+            problem = problem or NO_CUDA_EVENTS.problem(NSYS, self.report)
+        return problem, exported
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
         kill(process.pid, signal.SIGINT)
