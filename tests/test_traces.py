@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,12 @@ DECODE = parse_config("1,32,1,128,bf16,kv_heads=8,seq_kv=4096")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Return a store with everything in traces/."""
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Yield a store with everything in traces/."""
     path = tmp_path_factory.mktemp("traces") / "store.db"
     ingest_path(path, TRACES)
-    return open_store(path)
+    with open_store(path) as opened:
+        yield opened
 
 
 def test_checksums_equal_those_of_the_readme() -> None:
