@@ -488,7 +488,8 @@ def read_atlas(path: Path) -> Atlas:
             raise UsageError(
                 f"{name}: not an atlas; `profharness atlas list` prints the known ones"
             )
-        arrays = read_arrays(path, ("header", *COLUMNS))
+        counts = {name: MAX_COUNTS[kind] for name, kind in COLUMNS.items()}
+        arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}; give the path of an atlas") from None
     try:
@@ -504,7 +505,8 @@ def read_atlas(path: Path) -> Atlas:
     except (ValueError, TypeError, KeyError, *NOT_A_RECORD):
         raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
     _check_columns(arrays, tables, name)
-    columns = {each: values.astype(np.int64) for each, values in arrays.items()}
+    # Each array is freed when its column exists.
+    columns = {each: arrays.pop(each).astype(np.int64, copy=False) for each in COLUMNS}
     atlas = Atlas(machine, tables, columns, name)
     for edges, column in ((atlas.starts, "kind"), (atlas.time_starts, "time_ns")):
         if edges[-1] != len(columns[column]):
@@ -548,8 +550,6 @@ def _check_columns(
         count = counts.setdefault(kind, len(arrays[name]))
         if arrays[name].shape != (count,) or arrays[name].dtype.kind != "i":
             raise ProfharnessError(f"{source}: column {name} of the atlas is forged; get it again")
-        if count > MAX_COUNTS[kind]:
-            raise ProfharnessError(f"{source}: more than {MAX_COUNTS[kind]:,} {kind} in the atlas")
     for name, values in arrays.items():
         least, bound = (1 if name in NUMBERS else NOTHING), LARGEST
         if name in TABLES:

@@ -44,6 +44,8 @@ from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import ProfharnessError, UsageError, printable_path
 
 MODEL_VERSION = 3
+MAX_HEADER_BYTES = 4_000_000  # of all but the arrays
+MAX_VALUES = 4_000_000  # of the arrays of one dtype
 MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # that were sampled
 BOUNDS = {
     "batch": "batch",
@@ -106,7 +108,8 @@ def write_model(model: Model, path: Path) -> None:
 
 def read_model(path: Path) -> Model:
     """Read a model. Raise ProfharnessError for a damaged one or one of another version."""
-    arrays = read_arrays(path, ("header", *(dtype[1:] for dtype in DTYPES)))
+    counts = dict.fromkeys((dtype[1:] for dtype in DTYPES), MAX_VALUES)
+    arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})
     pools: list[Array] = [arrays[dtype[1:]] for dtype in DTYPES]
 
     def decode(_: type, value: Any) -> Array:

@@ -8,7 +8,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +43,29 @@ def write_arrays(arrays: Mapping[str, Array], path: Path, *, force: bool = False
         np.savez_compressed(file, allow_pickle=False, **dict(arrays))
 
 
-def read_arrays(path: Path, names: Collection[str]) -> dict[str, Array]:
-    """Return the arrays of a file that has exactly these names.
+def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
+    """Return the arrays of a file that has exactly the names in `counts`.
 
-    Raise OSError for a file that cannot be read and ProfharnessError for one that was cut short,
-    changed or forged.
+    `counts` limits the values of each array. An array with more is not read. Raise OSError for a file that
+    cannot be read and ProfharnessError for one that was cut short, changed or forged.
     """
     data = read_input(path)
     try:
-        return _read(data, {f"{name}.npy": name for name in names})
+        return _read(data, counts)
     except FORGED:
         text = f"{printable_path(path)}: the file was cut short, changed or forged; get it again"
         raise ProfharnessError(text) from None
 
 
-def _read(data: bytes, names: Mapping[str, str]) -> dict[str, Array]:
+def _read(data: bytes, counts: Mapping[str, int]) -> dict[str, Array]:
     # zipfile reads the whole directory, and a zip64 record could replace its size
     signature, directory, _ = END.unpack(data[-END.size :])
     if signature != b"PK\5\6" or b"PK\6\7" in data[-END.size - 20 : -END.size]:
         raise ValueError("no plain end of a zip file")
-    if directory > MAX_ENTRY * len(names):
+    if directory > MAX_ENTRY * len(counts):
         raise ValueError("the directory is too large")
     arrays = {}
+    names = {f"{name}.npy": name for name in counts}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         if sorted(each.filename for each in members) != sorted(names):
@@ -75,11 +76,12 @@ def _read(data: bytes, names: Mapping[str, str]) -> dict[str, Array]:
         for each in members:
             if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError("another compression")
-            arrays[names[each.filename]] = _read_array(archive, each)
+            name = names[each.filename]
+            arrays[name] = _read_array(archive, each, counts[name])
     return arrays
 
 
-def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> Array:
     with archive.open(member) as file:
         start = file.read(START.size)
         magic, length = START.unpack(start)
@@ -90,6 +92,8 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
         shape = tuple(int(size) for size in header[2].split(b",") if size)
         if dtype.str not in DTYPES:
             raise ValueError("another dtype")
+        if math.prod(shape) > limit:
+            raise ValueError("too many values")
         if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
             raise ValueError("another number of values")
         return np.frombuffer(file.read(member.file_size - file.tell()), dtype).reshape(shape)

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from profharness.atlas.data import (
     read_atlas,
     write_atlas,
 )
+from profharness.atlas.model import read_model
 from profharness.atlas.npz import MAX_RATIO
 from profharness.atlas.shards import read_shards, shard_lines
 from profharness.attention.config import parse_config
@@ -214,6 +216,76 @@ def test_unpacked_size_is_limited(small: Path, tmp_path: Path) -> None:
         read_atlas(path)
 
 
+def read_in_process(expression: str) -> tuple[str, int]:
+    """Return the value or error of an expression, and the growth of the peak memory in kB.
+
+    getrusage would count the memory of the parent too.
+    """
+    code = (
+        "import re; from pathlib import Path; import profharness.atlas.shards\n"
+        "def peak():\n"
+        "    status = Path('/proc/self/status').read_text()\n"
+        "    return int(re.search(r'VmHWM:\\s+(\\d+)', status)[1])\n"
+        "before = peak()\n"
+        f"try:\n    print({expression})\n"
+        "except profharness.errors.ProfharnessError as error:\n    print(error)\n"
+        "print(peak() - before)\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    text, kilobytes = made.stdout.splitlines()
+    return text, int(kilobytes)
+
+
+def understated(path: Path, name: str) -> None:
+    """Append 100 MB to an array's deflate stream. The file states the size without them."""
+    content = members(path)
+    stream = zlib.compressobj(wbits=-15)
+    packed = stream.compress(content[name] + bytes(100_000_000)) + stream.flush()
+    zipped(path, {other: data for other, data in content.items() if other != name})
+    with zipfile.ZipFile(path, "a") as archive:
+        # Stored, then declared as deflated: local and central headers have the method at 8 and 10.
+        archive.writestr(name, packed)
+        info = archive.getinfo(name)
+        info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, len(content[name])
+        info.CRC = zlib.crc32(content[name])
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, info.header_offset + 8, zipfile.ZIP_DEFLATED)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("forged", ["header", "batch", "kind", "understated"])
+def test_forged_sizes_are_refused_before_memory_is_allocated(
+    small: Path, tmp_path: Path, forged: str
+) -> None:
+    path = tmp_path / "forged.npz"
+    # Noise, so that the file may unpack to 128 MB.
+    noise = np.random.default_rng(0).integers(0, 1 << 62, 250_000)
+    arrays = contents(small) | {"kernel_ns": noise}
+    large = np.zeros(100_000_000, np.int8)
+    if forged == "header":
+        arrays["header"] |= {"more": "x" * len(large)}
+    elif forged != "understated":
+        arrays[forged] = large
+    write_contents(path, arrays)
+    if forged == "understated":
+        understated(path, "batch.npy")
+    text, kilobytes = read_in_process(f"profharness.atlas.data.read_atlas(Path({str(path)!r}))")
+    assert "forged; get it again" in text
+    assert kilobytes < 40_000
+
+
+def test_models_with_too_many_values_are_refused(tmp_path: Path) -> None:
+    (source,) = PACKAGED.glob("*.model.npz")
+    path = tmp_path / "forged.model.npz"
+    for name, count, dtype in (("header", 4_000_001, np.uint8), ("f4", 4_000_001, "<f4")):
+        with np.load(source) as file:
+            np.savez(path, **(dict(file) | {name: np.zeros(count, dtype)}))
+        with pytest.raises(
+            ProfharnessError, match=r"model\.npz: the file was cut short, .* forged"
+        ):
+            read_model(path)
+
+
 def test_other_files_are_refused(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.npz"
     for data, message in (
@@ -349,19 +421,10 @@ def test_shards_of_distinct_launches_take_little_memory(tmp_path: Path) -> None:
         for at in range(100)
     ]
     write_shard(tmp_path, {}, *lines)
-    code = (
-        "import resource, sys; from pathlib import Path\n"
-        "from profharness.atlas.shards import read_shards\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "atlas = read_shards(Path(sys.argv[1]))\n"
-        "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
-        "print(len(atlas.columns['kind']), grown)\n"
+    text, kilobytes = read_in_process(
+        f"len(profharness.atlas.shards.read_shards(Path({str(tmp_path)!r})).columns['kind'])"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
-    )
-    count, kilobytes = map(int, made.stdout.split())
-    assert count == 300_000
+    assert text == "300000"
     assert kilobytes < 50_000
 
 
