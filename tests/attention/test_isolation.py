@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -290,6 +291,15 @@ def test_later_processes_run_backends_in_random_order() -> None:
     first = [cells_here(plan("math", "a.py", process=n), sources, "cpu")[1] for n in range(20)]
     assert first[0] == ""
     assert {*first} == {"", "a.py"}
+
+
+def test_only_a_warning_that_becomes_an_error_is_a_change() -> None:
+    before = ProcessState.read()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as packages do when they are imported
+        assert ProcessState.read().changes_since(before) == []
+        warnings.simplefilter("error", FutureWarning)
+        assert "warnings that are errors" in "".join(ProcessState.read().changes_since(before))
 
 
 def test_additions_of_a_program_are_no_change() -> None:

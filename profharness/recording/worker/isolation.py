@@ -84,11 +84,11 @@ OTHERS: dict[str, Callable[[], Any]] = {
         for name, hooks in vars(torch_module).items()
         if name.startswith("_global_") and isinstance(hooks, dict)
     ],
-    # packages add filters for their own texts and modules
-    "the warning filters": lambda: [
-        (action, category)
-        for action, message, category, module, _ in warnings.filters
-        if message is None and module is None
+    # packages hide warnings when they are imported, which changes no result
+    "the warnings that are errors": lambda: [
+        (category, module)
+        for action, _, category, module, _ in warnings.filters
+        if action == "error"
     ],
     "the locale": lambda: locale.setlocale(locale.LC_ALL),
     "the CPUs that the process may use": lambda: os.sched_getaffinity(0),
