@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import math
 import os
 import struct
 import subprocess
@@ -32,6 +34,7 @@ from profharness.attention.backends.cubin_cache import (
 from profharness.attention.backends.cuda_launch import LaunchError, clusters_in, converter, reason
 from profharness.attention.backends.cuda_source import CompileError, CudaSource, architecture
 from profharness.attention.config import expand_configs
+from profharness.files import RECORD_BYTES
 from profharness.recording.capture import capture
 from profharness.run import CaptureOptions, Protocol, read_run
 
@@ -347,6 +350,18 @@ def test_unsupported_arguments_are_refused(wrong: object) -> None:
         read_back([wrong])
 
 
+@pytest.mark.parametrize("wrong", [1e300, -1e300, 3.5e38])
+def test_a_float_beyond_float32_is_refused(wrong: float) -> None:
+    with pytest.raises(LaunchError, match=r"argument 1, .*float32; .* numpy\.float64"):
+        read_back([0.5, wrong])
+    assert read_back([np.float64(wrong)]) == [struct.pack("d", wrong)]
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_infinity_and_nan_are_passed(number: float) -> None:
+    assert read_back([number]) == [bytes(ctypes.c_float(number))]
+
+
 def test_a_grid_of_blocks_becomes_a_grid_of_clusters() -> None:
     assert clusters_in((8, 3, 1), (4, 1, 1)) == (2, 3, 1)
     with pytest.raises(LaunchError, match="not a multiple of the cluster"):
@@ -357,6 +372,29 @@ def test_errors_that_end_the_context_are_marked() -> None:
     text = "CUDA_ERROR_ILLEGAL_ADDRESS: While executing a kernel"
     assert reason(RuntimeError(text)) == f"CUDA error: {text}"
     assert reason(RuntimeError("CUDA_ERROR_INVALID_VALUE")) == "CUDA_ERROR_INVALID_VALUE"
+
+
+def test_an_interrupted_write_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_cached(tmp_path / "k.cubin", CompiledSource(b"code", {"k": "k"}, "sm_90a", "13.0"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_cache_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "k.cubin"
+    assert write_cached(path, CompiledSource(b"code", {"k": "k"}, "sm_90a", "13.0"))
+    content = path.read_bytes()
+    trailer = content.removeprefix(b"code")
+    digest = hashlib.sha256(bytes(RECORD_BYTES) + b"code").hexdigest().encode()
+    forged = trailer.replace(hashlib.sha256(b"code").hexdigest().encode(), digest)
+    path.write_bytes(bytes(RECORD_BYTES) + b"code" + forged)
+    assert read_cached(path) is None
 
 
 def test_a_cache_that_others_can_write_is_distrusted(tmp_path: Path) -> None:

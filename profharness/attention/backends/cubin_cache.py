@@ -5,17 +5,18 @@ cuda.core's own program cache cannot store name expressions and does not track i
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+
+from profharness.errors import UsageError
+from profharness.files import atomic_file, read_input
 
 MAGIC = b"profharness-1"
 SOURCE_BYTES = 16_000_000  # of a file of source code
@@ -109,7 +110,7 @@ def distrust_reason(path: Path) -> str | None:
 def read_cached(path: Path) -> CompiledSource | None:
     """Read a file that `write_cached` wrote. Return None if it is missing, unreadable or damaged."""
     try:
-        content = path.read_bytes()
+        content = read_input(path)
     except OSError:
         return None
     length_at = len(content) - len(MAGIC) - 8
@@ -138,20 +139,15 @@ def write_cached(path: Path, compiled: CompiledSource) -> bool:
     names = dict(compiled.names)
     trailer = msgspec.json.encode(_Trailer(names, compiled.arch, compiled.nvrtc, digest))
     content = compiled.cubin + trailer + len(trailer).to_bytes(8, "little") + MAGIC
-    temporary = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.parent.stat().st_uid != os.geteuid():
             return False
         # An existing folder may have another mode.
         path.parent.chmod(0o700)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with atomic_file(path, force=True) as file:
+            os.fchmod(file.fileno(), 0o600)
             file.write(content)
-        Path(temporary).replace(path)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
+    except (OSError, UsageError):
         return False
     return True

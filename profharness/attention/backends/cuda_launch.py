@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -221,7 +223,8 @@ def _three(dim: Dim) -> tuple[int, int, int]:
 def converter(index: int, arg: Any) -> tuple[int, Convert]:
     """Return the size of a kernel argument in bytes, and its conversion for cuda.core.
 
-    Raise LaunchError for a type that no kernel takes.
+    Raise LaunchError for a type that no kernel takes. The conversion raises it for a number that does
+    not fit.
     """
     import numpy as np
 
@@ -233,18 +236,28 @@ def converter(index: int, arg: Any) -> tuple[int, Convert]:
     if isinstance(arg, np.generic):
         return arg.itemsize, lambda scalar: scalar
     if isinstance(arg, bool | int):
-        return ctypes.sizeof(ctypes.c_int), _int32
+        return ctypes.sizeof(ctypes.c_int), functools.partial(_int32, index)
     if isinstance(arg, float):
-        return ctypes.sizeof(ctypes.c_float), ctypes.c_float
+        return ctypes.sizeof(ctypes.c_float), functools.partial(_float32, index)
     raise LaunchError(
         f"argument {index} is a {type(arg).__name__}; a kernel takes tensors, bool, int, float, "
         "numpy scalars and None"
     )
 
 
-def _int32(value: int) -> ctypes.c_int:
+def _int32(index: int, value: int) -> ctypes.c_int:
     if not -(2**31) <= value < 2**31:
         raise LaunchError(
-            f"argument {value} does not fit in an int32; wrap larger ones in numpy.int64"
+            f"argument {index}, {value}, does not fit in an int32; wrap larger ones in numpy.int64"
         )
     return ctypes.c_int(value)
+
+
+def _float32(index: int, value: float) -> ctypes.c_float:
+    converted = ctypes.c_float(value)
+    if math.isinf(converted.value) and not math.isinf(value):
+        raise LaunchError(
+            f"argument {index}, {value}, does not fit in a float32; wrap larger ones in "
+            "numpy.float64"
+        )
+    return converted
