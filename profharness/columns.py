@@ -22,6 +22,9 @@ NUMERIC = {
     "triple",
     "ratio",
     "thousandths",
+    "mega",
+    "giga",
+    "tera",
 }
 """Formats whose columns are aligned to the right."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from profharness.columns import column
 from profharness.recording.profilers.ncu_metrics import (
     BANK_CONFLICTS,
     DRAM_THROUGHPUT,
@@ -29,6 +31,7 @@ from profharness.recording.profilers.ncu_metrics import (
 )
 
 Metrics = Mapping[str, tuple[float, str]]
+Value = float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +40,35 @@ class Counters:
     are shares of the peak, 0 to 1.
     """
 
-    tensor_pipe: float | None = None  # share of cycles
+    tensor_pipe: Annotated[Value, column("tensor%", "percent", meaning="share of cycles")] = None
     tensor_instructions: float | None = None
-    fma_pipe: float | None = None
-    sm_throughput: float | None = None
-    dram_throughput: float | None = None
-    l2_throughput: float | None = None
-    l1_throughput: float | None = None
-    l1_hit_rate: float | None = None  # share of sectors
-    l2_hit_rate: float | None = None
-    load_sectors: float | None = None  # per request
-    store_sectors: float | None = None  # per request
-    bank_conflicts: float | None = None  # share of passes of shared memory
-    issue_active: float | None = None  # share of cycles
+    fma_pipe: Annotated[Value, column("FMA%", "percent", meaning="share of cycles")] = None
+    sm_throughput: Annotated[Value, column("SM%", "percent", meaning="share of its peak")] = None
+    dram_throughput: Annotated[Value, column("DRAM%", "percent", meaning="share of its peak")] = (
+        None
+    )
+    l2_throughput: Annotated[Value, column("L2%", "percent", meaning="share of its peak")] = None
+    l1_throughput: Annotated[Value, column("L1%", "percent", meaning="share of its peak")] = None
+    l1_hit_rate: Annotated[Value, column("L1 hit%", "percent", meaning="share of sectors")] = None
+    l2_hit_rate: Annotated[Value, column("L2 hit%", "percent", meaning="share of sectors")] = None
+    load_sectors: Annotated[Value, column("sectors/ld", "figures", meaning="per request")] = None
+    store_sectors: Annotated[Value, column("sectors/st", "figures", meaning="per request")] = None
+    bank_conflicts: Annotated[Value, column("conflict%", "percent", meaning="share of passes")] = (
+        None
+    )
+    issue_active: Annotated[Value, column("issue%", "percent", meaning="share of cycles")] = None
     # Shares of the time of all resident warps, in descending order.
     warp_states: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def stall(
+        self,
+    ) -> Annotated[
+        str | None, column("most stalled by", meaning="what most resident warps wait for")
+    ]:
+        """The state of most resident warps that do not issue, with its share."""
+        state = next((name for name in self.warp_states if name != "selected"), None)
+        return state and f"{state} {self.warp_states[state]:.0%}"
 
 
 def read_counters(metrics: Metrics) -> Counters:

@@ -129,7 +129,10 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[Column], items: Iterable[Any]) -> Table:
-        """Build a table with one row per item, from its attributes or dict values by column key."""
+        """Build a table with one row per item, from its attributes or dict values by column key.
+
+        An item may be a tuple of parts: the first part with the key has the value.
+        """
         return cls(
             tuple(columns),
             tuple(tuple(_value(item, column.key) for column in columns) for item in items),
@@ -153,6 +156,12 @@ def filled_columns(
 
 
 def _value(item: Any, key: str) -> Any:
+    if isinstance(item, tuple) and not hasattr(item, "_fields"):
+        parts = (
+            part for part in item if (key in part if isinstance(part, dict) else hasattr(part, key))
+        )
+        part = next(parts, None)
+        return None if part is None else _value(part, key)
     return item[key] if isinstance(item, dict) else getattr(item, key)
 
 
@@ -227,6 +236,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": lambda value: f"{value:.2f}x",
     "thousandths": lambda value: f"{value:.3f}x",
+    "mega": lambda value: _figures(value / 1e6),
+    "giga": lambda value: _figures(value / 1e9),
+    "tera": lambda value: _figures(value / 1e12),
     "names": lambda value: ", ".join(map(str, value)) or MISSING,
 }
 

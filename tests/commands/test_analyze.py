@@ -22,7 +22,7 @@ from profharness.commands.analyze.figures import (
     run_machine,
 )
 from profharness.commands.analyze.finding_rules import score_traffic
-from profharness.commands.analyze.sweeps import sweep
+from profharness.commands.analyze.several import sweep
 from profharness.devices import Device, Peaks, data_sheet
 from profharness.rows import CellRow, KernelRow
 from profharness.store import ingest_path, open_store

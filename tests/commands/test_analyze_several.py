@@ -12,13 +12,17 @@ from test_analyze import MACHINE, cell, kernel
 from profharness.attention.config import parse_config
 from profharness.commands.analyze.cells import analyze_all, analyze_cell
 from profharness.commands.analyze.figures import CellAnalysis, Evidence, Finding
-from profharness.commands.analyze.merge_findings import (
+from profharness.commands.analyze.several import (
+    LITTLE_MEMORY,
+    changed_problems,
+    choices,
     common_findings,
     common_remedies,
+    drops,
     merged_text,
+    missing_scenarios,
+    sweep,
 )
-from profharness.commands.analyze.scenarios import LITTLE_MEMORY, choices, missing_scenarios
-from profharness.commands.analyze.sweeps import changed_problems, drops, sweep
 from profharness.commands.analyze.tables import analyze_document
 from profharness.render.document import Heading, Note
 

@@ -34,7 +34,9 @@ def test_columns_without_a_value_are_left_out() -> None:
     other = row | {"bottleneck": "", "places": ()}
     assert [column.key for column in filled_columns(COLUMNS, [row, other])] == ["backend", "waves"]
     assert filled_columns(COLUMNS, [row], optional=("backend",)) == list(COLUMNS)
-    assert "tflops" not in [each.key for each in filled_columns(COLUMNS, [row], ("tflops",))]
+    assert "flops_per_s" not in [
+        each.key for each in filled_columns(COLUMNS, [row], ("flops_per_s",))
+    ]
 
 
 def test_field_declares_its_column() -> None:

@@ -17,13 +17,15 @@ from profharness.commands._types import (
     config_list,
     store_path,
 )
-from profharness.commands.analyze.cells import ANALYZED, analyze_here, prepare_peaks
-from profharness.commands.analyze.figures import FIELDS, CellAnalysis, analyze_record
-from profharness.commands.analyze.programs import (
+from profharness.commands.analyze.cells import (
+    ANALYZED,
+    analyze_here,
     analyze_program,
     analyze_selected,
+    prepare_peaks,
     selected_program,
 )
+from profharness.commands.analyze.figures import FIELDS, CellAnalysis, analyze_record
 from profharness.commands.analyze.tables import analyze_document
 from profharness.commands.kernels import find_rows, select
 from profharness.render.document import Document

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 from profharness.attention.config import Config
 from profharness.attention.costs import REPEAT, compulsory_bytes, flops, phases, working_set_bytes
+from profharness.columns import column
 from profharness.devices import (
     Device,
     DeviceFact,
@@ -142,16 +143,20 @@ class KernelFigures:
     """One kernel of a cell. Times are in ns per call."""
 
     role: str
-    kernel: str
+    kernel: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
     family: str
     launches_per_call: float
     call_ns: float | None
-    share: float | None
-    blocks: int | None
+    share: Annotated[
+        float | None, column("share%", "percent", meaning="of the time of the call's kernels")
+    ]
+    blocks: Annotated[int | None, column("blocks", "count", meaning="blocks of the grid")]
     threads: int | None
     blocks_per_sm: int | None
-    waves: float | None  # blocks over those that fit at once
-    occupancy: float | None
+    waves: Annotated[
+        float | None, column("waves", "count", meaning="blocks over those that fit at once")
+    ]
+    occupancy: Annotated[float | None, column("occ%", "percent", meaning="theoretical occupancy")]
     limiter: str | None
     achieved_occupancy: float | None  # by ncu, per launch
     registers_per_thread: int | None
@@ -163,8 +168,12 @@ class KernelFigures:
     l1_bytes: float | None = None
     l2_bytes: float | None = None
     dtype: str | None = None  # in the kernel's name
-    dram_bytes_per_s: float | None = None
-    shared_share: float | None = None  # of one block, of an SM's shared memory
+    dram_bytes_per_s: Annotated[
+        float | None, column("DRAM GB/s", "giga", meaning="to and from DRAM")
+    ] = None
+    shared_share: Annotated[
+        float | None, column("smem%", "percent", meaning="one block's, of an SM")
+    ] = None
     counters: Counters = field(default_factory=Counters)
 
 
@@ -172,19 +181,19 @@ class KernelFigures:
 class PhaseFigures:
     """One phase of the call."""
 
-    name: str
-    flops: int
-    bytes: int
-    intensity: float | None
-    bound: str | None  # `memory`, `compute` or None
+    name: Annotated[str, column("phase", meaning="step of the call")]
+    flops: Annotated[int, column("MFLOP", "mega", meaning="its FLOPs")]
+    bytes: Annotated[int, column("MB", "mega", meaning="bytes that it moves")]
+    intensity: Annotated[float | None, column("FLOP/B", "count", meaning="FLOPs per byte")]
+    bound: Annotated[str | None, column("bound by", meaning="`memory` or `compute`")]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """The figures of a cell. Shares are of the peak."""
 
-    basis: str | None  # the time behind the rates, a key of BASIS_SOURCE
-    duration_ns: float | None  # median of the basis
+    basis: Annotated[str | None, column("of", meaning="the time behind the rates")]
+    duration_ns: Annotated[float | None, column("µs", "us", meaning="median of that time")]
     kernels_ns: float | None
     event_ns: float | None  # of an older run, else cold_ns
     graph_ns: float | None
@@ -192,18 +201,27 @@ class Figures:
     launches: float
     flops: int
     compulsory_bytes: int
-    intensity: float
+    intensity: Annotated[float, column("FLOP/B", "count", meaning="FLOPs per compulsory byte")]
     ridge: float | None
-    flops_per_s: float | None
-    flops_share: float | None
+    flops_per_s: Annotated[
+        float | None, column("TFLOP/s", "tera", meaning="exact FLOPs per second")
+    ]
+    flops_share: Annotated[float | None, column("rate%", "percent", meaning="of the peak rate")]
     rate: str | None
-    bytes_per_s: float | None
-    bandwidth_share: float | None
-    dram_bytes: float | None  # per call, counted by ncu, like l2_bytes and l1_bytes
+    bytes_per_s: Annotated[
+        float | None, column("GB/s", "giga", meaning="compulsory bytes per second")
+    ]
+    bandwidth_share: Annotated[
+        float | None, column("bw%", "percent", meaning="of the peak bandwidth")
+    ]
+    dram_bytes: Annotated[
+        float | None,
+        column("DRAM MB", "mega", meaning="per call, by ncu"),
+    ]
     dram_bytes_per_s: float | None  # over ncu_ns
     against: str | None
     peak_memory_bytes: int | None
-    kv_head_bytes: int = 0
+    kv_head_bytes: Annotated[int, column("K+V KiB/head", "kib", meaning="K and V of one head")] = 0
     working_set_bytes: int = 0
     cold_ns: float | None = None
     eager_ns: float | None = None
@@ -221,7 +239,7 @@ class CellAnalysis:
     run: str
     cell: str
     config: Config
-    backend: str
+    backend: Annotated[str, column("backend", meaning="the backend that was asked for")]
     status: str
     message: str | None
     figures: Figures | None = None
@@ -229,14 +247,16 @@ class CellAnalysis:
     phases: tuple[PhaseFigures, ...] = ()
     findings: tuple[Finding, ...] = ()
     remedies: tuple[Remedy, ...] = ()
-    # One word, or None if no figure decides. The finding `bottleneck` has the evidence.
-    bottleneck: str | None = None
+    # None if no figure decides. The finding `bottleneck` has the evidence.
+    bottleneck: Annotated[str | None, column("bottleneck", meaning="the limit, in one word")] = None
     machine: RunMachine = field(default_factory=RunMachine)
     main: KernelFigures | None = None
     # Memories (`shared`, `L1`, `L2`, with sizes) that can contain K and V of one head. None if
     # sizes are unknown.
     kv_places: tuple[str, ...] | None = None
-    module: str | None = None  # the layers of a program; None in a capture
+    module: Annotated[
+        str | None, column("module", shrink=True, meaning="the layers of a program")
+    ] = None
     wrong: bool = False  # a check found wrong results
 
     def finding(self, code: str) -> Finding | None:

@@ -2,85 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import asdict, replace
 from typing import Any
 
-from profharness.columns import Column
+from profharness.columns import Column, pick
 from profharness.commands.analyze.figures import (
     FIELDS,
     SCHEMA,
     CellAnalysis,
+    Evidence,
+    Figures,
+    Finding,
+    KernelFigures,
+    PhaseFigures,
+    Remedy,
     analyze_record,
     kernels_past_l1,
 )
-from profharness.commands.analyze.finding_notes import advice_blocks, cell_notes, common_blocks
-from profharness.commands.analyze.sweeps import changed_problems, drops, sweep
+from profharness.commands.analyze.several import (
+    LITTLE_MEMORY,
+    changed_problems,
+    choices,
+    common_findings,
+    common_remedies,
+    drops,
+    missing_scenarios,
+    sweep,
+)
 from profharness.commands.bench.tables import roofline_chart
 from profharness.commands.layers.tables import short_module
 from profharness.devices import Peaks
+from profharness.program.counters import Counters
 from profharness.render.devices import device_blocks, device_record
-from profharness.render.document import Block, Chart, Document, Heading, Note, Table, filled_columns
+from profharness.render.document import (
+    Block,
+    Chart,
+    Document,
+    Heading,
+    Note,
+    Table,
+    filled_columns,
+    status_note,
+)
 
 MB = 1e6
-_COLUMNS: dict[str, Column] = {
-    column.key: column
-    for column in (
-        Column("module", "module", shrink=True),
-        Column("backend", "backend"),
-        Column("bottleneck", "bottleneck"),
-        Column("duration_ns", "µs", "us"),
-        Column("basis", "of"),
-        Column("tflops", "TFLOP/s", "figures"),
-        Column("flops_share", "rate%", "percent"),
-        Column("gb_per_s", "GB/s", "figures"),
-        Column("bandwidth_share", "bw%", "percent"),
-        Column("dram_mb", "DRAM MB", "figures"),
-        Column("intensity", "FLOP/B", "count"),
-        Column("kv_head", "K+V KiB/head", "kib"),
-        Column("places", "K+V of a head fit in"),
-        Column("blocks", "blocks", "count"),
-        Column("waves", "waves", "count"),
-        Column("occupancy", "occ%", "percent"),
-    )
-}
-_RATES = ("tflops", "flops_share", "gb_per_s", "bandwidth_share")
-_OF_A_CELL = (
-    *("module", "backend", "bottleneck", "duration_ns", "basis", *_RATES),
-    *("dram_mb", "blocks", "waves", "occupancy"),
+_RATES = pick(Figures, "flops_per_s", "flops_share", "bytes_per_s", "bandwidth_share")
+COLUMNS = (
+    *pick(CellAnalysis, "module", "backend", "bottleneck"),
+    *pick(Figures, "duration_ns", "basis"),
+    *_RATES,
+    *pick(Figures, "dram_bytes"),
+    *pick(KernelFigures, "blocks", "waves", "occupancy"),
 )
-_OF_A_SWEEP = (*("duration_ns", *_RATES, "intensity", "kv_head", "places", "waves", "bottleneck"),)
-COLUMNS = tuple(_COLUMNS[name] for name in _OF_A_CELL)
-SWEEP_COLUMNS = tuple(_COLUMNS[name] for name in _OF_A_SWEEP)
+SWEEP_COLUMNS = (
+    *pick(Figures, "duration_ns"),
+    *_RATES,
+    *pick(Figures, "intensity", "kv_head_bytes"),
+    Column("places", "K+V of a head fit in"),
+    *pick(KernelFigures, "waves"),
+    *pick(CellAnalysis, "bottleneck"),
+)
 PHASE_COLUMNS = (
     Column("execution", "execution", repeat=False),
-    Column("phase", "phase"),
-    Column("mflop", "MFLOP", "figures"),
-    Column("mb", "MB", "figures"),
-    Column("intensity", "FLOP/B", "count"),
-    Column("bound", "bound by"),
+    *pick(PhaseFigures, "name", "flops", "bytes", "intensity", "bound"),
 )
-
-# What ncu counted, one row per kernel. Columns without a value are dropped.
 COUNTER_COLUMNS = (
     Column("backend", "backend", repeat=False),
-    Column("kernel", "kernel", shrink=True),
-    Column("share", "share%", "percent"),
-    Column("dram", "DRAM GB/s", "figures"),
-    Column("dram_throughput", "DRAM%", "percent"),
-    Column("l2_throughput", "L2%", "percent"),
-    Column("l1_throughput", "L1%", "percent"),
-    Column("l1_hit_rate", "L1 hit%", "percent"),
-    Column("l2_hit_rate", "L2 hit%", "percent"),
-    Column("shared_share", "smem%", "percent"),
-    Column("bank_conflicts", "conflict%", "percent"),
-    Column("load_sectors", "sectors/ld", "figures"),
-    Column("store_sectors", "sectors/st", "figures"),
-    Column("tensor_pipe", "tensor%", "percent"),
-    Column("fma_pipe", "FMA%", "percent"),
-    Column("sm_throughput", "SM%", "percent"),
-    Column("issue_active", "issue%", "percent"),
-    Column("stall", "most stalled by"),
+    *pick(KernelFigures, "kernel", "share", "dram_bytes_per_s"),
+    *pick(Counters, "dram_throughput", "l2_throughput", "l1_throughput", "l1_hit_rate"),
+    *pick(Counters, "l2_hit_rate"),
+    *pick(KernelFigures, "shared_share"),
+    *pick(Counters, "bank_conflicts", "load_sectors", "store_sectors", "tensor_pipe", "fma_pipe"),
+    *pick(Counters, "sm_throughput", "issue_active", "stall"),
 )
 TRAFFIC_COLUMNS = (
     Column("backend", "backend", repeat=False),
@@ -107,10 +101,10 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
         ]
         blocks.append(Heading(config.label, f"run {run}" if several else ""))
         if any(analysis.figures for analysis in own):
-            lines = [_values(analysis) for analysis in own if analysis.figures]
+            lines = [_parts(analysis) for analysis in own if analysis.figures]
             blocks.append(Table.of(filled_columns(COLUMNS, lines), lines))
-        if rows := tuple(_phase_rows(own)):
-            blocks.append(Table(PHASE_COLUMNS, rows))
+        if rows := _phase_rows(own):
+            blocks.append(Table.of(PHASE_COLUMNS, rows))
         if traffic := [point for analysis in own for point in traffic_points(analysis)]:
             blocks.append(Table.of(TRAFFIC_COLUMNS, traffic))
             blocks += _past_l1(own)
@@ -159,68 +153,40 @@ def _peak_notes(analyses: Sequence[CellAnalysis]) -> list[str]:
     return [f"{text}; --peaks measure on it gives them"]
 
 
-def _scaled(value: float | None, by: float) -> float | None:
-    return None if value is None else value / by
-
-
-def _values(analysis: CellAnalysis) -> dict[str, Any]:
-    """Return all values that a table may show for a cell."""
-    figures, main = analysis.figures, analysis.main
-    assert figures is not None
-    return {
-        "module": short_module(analysis.module),
-        "backend": analysis.backend,
-        "bottleneck": analysis.bottleneck,
-        "duration_ns": figures.duration_ns,
-        "basis": figures.basis,
-        "tflops": _scaled(figures.flops_per_s, 1e12),
-        "flops_share": figures.flops_share,
-        "gb_per_s": _scaled(figures.bytes_per_s, 1e9),
-        "bandwidth_share": figures.bandwidth_share,
-        "dram_mb": _scaled(figures.dram_bytes, MB),
-        **{name: getattr(main, name, None) for name in ("blocks", "waves", "occupancy")},
-        "intensity": figures.intensity,
-        "kv_head": figures.kv_head_bytes,
-        "places": None if analysis.kv_places is None else ", ".join(analysis.kv_places) or "none",
-    }
+def _parts(analysis: CellAnalysis) -> tuple[Any, ...]:
+    """Return the parts of a row of a cell."""
+    places = None if analysis.kv_places is None else ", ".join(analysis.kv_places) or "none"
+    shown = {"module": short_module(analysis.module), "places": places}
+    return shown, analysis, analysis.figures, analysis.main
 
 
 def _phase_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
     """Return the phases of each way of execution once, under the backends that use it."""
-    ways: dict[tuple[Any, ...], list[str]] = {}
+    ways: dict[tuple[PhaseFigures, ...], list[str]] = {}
     for analysis in own:
-        if analysis.phases:
-            ways.setdefault(analysis.phases, []).append(analysis.backend)
+        ways.setdefault(analysis.phases, []).append(analysis.backend)
     return [
-        (", ".join(names), p.name, p.flops / 1e6, p.bytes / MB, p.intensity, p.bound)
+        ({"execution": ", ".join(names)}, phase)
         for phases, names in ways.items()
-        for p in phases
+        for phase in phases
     ]
 
 
-def _counter_rows(own: Sequence[CellAnalysis]) -> list[dict[str, Any]]:
+def _counter_rows(own: Sequence[CellAnalysis]) -> list[tuple[Any, ...]]:
     """Return the counters of the kernels that ncu recorded, without kernels of negligible time."""
-    rows = []
-    for analysis in own:
-        for kernel in analysis.kernels:
-            if kernel.ncu_ns is None or (kernel.share or 0) < COUNTED_SHARE:
-                continue
-            counters = kernel.counters
-            stalled = next((state for state in counters.warp_states if state != "selected"), None)
-            rows.append(
-                {item.name: getattr(counters, item.name) for item in fields(counters)}
-                | {name: getattr(kernel, name) for name in ("kernel", "share", "shared_share")}
-                | {"backend": analysis.backend, "dram": _scaled(kernel.dram_bytes_per_s, 1e9)}
-                | {"stall": stalled and f"{stalled} {counters.warp_states[stalled]:.0%}"}
-            )
-    return rows
+    return [
+        (analysis, kernel, kernel.counters)
+        for analysis in own
+        for kernel in analysis.kernels
+        if kernel.ncu_ns is not None and (kernel.share or 0) >= COUNTED_SHARE
+    ]
 
 
 def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
     first = group[0]
     title = {"seq_len_kv": "seq_len"}.get(name, name)
     columns = (Column("swept", title, right=True, format="count"), *SWEEP_COLUMNS)
-    rows = [_values(analysis) | {"swept": getattr(analysis.config, name)} for analysis in group]
+    rows = [({"swept": getattr(each.config, name)}, *_parts(each)) for each in group]
     start, end = (getattr(analysis.config, name) for analysis in (first, group[-1]))
     return [
         Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
@@ -374,3 +340,130 @@ def _roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
         y_title="FLOP/s",
         caption="Achieved FLOP/s of each cell over its intensity, below what the device can do at most.",
     )
+
+
+EVIDENCE_SHOWN = 4
+MIB = 1 << 20
+ADVICE_COLUMNS = (
+    Column("scenario", "for", repeat=False),
+    Column("config", "config", shrink=True),
+    Column("best", "best"),
+    Column("value", "median", right=True),
+    Column("measurement", "of"),
+    Column("runner_up", "next"),
+    Column("factor", "next / best", "ratio"),
+)
+Covered = Set[tuple[str, str, object]]
+"""Run, cell, and the finding or remedy that is told for several configs at once."""
+
+
+def evidence_text(evidence: Sequence[Evidence], shown: int | None = None) -> str:
+    """Format the first `shown` pieces of evidence as `name value unit (source); …`."""
+    parts = [
+        f"{item.name} {_value(item.value)}{' ' + item.unit if item.unit else ''} ({item.source})"
+        for item in evidence[:shown]
+    ]
+    return "; ".join(parts)
+
+
+def _value(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
+
+
+def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
+    """Return the findings to show for a cell: with `full`, all that the bottleneck does not repeat."""
+    named = analysis.finding("bottleneck")
+    if named is None:
+        return [each for each in analysis.findings if full or each.severity != "note"]
+    return [
+        each
+        for each in analysis.findings
+        if each is named
+        or (
+            each.sentence not in named.sentence
+            and (full or (each.severity != "note" and each.evidence != named.evidence))
+        )
+    ]
+
+
+def cell_notes(
+    analysis: CellAnalysis, label: str, *, full: bool, covered: Covered = frozenset()
+) -> list[Note]:
+    """Return the notes on one cell, without those that are covered by another section."""
+    if analysis.status != "ok":
+        return [status_note(analysis.status, analysis.message or "no reason recorded", label)]
+    place = (analysis.run, analysis.cell)
+    notes = [
+        _finding_note(finding, label, full=full)
+        for finding in shown_findings(analysis, full=full)
+        if (*place, finding) not in covered
+    ]
+    notes += [
+        _remedy_note(remedy, f"{label}, remedy {rank}")
+        for rank, remedy in enumerate(analysis.remedies, start=1)
+        if (*place, remedy) not in covered
+    ]
+    return notes
+
+
+def _finding_note(finding: Finding, label: str, *, full: bool) -> Note:
+    evidence = evidence_text(finding.evidence, None if full else EVIDENCE_SHOWN)
+    level = "warning" if finding.severity == "major" else "note"
+    return Note(f"{finding.sentence} [{finding.grade}: {evidence}]", label, level)
+
+
+def _at(where: str, note: Note) -> Note:
+    return replace(note, text=f"{where}: {note.text}")
+
+
+def _remedy_note(remedy: Remedy, label: str, measured: str = "Measured:") -> Note:
+    most = measured if remedy.findings == ("faster_backend",) else "At most"
+    gain = f" {most} {remedy.factor:.2f} times faster." if remedy.factor else ""
+    return Note(f"{remedy.text}{gain} [{', '.join(remedy.findings)}]", label)
+
+
+def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covered]:
+    """Return a section on what cells of several configs have in common, and what it covers."""
+    findings = common_findings(
+        [(each, item) for each in analyses for item in shown_findings(each, full=False)]
+    )
+    remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
+    covered: set[tuple[str, str, object]] = set()
+    for members in (*(each.members for each in findings), *(each.members for each in remedies)):
+        covered |= {(cell.run, cell.cell, item) for cell, item in members}
+    notes = [
+        _at(each.where, _finding_note(each.item, each.item.code, full=False)) for each in findings
+    ]
+    notes += [_at(each.where, _remedy_note(each.item, "remedy", "Up to")) for each in remedies]
+    return ([Heading("In several configs"), *notes] if notes else []), covered
+
+
+def advice_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
+    """Return which backend is best for what, judged by these cells, or what to capture to find out.
+
+    Empty if no config has several backends.
+    """
+    made = choices(analyses)
+    if not made:
+        return []
+    rows = [
+        (
+            choice.scenario,
+            choice.config.label,
+            ", ".join(choice.best),
+            f"{choice.value / MIB:,.1f} MiB"
+            if choice.scenario == LITTLE_MEMORY
+            else f"{choice.value / 1e3:,.2f} µs",
+            choice.measurement,
+            choice.runner_up,
+            choice.factor,
+        )
+        for choice in made
+    ]
+    notes = [
+        Note(f"no such config here; `profharness capture --config {example}` makes one", scenario)
+        for scenario, example in missing_scenarios(analyses).items()
+    ]
+    return [Heading("Best backend for"), Table(ADVICE_COLUMNS, tuple(rows)), *notes]

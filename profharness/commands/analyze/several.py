@@ -1,0 +1,295 @@
+"""Merge findings and remedies that several configs share. Figures that differ become ranges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from profharness.attention.config import Config, pytorch_chooses
+from profharness.commands.analyze.figures import CellAnalysis, Evidence, Figures, Finding, Remedy
+from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
+
+# A number on its own. Digits inside a kernel's name or a dtype do not match.
+NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
+SEVERAL = 2  # number of configs from which a finding is merged
+
+
+Item = TypeVar("Item", Finding, Remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Common(Generic[Item]):
+    """A finding or remedy shared by cells of several configs."""
+
+    item: Item  # figures in its texts are ranges over members
+    members: tuple[tuple[CellAnalysis, Item], ...]
+
+    @property
+    def where(self) -> str:
+        """Return text such as `naive, single_query at 4 configs`."""
+        configs: dict[str, set[tuple[str, Config]]] = {}
+        for analysis, _ in self.members:
+            configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
+        backends: dict[int, list[str]] = {}
+        for backend, seen in configs.items():
+            backends.setdefault(len(seen), []).append(backend)
+        return "; ".join(
+            f"{', '.join(names)} at {count} config{'s' * (count != 1)}"
+            for count, names in backends.items()
+        )
+
+
+def common_findings(pairs: Iterable[tuple[CellAnalysis, Finding]]) -> list[Common[Finding]]:
+    """Return the findings that cells of several configs share. Their texts differ in figures only."""
+    return _common(pairs, _finding_form, _merged_finding)
+
+
+def common_remedies(pairs: Iterable[tuple[CellAnalysis, Remedy]]) -> list[Common[Remedy]]:
+    """Return the remedies that cells of several configs share, each with its largest gain."""
+    return _common(pairs, lambda remedy: (remedy.text, remedy.findings), _merged_remedy)
+
+
+def _common(
+    pairs: Iterable[tuple[CellAnalysis, Item]],
+    form: Callable[[Item], tuple[object, ...]],
+    merged: Callable[[Sequence[Item]], Item],
+) -> list[Common[Item]]:
+    groups: dict[tuple[object, ...], list[tuple[CellAnalysis, Item]]] = {}
+    for analysis, item in pairs:
+        groups.setdefault(form(item), []).append((analysis, item))
+    return [
+        Common(merged([item for _, item in group]), tuple(group))
+        for group in groups.values()
+        if len({analysis.config for analysis, _ in group}) >= SEVERAL
+    ]
+
+
+def _finding_form(finding: Finding) -> tuple[object, ...]:
+    """Return everything of a finding except its figures, as a key."""
+    names = tuple((item.name, item.unit, item.source) for item in finding.evidence)
+    return (finding.code, finding.severity, finding.grade, NUMBER.sub("#", finding.sentence), names)
+
+
+def _merged_finding(findings: Sequence[Finding]) -> Finding:
+    evidence = tuple(map(_merged_evidence, zip(*(each.evidence for each in findings), strict=True)))
+    sentence = merged_text([each.sentence for each in findings])
+    return replace(findings[0], sentence=sentence, evidence=evidence)
+
+
+def _merged_evidence(items: tuple[Evidence, ...]) -> Evidence:
+    values = [item.value for item in items]
+    numbers = [value for value in values if not isinstance(value, str)]
+    if len(numbers) < len(values):
+        texts = dict.fromkeys(str(value) for value in values)
+        return replace(items[0], value=", ".join(texts))
+    low, high = min(numbers), max(numbers)
+    return replace(items[0], value=low if low == high else f"{low:,.10g} to {high:,.10g}")
+
+
+def _merged_remedy(remedies: Sequence[Remedy]) -> Remedy:
+    return max(remedies, key=lambda remedy: remedy.factor or 0)
+
+
+def merged_text(texts: Sequence[str]) -> str:
+    """Merge texts that differ in their figures only. A figure that varies becomes `low to high`."""
+    columns = list(zip(*(NUMBER.findall(text) for text in texts), strict=True))
+    ranges = iter(map(_range, columns))
+    return NUMBER.sub(lambda _: next(ranges), texts[0])
+
+
+def _range(numbers: tuple[str, ...]) -> str:
+    ranked = sorted(numbers, key=lambda number: float(number.replace(",", "")))
+    return ranked[0] if ranked[0] == ranked[-1] else f"{ranked[0]} to {ranked[-1]}"
+
+
+TIE = 1.03  # a ratio of medians below which two backends tie
+FEW_QUERIES = 4  # keys per query from which a call is a decoding step
+SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "training": (lambda config: config.bwd, "2,8,1024,64,causal,bwd"),
+    "prefill": (
+        lambda config: not config.bwd and not _decodes(config),
+        "2,8,1024,64,causal",
+    ),
+    "decode": (
+        lambda config: not config.bwd and _decodes(config),
+        "1,32,1,128,bf16,kv_heads=8,seq_kv=4096",
+    ),
+}
+"""Whether a config belongs to the scenario, and a config to capture if a store has none."""
+LITTLE_MEMORY = "little memory"
+_TIMES: dict[str, Callable[[Figures], float | None]] = {
+    GRAPH: lambda figures: figures.graph_ns,
+    COLD: lambda figures: figures.cold_ns,
+    EVENT: lambda figures: figures.event_ns,
+    EAGER: lambda figures: figures.eager_ns,
+    WALL: lambda figures: figures.wall_ns,
+}
+
+
+def _decodes(config: Config) -> bool:
+    return config.seq_len_q * FEW_QUERIES <= config.seq_len_kv
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioChoice:
+    """The best backends of one config for a scenario, among those with the same measurement."""
+
+    scenario: str
+    run: str
+    config: Config
+    measurement: str
+    best: tuple[str, ...]
+    value: float  # of the best backend, in ns or bytes
+    runner_up: str | None
+    factor: float | None  # runner_up over value; None if all tie
+
+
+def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
+    """Return the best backends of every config with several backends, by scenario."""
+    groups: dict[tuple[str, Config], list[CellAnalysis]] = {}
+    for analysis in analyses:
+        # skip `auto`: the backend that it chose has its own cell
+        if not analysis.figures or analysis.module is not None or analysis.wrong:
+            continue
+        if not pytorch_chooses(analysis.backend):
+            groups.setdefault((analysis.run, analysis.config), []).append(analysis)
+    made: list[ScenarioChoice] = []
+    for scenario, (holds, _) in SCENARIOS.items():
+        for (run, config), group in groups.items():
+            if holds(config) and (common := _common_times(group)):
+                made += _choice(scenario, run, config, *common)
+    for (run, config), group in groups.items():
+        peaks = {each.backend: each.figures and each.figures.peak_memory_bytes for each in group}
+        known = {backend: float(peak) for backend, peak in peaks.items() if peak}
+        made += _choice(LITTLE_MEMORY, run, config, "peak memory", known)
+    return made
+
+
+def missing_scenarios(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
+    """Return the scenarios without a config, each with an example config."""
+    configs = {analysis.config for analysis in analyses}
+    return {
+        scenario: example
+        for scenario, (holds, example) in SCENARIOS.items()
+        if not any(map(holds, configs))
+    }
+
+
+def _common_times(group: Sequence[CellAnalysis]) -> tuple[str, dict[str, float]] | None:
+    """Return the first measurement that all cells have, with their medians."""
+    for name, time in _TIMES.items():
+        times = {each.backend: each.figures and time(each.figures) for each in group}
+        if all(times.values()):
+            return name, {backend: float(value) for backend, value in times.items() if value}
+    return None
+
+
+def _choice(
+    scenario: str, run: str, config: Config, measurement: str, values: dict[str, float]
+) -> list[ScenarioChoice]:
+    if len(values) < 2:
+        return []
+    ranked = sorted(values, key=lambda backend: values[backend])
+    least = values[ranked[0]]
+    best = tuple(backend for backend in ranked if values[backend] < TIE * least)
+    behind = next((backend for backend in ranked if backend not in best), None)
+    factor = values[behind] / least if behind else None
+    return [ScenarioChoice(scenario, run, config, measurement, best, least, behind, factor)]
+
+
+SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
+DROP = 1.5  # smallest ratio of neighbouring rates that is a drop
+MANY_DIMS = 3  # number of head dims from which configs look like a sweep
+
+
+def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
+    """Return groups of cells of one backend whose configs differ in one number, by its name and in
+    its order.
+    """
+    sweeps: list[tuple[str, list[CellAnalysis]]] = []
+    done = [analysis for analysis in analyses if analysis.figures is not None]
+    for name in SWEPT:
+        groups: dict[tuple[object, ...], list[CellAnalysis]] = {}
+        for analysis in done:
+            groups.setdefault(_sweep_key(analysis, name), []).append(analysis)
+        for group in groups.values():
+            values = {getattr(analysis.config, name) for analysis in group}
+            if len(group) > 1 and len(values) == len(group):
+                group.sort(key=lambda analysis: getattr(analysis.config, name))
+                sweeps.append((name, group))
+    return sweeps
+
+
+def _sweep_key(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
+    """Return what the cells of one sweep have in common."""
+    config = analysis.config
+    same_length = config.seq_len_q == config.seq_len_kv
+    same_heads = config.num_heads == config.num_kv_heads
+    left_out = {name}
+    # with equal lengths, both are swept as one number
+    if name == "seq_len_kv" and same_length:
+        left_out.add("seq_len_q")
+    if name == "num_heads" and same_heads:
+        left_out.add("num_kv_heads")
+    values = [getattr(config, field.name) for field in fields(Config) if field.name not in left_out]
+    return (analysis.run, analysis.backend, same_length, same_heads, *values)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A fall of the rate of a sweep from one value to the next."""
+
+    before: int
+    after: int
+    factor: float
+
+
+def drops(name: str, group: Sequence[CellAnalysis]) -> list[Drop]:
+    """Return the drops of the FLOP rate over one sweep, in its order."""
+    found: list[Drop] = []
+    for one, other in pairwise(group):
+        before, after = (each.figures and each.figures.flops_per_s for each in (one, other))
+        if before and after and before >= DROP * after:
+            values = getattr(one.config, name), getattr(other.config, name)
+            found.append(Drop(*values, before / after))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedProblem:
+    """Configs of one backend that differ in head dim and in their number of scores. A change of the
+    rate over them is not due to head_dim alone.
+    """
+
+    backend: str
+    head_dims: tuple[int, ...]
+    scores: tuple[int, ...]
+
+
+def changed_problems(analyses: Sequence[CellAnalysis]) -> list[ChangedProblem]:
+    """Return the configs that look like a sweep over head_dim but are not, by backend."""
+    groups: dict[tuple[object, ...], list[Config]] = {}
+    for analysis in analyses:
+        config = analysis.config
+        if analysis.figures is not None:
+            key = (analysis.run, analysis.backend, config.dtype, config.bwd, config.causal)
+            groups.setdefault(key, []).append(config)
+    changed = []
+    for place, configs in groups.items():
+        by_dim = {config.head_dim: _scores(config) for config in sorted(configs, key=_head_dim)}
+        several = len(by_dim) == len(configs) >= MANY_DIMS
+        if several and len(set(by_dim.values())) > 1:
+            changed.append(ChangedProblem(str(place[1]), tuple(by_dim), tuple(by_dim.values())))
+    return changed
+
+
+def _head_dim(config: Config) -> int:
+    return config.head_dim
+
+
+def _scores(config: Config) -> int:
+    """Return how many scores a call computes: its parallel work, whatever head_dim is."""
+    return config.batch * config.num_heads * config.seq_len_q * config.seq_len_kv
