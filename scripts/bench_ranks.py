@@ -25,7 +25,7 @@ from _frame import HERE, output
 from make_ranks import Fleet, make_ranks, read
 from make_trace import STACKED
 
-from profharness.commands.ranks.answer import compare_ranks
+from profharness.commands.ranks.outliers import compare_ranks
 from profharness.jobs.parallel_ingest import ingested, readers_of
 from profharness.store import ingest_path, open_store
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from written_samples import L4, STUDY, answer, cell, steady
 
-from profharness.commands.bench.by_gpu import benches_by_gpu_document
-from profharness.commands.bench.tables import bench_document
+from profharness.commands.bench.tables import bench_document, benches_by_gpu_document
 from profharness.measurements.evaluation import BenchResult
 from profharness.render.renderers import render_json
 from profharness.render.terminal import render_table

@@ -21,7 +21,7 @@ from profharness.attention.dispatch.machine import from_config, machine_of, with
 from profharness.attention.dispatch.perturb import blockers, rule_oracle
 from profharness.attention.dispatch.predict import judge
 from profharness.commands.explain import live
-from profharness.commands.explain.live import explain_live
+from profharness.commands.explain.explanations import explain_live
 from profharness.recording import probe
 from profharness.recording.probe import ask_argv
 from profharness.run import PLAN_FILE, Plan, Protocol

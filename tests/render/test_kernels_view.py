@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from view_rows import cell, kernel
 
-from profharness.commands.kernels.step_tables import steps_document
-from profharness.commands.kernels.steps import find_steps
+from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
 from profharness.render.document import Table
 from profharness.render.terminal import MIN_SHRUNK, render_table

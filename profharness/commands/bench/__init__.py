@@ -276,7 +276,7 @@ def show(
     force: Force = False,
 ) -> None:
     """Print the answer, or write it to a file or a folder."""
-    from profharness.commands.bench.by_gpu import benches_by_gpu_document
+    from profharness.commands.bench.tables import benches_by_gpu_document
 
     answer, *_ = answers
     path = None if output is None else Path(output)

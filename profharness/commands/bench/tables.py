@@ -1,23 +1,31 @@
-"""Show the answer of `bench`: figures, reasons for missing or doubtful ones, regret and
-conclusions.
-"""
+"""Show the sweeps of a benchmark: statements, charts, dtype pairs, and peak memory over length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from profharness.attention.config import Config, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column
-from profharness.commands.bench.axis_tables import axis_blocks, axis_charts, sweep_charts
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
 from profharness.errors import join_few
 from profharness.measurements.agreement import replacement_notes, replacements
-from profharness.measurements.axes import AXES, LENGTH, Axis, Sweep
+from profharness.measurements.axes import (
+    AXES,
+    DTYPE_TOKEN,
+    LENGTH,
+    MIB,
+    Axis,
+    Sweep,
+    families,
+    family,
+)
 from profharness.measurements.evaluation import BenchResult, Loss
 from profharness.measurements.measurements import UNKNOWN, BenchRow
 from profharness.render.document import (
@@ -26,6 +34,7 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
+    Mark,
     Note,
     Roof,
     Table,
@@ -45,6 +54,100 @@ from profharness.rows import (
     WALL,
 )
 from profharness.stats import THRESHOLD
+
+SHOWN_SWEEPS = 4
+"""Statements and charts per axis, the longest sweeps first."""
+SHOWN_MARKS = 5
+SHOWN_PAIRS = 24
+"""Rows of the chart of dtypes."""
+
+
+def axis_blocks(answer: BenchResult) -> Iterator[Block]:
+    """Yield statements on each sweep and on pairs of dtypes."""
+    if not answer.sweeps and not answer.dtypes:
+        return
+    yield Heading("Along each axis", "configs that differ in it alone")
+    for axis in AXES:
+        own = [sweep for sweep in answer.sweeps if sweep.axis == axis.key]
+        for sweep in own[:SHOWN_SWEEPS]:
+            if sweep.statement:
+                yield Note(sweep.statement, f"{axis.title}, {sweep.name}")
+            if sweep.growth:
+                text = "; ".join(growth.text for growth in sweep.growth)
+                yield Note(text, f"peak memory over {axis.title}, {sweep.name}")
+        if len(own) > SHOWN_SWEEPS:
+            more = f"{len(own) - SHOWN_SWEEPS} more sweeps (--format json has them all)"
+            yield Note(more, axis.title)
+    yield from (Note(pair.statement, "dtype") for pair in answer.dtypes)
+
+
+def axis_charts(answer: BenchResult) -> Iterator[Chart]:
+    """Yield charts of peak memory over length, and of dtypes side by side."""
+    memory = [
+        {
+            "label": row.config,
+            "backend": row.backend,
+            "MiB": row.peak_memory_bytes / MIB,
+        }
+        for row in answer.figures()
+        if row.peak_memory_bytes and row.ranked
+    ]
+    yield from sweep_charts(memory, "Peak memory", "MiB", "PyTorch's allocator")
+    rows: list[dict[str, Any]] = [
+        {
+            "pair": f"{row.backend}, {family(row.config, DTYPE_TOKEN)}",
+            "dtype": str(parse_config(row.config).dtype),
+            "µs": row.median_ns / 1e3,
+            "label": row.config,
+        }
+        for row in answer.figures()
+        if row.ranked and row.median_ns
+    ]
+    counts = Counter(row["pair"] for row in rows)
+    pairs = [pair for pair, count in counts.items() if count > 1][:SHOWN_PAIRS]
+    shown = tuple(row for row in rows if row["pair"] in pairs)
+    if shown:
+        title = f"Latency by dtype ({answer.ranking})"
+        yield Chart("dumbbell", title, shown, "µs", "pair", "dtype", "µs", label="label")
+
+
+def sweep_charts(
+    rows: Sequence[dict[str, Any]],
+    what: str,
+    unit: str,
+    measurement: str,
+    *,
+    axes: Iterable[Axis] = (LENGTH,),
+    found: Sequence[Sweep] = (),
+    events: Collection[str] = (),
+) -> list[Chart]:
+    """Return a chart of lines for each sweep over each axis.
+
+    Rows contain `label` (of the config), `backend` and a value under the key `unit`. Events in
+    `found` whose kind is in `events` are marked.
+    """
+    charts = []
+    for axis in axes:
+        groups = families([row["label"] for row in rows], axis)
+        longest = sorted(groups.items(), key=lambda item: -len(item[1]))
+        for name, group in longest[:SHOWN_SWEEPS]:
+            places = {label: value for value, label in group.items()}
+            points = tuple(
+                row | {axis.key: places[row["label"]]} for row in rows if row["label"] in places
+            )
+            marks = [
+                Mark(event.place, event.mark)
+                for sweep in found
+                if (sweep.axis, sweep.name) == (axis.key, name)
+                for event in sweep.events
+                if event.kind in events
+            ]
+            title = f"{what} over {axis.title}, {name} ({measurement})"
+            keys = (axis.key, unit, "backend", axis.title, unit)
+            chart = Chart("lines", title, points, *keys, low="low", high="high", label="label")
+            charts.append(replace(chart, marks=tuple(marks[:SHOWN_MARKS])))
+    return charts
+
 
 SCHEMA = "profharness.bench/1"
 FIELDS = field_names(BenchRow)
@@ -500,3 +603,100 @@ def rate_blocks(
         named = ", ".join(f"{backend} on {label}" for label, backend in sorted(wrong))
         blocks.append(Note(f"left out of every comparison of rates: {named}", "wrong", "error"))
     return blocks
+
+
+SHOWN = 3
+
+
+def benches_by_gpu_document(
+    answers: Sequence[BenchResult], *, explain: bool = False, raw: bool = False
+) -> Document:
+    """Return the document of `bench` for each GPU, and a table with one column per GPU.
+
+    The rows are those of all runs. Further JSON keys are those of the first run, and `classes`. A
+    single answer has its usual document.
+    """
+    documents = [bench_document(answer, explain=explain, raw=raw) for answer in answers]
+    first = documents[0]
+    if len(answers) < 2:
+        return first
+    blocks = [*chain.from_iterable(document.blocks for document in documents)]
+    return Document(
+        first.schema,
+        f"Bench of runs {', '.join(answer.run for answer in answers)}",
+        (*blocks, *gpu_blocks(answers)),
+        first.fields,
+        tuple(chain.from_iterable(document.records for document in documents)),
+        {**first.extra, "classes": [gpu_record(answer) for answer in answers]},
+    )
+
+
+def on_several_gpus(answers: Sequence[BenchResult]) -> bool:
+    """Return whether the answers have several devices, and some cell in common."""
+    cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
+    alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
+    return alike and len({_device(answer) for answer in answers}) > 1
+
+
+def gpu_record(answer: BenchResult) -> dict[str, object]:
+    """Return the JSON record of one GPU."""
+    return {
+        "run": answer.run,
+        "device": _device(answer),
+        "environment": answer.environment,
+        "winners": [record(winner) for winner in answer.winners],
+    }
+
+
+def _device(answer: BenchResult) -> str:
+    environment = answer.environment
+    return device_name(environment) or answer.run
+
+
+def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
+    """Return the medians on each GPU, and speed-ups against the first one."""
+    names = [_device(answer) for answer in answers]
+    columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
+    columns += [Column(f"us{at}", f"{name} µs", "us") for at, name in enumerate(names)]
+    columns += [
+        Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
+    ]
+    medians = [
+        {(row.config, row.backend): row.median_ns for row in answer.ranking_rows()}
+        for answer in answers
+    ]
+    rows = []
+    for cell in dict.fromkeys(chain.from_iterable(medians)):
+        figures = [each.get(cell) for each in medians]
+        base = figures[0]
+        times = [base / other if base and other else None for other in figures[1:]]
+        rows.append((*cell, *figures, *times))
+    return [
+        Heading("classes", f"{len(answers)} of them, medians of {answers[0].ranking}"),
+        Table(tuple(columns), tuple(rows)),
+        *(Note(text) for text in _other_winners(answers)),
+    ]
+
+
+def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
+    """Return sentences on the configs for which another backend is fastest than on the first GPU."""
+    best = [{winner.config: winner for winner in answer.winners} for answer in answers]
+    texts = []
+    for answer, each in zip(answers[1:], best[1:], strict=True):
+        both = [config for config in best[0] if config in each]
+        # a backend without a significant difference from the fastest is not another choice
+        apart = [
+            config
+            for config in both
+            if each[config].backend != best[0][config].backend
+            and best[0][config].backend not in (*each[config].ties, *each[config].open)
+        ]
+        examples = ", ".join(
+            f"{config} ({best[0][config].backend}, there {each[config].backend})"
+            for config in apart[:SHOWN]
+        )
+        texts.append(
+            f"on {_device(answer)} another backend than on {_device(answers[0])} is the fastest for "
+            f"{len(apart)} of {len(both)} configs{f': {examples}' if examples else ''}"
+        )
+    return texts

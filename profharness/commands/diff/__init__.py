@@ -20,8 +20,14 @@ from profharness.commands._types import (
     threshold_option,
 )
 from profharness.commands.diff.compare import diff_cells
-from profharness.commands.diff.result import BACKEND_CHANGED, COSTS, Diff, Side
-from profharness.commands.diff.sides import find_sides, nothing_compared
+from profharness.commands.diff.result import (
+    BACKEND_CHANGED,
+    COSTS,
+    Diff,
+    Side,
+    find_sides,
+    nothing_compared,
+)
 from profharness.commands.diff.tables import FIELDS, cost_text, diff_document, layer_text
 from profharness.errors import GateError, NotFoundError
 from profharness.program.changes import VERDICTS

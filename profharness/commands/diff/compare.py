@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness import stats
-from profharness.commands.diff.resource_costs import launch_cost, memory_cost, refusal_cost
-from profharness.commands.diff.result import Change, Cost, Diff, DiffRow, Side
+from profharness.commands.diff.result import (
+    LAUNCHES,
+    MEMORY,
+    REFUSED,
+    Change,
+    Cost,
+    CostVerdict,
+    Diff,
+    DiffRow,
+    Side,
+)
 from profharness.device_types import CPU
 from profharness.measurements.measurements import clock_doubts, host_doubts
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict, environment_changes
@@ -44,7 +53,7 @@ FIELDS = (
 )
 NO_CONFIG = "(no config)"
 MAX_CLOCK_RATIO = 1.05
-LAUNCHES = "profiler launches"
+PROFILED = "profiler launches"
 KERNELS_ROLE = "kernels"  # all kernels of a call, from samples if a trace does not separate them
 
 
@@ -151,7 +160,7 @@ def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
             side: kernels,
             f"{side}_ns": kernels_call_ns(kernels, _call_count(own)),
         }
-        rows.append(replace(template, role=role, basis=LAUNCHES, **values))
+        rows.append(replace(template, role=role, basis=PROFILED, **values))
     return rows
 
 
@@ -256,7 +265,7 @@ def _kernel_row(
         changed=bool(differing),
         baseline_ns=times[0],
         candidate_ns=times[1],
-        basis=LAUNCHES,
+        basis=PROFILED,
     )
 
 
@@ -501,3 +510,55 @@ def _properties(row: KernelRow) -> tuple[Any, ...]:
     """Return the values of FIELDS. The tile is part of the kernel's name."""
     tile = parse_kernel_name(row.kernel, row.kernel_kind).tile
     return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)
+
+
+MEMORY_THRESHOLD = 0.01
+"""Peaks are repeatable to the byte. An allocation is rounded up to 512 bytes."""
+
+
+def memory_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
+    """Compare peak memory, if both sides report it. A CPU does not."""
+    peaks = baseline.peak_memory_bytes, candidate.peak_memory_bytes
+    if peaks[0] and peaks[1]:
+        same = not stats.beyond(peaks[1] / peaks[0], MEMORY_THRESHOLD)
+        yield _cost(MEMORY, baseline, candidate, (peaks[0], peaks[1]), same=same)
+
+
+def launch_cost(
+    baseline: CellRow,
+    candidate: CellRow,
+    kernels: tuple[Sequence[KernelRow], Sequence[KernelRow]],
+    calls: tuple[int, int],
+) -> Iterator[Cost]:
+    """Compare the launches of one call, including copies, if one profiler recorded both sides.
+    `calls` are those of a side whose rows do not have them.
+    """
+    if all(kernels) and kernels[0][0].profiler == kernels[1][0].profiler:
+        counts = [
+            round(sum(launches_per_call(row, number) for row in rows), 2)
+            for rows, number in zip(kernels, calls, strict=True)
+        ]
+        same = counts[0] == counts[1]
+        yield _cost(LAUNCHES, baseline, candidate, (counts[0], counts[1]), same=same)
+
+
+def refusal_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
+    """Report a config that only one side refuses."""
+    statuses = baseline.status, candidate.status
+    verdicts: dict[tuple[str, str], CostVerdict] = {
+        ("ok", "refused"): "refused",
+        ("refused", "ok"): "accepted",
+    }
+    same = statuses[0] == statuses[1] in ("ok", "refused")
+    if same or statuses in verdicts:
+        pair = baseline.config, baseline.backend, candidate.backend
+        yield Cost(*pair, REFUSED, *statuses, verdict=verdicts.get(statuses, "same"))
+
+
+def _cost(
+    what: str, baseline: CellRow, candidate: CellRow, values: tuple[float, float], *, same: bool
+) -> Cost:
+    ratio = values[1] / values[0] if values[0] else None
+    verdict: CostVerdict = "same" if same else "more" if values[1] > values[0] else "less"
+    pair = baseline.config, baseline.backend, candidate.backend
+    return Cost(*pair, what, *values, verdict=verdict, ratio=ratio)

@@ -217,7 +217,7 @@ def show(
 ) -> Document:
     """Return the document. Print hints about what its format omits."""
     if steps:
-        from profharness.commands.kernels.step_tables import steps_document  # for this one option
+        from profharness.commands.kernels.steps import steps_document  # for this one option
 
         page = steps_document(found.rows, found.cells, full=full)
     elif EVERY_PROFILER in found.profilers:

@@ -29,15 +29,17 @@ from profharness.commands._types import (
     complete_runs,
     store_path,
 )
-from profharness.commands.layers.bench_tables import benches_document
 from profharness.commands.layers.forecast_map import forecast_map
-from profharness.commands.layers.gpu_tables import forecasts_document, layers_by_gpu_document
+from profharness.commands.layers.gpu_tables import (
+    benches_document,
+    forecasts_document,
+    layers_by_gpu_document,
+)
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.jobs.into_store import Listener, time_layers
-from profharness.program.benches import find_benches
-from profharness.program.by_gpu import LayersByGpu, find_layers_by_gpu
+from profharness.program.by_gpu import LayersByGpu, find_benches, find_layers_by_gpu
 from profharness.program.gates import (
     Gates,
     check_gates,

@@ -15,7 +15,6 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
-from profharness.commands.ranks.answer import compare_ranks
 from profharness.commands.ranks.comparison import CODES, RankComparison
 from profharness.commands.ranks.tables import ranks_document
 from profharness.errors import GateError
@@ -77,6 +76,9 @@ def ranks(
       profharness ingest traces/step100 --scheduler local && profharness ranks
       profharness ranks traces/step100 --fail-on slow-gpu,other-attention
     """
+    # imports numpy, which no other reading command needs
+    from profharness.commands.ranks.outliers import compare_ranks
+
     with open_store(store_path(store)) as opened:
         return compare_ranks(opened, [str(run) for run in runs], threshold)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from profharness.columns import column
 from profharness.stats import THRESHOLD
 
 SLOW_GPU, SLOW_KERNELS = "slow-gpu", "slow-kernels"
@@ -24,6 +26,7 @@ CODES = {
 """Codes of findings, and what they mean for a rank."""
 SIGMAS = 3.5  # distance from the other ranks that is an outlier
 WAIT_SHARE = 0.05  # of the span
+Share = float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +43,50 @@ class RankFigures:
     """The figures of one rank. None if unknown."""
 
     rank: int | None
-    label: str
-    run: str
-    device: str | None
+    label: Annotated[str, column("rank", meaning="`rank 3`, or the name of its file")]
+    run: Annotated[str, column("run", meaning="id of the run")]
+    device: Annotated[str | None, column("device", shrink=True, meaning="model of the GPU")]
     host_key: str | None
     gpu_key: str | None
     launches: int
-    # Time of its compute kernels over that of the same kernels on the median of the other ranks,
-    # weighted by time.
-    ratio: float | None
-    compute_ns: int  # without collectives
-    span_ns: int | None  # from the first launch to the end of the last, summed over its devices
+    ratio: Annotated[
+        float | None,
+        column(
+            "compute / others",
+            "thousandths",
+            meaning="time of its kernels over that of the same kernels on the median of the others",
+        ),
+    ]
+    """Without collectives, weighted by time."""
+    compute_ns: Annotated[int, column("compute ms", "ms", meaning="time without collectives")]
+    span_ns: Annotated[int | None, column("span ms", "ms", meaning="from first to last launch")]
+    """Summed over its devices."""
     idle_ns: int | None  # part of the span, like the next two
     collective_ns: int | None
     exposed_ns: int | None  # collectives without parallel compute
-    attention: tuple[str, ...]
-    findings: tuple[str, ...] = ()
+    attention: Annotated[
+        tuple[str, ...], column("attention", "names", shrink=True, meaning="its attention kernels")
+    ]
+    findings: Annotated[tuple[str, ...], column("findings", "names", meaning="their codes")] = ()
 
     @property
-    def idle_share(self) -> float | None:
+    def idle_share(
+        self,
+    ) -> Annotated[Share, column("% idle", "percent", meaning="without a kernel")]:
         """Share of the span."""
         return self._share(self.idle_ns)
 
     @property
-    def collective_share(self) -> float | None:
+    def collective_share(
+        self,
+    ) -> Annotated[Share, column("% collectives", "percent", meaning="in collectives")]:
         """Share of the span."""
         return self._share(self.collective_ns)
 
     @property
-    def exposed_share(self) -> float | None:
+    def exposed_share(
+        self,
+    ) -> Annotated[Share, column("% exposed", "percent", meaning="in collectives alone")]:
         """Share of the span."""
         return self._share(self.exposed_ns)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from profharness.columns import Column
+from profharness.columns import pick
 from profharness.commands.ranks.comparison import CODES, RankComparison, RankFigures
 from profharness.errors import join_few
 from profharness.render.document import (
@@ -22,18 +22,9 @@ from profharness.render.document import (
 SCHEMA = "profharness.ranks/1"
 SHARES = ("idle_share", "collective_share", "exposed_share")
 FIELDS = (*field_names(RankFigures), *SHARES)
-COLUMNS = (
-    Column("label", "rank"),
-    Column("run", "run"),
-    Column("device", "device", shrink=True),
-    Column("ratio", "compute / others", "thousandths"),
-    Column("compute_ns", "compute ms", "ms"),
-    Column("span_ns", "span ms", "ms"),
-    Column("idle_share", "% idle", "percent"),
-    Column("collective_share", "% collectives", "percent"),
-    Column("exposed_share", "% exposed", "percent"),
-    Column("attention", "attention", "names", shrink=True),
-    Column("findings", "findings", "names"),
+COLUMNS = pick(
+    RankFigures,
+    *("label", "run", "device", "ratio", "compute_ns", "span_ns", *SHARES, "attention", "findings"),
 )
 ROWS_SHOWN = 32  # in a larger job, ranks with findings come first
 LABELS_SHOWN = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness import stats
@@ -13,18 +13,19 @@ from profharness.atlas.rows import against
 from profharness.attention.config import parse_config
 from profharness.columns import Column
 from profharness.commands.analyze.figures import run_machine
-from profharness.commands.bench.by_gpu import gpu_blocks, gpu_record, on_several_gpus
 from profharness.commands.bench.tables import (
     bench_document,
+    gpu_blocks,
+    gpu_record,
     latency_charts,
     lengthless,
+    on_several_gpus,
     rate_blocks,
 )
 from profharness.commands.diff.compare import diff_cells
-from profharness.commands.diff.result import Diff
-from profharness.commands.diff.sides import find_sides
+from profharness.commands.diff.result import Diff, find_sides
 from profharness.commands.diff.tables import diff_document
-from profharness.commands.kernels.step_tables import math_blocks
+from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
     cell_record,
     kernel_record,
@@ -35,18 +36,18 @@ from profharness.commands.layers.gpu_tables import layers_by_gpu_blocks, layers_
 from profharness.commands.layers.tables import layers_document
 from profharness.commands.predict.tables import against_blocks
 from profharness.commands.report.glossary import glossary_blocks
-from profharness.commands.report.summary import Summary, summarize_run
 from profharness.commands.verify.tables import verify_document
 from profharness.device_types import device_name
 from profharness.errors import NotFoundError
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
-from profharness.measurements.evaluation import BenchResult, evaluate_bench
+from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
 from profharness.program.by_gpu import find_programs
 from profharness.program.changes import OF_A_FILE
 from profharness.render.devices import device_blocks
 from profharness.render.document import Block, Chart, Code, Document, Heading, Note, Table
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import Problem
+from profharness.stats import THRESHOLD
 from profharness.store import Store
 
 SCHEMA = "profharness.report/1"
@@ -361,3 +362,107 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Sentences in reading order."""
+
+    sentences: tuple[str, ...]
+    code: str = ""  # selects the fastest backend where auto cost the most
+
+
+def summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> Summary:
+    """Return the summary of a run, empty for one without cells."""
+    if not cells:
+        return Summary(())
+    sentences = [_what_ran(store, run, cells), *_refused(cells), *_failed(cells)]
+    code = ""
+    if any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS):
+        losses = evaluate_bench(store, run).losses
+        real = [loss for loss in losses if loss.real]
+        code = real[0].code if real else ""
+        sentences += _auto(cells, losses)
+    problems = store.problems(run)
+    if problems:
+        sentences.append(
+            f"{_count(len(problems), 'problem')} of profilers or of the GPU: see below."
+        )
+    return Summary(tuple(sentences), code)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _what_ran(store: Store, run: str, cells: Sequence[CellRow]) -> str:
+    environment = store.environment(run)
+    configs = dict.fromkeys(cell.config for cell in cells)
+    backends = dict.fromkeys(cell.backend for cell in cells)
+    counts = Counter(cell.status for cell in cells)
+    ended = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    device = device_name(environment) or "an unknown device"
+    what = f"{_count(len(configs), 'config')} on {_count(len(backends), 'backend')}"
+    torch = environment.get("torch") or "of an unknown release"
+    return f"{what} ({', '.join(backends)}) make {_count(len(cells), 'cell')}: {ended}; {device}, torch {torch}."
+
+
+def _refused(cells: Sequence[CellRow]) -> Iterator[str]:
+    """Yield one sentence on all refusals, with the codes of their reasons."""
+    parts = []
+    for backend in dict.fromkeys(cell.backend for cell in cells):
+        own = [cell for cell in cells if cell.backend == backend]
+        refused = [cell for cell in own if cell.status == "refused"]
+        codes = dict.fromkeys(reason.code for cell in refused for reason in cell.refusals)
+        if refused:
+            why = ", ".join(codes) or "no reason told"
+            parts.append(f"{backend} {len(refused)} of {len(own)} ({why})")
+    if parts:
+        yield f"Refused: {'; '.join(parts)}."
+
+
+def _failed(cells: Sequence[CellRow]) -> Iterator[str]:
+    failed = [cell for cell in cells if cell.status not in ("ok", "refused")]
+    if failed:
+        first = failed[0]
+        yield (
+            f"{_count(len(failed), 'cell')} failed, the first: {first.backend} on {first.config} "
+            f"({first.status})."
+        )
+
+
+def _auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
+    """Yield auto's choice, its cost relative to the best, and what to change."""
+    took = Counter(
+        backend_that_ran(cell) or "an unknown backend"
+        for cell in cells
+        if cell.backend == "auto" and cell.status == "ok"
+    )
+    if took:
+        yield f"auto took {_named(took)}."
+    if not losses:
+        return
+    real = [loss for loss in losses if loss.real]
+    unknown = sum(loss.open for loss in losses)
+    doubt = f"; on {_count(unknown, 'config')} the two are not told apart" if unknown else ""
+    compared = _count(len(losses), "config")
+    if not real:
+        yield (
+            f"On none of {compared} was another backend shown to be faster than auto by "
+            f"{THRESHOLD:.0%}{doubt}: nothing to change."
+        )
+        return
+    worst = real[0]
+    yield (
+        f"auto was slower than the fastest other backend on {len(real)} of {compared}, at most by "
+        f"{worst.regret:.1%} ({worst.config}: {worst.chosen_ns / 1e3:,.2f} µs, {worst.best} takes "
+        f"{worst.best_ns / 1e3:,.2f}){doubt}."
+    )
+    yield (
+        f"To change: select {_named(Counter(loss.best for loss in real))}; the code below does it "
+        "where auto cost most."
+    )
+
+
+def _named(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} on {_count(n, 'config')}" for name, n in counts.most_common())
