@@ -143,7 +143,7 @@ def test_the_state_that_most_warps_wait_in_is_named_with_what_helps() -> None:
 
 def test_every_state_but_the_one_that_issues_has_words() -> None:
     assert {*WARP_STATE_WORDS} == {*WARP_STATES} - {"selected"}
-    assert all(threshold.source for threshold in THRESHOLDS.values())
+    assert all(source for _, source in THRESHOLDS.values())
 
 
 def test_every_metric_of_the_presets_is_read() -> None:

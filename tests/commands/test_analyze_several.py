@@ -22,6 +22,7 @@ from profharness.commands.analyze.several import (
     merged_text,
     missing_scenarios,
     sweep,
+    where,
 )
 from profharness.commands.analyze.tables import analyze_document
 from profharness.render.document import Heading, Note
@@ -72,10 +73,10 @@ def test_like_findings_are_told_once_with_where_they_hold() -> None:
     analyses = [few_blocks(label, name, 16) for label in labels for name in ("mine", "other")]
     analyses.append(few_blocks(labels[0], "third", 132 * 2))
     pairs = [(each, item) for each in analyses for item in each.findings]
-    (common,) = [each for each in common_findings(pairs) if each.item.code == "few_blocks"]
-    assert common.where == "mine, other at 3 configs"
+    (members,) = [own for each, own in common_findings(pairs) if each.code == "few_blocks"]
+    assert where(members) == "mine, other at 3 configs"
     remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
-    assert {each.where for each in remedies} == {"mine, other at 3 configs"}
+    assert {where(members) for _, members in remedies} == {"mine, other at 3 configs"}
     document = analyze_document(analyses)
     headings = [block.text for block in document.blocks if isinstance(block, Heading)]
     assert "In several configs" in headings
@@ -139,21 +140,18 @@ def test_drops_of_a_sweep_are_told_where_they_are() -> None:
     labels = [f"b1-h4-s64-d{dim}-fp32" for dim in (512, 1024, 2048)]
     analyses = [sized(*each) for each in zip(labels, (10_000, 21_000, 130_000), strict=True)]
     ((name, group),) = sweep(analyses)
-    (drop,) = drops(name, group)
-    assert (drop.before, drop.after) == (1024, 2048)
-    assert drop.factor == pytest.approx(130 / 42)
+    assert list(drops(name, group)) == [(1024, 2048, pytest.approx(130 / 42))]
     notes = [each.text for each in analyze_document(analyses).blocks if isinstance(each, Note)]
     assert "TFLOP/s fall 3.1 times from head_dim 1024 to 2048" in notes
-    assert changed_problems(analyses) == []
+    assert not list(changed_problems(analyses))
 
 
 def test_configs_that_change_more_than_head_dim_are_no_sweep() -> None:
     """The published sweep: heads x queries x keys shrink as head_dim grows."""
     labels = ["b1-h4-s64-d512-fp32", "b1-h4-s64-d2048-fp32", "b1-h2-s32-d4096-fp32"]
     labels.append("b1-h1-s16-d8192-fp32")
-    (changed,) = changed_problems([sized(label, 10_000) for label in labels])
-    assert changed.head_dims == (512, 2048, 4096, 8192)
-    assert changed.scores == (16384, 16384, 2048, 256)
+    ((_, scores),) = changed_problems([sized(label, 10_000) for label in labels])
+    assert scores == {512: 16384, 2048: 16384, 4096: 2048, 8192: 256}
     document = analyze_document([sized(label, 10_000) for label in labels])
     (note,) = [
         each

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -367,17 +367,18 @@ def _analysis(
     backward = all(any(k.direction == "backward" for k in call.kernels) for call in calls)
     config = replace(config, bwd=config.bwd and backward)
     kept = [
-        replace(call, kernels=tuple(k for k in call.kernels if _counts(k, config)))
+        replace(
+            call,
+            kernels=tuple(k for k in call.kernels if config.bwd or k.direction != "backward"),
+        )
         for call in calls
     ]
-    name = actual_backend(first) or first.kind
-    rows = _kernel_rows(cell, config, name, kept, machine.device)
     times = tuple(sum(kernel.total_ns for kernel in call.kernels) for call in kept)
     row = CellRow(
         run=first.run,
         cell=cell,
         config=config.label,
-        backend=name,
+        backend=actual_backend(first) or first.kind,
         status="ok",
         message=None,
         choice=None,
@@ -387,81 +388,60 @@ def _analysis(
         warnings=(),
         samples={"kernel": (round(median(times)),)},
     )
+    rows = list(_kernel_rows(row, kept, machine.device))
     analysis = analyze_cell(row, rows, machine, written_out=first.kind == "eager")
     return replace(analysis, module=module)
 
 
-def _counts(kernel: CallKernel, config: Config) -> bool:
-    """Return whether a kernel belongs to the work that the config describes."""
-    return config.bwd or kernel.direction != "backward"
-
-
 def _kernel_rows(
-    cell: str, config: Config, backend: str, calls: Sequence[CallRow], device: Device | None
-) -> list[KernelRow]:
-    """Return the calls' kernels in launch order, one row per launch configuration and direction."""
+    cell: CellRow, calls: Sequence[CallRow], device: Device | None
+) -> Iterator[KernelRow]:
+    """Yield the calls' kernels in launch order, one row per launch configuration and direction.
+
+    Calls store sums over launches, so a time is a mean. Any kernel that autograd launched is a
+    backward kernel, whichever op launched it.
+    """
     groups: dict[CallKernel, list[CallKernel]] = {}
     for kernel in (kernel for call in calls for kernel in call.kernels):
         groups.setdefault(kernel._replace(launches=0, total_ns=0), []).append(kernel)
     whole = sum(kernel.total_ns for group in groups.values() for kernel in group)
-    return [
-        _kernel_row(calls[0].run, cell, config, backend, group, len(calls), whole, place, device)
-        for place, group in enumerate(groups.values())
-    ]
-
-
-def _kernel_row(
-    run: str,
-    cell: str,
-    config: Config,
-    backend: str,
-    group: Iterable[CallKernel],
-    calls: int,
-    whole_ns: int,
-    place: int,
-    device: Device | None,
-) -> KernelRow:
-    """Return one kernel row. Calls store sums over launches, so its time is a mean. Any kernel that
-    autograd launched is a backward kernel, whichever op launched it.
-    """
-    same = list(group)
-    first = same[0]
-    launches, total = sum(k.launches for k in same), sum(k.total_ns for k in same)
-    fit = None
-    if device and first.block and None not in (first.registers_per_thread, first.shared_bytes):
-        threads = math.prod(first.block)
-        fit = occupancy(threads, first.registers_per_thread or 0, first.shared_bytes or 0, device)
-    mean = round(total / launches) if launches else None
-    return KernelRow(
-        run=run,
-        config=config.label,
-        backend=backend,
-        cell=cell,
-        profiler=PROFILER,
-        status="ok",
-        range=None,
-        kernel=first.kernel,
-        kernel_short=first.kernel_short,
-        kernel_kind=first.kernel_kind,
-        family=first.family,
-        grid=first.grid,
-        block=first.block,
-        registers_per_thread=first.registers_per_thread,
-        static_shared_bytes=None,
-        dynamic_shared_bytes=None,
-        shared_bytes=first.shared_bytes,
-        launches=launches,
-        launches_per_call=launches / calls,
-        duration_ns=mean,
-        total_ns=total,
-        min_ns=mean,
-        max_ns=mean,
-        share=total / whole_ns if whole_ns else None,
-        first_ns=place,
-        op_path=AUTOGRAD if first.direction == "backward" else None,
-        sdpa_op=None,
-        occupancy=fit.fraction if fit else None,
-        occupancy_limiter=fit.limiter if fit else None,
-        shared_share=fit.shared_share if fit else None,
-        device=0,
-    )
+    for place, (kind, same) in enumerate(groups.items()):
+        launches, total = sum(k.launches for k in same), sum(k.total_ns for k in same)
+        mean = round(total / launches) if launches else None
+        fit = None
+        if device and kind.block and None not in (kind.registers_per_thread, kind.shared_bytes):
+            threads = math.prod(kind.block)
+            fit = occupancy(threads, kind.registers_per_thread or 0, kind.shared_bytes or 0, device)
+        yield KernelRow(
+            run=cell.run,
+            config=cell.config,
+            backend=cell.backend,
+            cell=cell.cell,
+            profiler=PROFILER,
+            status="ok",
+            range=None,
+            kernel=kind.kernel,
+            kernel_short=kind.kernel_short,
+            kernel_kind=kind.kernel_kind,
+            family=kind.family,
+            grid=kind.grid,
+            block=kind.block,
+            registers_per_thread=kind.registers_per_thread,
+            static_shared_bytes=None,
+            dynamic_shared_bytes=None,
+            shared_bytes=kind.shared_bytes,
+            launches=launches,
+            launches_per_call=launches / len(calls),
+            duration_ns=mean,
+            total_ns=total,
+            min_ns=mean,
+            max_ns=mean,
+            share=total / whole if whole else None,
+            first_ns=place,
+            op_path=AUTOGRAD if kind.direction == "backward" else None,
+            sdpa_op=None,
+            occupancy=fit.fraction if fit else None,
+            occupancy_limiter=fit.limiter if fit else None,
+            shared_share=fit.shared_share if fit else None,
+            device=0,
+        )

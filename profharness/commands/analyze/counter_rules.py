@@ -7,7 +7,6 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from profharness.commands.analyze.figures import (
     MEASURED,
@@ -33,104 +32,84 @@ from profharness.recording.profilers.ncu_metrics import (
     warp_state,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Threshold:
-    """The value of a counter from which it is a finding, and the source of that value."""
-
-    value: float
-    source: str
-
-
 _STALL_RULES = "Nsight Compute's rules CPIStall and IssueSlotUtilization"
 _OWN = "profharness: what is less than that costs less than other things on the list"
-THRESHOLDS: dict[str, Threshold] = {
-    "tensor pipe": Threshold(0.6, "Nsight Compute's rule SOLBottleneck: below it latency limits"),
-    "tensor cores": Threshold(
-        0.01, "H200 runs: products without tensor cores stay below 0.5 %, those with them above 2 %"
+THRESHOLDS: dict[str, tuple[float, str]] = {
+    "tensor pipe": (0.6, "Nsight Compute's rule SOLBottleneck: below it latency limits"),
+    "tensor cores": (
+        0.01,
+        "H200 runs: products without tensor cores stay below 0.5 %, those with them above 2 %",
     ),
-    "issue slots": Threshold(0.8, _STALL_RULES),
-    "stall": Threshold(0.3, _STALL_RULES),
-    "sectors": Threshold(
-        18, "32 threads of 16 bytes in 32-byte sectors, and two for a ragged start"
-    ),
-    "scattered": Threshold(24, "half as many again as the widest access needs"),
-    "narrow": Threshold(4, "32 threads of 4 bytes in 32-byte sectors"),
-    "bank conflicts": Threshold(0.1, _OWN),
-    "many bank conflicts": Threshold(0.5, "every second pass of shared memory is a repetition"),
-    "kernel": Threshold(0.2, "profharness: the part of a call's time that makes a kernel worth it"),
+    "issue slots": (0.8, _STALL_RULES),
+    "stall": (0.3, _STALL_RULES),
+    "sectors": (18, "32 threads of 16 bytes in 32-byte sectors, and two for a ragged start"),
+    "scattered": (24, "half as many again as the widest access needs"),
+    "narrow": (4, "32 threads of 4 bytes in 32-byte sectors"),
+    "bank conflicts": (0.1, _OWN),
+    "many bank conflicts": (0.5, "every second pass of shared memory is a repetition"),
+    "kernel": (0.2, "profharness: the part of a call's time that makes a kernel worth it"),
 }
-"""The threshold of each counter."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarpState:
-    """A state of warps: what they wait for, as NVIDIA's table of metrics describes it, and what
-    helps.
-    """
-
-    waits: str
-    change: str
+"""The value of each counter from which it is a finding, and the source of that value."""
 
 
 _FEWER = "put other instructions between those of that unit, or need fewer of them"
-WARP_STATE_WORDS: dict[str, WarpState] = {
-    "long_scoreboard": WarpState(
+WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
+    "long_scoreboard": (
         "for data from global or local memory (L1, L2 or DRAM)",
         "load earlier (a pipeline of several tiles with cp.async or TMA), keep in shared memory what "
         "is read again, or have more warps resident",
     ),
-    "short_scoreboard": WarpState(
+    "short_scoreboard": (
         "for shared memory or a special function such as exp",
         "read shared memory in wider words and without bank conflicts, or need fewer of them",
     ),
-    "mio_throttle": WarpState(
-        "for room in the queue of shared memory and special functions", _FEWER
-    ),
-    "lg_throttle": WarpState(
+    "mio_throttle": ("for room in the queue of shared memory and special functions", _FEWER),
+    "lg_throttle": (
         "for room in the queue of global memory",
         "make fewer and wider accesses, 16 bytes a thread",
     ),
-    "tex_throttle": WarpState("for room in the queue of texture memory", _FEWER),
-    "math_pipe_throttle": WarpState(
+    "tex_throttle": ("for room in the queue of texture memory", _FEWER),
+    "math_pipe_throttle": (
         "for an arithmetic pipe that is busy",
         "this is what a kernel at its limit looks like; only fewer instructions help",
     ),
-    "barrier": WarpState(
+    "barrier": (
         "for other warps of the block at a barrier",
         "even out the work between barriers, or have smaller blocks and more of them on an SM; where "
         "warps load and others compute, those that are idle wait by design",
     ),
-    "gmma": WarpState(
+    "gmma": (
         "for the registers of asynchronous tensor-core products (wgmma)",
         "have two groups of warps take turns, so that one computes while the other prepares",
     ),
-    "wait": WarpState(
+    "wait": (
         "a fixed time for the instruction before",
         "have more independent instructions in a warp, or more warps resident",
     ),
-    "branch_resolving": WarpState("for the target of a branch", "unroll loops, and branch less"),
-    "no_instruction": WarpState(
-        "for instructions to be fetched", "make the code of the loop smaller, or unroll it less"
+    "branch_resolving": ("for the target of a branch", "unroll loops, and branch less"),
+    "no_instruction": (
+        "for instructions to be fetched",
+        "make the code of the loop smaller, or unroll it less",
     ),
-    "imc_miss": WarpState("for constants", "let all threads of a warp read the same constant"),
-    "membar": WarpState("for a memory barrier", "use fences of a smaller scope, and fewer"),
-    "drain": WarpState("for their stores, after the end", "write the results in wider words"),
-    "sleeping": WarpState("in a sleep of the code's own", "let them sleep less"),
-    "dispatch_stall": WarpState("for the dispatcher", "look at the pipes: one is busy"),
-    "misc": WarpState("for other reasons of the hardware", "nothing known helps"),
-    "not_selected": WarpState(
+    "imc_miss": ("for constants", "let all threads of a warp read the same constant"),
+    "membar": ("for a memory barrier", "use fences of a smaller scope, and fewer"),
+    "drain": ("for their stores, after the end", "write the results in wider words"),
+    "sleeping": ("in a sleep of the code's own", "let them sleep less"),
+    "dispatch_stall": ("for the dispatcher", "look at the pipes: one is busy"),
+    "misc": ("for other reasons of the hardware", "nothing known helps"),
+    "not_selected": (
         "for a scheduler that issues from another warp",
         "there are warps enough; fewer with more registers each would do as well",
     ),
 }
+"""What the warps of a state wait for, as NVIDIA's table of metrics describes it, and what helps."""
 
 
 _TENSOR_SOURCE = f"ncu {TENSOR_PIPE}, on Ada its _v2"
 
 
 def _over(name: str, value: float | None) -> bool:
-    return value is not None and value >= THRESHOLDS[name].value
+    return value is not None and value >= THRESHOLDS[name][0]
 
 
 def counted_kernels(facts: Facts) -> Iterator[KernelFigures]:
@@ -190,7 +169,7 @@ def coalescing(facts: Facts) -> list[Finding]:
             if sectors is None:
                 continue
             evidence = (Evidence(f"sectors a {what}", round(sectors, 2), "", f"ncu {name}"),)
-            if sectors > THRESHOLDS["sectors"].value:
+            if sectors > THRESHOLDS["sectors"][0]:
                 text = (
                     f"A {what} of {kernel.kernel} asks for {sectors:.1f} sectors of 32 bytes, more "
                     "than the 16 that 32 threads with 16 bytes each need: its threads do not access "
@@ -198,7 +177,7 @@ def coalescing(facts: Facts) -> list[Finding]:
                 )
                 severity = "major" if _over("scattered", sectors) else "minor"
                 findings.append(Finding("uncoalesced", text, severity, MEASURED, evidence))
-            elif sectors < THRESHOLDS["narrow"].value:
+            elif sectors < THRESHOLDS["narrow"][0]:
                 text = (
                     f"A {what} of {kernel.kernel} asks for {sectors:.1f} sectors of 32 bytes: its "
                     "threads access fewer than 4 bytes each, or the same ones."
@@ -257,15 +236,15 @@ def stalls(facts: Facts) -> list[Finding]:
         name, part = next(iter(states.items()))
         if not _over("stall", part):
             continue
-        words = WARP_STATE_WORDS[name]
-        text = f"Warps of {kernel.kernel} spend {percent(part)} of their time waiting {words.waits}"
+        waits, change = WARP_STATE_WORDS[name]
+        text = f"Warps of {kernel.kernel} spend {percent(part)} of their time waiting {waits}"
         if issue is not None:
             text += f"; the schedulers issue in {percent(issue)} of the cycles"
         evidence = [share(name, part, f"ncu {warp_state(name)} / all of them")]
         evidence += [share(other, of, "the same") for other, of in list(states.items())[1:3]]
         if issue is not None:
             evidence.append(share("issue slots", issue, f"ncu {ISSUE_ACTIVE}"))
-        text = f"{text}. What helps: {words.change}."
+        text = f"{text}. What helps: {change}."
         findings.append(Finding("stalls", text, "minor", MEASURED, tuple(evidence)))
     return findings
 

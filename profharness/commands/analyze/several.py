@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Annotated, TypeVar
 
 from profharness.attention.config import Config, pytorch_chooses
+from profharness.columns import column
 from profharness.commands.analyze.figures import CellAnalysis, Evidence, Figures, Finding, Remedy
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
@@ -18,56 +19,50 @@ SEVERAL = 2  # number of configs from which a finding is merged
 
 
 Item = TypeVar("Item", Finding, Remedy)
+Members = list[tuple[CellAnalysis, Item]]
 
 
-@dataclass(frozen=True, slots=True)
-class Common(Generic[Item]):
-    """A finding or remedy shared by cells of several configs."""
-
-    item: Item  # figures in its texts are ranges over members
-    members: tuple[tuple[CellAnalysis, Item], ...]
-
-    @property
-    def where(self) -> str:
-        """Return text such as `naive, single_query at 4 configs`."""
-        configs: dict[str, set[tuple[str, Config]]] = {}
-        for analysis, _ in self.members:
-            configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
-        backends: dict[int, list[str]] = {}
-        for backend, seen in configs.items():
-            backends.setdefault(len(seen), []).append(backend)
-        return "; ".join(
-            f"{', '.join(names)} at {count} config{'s' * (count != 1)}"
-            for count, names in backends.items()
-        )
+def where(members: Members[Item]) -> str:
+    """Return text such as `naive, single_query at 4 configs`."""
+    configs: dict[str, set[tuple[str, Config]]] = {}
+    for analysis, _ in members:
+        configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
+    backends: dict[int, list[str]] = {}
+    for backend, seen in configs.items():
+        backends.setdefault(len(seen), []).append(backend)
+    return "; ".join(
+        f"{', '.join(names)} at {count} config{'s' * (count != 1)}"
+        for count, names in backends.items()
+    )
 
 
-def common_findings(pairs: Iterable[tuple[CellAnalysis, Finding]]) -> list[Common[Finding]]:
-    """Return the findings that cells of several configs share. Their texts differ in figures only."""
-    return _common(pairs, _finding_form, _merged_finding)
+def common_findings(
+    pairs: Iterable[tuple[CellAnalysis, Finding]],
+) -> list[tuple[Finding, Members[Finding]]]:
+    """Return the findings that cells of several configs share, with figures as ranges over them."""
+    return [(_merged_finding([each for _, each in own]), own) for own in _common(pairs, _form)]
 
 
-def common_remedies(pairs: Iterable[tuple[CellAnalysis, Remedy]]) -> list[Common[Remedy]]:
+def common_remedies(
+    pairs: Iterable[tuple[CellAnalysis, Remedy]],
+) -> list[tuple[Remedy, Members[Remedy]]]:
     """Return the remedies that cells of several configs share, each with its largest gain."""
-    return _common(pairs, lambda remedy: (remedy.text, remedy.findings), _merged_remedy)
+    groups = _common(pairs, lambda remedy: (remedy.text, remedy.findings))
+    return [(max((r for _, r in own), key=lambda r: r.factor or 0), own) for own in groups]
 
 
 def _common(
-    pairs: Iterable[tuple[CellAnalysis, Item]],
-    form: Callable[[Item], tuple[object, ...]],
-    merged: Callable[[Sequence[Item]], Item],
-) -> list[Common[Item]]:
-    groups: dict[tuple[object, ...], list[tuple[CellAnalysis, Item]]] = {}
+    pairs: Iterable[tuple[CellAnalysis, Item]], form: Callable[[Item], tuple[object, ...]]
+) -> Iterator[Members[Item]]:
+    groups: dict[tuple[object, ...], Members[Item]] = {}
     for analysis, item in pairs:
         groups.setdefault(form(item), []).append((analysis, item))
-    return [
-        Common(merged([item for _, item in group]), tuple(group))
-        for group in groups.values()
-        if len({analysis.config for analysis, _ in group}) >= SEVERAL
-    ]
+    for group in groups.values():
+        if len({analysis.config for analysis, _ in group}) >= SEVERAL:
+            yield group
 
 
-def _finding_form(finding: Finding) -> tuple[object, ...]:
+def _form(finding: Finding) -> tuple[object, ...]:
     """Return everything of a finding except its figures, as a key."""
     names = tuple((item.name, item.unit, item.source) for item in finding.evidence)
     return (finding.code, finding.severity, finding.grade, NUMBER.sub("#", finding.sentence), names)
@@ -87,10 +82,6 @@ def _merged_evidence(items: tuple[Evidence, ...]) -> Evidence:
         return replace(items[0], value=", ".join(texts))
     low, high = min(numbers), max(numbers)
     return replace(items[0], value=low if low == high else f"{low:,.10g} to {high:,.10g}")
-
-
-def _merged_remedy(remedies: Sequence[Remedy]) -> Remedy:
-    return max(remedies, key=lambda remedy: remedy.factor or 0)
 
 
 def merged_text(texts: Sequence[str]) -> str:
@@ -120,6 +111,7 @@ SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
 }
 """Whether a config belongs to the scenario, and a config to capture if a store has none."""
 LITTLE_MEMORY = "little memory"
+MIB = 1 << 20
 _TIMES: dict[str, Callable[[Figures], float | None]] = {
     GRAPH: lambda figures: figures.graph_ns,
     COLD: lambda figures: figures.cold_ns,
@@ -137,14 +129,21 @@ def _decodes(config: Config) -> bool:
 class ScenarioChoice:
     """The best backends of one config for a scenario, among those with the same measurement."""
 
-    scenario: str
+    scenario: Annotated[str, column("for", repeat=False, meaning="use of attention")]
     run: str
-    config: Config
-    measurement: str
-    best: tuple[str, ...]
+    config: Annotated[Config, column("config", shrink=True, meaning="attention problem")]
+    measurement: Annotated[str, column("of", meaning="the measurement that all backends have")]
+    best: Annotated[tuple[str, ...], column("best", "names", meaning="the best, and its ties")]
     value: float  # of the best backend, in ns or bytes
-    runner_up: str | None
-    factor: float | None  # runner_up over value; None if all tie
+    runner_up: Annotated[str | None, column("next", meaning="the best that does not tie")]
+    factor: Annotated[float | None, column("next / best", "ratio", meaning="ratio of the two")]
+
+    @property
+    def median(self) -> Annotated[str, column("median", right=True, meaning="time or memory")]:
+        """The value of the best backend with its unit."""
+        if self.scenario == LITTLE_MEMORY:
+            return f"{self.value / MIB:,.1f} MiB"
+        return f"{self.value / 1e3:,.2f} µs"
 
 
 def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
@@ -238,58 +237,28 @@ def _sweep_key(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
     return (analysis.run, analysis.backend, same_length, same_heads, *values)
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """A fall of the rate of a sweep from one value to the next."""
-
-    before: int
-    after: int
-    factor: float
-
-
-def drops(name: str, group: Sequence[CellAnalysis]) -> list[Drop]:
-    """Return the drops of the FLOP rate over one sweep, in its order."""
-    found: list[Drop] = []
+def drops(name: str, group: Sequence[CellAnalysis]) -> Iterator[tuple[int, int, float]]:
+    """Yield (value before, value after, factor) where the FLOP rate of one sweep falls, in its order."""
     for one, other in pairwise(group):
         before, after = (each.figures and each.figures.flops_per_s for each in (one, other))
         if before and after and before >= DROP * after:
-            values = getattr(one.config, name), getattr(other.config, name)
-            found.append(Drop(*values, before / after))
-    return found
+            yield getattr(one.config, name), getattr(other.config, name), before / after
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedProblem:
-    """Configs of one backend that differ in head dim and in their number of scores. A change of the
-    rate over them is not due to head_dim alone.
+def changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[tuple[str, dict[int, int]]]:
+    """Yield (backend, number of scores by head_dim) for configs that look like a sweep over head_dim
+    but differ in their number of scores, so that a change of the rate is not due to head_dim alone.
     """
-
-    backend: str
-    head_dims: tuple[int, ...]
-    scores: tuple[int, ...]
-
-
-def changed_problems(analyses: Sequence[CellAnalysis]) -> list[ChangedProblem]:
-    """Return the configs that look like a sweep over head_dim but are not, by backend."""
     groups: dict[tuple[object, ...], list[Config]] = {}
     for analysis in analyses:
         config = analysis.config
         if analysis.figures is not None:
-            key = (analysis.run, analysis.backend, config.dtype, config.bwd, config.causal)
+            key = (analysis.backend, analysis.run, config.dtype, config.bwd, config.causal)
             groups.setdefault(key, []).append(config)
-    changed = []
-    for place, configs in groups.items():
-        by_dim = {config.head_dim: _scores(config) for config in sorted(configs, key=_head_dim)}
-        several = len(by_dim) == len(configs) >= MANY_DIMS
-        if several and len(set(by_dim.values())) > 1:
-            changed.append(ChangedProblem(str(place[1]), tuple(by_dim), tuple(by_dim.values())))
-    return changed
-
-
-def _head_dim(config: Config) -> int:
-    return config.head_dim
-
-
-def _scores(config: Config) -> int:
-    """Return how many scores a call computes: its parallel work, whatever head_dim is."""
-    return config.batch * config.num_heads * config.seq_len_q * config.seq_len_kv
+    for (backend, *_), configs in groups.items():
+        scores = {
+            config.head_dim: config.batch * config.num_heads * config.seq_len_q * config.seq_len_kv
+            for config in sorted(configs, key=lambda config: config.head_dim)
+        }
+        if len(scores) == len(configs) >= MANY_DIMS and len(set(scores.values())) > 1:
+            yield str(backend), scores

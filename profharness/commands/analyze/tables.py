@@ -21,7 +21,7 @@ from profharness.commands.analyze.figures import (
     kernels_past_l1,
 )
 from profharness.commands.analyze.several import (
-    LITTLE_MEMORY,
+    ScenarioChoice,
     changed_problems,
     choices,
     common_findings,
@@ -29,6 +29,7 @@ from profharness.commands.analyze.several import (
     drops,
     missing_scenarios,
     sweep,
+    where,
 )
 from profharness.commands.bench.tables import roofline_chart
 from profharness.commands.layers.tables import short_module
@@ -192,8 +193,8 @@ def _sweep(name: str, group: Sequence[CellAnalysis]) -> list[Block]:
         Heading(f"{first.backend} over {title} {start} to {end}", f"from {first.config.label}"),
         Table.of(filled_columns(columns, rows), rows),
         *(
-            Note(f"TFLOP/s fall {drop.factor:.1f} times from {title} {drop.before} to {drop.after}")
-            for drop in drops(name, group)
+            Note(f"TFLOP/s fall {factor:.1f} times from {title} {before} to {after}")
+            for before, after, factor in drops(name, group)
         ),
     ]
 
@@ -202,14 +203,14 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> list[Note]:
     """Return warnings for configs that look like a sweep over head_dim but are not."""
     return [
         Note(
-            f"head_dim is {', '.join(map(str, each.head_dims))} here, and batch x heads x queries x keys "
-            f"is {', '.join(f'{count:,}' for count in each.scores)} with it: these configs differ in "
+            f"head_dim is {', '.join(map(str, scores))} here, and batch x heads x queries x keys "
+            f"is {', '.join(f'{count:,}' for count in scores.values())} with it: these configs differ in "
             "how much can run at once too, so a change of TFLOP/s over them is not of head_dim alone "
             "(a set, as in --config 'B,H,S,{512,1024}', keeps the rest)",
-            each.backend,
+            backend,
             "warning",
         )
-        for each in changed_problems(analyses)
+        for backend, scores in changed_problems(analyses)
     ]
 
 
@@ -343,15 +344,8 @@ def _roofline(analyses: Sequence[CellAnalysis]) -> list[Chart]:
 
 
 EVIDENCE_SHOWN = 4
-MIB = 1 << 20
-ADVICE_COLUMNS = (
-    Column("scenario", "for", repeat=False),
-    Column("config", "config", shrink=True),
-    Column("best", "best"),
-    Column("value", "median", right=True),
-    Column("measurement", "of"),
-    Column("runner_up", "next"),
-    Column("factor", "next / best", "ratio"),
+ADVICE_COLUMNS = pick(
+    ScenarioChoice, "scenario", "config", "best", "median", "measurement", "runner_up", "factor"
 )
 Covered = Set[tuple[str, str, object]]
 """Run, cell, and the finding or remedy that is told for several configs at once."""
@@ -431,12 +425,13 @@ def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covere
     )
     remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
     covered: set[tuple[str, str, object]] = set()
-    for members in (*(each.members for each in findings), *(each.members for each in remedies)):
-        covered |= {(cell.run, cell.cell, item) for cell, item in members}
-    notes = [
-        _at(each.where, _finding_note(each.item, each.item.code, full=False)) for each in findings
-    ]
-    notes += [_at(each.where, _remedy_note(each.item, "remedy", "Up to")) for each in remedies]
+    notes = []
+    for finding, members in findings:
+        covered |= {(cell.run, cell.cell, each) for cell, each in members}
+        notes.append(_at(where(members), _finding_note(finding, finding.code, full=False)))
+    for remedy, holders in remedies:
+        covered |= {(cell.run, cell.cell, each) for cell, each in holders}
+        notes.append(_at(where(holders), _remedy_note(remedy, "remedy", "Up to")))
     return ([Heading("In several configs"), *notes] if notes else []), covered
 
 
@@ -448,22 +443,8 @@ def advice_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
     made = choices(analyses)
     if not made:
         return []
-    rows = [
-        (
-            choice.scenario,
-            choice.config.label,
-            ", ".join(choice.best),
-            f"{choice.value / MIB:,.1f} MiB"
-            if choice.scenario == LITTLE_MEMORY
-            else f"{choice.value / 1e3:,.2f} µs",
-            choice.measurement,
-            choice.runner_up,
-            choice.factor,
-        )
-        for choice in made
-    ]
     notes = [
         Note(f"no such config here; `profharness capture --config {example}` makes one", scenario)
         for scenario, example in missing_scenarios(analyses).items()
     ]
-    return [Heading("Best backend for"), Table(ADVICE_COLUMNS, tuple(rows)), *notes]
+    return [Heading("Best backend for"), Table.of(ADVICE_COLUMNS, made), *notes]

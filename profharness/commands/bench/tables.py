@@ -522,15 +522,6 @@ def latency_charts(
     return charts
 
 
-def time_charts(
-    times: Sequence[tuple[str, str, float]],
-    what: str,
-    intervals: Mapping[tuple[str, str], tuple[float, float]],
-) -> list[Chart]:
-    """Return `latency_charts` over every axis."""
-    return latency_charts(times, what, intervals, axes=AXES)
-
-
 def roofline_chart(
     title: str,
     rows: Sequence[dict[str, Any]],

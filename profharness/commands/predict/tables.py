@@ -87,11 +87,12 @@ def predict_document(
     blocks: list[Block] = []
     extra: dict[str, Any] = {"atlas": atlas_record(place)}
     if len(answers) > 1:
-        maps = _maps(answers, place, _asked(backends))
-        blocks += [*_summary(answers), *(block for drawn in maps for block in drawn.blocks)]
+        maps = _maps(answers, AUTO if AUTO in backends else backends[0])
+        blocks += _summary(answers)
+        blocks += [block for drawn in maps for block in _drawn_blocks(drawn, place)]
         if charts:
             blocks += _charts(answers, maps, backends)
-        extra["maps"] = [drawn.record for drawn in maps]
+        extra["maps"] = list(map(_drawn_record, maps))
     if len(answers) == 1 or full:
         for answer in answers:
             blocks += config_blocks(answer, place, backends, full=full)
@@ -159,14 +160,6 @@ def _unreasoned(row: Predicted) -> str:
     )
 
 
-def _asked(backends: Sequence[str]) -> str:
-    return AUTO if AUTO in backends else backends[0]
-
-
-def _of(answer: Answer, backend: str) -> Predicted:
-    return next(row for row in answer if row.backend == backend)
-
-
 def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
     """Yield what `auto` loses over all configs, and where the figures come from."""
     autos = [answer[0] for answer in answers]
@@ -193,30 +186,31 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
         yield Note(f"{count:,} configs: {text}", "no time", "warning")
 
 
-class _Drawn:
-    """A map of choices, and the predictions of its cells."""
+_Drawn = tuple[Map, list[list[Predicted | None]]]  # a map of choices, predictions of its cells
 
-    def __init__(self, drawn: Map, rows: list[list[Predicted | None]], place: Place) -> None:
-        self.map, self.rows, self.place = drawn, rows, place
 
-    def texts(self, show: Callable[[Predicted], str | None]) -> list[list[str | None]]:
-        return [[None if row is None else show(row) for row in line] for line in self.rows]
+def _texts(
+    rows: Sequence[Sequence[Predicted | None]], show: Callable[[Predicted], str | None]
+) -> list[list[str | None]]:
+    return [[None if row is None else show(row) for row in line] for line in rows]
 
-    @property
-    def blocks(self) -> Iterator[Block]:
-        yield from map_blocks(self.map, self.place.text)
-        yield Heading("Kernel time in µs", "- where it is not known", level=3)
-        yield map_table(self.map, self.texts(_short_time))
-        yield Heading("What is lost against the best backend, in %", level=3)
-        yield map_table(self.map, self.texts(_short_regret))
 
-    @property
-    def record(self) -> dict[str, Any]:
-        figures = {
-            name: [[row and getattr(row, name) for row in line] for line in self.rows]
-            for name in ("kernel_ns", "regret", "best", "source")
-        }
-        return map_record(self.map) | figures
+def _drawn_blocks(drawn: _Drawn, place: Place) -> Iterator[Block]:
+    axes, rows = drawn
+    yield from map_blocks(axes, place.text)
+    yield Heading("Kernel time in µs", "- where it is not known", level=3)
+    yield map_table(axes, _texts(rows, _short_time))
+    yield Heading("What is lost against the best backend, in %", level=3)
+    yield map_table(axes, _texts(rows, _short_regret))
+
+
+def _drawn_record(drawn: _Drawn) -> dict[str, Any]:
+    axes, rows = drawn
+    figures = {
+        name: [[row and getattr(row, name) for row in line] for line in rows]
+        for name in ("kernel_ns", "regret", "best", "source")
+    }
+    return map_record(axes) | figures
 
 
 def _short_time(row: Predicted) -> str | None:
@@ -227,17 +221,16 @@ def _short_regret(row: Predicted) -> str | None:
     return None if row.regret is None else f"{100 * row.regret:.0f}{'' if row.certain else '?'}"
 
 
-def _maps(answers: Sequence[Answer], place: Place, asked: str) -> list[_Drawn]:
-    rows = [_of(answer, asked) for answer in answers]
+def _maps(answers: Sequence[Answer], asked: str) -> list[_Drawn]:
+    rows = [row for answer in answers for row in answer if row.backend == asked]
     configs = [parse_config(row.config) for row in rows]
     choices = [answer[0].choice or "unknown" for answer in answers]
     maps = draw_maps(configs, choices)
     numbered = draw_maps(configs, [str(number) for number in range(len(rows))], with_edges=False)
     return [
-        _Drawn(
+        (
             drawn,
             [[None if at is None else rows[int(at)] for at in line] for line in numbers.choices],
-            place,
         )
         for drawn, numbers in zip(maps, numbered, strict=True)
     ]
@@ -253,8 +246,8 @@ def _charts(
 
 
 def _map_chart(drawn: _Drawn, what: str, show: Callable[[Predicted], str]) -> Chart:
-    axes, cells = drawn.map, []
-    for value, line in zip(axes.row_values, drawn.rows, strict=True):
+    (axes, rows), cells = drawn, []
+    for value, line in zip(axes.row_values, rows, strict=True):
         for column, row in zip(axes.column_values, line, strict=True):
             if row is not None:
                 place = {"x": value_text(column), "y": value_text(value)}
@@ -283,9 +276,11 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
         for row in rows
         if row.low_ns is not None and row.high_ns is not None
     }
-    from profharness.commands.bench.tables import time_charts  # imports the store and all of bench
+    # imports the store and all of bench
+    from profharness.commands.bench.tables import latency_charts
+    from profharness.measurements.axes import AXES
 
-    return time_charts(medians, "kernel time, predicted", intervals)
+    return latency_charts(medians, "kernel time, predicted", intervals, axes=AXES)
 
 
 AGAINST_COLUMNS = (
