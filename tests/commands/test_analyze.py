@@ -1,4 +1,6 @@
-"""Analyses of real H200 runs with figures checked by hand, and rules on synthetic launches."""
+"""Analyses of real H200 runs with figures checked by hand, rules on synthetic launches and counters,
+and findings about many cells.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,55 @@ from hypothesis import strategies as st
 
 from profharness.attention.config import parse_config
 from profharness.commands.analyze.cells import analyze_all, analyze_cell
+from profharness.commands.analyze.counter_rules import THRESHOLDS, WARP_STATE_WORDS
 from profharness.commands.analyze.figures import (
     DERIVED,
     MEASURED,
     SEVERITIES,
     CellAnalysis,
+    Evidence,
     Facts,
+    Finding,
     RunMachine,
+    analyze_record,
     run_machine,
 )
 from profharness.commands.analyze.finding_rules import score_traffic
-from profharness.commands.analyze.several import sweep
+from profharness.commands.analyze.several import (
+    LITTLE_MEMORY,
+    changed_problems,
+    choices,
+    common_findings,
+    common_remedies,
+    drops,
+    merged_text,
+    missing_scenarios,
+    sweep,
+    where,
+)
+from profharness.commands.analyze.tables import analyze_document
 from profharness.devices import Device, Peaks, data_sheet
-from profharness.rows import CellRow, KernelRow
+from profharness.program.counters import read_counters
+from profharness.recording.profilers.ncu_metrics import (
+    BANK_CONFLICTS,
+    FMA_PIPE,
+    ISSUE_ACTIVE,
+    L1_HIT_RATE,
+    L2_HIT_RATE,
+    LOAD_REQUESTS,
+    LOAD_SECTORS,
+    PRESETS,
+    SHARED_WAVEFRONTS,
+    STORE_REQUESTS,
+    STORE_SECTORS,
+    TENSOR_INSTRUCTIONS,
+    TENSOR_PIPE,
+    TENSOR_PIPE_OF_ADA,
+    WARP_STATES,
+    warp_state,
+)
+from profharness.render.document import Heading, Note
+from profharness.rows import DRAM_READ, DRAM_WRITE, CellRow, KernelRow
 from profharness.store import ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -463,3 +501,318 @@ def test_products_in_fp32_of_a_backend_that_casts_are_its_own_to_mend() -> None:
     assert each.finding("fp32_products") is not None
     (remedy,) = [each for each in each.remedies if each.findings == ("fp32_products",)]
     assert remedy.text.startswith("Hand bf16 to the products")
+
+
+def seen_by_ncu(row: KernelRow, **counted: float) -> list[KernelRow]:
+    """Return the row under torch and under ncu, with these counters."""
+    names = {"l1": "l1tex__t_bytes.sum", "l2": "lts__t_bytes.sum"}
+    metrics = {names[key]: (value, "byte") for key, value in counted.items()}
+    return [row, replace(row, profiler="ncu", metrics=metrics)]
+
+
+def test_one_query_a_block_has_an_intensity_below_1_and_ncu_counts_its_repeats() -> None:
+    """64 queries read 64 rows of K and V of 8192 floats each: 2 FLOPs a float of K or V."""
+    config = "b1-h4-s64-d8192-fp32"
+    row = kernel((64, 4, 1), 1_000_000, 384, (256, 1, 1), 40)
+    moved = 64 * 2 * 4 * 64 * 8192 * 4  # 1.07 GB, 32 times the 33.6 MB of Q, K, V and output
+    found = analyze_cell(cell(config), seen_by_ncu(row, l1=1.02 * moved, l2=0.4 * moved), MACHINE)
+    assert evidence(found, "kv_reread")["intensity of it"] == 0.5
+    counted = evidence(found, "cache_traffic")
+    assert counted["L1 bytes"] == round(1.02 * moved)
+    assert counted["L2 bytes"] == round(0.4 * moved)
+    assert counted["intensity of it"] == pytest.approx(0.5 / 1.02, abs=1e-3)
+    finding = found.finding("cache_traffic")
+    assert finding is not None
+    assert (finding.severity, finding.grade) == ("major", MEASURED)
+    assert "32.6 times the compulsory 33.6 MB" in finding.sentence
+    (remedy,) = [each for each in found.remedies if "more query rows" in each.text]
+    assert remedy.findings == ("kv_reread", "cache_traffic", "unused_shared")
+    assert found.bottleneck == "K and V traffic"
+    few = analyze_cell(cell("b1-h1-s16-d8192-fp32"), [kernel((16, 1, 1))], MACHINE)
+    assert few.bottleneck == "few blocks"
+    assert few.finding("kv_reread") is not None
+
+
+@given(st.floats(0.01, 1.5))
+def test_what_ncu_did_not_count_is_not_said_to_be_read(part: float) -> None:
+    """Blocks that divide head_dim have the same grid as blocks that read all of it."""
+    row = kernel((64, 4, 1), shared=384)
+    moved = 64 * 2 * 4 * 64 * 8192 * 4
+    rows = seen_by_ncu(row, l2=part * moved)
+    found = analyze_cell(cell("b1-h4-s64-d8192-fp32"), rows, MACHINE)
+    said = [found.finding(code) is not None for code in ("kv_reread", "unused_shared")]
+    assert said == [part >= 0.5] * 2
+    assert found.finding("cache_traffic") is not None
+
+
+def test_without_counters_a_kernel_of_nobodys_is_only_supposed_to_read_again() -> None:
+    row = kernel((64, 4, 1))
+    label = "b1-h4-s64-d8192-fp32"
+    alone = analyze_cell(cell(label), [row], MACHINE)
+    assert alone.finding("cache_traffic") is None
+    supposed = alone.finding("kv_reread")
+    assert supposed is not None
+    assert "--metrics cache` counts it" in supposed.sentence
+    known = analyze_cell(cell(label), [replace(row, family="efficient")], MACHINE).finding(
+        "kv_reread"
+    )
+    assert known is not None
+    assert "counts it" not in known.sentence
+    counted = analyze_cell(cell(label), seen_by_ncu(row, l1=2e9), MACHINE).finding("kv_reread")
+    assert counted is not None
+    assert "counts it" not in counted.sentence
+
+
+CODES = (
+    *("tensor_pipe", "no_tensor_cores", "uncoalesced", "narrow_access", "bank_conflicts"),
+    *("hit_rates", "stalls"),
+)
+
+
+def counted(config: str = "b2-h8-s512-d64-fp16", **metrics: float) -> CellAnalysis:
+    """Return the analysis of a cell whose only kernel has these counters."""
+    row = kernel((128, 1, 1))
+    named = {name: (value, "") for name, value in metrics.items()}
+    rows = [row, replace(row, profiler="ncu", metrics=named)]
+    return analyze_cell(cell(config), rows, MACHINE)
+
+
+def test_a_finding_needs_its_counter() -> None:
+    analysis = counted()
+    assert [code for code in CODES if analysis.finding(code)] == []
+    assert analysis.kernels[0].counters == read_counters({})
+
+
+def test_products_without_tensor_cores_are_told_and_what_runs_instead() -> None:
+    none = {TENSOR_PIPE: 0.0, TENSOR_INSTRUCTIONS: 0.0, FMA_PIPE: 41.0}
+    finding = counted(**none).finding("no_tensor_cores")
+    assert finding is not None and finding.severity == "major" and finding.grade == MEASURED
+    assert "the FMA pipe is at work in 41.0 %" in finding.sentence
+    plain = counted("b2-h8-s512-d64-fp32", **none).finding("no_tensor_cores")
+    assert plain is not None and plain.severity == "note" and "without TF32" in plain.sentence
+    assert plain.sentence.startswith("my_attention multiplies without tensor cores: their pipe")
+    low = counted(**{TENSOR_PIPE: 23.5, TENSOR_INSTRUCTIONS: 1e6})
+    assert low.finding("no_tensor_cores") is None
+    pipe = low.finding("tensor_pipe")
+    assert pipe is not None and "23.5 % of the cycles" in pipe.sentence
+    assert counted(**{TENSOR_PIPE: 75.0}).finding("tensor_pipe") is None
+
+
+def test_on_ada_the_second_name_of_the_tensor_pipe_counts() -> None:
+    metrics = {TENSOR_PIPE: (3.0, "%"), TENSOR_PIPE_OF_ADA: (50.0, "%")}
+    assert read_counters(metrics).tensor_pipe == 0.5
+
+
+@pytest.mark.parametrize(
+    ("sectors", "code"),
+    [(32.0, "uncoalesced"), (16.0, None), (4.0, None), (2.0, "narrow_access")],
+)
+def test_sectors_of_a_request_tell_scattered_and_narrow_accesses(
+    sectors: float, code: str | None
+) -> None:
+    analysis = counted(**{LOAD_SECTORS: sectors, LOAD_REQUESTS: 100.0})
+    made = [each for each in ("uncoalesced", "narrow_access") if analysis.finding(each)]
+    assert made == ([code] if code else [])
+
+
+def test_a_kernel_without_such_requests_has_no_sectors() -> None:
+    counters = read_counters(
+        {
+            LOAD_SECTORS: (0.0, ""),
+            LOAD_REQUESTS: (0.0, ""),
+            STORE_SECTORS: (math.nan, ""),
+            STORE_REQUESTS: (5.0, ""),
+        }
+    )
+    assert (counters.load_sectors, counters.store_sectors) == (None, None)
+
+
+@pytest.mark.parametrize(("conflicts", "severity"), [(5, None), (20, "minor"), (60, "major")])
+def test_bank_conflicts_are_a_part_of_the_passes(conflicts: float, severity: str | None) -> None:
+    finding = counted(**{BANK_CONFLICTS: conflicts, SHARED_WAVEFRONTS: 100.0}).finding(
+        "bank_conflicts"
+    )
+    assert (finding and finding.severity) == severity
+    if finding:
+        assert f"{conflicts:.1f} %" in finding.sentence
+
+
+def test_hit_rates_are_a_note_for_ncu_starts_with_cold_caches() -> None:
+    finding = counted(**{L1_HIT_RATE: 12.5, L2_HIT_RATE: 40.0}).finding("hit_rates")
+    assert finding is not None and finding.severity == "note"
+    assert "the L1 12.5 % and the L2 40.0 % had" in finding.sentence
+
+
+def test_dram_bytes_are_told_over_the_time_that_ncu_saw() -> None:
+    analysis = counted(**{DRAM_READ: 5e7, DRAM_WRITE: 5e6})
+    assert analysis.kernels[0].dram_bytes_per_s == pytest.approx(5.5e7 / 10_000 * 1e9)
+
+
+@pytest.mark.parametrize(("backend", "helped"), [("mine", True), ("math", False)])
+def test_only_the_author_of_a_kernel_can_mend_its_bank_conflicts(
+    backend: str, helped: bool
+) -> None:
+    metrics = {BANK_CONFLICTS: (60.0, ""), SHARED_WAVEFRONTS: (100.0, "")}
+    row = kernel((128, 1, 1))
+    rows = [row, replace(row, profiler="ncu", metrics=metrics)]
+    analysis = analyze_cell(cell("b2-h8-s512-d64-fp16", backend), rows, MACHINE)
+    assert analysis.finding("bank_conflicts") is not None
+    assert any("swizzle" in remedy.text for remedy in analysis.remedies) == helped
+
+
+def test_the_state_that_most_warps_wait_in_is_named_with_what_helps() -> None:
+    states = {warp_state("long_scoreboard"): 5.0, warp_state("wait"): 2.0}
+    states |= {warp_state("selected"): 1.0, warp_state("barrier"): 2.0}
+    finding = counted(**states, **{ISSUE_ACTIVE: 25.0}).finding("stalls")
+    assert finding is not None
+    assert "50.0 % of their time waiting for data from global or local memory" in finding.sentence
+    assert "issue in 25.0 % of the cycles" in finding.sentence
+    assert counted(**states, **{ISSUE_ACTIVE: 90.0}).finding("stalls") is None
+    even = {warp_state(name): 1.0 for name in WARP_STATES}
+    assert counted(**even, **{ISSUE_ACTIVE: 25.0}).finding("stalls") is None
+
+
+def test_every_state_but_the_one_that_issues_has_words() -> None:
+    assert {*WARP_STATE_WORDS} == {*WARP_STATES} - {"selected"}
+    assert all(source for _, source in THRESHOLDS.values())
+
+
+def test_every_metric_of_the_presets_is_read() -> None:
+    """With all of them every figure of a kernel is known, except those that only Ada has."""
+    names = {name for preset in PRESETS.values() for name in preset}
+    counters = read_counters(dict.fromkeys(names, (50.0, "")))
+    record = analyze_record(counted(**dict.fromkeys(names, 50.0)))["kernels"][0]["counters"]
+    assert all(value is not None for value in record.values())
+    assert len(counters.warp_states) == len(WARP_STATES)
+    assert sum(counters.warp_states.values()) == pytest.approx(1)
+
+
+TRAINING = "b2-h8-s512-d64-fp16-causal-bwd"
+
+
+def cells(**graphs: dict[str, int]) -> list[CellAnalysis]:
+    """Return the analyses of configs (by name) with the median graph time of each backend."""
+    configs = {"square": SQUARE, "decode": DECODE, "training": TRAINING}
+    rows = [
+        replace(
+            cell(configs[name], backend, graph=(time_ns,) * 30),
+            cell=f"{name}-{backend}",
+            peak_memory_bytes=(1 + place) << 20,
+        )
+        for name, times in graphs.items()
+        for place, (backend, time_ns) in enumerate(times.items())
+    ]
+    return analyze_all(rows, [], MACHINE)
+
+
+def test_numbers_in_names_are_no_figures() -> None:
+    one = "flash_kernel<64,64x256,w4> takes 10.0 µs of 1,024 B in fp16, 25.0 % (2 waves)."
+    other = "flash_kernel<64,64x256,w4> takes 9.5 µs of 16,384 B in fp16, 25.0 % (3 waves)."
+    assert merged_text([one, other]) == (
+        "flash_kernel<64,64x256,w4> takes 9.5 to 10.0 µs of 1,024 to 16,384 B in fp16, 25.0 % "
+        "(2 to 3 waves)."
+    )
+
+
+@given(st.lists(st.floats(0, 1e9).map(lambda value: f"{value:,.1f}"), min_size=1))
+def test_a_merged_figure_spans_all_of_them(numbers: list[str]) -> None:
+    text = merged_text([f"It takes {number} µs." for number in numbers])
+    values = [float(number.replace(",", "")) for number in numbers]
+    ends = [float(part.replace(",", "")) for part in text[9:-4].split(" to ")]
+    assert (ends[0], ends[-1]) == (min(values), max(values))
+
+
+def few_blocks(config: str, backend: str, blocks: int) -> CellAnalysis:
+    row = replace(cell(config, backend), cell=f"{config}-{backend}")
+    return analyze_cell(row, [kernel((blocks, 1, 1))], MACHINE)
+
+
+def test_like_findings_are_told_once_with_where_they_hold() -> None:
+    labels = ["b1-h1-s64-d64-fp16", "b1-h2-s64-d64-fp16", "b1-h4-s64-d64-fp16"]
+    analyses = [few_blocks(label, name, 16) for label in labels for name in ("mine", "other")]
+    analyses.append(few_blocks(labels[0], "third", 132 * 2))
+    pairs = [(each, item) for each in analyses for item in each.findings]
+    (members,) = [own for each, own in common_findings(pairs) if each.code == "few_blocks"]
+    assert where(members) == "mine, other at 3 configs"
+    remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
+    assert {where(members) for _, members in remedies} == {"mine, other at 3 configs"}
+    document = analyze_document(analyses)
+    headings = [block.text for block in document.blocks if isinstance(block, Heading)]
+    assert "In several configs" in headings
+    texts = [block.text for block in document.blocks if isinstance(block, Note)]
+    assert len([text for text in texts if "SMs have nothing to do" in text]) == 1
+    whole = [
+        block.text
+        for block in analyze_document(analyses, full=True).blocks
+        if isinstance(block, Note)
+    ]
+    assert len([text for text in whole if "SMs have nothing to do" in text]) == len(analyses) - 1
+
+
+def test_a_finding_of_one_config_stays_at_its_cell() -> None:
+    pairs = [(few_blocks(SQUARE, name, 16),) * 2 for name in ("mine", "other")]
+    finding = Finding("few_blocks", "16 blocks.", "major", "derived", (Evidence("b", 16, "", "x"),))
+    assert common_findings([(analysis, finding) for analysis, _ in pairs]) == []
+
+
+def test_idle_warps_beside_missing_blocks_have_one_remedy() -> None:
+    row = kernel((16, 1, 1))
+    metrics = {"sm__warps_active.avg.pct_of_peak_sustained_active": (2.0, "%")}
+    analysis = analyze_cell(cell(), [row, replace(row, profiler="ncu", metrics=metrics)], MACHINE)
+    assert analysis.finding("idle_warps") and analysis.finding("few_blocks")
+    assert not [each for each in analysis.remedies if each.findings == ("idle_warps",)]
+    assert [each for each in analysis.remedies if each.findings == ("few_blocks",)]
+
+
+def test_the_best_backend_for_each_scenario_with_its_figures() -> None:
+    analyses = cells(
+        square={"flash": 10_000, "cudnn": 10_100, "math": 50_000},
+        training={"flash": 84_000, "cudnn": 55_000, "auto": 55_000},
+    )
+    made = {(each.scenario, each.config.label): each for each in choices(analyses)}
+    prefill = made["prefill", SQUARE]
+    assert prefill.best == ("flash", "cudnn") and prefill.runner_up == "math"
+    assert prefill.factor == pytest.approx(5)
+    training = made["training", TRAINING]
+    assert (training.best, training.value, training.runner_up) == (("cudnn",), 55_000, "flash")
+    assert made[LITTLE_MEMORY, SQUARE].best == ("flash",)
+    assert missing_scenarios(analyses) == {"decode": "1,32,1,128,bf16,kv_heads=8,seq_kv=4096"}
+    decode = replace(analyses[0], config=parse_config(missing_scenarios(analyses)["decode"]))
+    assert "decode" not in missing_scenarios([decode])
+
+
+def test_wrong_results_are_never_the_best() -> None:
+    analyses = cells(decode={"flash": 10_000, "cudnn": 20_000, "math": 30_000})
+    wrong = [replace(each, wrong=each.backend == "flash") for each in analyses]
+    assert [each.best for each in choices(wrong)] == [("cudnn",), ("cudnn",)]
+    assert choices(cells(decode={"flash": 10_000})) == []
+
+
+def sized(label: str, time_ns: int) -> CellAnalysis:
+    row = replace(cell(label), cell=label)
+    return analyze_cell(row, [kernel((264, 1, 1), time_ns)], MACHINE)
+
+
+def test_drops_of_a_sweep_are_told_where_they_are() -> None:
+    labels = [f"b1-h4-s64-d{dim}-fp32" for dim in (512, 1024, 2048)]
+    analyses = [sized(*each) for each in zip(labels, (10_000, 21_000, 130_000), strict=True)]
+    ((name, group),) = sweep(analyses)
+    assert list(drops(name, group)) == [(1024, 2048, pytest.approx(130 / 42))]
+    notes = [each.text for each in analyze_document(analyses).blocks if isinstance(each, Note)]
+    assert "TFLOP/s fall 3.1 times from head_dim 1024 to 2048" in notes
+    assert not list(changed_problems(analyses))
+
+
+def test_configs_that_change_more_than_head_dim_are_no_sweep() -> None:
+    """The published sweep: heads x queries x keys shrink as head_dim grows."""
+    labels = ["b1-h4-s64-d512-fp32", "b1-h4-s64-d2048-fp32", "b1-h2-s32-d4096-fp32"]
+    labels.append("b1-h1-s16-d8192-fp32")
+    ((_, scores),) = changed_problems([sized(label, 10_000) for label in labels])
+    assert scores == {512: 16384, 2048: 16384, 4096: 2048, 8192: 256}
+    document = analyze_document([sized(label, 10_000) for label in labels])
+    (note,) = [
+        each
+        for each in document.blocks
+        if isinstance(each, Note) and "not of head_dim" in each.text
+    ]
+    assert "16,384, 16,384, 2,048, 256" in note.text

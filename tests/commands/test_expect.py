@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from views.view_rows import cell, kernel, math_kernels
+from render.view_rows import cell, kernel, math_kernels
 
 from profharness.errors import UsageError
 from profharness.measurements.agreement import (

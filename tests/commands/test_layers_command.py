@@ -1,20 +1,26 @@
-"""`profharness layers` on real traces of small models."""
+"""`profharness layers`, `diff` and `analyze` on real traces of small models."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from small_models import Model, record
+from torch.nn import functional as F
 
+import profharness
 from profharness.attention.config import parse_config
+from profharness.attention.costs import compulsory_bytes, flops
 from profharness.cli import cli
-from profharness.errors import ProfharnessError
+from profharness.errors import GateError, NotFoundError, ProfharnessError, UsageError
 from profharness.program.layer_map import merge_numbered
-from profharness.store import Selection, open_store
+from profharness.store import Selection, ingest_path, open_store
 
 LABEL = (
     "b3-h4-kv2-s16-d8-fp32-causal-q_strides=1024x8x64x1-k_strides=1024x8x64x1-v_strides=1024x8x64x1"
@@ -121,3 +127,265 @@ def test_a_call_that_is_no_config_is_shown_with_its_dims(tmp_path: Path) -> None
     assert row["config"] is None
     assert row["dims"][:3] == [[2, 32, 1024, 64], [2, 8, 1024, 64], [2, 8, 1024, 64]]
     assert "dims q 2x32x1024x64, k v 2x8x1024x64" in run("layers", *store)
+
+
+STEPS = 3
+SHAPE = "b3-h4-kv2-s16-d8"
+CAPTURED = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
+FOREIGN = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Runs of one model: SDPA, the same again, written out, under autocast, trained, longer."""
+    folder = tmp_path_factory.mktemp("layers")
+    torch.manual_seed(0)
+    sdpa, eager = Model(), Model(eager=True)
+    x, longer = torch.randn(3, 16, 32), torch.randn(3, 24, 32)
+
+    def infer(model: Model, x: torch.Tensor = x) -> None:
+        with torch.no_grad():
+            for _ in range(STEPS):
+                model(x)
+
+    def autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            infer(sdpa)
+
+    works = {
+        "sdpa": lambda: infer(sdpa),
+        "again": lambda: infer(sdpa),
+        "eager": lambda: infer(eager),
+        "bf16": autocast,
+        "train": lambda: sdpa(x).sum().backward(),
+        "longer": lambda: infer(sdpa, longer),
+        "other": lambda: torch.randn(8, 8) @ torch.randn(8, 8),
+    }
+    runs = {"store": str(folder / "s.db")}
+    for name, work in works.items():
+        trace = record(folder / f"{name}.json", work)
+        runs[name] = ingest_path(folder / "s.db", trace)[0].run
+    plain = record(folder / "bare.json", lambda: infer(sdpa), with_stack=False)
+    runs["bare"] = ingest_path(folder / "s.db", plain)[0].run
+    return runs
+
+
+def diff(programs: dict[str, str], left: str, right: str, *options: str) -> Any:
+    names = [programs.get(name, name) for name in (left, right)]
+    return CliRunner().invoke(cli, ["diff", *names, *options, "--store", programs["store"]])
+
+
+def layers(programs: dict[str, str], left: str, right: str) -> list[dict[str, Any]]:
+    result = diff(programs, left, right, "--format", "json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["schema"] == "profharness.diff/1"
+    assert {"baseline", "candidate", "environment", "rows"} <= answer.keys()
+    found: list[dict[str, Any]] = answer["layers"]
+    return found
+
+
+def test_a_model_written_out_pairs_by_layer_and_is_changed(programs: dict[str, str]) -> None:
+    (row,) = layers(programs, "sdpa", "eager")
+    assert row["baseline"]["module"] == "Model_0.Attention_{0-1}"
+    assert (row["baseline"]["ran"], row["candidate"]["ran"]) == ("flash", "eager")
+    assert (row["verdict"], row["changed"], row["backend_changed"]) == ("changed", True, True)
+    assert row["baseline"]["calls"] == row["candidate"]["calls"] == 2
+    assert row["baseline"]["config"].startswith(SHAPE)
+    times = [row[side]["forward_ns"] for side in ("baseline", "candidate")]
+    assert row["ratio"] == pytest.approx(times[1] / times[0]) and row["basis"] == "forward"
+    assert row["baseline"]["backward_ns"] is None
+    text = " ".join(diff(programs, "sdpa", "eager").stdout.split())
+    assert "whether the environments are the same is not told" in text
+    assert "Attention by layer" in text and "flash → eager" in text
+
+
+def test_another_dtype_pairs_and_changes_no_backend(programs: dict[str, str]) -> None:
+    (row,) = layers(programs, "sdpa", "bf16")
+    assert (row["baseline"]["ran"], row["candidate"]["ran"]) == ("flash", "flash")
+    assert "-bf16" in row["candidate"]["config"]
+    assert not row["changed"] and row["verdict"] == row["speed"] != "changed"
+    assert any("-fp32-" in text and "-bf16-" in text for text in row["reasons"])
+
+
+def test_a_trace_without_modules_pairs_by_the_calls_place(programs: dict[str, str]) -> None:
+    for left, right in (("sdpa", "bare"), ("bare", "sdpa"), ("bare", "bare")):
+        rows = layers(programs, left, right)
+        assert [row["baseline"]["ran"] for row in rows] == ["flash"], rows
+        assert sum(row["baseline"]["calls"] for row in rows) in (2, 2 * STEPS)
+
+
+def test_forward_alone_is_compared_where_one_side_has_a_backward(programs: dict[str, str]) -> None:
+    (row,) = layers(programs, "sdpa", "train")
+    assert row["basis"] == "forward" and row["candidate"]["backward_ns"] > 0
+    assert "only the candidate has a backward" in row["reasons"]
+
+
+def test_other_sizes_are_other_layers(programs: dict[str, str]) -> None:
+    rows = layers(programs, "sdpa", "longer")
+    assert [row["verdict"] for row in rows] == ["removed", "added"]
+    assert rows[0]["candidate"] is None and rows[1]["baseline"] is None
+    failed = diff(programs, "sdpa", "longer", "--fail-on", "added").exception
+    assert isinstance(failed, GateError) and "no such layer" in str(failed)
+
+
+def test_a_program_against_itself_is_the_same(programs: dict[str, str]) -> None:
+    (row,) = layers(programs, "sdpa", "sdpa")
+    assert (row["verdict"], row["ratio"], row["changed"]) == ("same", 1.0, False)
+    assert (
+        diff(programs, "sdpa", "sdpa", "--fail-on", "changed,slower,backend-changed").exit_code == 0
+    )
+
+
+def test_gates_hold_for_layers(programs: dict[str, str]) -> None:
+    for gate in ("backend-changed", "changed"):
+        failed = diff(programs, "sdpa", "eager", "--fail-on", gate).exception
+        assert isinstance(failed, GateError) and failed.exit_code == 3
+        assert "Model_0.Attention_{0-1}: changed" in str(failed) and "flash → eager" in str(failed)
+    assert diff(programs, "sdpa", "bf16", "--fail-on", "backend-changed").exit_code == 0
+    wrong = diff(programs, "sdpa", "eager", "--fail-on", "backend")
+    assert isinstance(wrong.exception, UsageError) and "backend-changed" in str(wrong.exception)
+
+
+def test_a_gate_on_backends_without_attention_is_not_met(programs: dict[str, str]) -> None:
+    failed = diff(programs, "sdpa", "other", "--fail-on", "backend-changed").exception
+    assert isinstance(failed, GateError) and "nothing to compare" in str(failed)
+    answer = json.loads(diff(programs, "sdpa", "other", "--format", "json").stdout)
+    assert "layers" not in answer
+
+
+def test_a_named_config_picks_its_layers(programs: dict[str, str]) -> None:
+    label = layers(programs, "sdpa", "again")[0]["baseline"]["config"]
+    answer = diff(programs, "sdpa", "again", "--config", label, "--format", "json")
+    assert len(json.loads(answer.stdout)["layers"]) == 1
+    none = diff(programs, "sdpa", "again", "--config", "1,1,64,64").exception
+    assert isinstance(none, NotFoundError)
+    assert "has no cells and no kernels of what was asked for" in str(none)
+
+
+def test_captures_have_no_layers(tmp_path: Path) -> None:
+    ingest_path(tmp_path / "s.db", CAPTURED)
+    path = str(tmp_path / "s.db")
+    answer = CliRunner().invoke(
+        cli, ["diff", "flash", "cudnn", "--store", path, "--format", "json"]
+    )
+    assert set(json.loads(answer.stdout)) == {
+        *("schema", "rows", "baseline", "candidate", "environment", "costs"),
+    }
+    gate = ["diff", "flash", "cudnn", "--store", path, "--fail-on", "backend-changed"]
+    failed = CliRunner().invoke(cli, gate).exception
+    assert isinstance(failed, GateError) and "nothing to compare" in str(failed)
+
+
+def test_the_python_interface_has_the_layers(programs: dict[str, str]) -> None:
+    frame = profharness.diff(programs["sdpa"], programs["eager"], store=programs["store"])
+    assert [row["backend_changed"] for row in frame.attrs["layers"]] == [True]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model trained, the same written out, one by math, and a program without attention."""
+    folder = tmp_path_factory.mktemp("programs")
+    sdpa, eager, x = Model(), Model(eager=True), torch.randn(3, 16, 32)
+    q = torch.randn(2, 4, 16, 8)
+
+    def by_math() -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            F.scaled_dot_product_attention(q, q, q)
+
+    works = {
+        "plain": lambda: torch.randn(8, 8) @ torch.randn(8, 8),
+        "math": by_math,
+        "eager": lambda: eager(x),
+        "train": lambda: sdpa(x).sum().backward(),
+    }
+    found = {"store": str(folder / "s.db")}
+    for name, work in works.items():
+        trace = record(folder / f"{name}.json", work)
+        found[name] = ingest_path(folder / "s.db", trace)[0].run
+    return found
+
+
+def invoke(runs: dict[str, str], *arguments: str) -> Any:
+    return CliRunner().invoke(cli, [*arguments, "--store", runs["store"]])
+
+
+def rows(runs: dict[str, str], name: str, *options: str) -> list[dict[str, Any]]:
+    result = invoke(runs, "analyze", "--run", runs[name], *options, "--format", "json")
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)["rows"]
+    return found
+
+
+def test_rates_are_of_the_kernels_of_a_call_and_its_backward(runs: dict[str, str]) -> None:
+    (row,) = rows(runs, "train")
+    config = parse_config(row["config"])
+    assert config.bwd and row["module"] == "Model_0.Attention_{0-1}"
+    assert (row["backend"], row["status"], row["basis"]) == ("flash", "ok", "kernel")
+    assert (row["flops"], row["compulsory_bytes"]) == (flops(config), compulsory_bytes(config))
+    with open_store(Path(runs["store"])) as store:
+        spent = [
+            sum(kernel.total_ns for kernel in call.kernels) for call in store.calls(runs["train"])
+        ]
+        backward = [
+            k for c in store.calls(runs["train"]) for k in c.kernels if k.direction == "backward"
+        ]
+    assert backward and row["duration_ns"] == pytest.approx(sum(spent) / len(spent), abs=0.5)
+    assert row["flops_per_s"] == pytest.approx(row["flops"] / row["duration_ns"] * 1e9)
+    assert "achieved" in {finding["code"] for finding in row["findings"]}
+
+
+def test_written_out_attention_is_told_its_own_findings(runs: dict[str, str]) -> None:
+    (row,) = rows(runs, "eager")
+    codes = {finding["code"] for finding in row["findings"]}
+    assert row["backend"] == "eager" and "score_traffic" in codes and "fp32_products" not in codes
+    assert row["phases"] == []
+    assert any("scaled_dot_product_attention" in remedy["text"] for remedy in row["remedies"])
+
+
+def test_math_is_taken_apart_as_math(runs: dict[str, str]) -> None:
+    (row,) = rows(runs, "math")
+    assert row["backend"] == "math" and row["phases"]
+    assert {"qk+pv", "softmax"} <= {kernel["role"] for kernel in row["kernels"]}
+    assert "score_traffic" in {finding["code"] for finding in row["findings"]}
+
+
+def test_the_latest_program_answers_where_no_run_has_configs(runs: dict[str, str]) -> None:
+    result = invoke(runs, "analyze")
+    assert result.exit_code == 0 and "Model_0.Attention_{0-1}" in result.stdout
+    table = invoke(runs, "analyze", "--format", "csv").stdout
+    assert next(csv.DictReader(io.StringIO(table)))["module"] == "Model_0.Attention_{0-1}"
+
+
+def test_configs_and_backends_select_calls(runs: dict[str, str]) -> None:
+    label = rows(runs, "train")[0]["config"]
+    assert len(rows(runs, "train", "--config", label, "--backend", "flash")) == 1
+    for options in (("--config", "1,1,8,8"), ("--backend", "math")):
+        failed = invoke(runs, "analyze", "--run", runs["train"], *options).exception
+        assert isinstance(failed, NotFoundError) and "no attention call of" in str(failed)
+
+
+def test_a_trace_without_attention_is_refused(runs: dict[str, str]) -> None:
+    failed = invoke(runs, "analyze", "--run", runs["plain"]).exception
+    assert isinstance(failed, NotFoundError) and "record_shapes=True" in str(failed)
+
+
+def test_calls_whose_config_is_not_known_are_named(tmp_path: Path) -> None:
+    x, model = torch.randn(3, 16, 32), Model()
+    trace = record(tmp_path / "t.json", lambda: model(x), record_shapes=False)
+    run = ingest_path(tmp_path / "s.db", trace)[0].run
+    arguments = ["analyze", "--run", run, "--store", str(tmp_path / "s.db")]
+    failed = CliRunner().invoke(cli, arguments).exception
+    assert isinstance(failed, NotFoundError) and "has no figures" in str(failed)
+
+
+def test_the_python_interface_analyzes_programs(runs: dict[str, str]) -> None:
+    frame = profharness.analyze(run=runs["train"], store=runs["store"])
+    assert frame["module"].tolist() == ["Model_0.Attention_{0-1}"]
+
+
+def test_kernels_names_the_map_of_a_program_alone(runs: dict[str, str]) -> None:
+    program = invoke(runs, "kernels", "--run", runs["train"])
+    assert f"profharness layers {runs['train']}" in program.stderr
+    plain = invoke(runs, "kernels", "--run", runs["plain"])
+    assert "layers" not in plain.stderr and "layers" not in plain.stdout

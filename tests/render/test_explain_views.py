@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from profharness.attention.config import NUMERIC, Config, expand_configs, parse_config
 from profharness.attention.dispatch.advice import Advice, BackendAnswer
 from profharness.attention.dispatch.by_rule import (
     FIELDS,
     Explanation,
+    choices_by_rule,
     chosen,
     explanation_record,
     flat_record,
+    named_platforms,
 )
-from profharness.commands.explain.tables import answer_blocks, explain_document, verdict
-from profharness.render.document import Code, Document, Note
+from profharness.commands.explain.maps import (
+    ALL_OF,
+    Bisection,
+    bisect_all,
+    bisect_one,
+    draw_maps,
+    first_indices,
+    get,
+    numeric_name,
+    put,
+    varying,
+)
+from profharness.commands.explain.tables import (
+    answer_blocks,
+    bisect_document,
+    explain_document,
+    verdict,
+)
+from profharness.errors import UsageError
+from profharness.render.document import Code, Document, Note, Table
 from profharness.render.renderers import render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import Refusal
@@ -142,3 +166,218 @@ def test_error_is_shown() -> None:
     assert "what auto runs is not known" in said
     assert chosen(lost) == "unknown"
     assert chosen(replace(lost, source="rules")) == "cudnn"
+
+
+BASE = parse_config("2,8,512,64,fp16")
+(H200,) = named_platforms("2.11", "H200")
+
+
+def by_value(name: str, answer: Callable[[int], str]) -> Callable[[Sequence[Config]], list[str]]:
+    return lambda configs: [answer(int(str(get(each, name)))) for each in configs]
+
+
+def holds(found: Bisection, answer: Callable[[int], str]) -> None:
+    """Check that stretches leave no gap and are true at every evaluated value."""
+    for one, other in zip(found.stretches, found.stretches[1:], strict=False):
+        assert other.first == one.last + 1
+        assert one.choice != other.choice
+    for stretch in found.stretches:
+        assert {stretch.first, stretch.last} <= set(found.asked)
+        for value in found.asked:
+            if stretch.first <= value <= stretch.last:
+                assert answer(value) == stretch.choice
+
+
+@given(st.integers(2, 65_536))
+@settings(max_examples=60)
+def test_one_threshold_is_found_exactly(threshold: int) -> None:
+    def answer(value: int) -> str:
+        return "cudnn" if value < threshold else "flash"
+
+    found = bisect_one(BASE, "seq_q", (1, 65_536), by_value("seq_q", answer))
+    holds(found, answer)
+    assert found.flips == ((threshold - 1, threshold),)
+    assert len(found.asked) < 4000
+
+
+@given(st.lists(st.integers(1, 5000), max_size=6), st.integers(1, 4000), st.integers(0, 4000))
+@settings(max_examples=40)
+def test_bisection_is_true_of_any_function(cuts: list[int], low: int, width: int) -> None:
+    def answer(value: int) -> str:
+        return ("flash", "cudnn", "efficient")[sum(value >= cut for cut in cuts) % 3]
+
+    found = bisect_one(BASE, "head_dim", (low, low + width), by_value("head_dim", answer))
+    holds(found, answer)
+    assert found.stretches[0].first == low
+    assert found.stretches[-1].last == low + width
+    assert found.possible == width + 1
+
+
+def test_head_dims_that_are_not_multiples_of_8_are_found_on_an_h200() -> None:
+    """Compare with every single value: the choice is not monotonic."""
+    (found,) = bisect_all(
+        expand_configs("2,8,512,1:1024:*1024,fp16"), "head_dim", lambda c: choices_by_rule(c, H200)
+    )
+    assert found.possible == 1024
+    every = choices_by_rule([replace(BASE, head_dim=n) for n in range(1, 1025)], H200)
+    for stretch in found.stretches:
+        assert set(every[stretch.first - 1 : stretch.last]) == {stretch.choice}
+
+
+def told_in_lines(found: Bisection) -> list[tuple[str, ...]]:
+    document = bisect_document([found], where="here")
+    (table,) = [block for block in document.blocks if isinstance(block, Table)]
+    assert len(document.records) == len(found.stretches)
+    return list(table.rows)
+
+
+def test_rule_modulo_128_is_found_and_printed_in_few_lines() -> None:
+    """cuDNN before 9.26 on SM90 refuses lengths of 64 modulo 128 in training with 2.15."""
+    (place,) = named_platforms("2.15", "H200", cudnn="9.25")
+    config = parse_config("2,8,512,64,bf16,bwd")
+    (found,) = bisect_all([config], "seq_kv", lambda many: choices_by_rule(many, place))
+    odd = [each for each in found.stretches if each.choice == "flash" and each.first > 1]
+    assert [each.first for each in odd] == list(range(64, 65_537, 128))
+    assert all(each.first == each.last for each in odd)
+    lines = told_in_lines(found)
+    assert len(lines) < 8
+    assert ("flash", "every 128 up to 65,344") in [row[2:] for row in lines]
+
+
+def test_multiples_of_8_are_evaluated_to_the_end() -> None:
+    def answer(value: int) -> str:
+        return "efficient" if value % 8 == 0 else "math"
+
+    found = bisect_one(BASE, "head_dim", (1, 20_000), by_value("head_dim", answer))
+    assert {each.first for each in found.stretches if each.choice == "efficient"} == set(
+        range(8, 20_001, 8)
+    )
+    assert told_in_lines(found) == [
+        ("1", "7", "math", "every 8 up to 19,999"),
+        ("8", "8", "efficient", "every 8 up to 20,000"),
+    ]
+
+
+def test_range_defaults_to_1_to_65536() -> None:
+    def choose(configs: Sequence[Config]) -> list[str]:
+        return ["flash"] * len(configs)
+
+    (ranged,) = bisect_all(expand_configs("2,8,{64,4096},64"), "seq", choose)
+    assert (ranged.asked[0], ranged.asked[-1]) == (64, 4096)
+    (single,) = bisect_all([BASE], "seq", choose)
+    assert (single.asked[0], single.asked[-1], single.possible) == (1, 65_536, 65_536)
+    several = bisect_all(expand_configs("2,8,{64,128},{64,80},{fp16,bf16}"), "seq", choose)
+    assert len(several) == 4
+
+
+def test_only_heads_divisible_by_kv_heads_are_evaluated() -> None:
+    asked: list[Config] = []
+
+    def choose(configs: Sequence[Config]) -> list[str]:
+        asked.extend(configs)
+        return ["flash"] * len(configs)
+
+    grouped = expand_configs("1,{8,64},128,64,kv_heads=8")
+    (found,) = bisect_all(grouped, "heads", choose)
+    assert found.asked == (8, 16, 24, 32, 40, 48, 56, 64)
+    assert {each.num_kv_heads for each in asked} == {8}
+    (divisors,) = bisect_all([parse_config("1,12,128,64")], "kv_heads", choose)
+    assert divisors.asked == (1, 2, 3, 4, 6, 12)
+
+
+def test_what_cannot_be_bisected_is_an_error() -> None:
+    for name, text in (("dtype", "is a word"), ("sequence", "is no property")):
+        with pytest.raises(UsageError, match=text):
+            numeric_name(name)
+    unlike = [parse_config("1,2,64,64,seq_q=1")]
+    with pytest.raises(UsageError, match="unlike lengths"):
+        bisect_all(unlike, "seq", lambda configs: ["flash"] * len(configs))
+
+
+def test_property_may_have_its_table_or_config_name() -> None:
+    names = {
+        "seq_len": "seq",
+        "num_heads": "heads",
+        "num_kv_heads": "kv_heads",
+        "seq_len_q": "seq_q",
+        "seq_len_kv": "seq_kv",
+        "kv_heads": "kv_heads",
+    }
+    assert {text: numeric_name(text) for text in names} == names
+    (found,) = bisect_all([BASE], "seq_len", lambda configs: ["flash"] * len(configs))
+    assert found.name == "seq"
+
+
+def test_short_range_is_evaluated_completely() -> None:
+    assert first_indices(range(1, ALL_OF + 1)) == list(range(ALL_OF))
+    assert len(first_indices(range(1, 65_537))) < 4000
+
+
+@given(st.sampled_from(NUMERIC), st.integers(1, 4096))
+def test_property_that_is_set_is_returned(name: str, value: int) -> None:
+    config = put(parse_config("2,8,512,64,head_dim_v=32"), name, value)
+    if config is None:
+        assert (name == "kv_heads" and 8 % value) or (name == "kv_batch" and value not in (1, 2))
+    else:
+        assert get(config, name) == value
+        assert parse_config(config.label) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("2,8,{64,128},{64,80}", ["seq", "head_dim"]),
+        ("2,{4,8},64,64", ["heads"]),
+        ("2,8,64,64,kv_heads={1,2}", ["kv_heads"]),
+        ("2,8,64,64,seq_q={1,64},{fp16,bf16}", ["seq_q", "dtype"]),
+        ("2,8,64,64", []),
+    ],
+)
+def test_varying_properties(text: str, names: list[str]) -> None:
+    assert varying(expand_configs(text)) == names
+
+
+def test_map_has_every_config_once_and_its_edges() -> None:
+    configs = expand_configs("2,8,{64,512},{64,96,100,128},{fp16,bf16},mask={none,bool}")
+    choices = choices_by_rule(configs, H200)
+    maps = draw_maps(configs, choices)
+    assert [each.fixed for each in maps] == [
+        (("dtype", dtype), ("mask", mask))
+        for dtype in ("fp16", "bf16")
+        for mask in ("none", "bool")
+    ]
+    assert sum(len(each.cells) for each in maps) == len(configs)
+    for config, choice in zip(configs, choices, strict=True):
+        (own,) = [m for m in maps if m.fixed == (("dtype", config.dtype), ("mask", config.mask))]
+        assert own.cells[config.seq_len_q, config.head_dim] == choice
+    (down, up) = maps[0].edges
+    assert (down.along, down.before, down.after) == ("head_dim", 96, 100)
+    assert (down.choice_before, down.choice_after) == ("cudnn", "flash")
+    assert down.everywhere
+    assert (up.before, up.after, up.choice_after) == (100, 128, "cudnn")
+
+
+def test_map_shows_what_all_its_configs_share() -> None:
+    configs = expand_configs("2,8,{64,512},{64,100},bf16,causal,kv_heads={8,4}")
+    maps = draw_maps(configs, ["flash"] * len(configs))
+    shared = "batch=2, heads=8, dtype=bf16, causal=yes"
+    assert [each.title for each in maps] == [f"head_dim={n}, {shared}" for n in (64, 100)]
+
+
+def test_one_property_makes_one_row_and_a_partial_edge_shows_where() -> None:
+    configs = expand_configs("2,8,512,{64,100}")
+    (row,) = draw_maps(configs, ["cudnn", "flash"])
+    assert (row.rows, row.columns, len(row.row_values)) == ("", "head_dim", 1)
+    square = expand_configs("2,8,{64,128},{64,100}")
+    (each,) = draw_maps(square, ["cudnn", "cudnn", "cudnn", "flash"])
+    assert {(edge.along, edge.at, edge.everywhere) for edge in each.edges} == {
+        ("seq", (100,), False),
+        ("head_dim", (128,), False),
+    }
+
+
+def test_missing_combinations_make_no_edge() -> None:
+    configs = [parse_config(text) for text in ("2,8,64,64", "2,8,128,100")]
+    (each,) = draw_maps(configs, ["cudnn", "flash"])
+    assert each.edges == ()
+    assert len(each.cells) == 2

@@ -1,4 +1,6 @@
-"""Compare every renderer with golden files, and check its properties for any text."""
+"""Compare every renderer with golden files, and check its properties for any text. Check number
+formats, declared columns and the reference page.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,11 +20,14 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from view_rows import kernel, sample
 
-from profharness.columns import Column
+from profharness.columns import Column, columns_of, pick
+from profharness.commands.analyze.tables import COLUMNS
 from profharness.commands.kernels.tables import FIELDS, kernels_document
-from profharness.render.document import Document, Heading, Note, Table
+from profharness.program.layer_map import LayerForecast, LayerRow
+from profharness.render.document import Document, Heading, Note, Table, filled_columns, format_value
 from profharness.render.renderers import RENDERERS, escape_markdown, harmless
 from profharness.render.terminal import MIN_SHRUNK, distinct_cuts
+from profharness.rows import CellRow, KernelRow, RunRow
 from profharness.traces.kernel_names import parse_kernel_name
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -238,3 +246,55 @@ def test_csv_columns_are_flat() -> None:
     assert [rows[0][f"grid_{axis}"] for axis in "xyz"] == ["4", "2", "8"]
     assert rows[3]["grid_x"] == ""
     assert len(rows[0]) == len(FIELDS) + 4
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.001514321, "0.001514"),
+        (0.000002, "0.000002"),
+        (12.3456, "12.35"),
+        (1234.56, "1,235"),
+        (1234567.0, "1,234,567"),
+        (0.0, "0"),
+        (100.0, "100"),
+    ],
+)
+def test_figures_have_four_digits(value: float, text: str) -> None:
+    assert format_value(Column("rate", "TFLOP/s", "figures"), value) == text
+
+
+def test_columns_without_a_value_are_left_out() -> None:
+    row = dict.fromkeys((column.key for column in COLUMNS), None) | {"backend": "math", "waves": 0}
+    other = row | {"bottleneck": "", "places": ()}
+    assert [column.key for column in filled_columns(COLUMNS, [row, other])] == ["backend", "waves"]
+    assert filled_columns(COLUMNS, [row], optional=("backend",)) == list(COLUMNS)
+    assert "flops_per_s" not in [
+        each.key for each in filled_columns(COLUMNS, [row], ("flops_per_s",))
+    ]
+
+
+def test_field_declares_its_column() -> None:
+    columns = columns_of(KernelRow)
+    assert columns["duration_ns"] == Column(
+        "duration_ns", "µs", "us", right=True, meaning="median time of one launch"
+    )
+    keys = list(columns)
+    assert keys.index("run") < keys.index("source") < keys.index("call_ns"), "properties come last"
+    assert pick(KernelRow, "grid", "backend") == (columns["grid"], columns["backend"])
+
+
+@pytest.mark.parametrize("row_type", [RunRow, CellRow, KernelRow, LayerRow, LayerForecast])
+def test_every_field_has_a_meaning(row_type: type) -> None:
+    columns = columns_of(row_type)
+    assert [each.name for each in fields(row_type) if each.name not in columns] == []
+    assert [key for key, column in columns.items() if not column.meaning] == []
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_reference_page_is_current() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "make_reference.py"), "check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

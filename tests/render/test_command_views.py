@@ -1,25 +1,31 @@
-"""Check the tables of kernels: whole names, the figures of every profiler, and sums."""
+"""Check the tables of kernels and of diff."""
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from view_rows import cell, kernel
+from view_rows import CONFIG, cell, kernel
 
+from profharness.commands.diff.result import Change, Cost, Diff, DiffRow
+from profharness.commands.diff.tables import diff_document
 from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
+from profharness.program.changes import EnvChange
 from profharness.render.document import Table
+from profharness.render.renderers import RENDERERS
 from profharness.render.terminal import MIN_SHRUNK, render_table
 from profharness.rows import ACTIVE_WARPS, DRAM_READ, DRAM_WRITE, KernelRow
 from profharness.store import Selection, ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
-CONFIG, LABEL = "2,8,512,64,fp16", "b2-h8-s512-d64-fp16"
+TEXT = "2,8,512,64,fp16"
 DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
 
 
@@ -37,7 +43,7 @@ def rows(store: Path) -> list[KernelRow]:
 
 
 def shown(*words: str) -> list[str]:
-    return [sys.executable, "-m", "profharness", "kernels", "--config", CONFIG, *words]
+    return [sys.executable, "-m", "profharness", "kernels", "--config", TEXT, *words]
 
 
 def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
@@ -66,7 +72,7 @@ def test_terminal_cuts_names_to_distinct_ones(store: Path, rows: list[KernelRow]
     lines = [line.removeprefix("math").strip() for line in text.decode().splitlines()]
     names = [line[: line.index("  ")] for line in lines if "…" in line]
     assert len(names) > 5
-    short = {row.kernel_short for row in rows if (row.config, row.backend) == (LABEL, "math")}
+    short = {row.kernel_short for row in rows if (row.config, row.backend) == (CONFIG, "math")}
     assert len(set(names)) == len([name for name in short if len(name) > MIN_SHRUNK])
 
 
@@ -98,13 +104,13 @@ def test_records_of_steps_contain_the_figures_of_backends(store: Path) -> None:
         torch, cells = opened.rows(Selection("latest", profilers=("torch",)))
     records = steps_document(torch, cells).records
     by_cell = {(row["config"], row["backend"]): row for row in records}
-    square, decode = (by_cell[label, "math"] for label in (LABEL, DECODE))
-    assert (square["growth"], by_cell[LABEL, "flash"]["growth"]) == ("S^2", "S")
+    square, decode = (by_cell[label, "math"] for label in (CONFIG, DECODE))
+    assert (square["growth"], by_cell[CONFIG, "flash"]["growth"]) == ("S^2", "S")
     assert square["score_matrices"] == square["peak_memory_bytes"] / (16 * 512 * 512 * 4)
     own = [row for row in records if row["cell"] == square["cell"] and row["kernels"]]
     assert square["kernels_ns"] == pytest.approx(sum(row["call_ns"] for row in own))
     # a step has the launch configuration of its longest kernel, and other parts have none
-    off = [row for row in records if (row["config"], row["backend"]) == (LABEL, "all-disabled")]
+    off = [row for row in records if (row["config"], row["backend"]) == (CONFIG, "all-disabled")]
     assert (off[0]["grid"], off[0]["block"]) == ((64, 1, 1), (384, 1, 1))
     assert (off[0]["shared_bytes"], off[0]["occupancy"]) == (134144, 0.1875)
     assert {row["grid"] is None for row in off if not row["kernels"]} == {True}
@@ -162,3 +168,68 @@ def test_steps_separate_gaps_host_and_refill(
     steps = find_steps(cell(samples=samples), [kernel()])
     assert {each.step: each.call_ns for each in steps if not each.kernels} == pytest.approx(beyond)
     assert sum(each.share or 0 for each in steps) == pytest.approx(1)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def sample() -> Diff:
+    split = kernel(
+        backend="auto", family="flash_splitkv", kernel_short="flash_fwd_splitkv", grid=(8, 2, 16)
+    )
+    rows = (
+        DiffRow(
+            *(CONFIG, "flash", "auto", "call", (), (), 1.25, "slower", ("+25 %, p = 0.001",), ()),
+            baseline_ns=8000.0,
+            candidate_ns=10000.0,
+            basis="graph",
+        ),
+        DiffRow(
+            *(CONFIG, "flash", "auto", "attention", (kernel(),), (split,), 1.0, "changed"),
+            ("another grid",),
+            (Change("grid", (4, 2, 8), (8, 2, 16)),),
+            changed=True,
+        ),
+        DiffRow(CONFIG, "flash", "auto", "combine", (), (split,), None, "added", (), ()),
+    )
+    environment = (EnvChange("torch", "2.10.0", "2.11.0", "another choice of backend"),)
+    return Diff("a:flash", "b:auto", environment, rows)
+
+
+@pytest.mark.parametrize("name", list(RENDERERS))
+def test_diff_matches_the_golden_file(name: str) -> None:
+    text = RENDERERS[name](diff_document(sample()))
+    path = GOLDEN / f"diff.{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_environment_comes_before_any_kernel() -> None:
+    text = RENDERERS["table"](diff_document(sample()))
+    assert text.index("2.11.0") < text.index(CONFIG) < text.index("flash_fwd_splitkv")
+
+
+def test_json_is_that_of_the_diff() -> None:
+    diff = sample()
+    assert json.loads(RENDERERS["json"](diff_document(diff))) == json.loads(
+        json.dumps(diff.to_json())
+    )
+
+
+def test_full_shows_whole_names() -> None:
+    assert kernel().kernel in RENDERERS["table"](diff_document(sample(), full=True))
+
+
+def test_differences_of_memory_and_launches_name_their_config() -> None:
+    costs = (
+        Cost(CONFIG, "flash", "auto", "memory", 1024.0, 3072.0, "more", 3.0),
+        Cost(CONFIG, "flash", "auto", "launches", 1.0, 1.0, "same", 1.0),
+        Cost(CONFIG, "flash", "auto", "refused", "ok", "ok", "same"),
+    )
+    text = RENDERERS["table"](diff_document(replace(sample(), costs=costs)))
+    assert "more: 1.0 → 3.0 KiB at the peak, 3.00x" in text
+    assert "a call" not in text
+    same = DiffRow(CONFIG, "flash", "auto", "call", verdict="same")
+    short = diff_document(Diff("a", "b", (), (same,), costs=costs), changed_first=True)
+    assert "peak memory" in RENDERERS["table"](short)
