@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from views.view_rows import cell, kernel
+from render.view_rows import cell, kernel
 
 from profharness.attention.config import parse_config
 from profharness.attention.dispatch.machine import rules_know
