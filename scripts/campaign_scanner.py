@@ -86,7 +86,7 @@ def main(place: Path, seed: str, deadline: float) -> None:
         sys.modules["profharness.traces._scanner"] = module
     import numpy as np
 
-    from profharness.traces import chrome_columns as columns
+    from profharness.traces import chrome_events as columns
     from profharness.traces import compiled
 
     assert compiled.Scanner is not None, "the scanner is not compiled"

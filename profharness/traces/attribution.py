@@ -439,7 +439,7 @@ class BatchFile:
         """Append a batch."""
         columns = [getattr(batch, column.name) for column in fields(batch)]
         offset = self._spool.write(columns)
-        self._blocks.append(Block((0, 0), offset, len(columns), len(batch.kernel), 0, 0))
+        self._blocks.append(Block(offset, len(columns), len(batch.kernel), 0, 0))
 
     def read(self) -> Iterator[LaunchBatch]:
         """Yield the batches in the order of writing."""

@@ -5,10 +5,8 @@ The scan cuts a file into pieces at event boundaries and decodes piece by piece.
 
 from __future__ import annotations
 
-import itertools
 import re
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from profharness.errors import TraceFormatError
 from profharness.files import has_too_many_values
 from profharness.rows import TORCH
 from profharness.trace import LaunchConfig, Trace
-from profharness.traces import attribution, chrome_columns
+from profharness.traces import attribution
 from profharness.traces.chrome_events import (
     EXACT_LIMIT,
     MODULE_MARK,
@@ -60,12 +58,10 @@ DEVICE_KEYS = {
     "shared_bytes_per_sm": "sharedMemPerMultiprocessor",
     "warp_size": "warpSize",
 }
-RANGE = 8 * 1024 * 1024
 FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # bytes in which to look for the end of a broken event
 # Broken events searched up to REACH, which is slow; others end at the next separator
 MAX_UNCLOSED = 8
-FOREVER = 1 << 62
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 MAX_FRAME = 1 << 12  # bytes in the event of a Python frame
 SEGMENT = 1 << 21  # bytes that the compiled scanner reads at once
@@ -74,7 +70,6 @@ SEGMENT = 1 << 21  # bytes that the compiled scanner reads at once
 def parse_chrome(
     path: Path,
     *,
-    range_bytes: int = RANGE,
     chunk_rows: int = attribution.CHUNK_ROWS,
     slice_rows: int = attribution.SLICE_ROWS,
 ) -> Trace:
@@ -90,178 +85,112 @@ def parse_chrome(
     with closing(Window(path)) as window:
         layout = probe(window)
     with ExitStack() as stack:
-        source, header = _scan_file(path, layout, range_bytes, stack)
+        source, header = _scan_file(path, layout, stack)
         return _assemble(path, source, header, (chunk_rows, slice_rows), stack)
 
 
 def _scan_file(
-    path: Path, layout: Layout, range_bytes: int, stack: ExitStack
+    path: Path, layout: Layout, stack: ExitStack
 ) -> tuple[attribution.Source, dict[str, Any]]:
-    """Return the tables and the header. Scan again if times need decimals, or if the ranges do not
-    cover the whole file.
-    """
-    if layout.empty:
-        return attribution.Source(Tables(), Spool.temporary(stack)), read_trailer(
-            path, layout, layout.first
-        )
-    width = range_bytes if layout.certain else 0
+    """Return the tables and the header. Scan again if times need decimals."""
     exact = _needs_decimals(layout.first_ts)
     while True:
-        spool = Spool.temporary(stack)
+        collector = Collector(Events(exact=exact), Spool.temporary(stack))
         try:
-            result = scan(path, layout, spool, exact=exact, range_bytes=width)
+            with closing(Window(path)) as window:
+                end = (
+                    layout.first if layout.empty else FileScanner(window, layout, collector).scan()
+                )
         except NeedExactTimes:
             exact = True
             continue
-        if (end := _array_end(path, result)) is not None:
-            return attribution.Source(result.tables, spool), read_trailer(path, layout, end)
-        width = 0
+        source = attribution.Source(collector.tables, collector.spool)
+        return source, read_trailer(path, layout, end)
 
 
-@dataclass(frozen=True, slots=True)
-class ScanResult:
-    """The tables and ranges of a scan, and the offset at which it stopped."""
-
-    tables: Tables
-    parts: list[Part]
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A scanned range. `array_end` is the offset of the closing `]` if it lies in this range."""
-
-    index: int
-    array_end: int | None
-    events: int  # decoded or skipped
-
-
-def scan(path: Path, layout: Layout, spool: Spool, *, exact: bool, range_bytes: int) -> ScanResult:
-    """Scan a file into a spool, in ranges of `range_bytes` or in a single range if that is 0.
-
-    Raise TraceFormatError. Raise NeedExactTimes if times need decimals and `exact` is not set.
-    """
-    collector = Collector(Events(exact=exact), spool)
-    parts: list[Part] = []
-    with closing(Window(path)) as window:
-        scanner = Scanner(window, layout, collector)
-        window.fill()
-        for index in itertools.count():
-            begin, end = index * range_bytes, (index + 1) * range_bytes or FOREVER
-            if end > layout.first:
-                parts.append(scanner.scan(index, max(begin, layout.first), end))
-            finished = parts and parts[-1].array_end is not None
-            if not range_bytes or window.eof or finished:
-                break
-        return ScanResult(collector.tables, parts, window.end)
-
-
-class Scanner:
-    """Scans ranges of one file into a collector, in ascending order."""
+class FileScanner:
+    """Scans the events of a file into a collector."""
 
     def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
         self.window = window
         self.layout = layout
         self.collector = collector
-        self._columns = chrome_columns.reader(collector)
         self._segment_bytes = bytearray(
-            SEGMENT if self._columns else 0
+            SEGMENT if collector.columns else 0
         )  # allocated once, because fresh memory costs page faults
         self._array_end: int | None = None
         self._unclosed = 0
 
-    def scan(self, index: int, begin: int, end: int) -> Part:
-        """Collect every event that starts in [begin, end)."""
-        tables = self.collector.tables
-        before = tables.events + tables.skipped
-        self._array_end = None
-        if self._find_first(begin):
-            self._scan_to(index, end)
-        self.collector.flush(index)
-        count = tables.events + tables.skipped - before
-        return Part(index, self._array_end, count)
+    def scan(self) -> int:
+        """Collect every event. Return the offset of the closing bracket.
 
-    def _find_first(self, begin: int) -> bool:
-        """Move to the first event at or after `begin`. Return False if there is none."""
-        window, separator, gap = self.window, self.layout.separator, self.layout.gap
-        if begin <= self.layout.first:
-            window.seek(self.layout.first)
-            return True
-        if window.base >= begin:  # the previous range stopped here
-            return True
-        lead = gap + 1
-        window.seek(max(begin - lead, window.base))
-        while True:
-            at = window.buffer.find(separator, max(0, begin - lead - window.base))
-            if at >= 0:
-                window.seek(window.base + at + lead)
-                return True
-            if len(window.buffer) > 2 * len(separator):
-                window.seek(window.end - len(separator))
-            if not window.fill():
-                return False
-
-    def _scan_to(self, index: int, end: int) -> None:
+        Raise TraceFormatError if there is none. Raise NeedExactTimes if times need decimals and the
+        collector has none.
+        """
         window, separator, lead = self.window, self.layout.separator, self.layout.gap + 1
+        window.fill()
+        window.seek(self.layout.first)
         flushed = window.base
         wanted = 1
         stuck = False  # at the end of the file, inside an event that contains a separator
-        while window.base < end and self._array_end is None:
-            self._scan_segments(index, end)
+        while self._array_end is None:
+            self._scan_segments()
             more = True
             if len(window.buffer) < wanted or separator not in window.buffer:
-                more = window.fill(self._block(end))
+                more = window.fill(self._block())
                 if len(window.buffer) > MAX_PIECE:
                     raise window.too_long(window.base)
             if more and len(window.buffer) < wanted:
                 continue
             buffer = window.buffer
-            stop = (
-                buffer.find(separator, max(0, end - window.base - lead)) if window.end > end else -1
-            )
-            if stop < 0:
-                stop = buffer.rfind(separator)
+            stop = buffer.rfind(separator)
             final = stop < 0 or stuck
             if final and more and not stuck:
                 continue
             length = len(buffer) if final else stop + 1
-            used = self._segment(index, buffer, length, last=final)
+            used = self._segment(buffer, length, last=final)
             if self._array_end is None:
                 if final:
-                    return
+                    break
                 whole = used == length
                 window.seek(window.base + (stop + lead if whole else used))
                 stuck = window.eof and not whole
                 wanted = 1 if whole else 2 * len(window.buffer)
                 wanted = min(wanted, REACH)
             if window.base - flushed >= FLUSH:
-                self.collector.flush(index)
+                self.collector.flush()
                 flushed = window.base
+        self.collector.flush()
+        if self._array_end is None:
+            message = "the file ends inside traceEvents"
+            raise window.error(message, expected="], the end of the events")
+        return self._array_end
 
-    def _scan_segments(self, index: int, end: int) -> None:
+    def _scan_segments(self) -> None:
         """Collect segments of the file for as long as the compiled scanner consumes all of them."""
-        window, separator, columns = self.window, self.layout.separator, self._columns
+        window, separator, columns = self.window, self.layout.separator, self.collector.columns
         segment = memoryview(self._segment_bytes)
-        while columns and (size := window.read_into(segment[: max(0, end - window.base)])):
+        while columns and (size := window.read_into(segment)):
             stop = self._segment_bytes.rfind(separator, 0, size)
             if stop < 0:
                 return
-            used = columns.collect(segment, stop + 1, index)
+            used = columns.collect(segment, stop + 1)
             window.seek(window.base + (stop + self.layout.gap + 1 if used > stop else used))
-            self.collector.flush(index)
+            self.collector.flush()
             if used <= stop:
                 return
 
-    def _block(self, end: int) -> int:
-        """Return how many bytes to read at once in a range that ends at `end`."""
-        least = min(SEGMENT, end - self.window.end) if self._columns else BLOCK
-        return max(BLOCK, least, min(len(self.window.buffer), MAX_PIECE // 4))
+    def _block(self) -> int:
+        """Return how many bytes to read at once."""
+        least = SEGMENT if self.collector.columns else BLOCK
+        return max(least, min(len(self.window.buffer), MAX_PIECE // 4))
 
-    def _segment(self, index: int, text: bytes, length: int, *, last: bool) -> int:
+    def _segment(self, text: bytes, length: int, *, last: bool) -> int:
         """Collect the events of text[:length]. Return the number of bytes consumed, which is less
         than `length` if the last event is incomplete.
         """
-        begin = self._columns.collect(text, length, index) if self._columns else 0
+        columns = self.collector.columns
+        begin = columns.collect(text, length) if columns else 0
         if begin == length:
             return begin
         segment = text[:length]
@@ -341,21 +270,6 @@ class Scanner:
         self.collector.tables.skipped += 1
         self._array_end = self.window.base + position + tail.index(b"]", border)
         return position
-
-
-def _array_end(path: Path, result: ScanResult) -> int | None:
-    """Return the offset of the closing bracket, or None if the ranges do not cover the file.
-
-    Raise TraceFormatError if there is no bracket.
-    """
-    last = next((part for part in result.parts if part.array_end is not None), None)
-    if last is None:
-        message = "the file ends inside traceEvents"
-        raise TraceFormatError(
-            path, message, offset=result.size, expected="], the end of the events"
-        )
-    contradicted = any(part.index > last.index and part.events for part in result.parts)
-    return None if contradicted else last.array_end
 
 
 def _needs_decimals(ts: str) -> bool:

@@ -1,4 +1,8 @@
-"""Decode Kineto's events to int64 columns. The structs below list which fields are read."""
+"""Decode Kineto's events to int64 columns.
+
+The compiled scanner reads most events as columns, without an object per event. Events that it cannot
+read with certainty go to the decoder. The structs below list which fields the decoder reads.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from enum import IntEnum
 from itertools import chain, islice
 from typing import Any, Union
 
@@ -32,6 +37,7 @@ from profharness.traces.columns import (
     distinct,
     whole,
 )
+from profharness.traces.compiled import Scanner
 from profharness.traces.devices import REPLACED
 from profharness.traces.intervals import nothing
 from profharness.traces.ops import (
@@ -70,10 +76,10 @@ class Collector:
         self.tables = Tables()
         self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
-        self._sequence = 0
         self._texts: list[str] = []  # names of ops, by id
         self._kept: list[int] = []  # how the ops of a name are kept, by the name's id
         self._arguments = ArgumentsDecoder()
+        self.columns = EventColumns(self) if Scanner is not None else None
         self.register()
 
     def register(self) -> None:
@@ -123,39 +129,24 @@ class Collector:
             if event.name.startswith(MODULE):  # the text may also occur in another field
                 self._pending["module"].append(event)
 
-    def settle(self, part: int) -> None:
+    def settle(self) -> None:
         """Write the pending events that have to precede rows given as columns."""
         if any(self._pending[kind] for kind in ("op", "launch", "loose", "gpu")):
-            self.flush(part)
+            self.flush()
 
-    def add_ops(self, part: int, rows: OpRows, args: Callable[[int], bytes]) -> None:
+    def add_ops(self, rows: OpRows, args: Callable[[int], bytes]) -> None:
         """Write ops. `args` returns the arguments of a row as text."""
         keep = np.ones(len(rows.start), np.bool_)
         self._detail(rows, keep, args)
-        self._write(self.tables.ops, rows, keep, self._order(part), rows.start, rows.end)
-
-    def add_launches(self, part: int, rows: LaunchRows) -> None:
-        """Write launch calls."""
-        key, keep = rows.correlation, np.ones(len(rows.start), np.bool_)
-        self._write(self.tables.launches, rows, keep, self._order(part), key, key)
-
-    def add_device(self, part: int, rows: GpuRows) -> None:
-        """Write kernels, memcpys and memsets."""
-        key, keep = rows.correlation, np.ones(len(rows.start), np.bool_)
-        self._write(self.tables.gpu, rows, keep, self._order(part), key, key)
+        self.write(rows, keep)
 
     def add_modules(self, names: list[str], columns: tuple[Ints, ...]) -> None:
         """Collect calls of modules from their names and columns of start, end and thread."""
         rows = zip(names, *(column.tolist() for column in columns), strict=True)
         self.tables.modules += [HostSpan(*row) for row in rows]
 
-    def _order(self, part: int) -> tuple[int, int]:
-        self._sequence += 1
-        return part, self._sequence
-
-    def flush(self, part: int) -> None:
-        """Write the pending events as blocks of a part of the file. Raise NeedExactTimes."""
-        order = self._order(part)
+    def flush(self) -> None:
+        """Write the pending events as blocks. Raise NeedExactTimes."""
         pending = self._pending
         pending["launch"].extend(filter(None, map(self.events.launch_of, pending["loose"])))
         pending["loose"].clear()
@@ -169,10 +160,10 @@ class Collector:
         }
         for kind, write in writers.items():
             if pending[kind]:
-                write(pending[kind], order)
+                write(pending[kind])
                 pending[kind].clear()
 
-    def _write_gpu(self, events: list[Any], order: tuple[int, int]) -> None:
+    def _write_gpu(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)
         kinds, kernels, configs = self.events.kinds, self.tables.kernels, self.tables.configs
         args = [event.args for event in events]
@@ -191,9 +182,9 @@ class Collector:
         odd = [row for row in distinct(rows.config) if not fits(keys[row])]
         if odd:  # a launch configuration exceeds int64
             keep &= ~np.isin(rows.config, odd)
-        self._write(self.tables.gpu, rows, keep, order, rows.correlation, rows.correlation)
+        self.write(rows, keep)
 
-    def _write_launches(self, events: list[Any], order: tuple[int, int]) -> None:
+    def _write_launches(self, events: list[Any]) -> None:
         keep = np.ones(len(events), np.bool_)
         rows = LaunchRows(
             correlation=_checked([e.args.correlation for e in events], keep),
@@ -201,14 +192,14 @@ class Collector:
             thread=self._threads(events),
             start=self._nanoseconds([e.ts for e in events], keep),
         )
-        self._write(self.tables.launches, rows, keep, order, rows.correlation, rows.correlation)
+        self.write(rows, keep)
 
-    def _write_ops(self, events: list[Any], order: tuple[int, int]) -> None:
+    def _write_ops(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)
         names = self.tables.names.column([e.name for e in events])
         rows = OpRows(start, start + duration, self._threads(events), names)
         self._detail(rows, keep, lambda row: bytes(events[row].args))
-        self._write(self.tables.ops, rows, keep, order, start, rows.end)
+        self.write(rows, keep)
 
     def _detail(self, rows: OpRows, keep: Flags, args: Callable[[int], bytes]) -> None:
         """Keep as objects the ops whose name requires it. `args` returns the arguments of a row."""
@@ -237,19 +228,16 @@ class Collector:
         if len(start):
             self.tables.evaluations.append(np.stack([start, end, thread, nothing(len(start))]))
 
-    def _write_arrows(self, events: list[Any], _order: tuple[int, int]) -> None:
+    def _write_arrows(self, events: list[Any]) -> None:
         events = [e for e in events if isinstance(e.id, int | str) and e.ph in ("s", "f")]
         keep = np.ones(len(events), np.bool_)
         times = self._nanoseconds([e.ts for e in events], keep)
         begins = np.array([e.ph == "s" for e in events], np.int64)
         keys = self.tables.arrows.keys([e.id for e in events])
-        self.add_arrows(np.stack([keys, begins, self._threads(events), times])[:, keep])
+        columns = np.stack([keys, begins, self._threads(events), times])
+        self.tables.arrows.blocks.append(columns[:, keep])
 
-    def add_arrows(self, columns: Ints) -> None:
-        """Collect ends of arrows, given as the columns of Arrows."""
-        self.tables.arrows.blocks.append(columns)
-
-    def _write_modules(self, events: list[Any], _order: tuple[int, int]) -> None:
+    def _write_modules(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)
         columns = (start, start + duration, self._threads(events))
         self.tables.modules += [
@@ -258,7 +246,7 @@ class Collector:
             if kept
         ]
 
-    def _write_ranges(self, events: list[Any], _order: tuple[int, int]) -> None:
+    def _write_ranges(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)
         columns = (start, duration, self._threads(events))
         for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True):
@@ -296,24 +284,19 @@ class Collector:
     def _threads(self, events: list[Any]) -> Ints:
         return self.tables.threads.column([(e.pid, e.tid) for e in events])
 
-    def _write(
-        self,
-        blocks: list[Block],
-        rows: Iterable[Ints],
-        keep: Flags,
-        order: tuple[int, int],
-        low: Ints,
-        high: Ints,
-    ) -> None:
-        columns = list(rows)
-        if not keep.all():
+    def write(self, rows: GpuRows | LaunchRows | OpRows, keep: Flags | None = None) -> None:
+        """Write a block of the rows marked in `keep`, by default all, and count the others."""
+        if keep is not None and not keep.all():
             self.tables.skipped += int((~keep).sum())
-            columns = [column[keep] for column in columns]
-            low, high = low[keep], high[keep]
+            rows = type(rows)(*(column[keep] for column in rows))
+        if isinstance(rows, OpRows):
+            blocks, low, high = self.tables.ops, rows.start, rows.end
+        else:
+            blocks = self.tables.gpu if isinstance(rows, GpuRows) else self.tables.launches
+            low = high = rows.correlation
         if len(low):
-            span = (int(low.min()), int(high.max()))
-            offset = self.spool.write(columns)
-            blocks.append(Block(order, offset, len(columns), len(low), *span))
+            span = int(low.min()), int(high.max())
+            blocks.append(Block(self.spool.write(rows), len(rows), len(low), *span))
 
 
 def _kept(name: str) -> int:
@@ -553,3 +536,174 @@ def _double(value: float) -> float:
 
 def _null(match: re.Match[bytes]) -> bytes:
     return match.group() if match.group().startswith(b'"') else b"null"
+
+
+# rows at once; they fit into the CPU's cache, and a power of two would map all columns to one set
+CAPACITY = (1 << 13) + (1 << 6)
+OP = "cpu_op"
+
+
+class Role(IntEnum):
+    """The role of a category, as in scanner.c. UNSURE: a key is repeated or escaped."""
+
+    DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE = range(8)
+
+
+class Column(IntEnum):
+    """The columns of a row, as in scanner.c. BEGIN and END are offsets in the text, NAMED is 1 for
+    the start of an arrow, times are in ns. Rows of devices have more numbers after their key.
+    """
+
+    (KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, KEY,
+     DEVICE, STREAM, NODE, BYTES) = range(15)  # fmt: skip
+
+
+ROLES = {
+    **dict.fromkeys(IGNORED, Role.DROP),
+    OP: Role.OP,
+    **dict.fromkeys(LAUNCH, Role.CALL),
+    **dict.fromkeys(GPU, Role.DEVICE),
+    MODULES: Role.FRAME,
+    **dict.fromkeys(ARROWS, Role.ARROW),
+}
+# columns that contain ids of texts, by role
+_RESOLVED = {
+    Role.OP: (Column.NAMED, Column.THREAD),
+    Role.CALL: (Column.NAMED, Column.THREAD),
+    Role.DEVICE: (Column.NAMED, Column.CONFIG),
+    Role.FRAME: (Column.NAMED, Column.THREAD),
+    Role.ARROW: (Column.THREAD,),
+}
+# in the order of the fields of OpRows, LaunchRows, Arrows and GpuRows
+_OP = [Column.START, Column.DURATION, Column.NAMED, Column.THREAD]
+_KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
+_DEVICE = [
+    Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
+    Column.KEY, Column.NODE, Column.BYTES,
+]  # fmt: skip
+THREADS, CONFIGS = 254, 255  # kinds of texts with ids, besides the positions in ROLES
+_KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
+NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
+PARTS = [_KEYS[name] for name in ("grid", "block", "registers", "shared")]
+
+
+class _Place(msgspec.Struct, gc=False):
+    """The thread of an event, decoded as the decoder does it."""
+
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
+
+
+_NAME, _PLACE = msgspec.json.Decoder(str), msgspec.json.Decoder(_Place)
+_GPU_ARGS = msgspec.json.Decoder(GpuArgs)
+
+
+def _joined(texts: list[str]) -> bytes:
+    return "\0".join(texts).encode()
+
+
+def _members(keys: list[str], text: bytes) -> bytes:
+    """Return an object of the keys whose values a text contains. Empty values become null."""
+    values = zip(keys, text.split(b"\0"), strict=True)
+    return b"{%b}" % b",".join(b'"%b":%b' % (key.encode(), v) for key, v in values if v)
+
+
+class EventColumns:
+    """Reads texts of events into a collector."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        roles = bytes(ROLES.values())
+        self._scanner = Scanner(
+            _joined([*ROLES]), roles, _joined(NUMBERS), _joined(PARTS), MODULE.encode()
+        )
+        self._rows: Ints = np.empty((len(Role), len(Column), CAPACITY), np.int64)
+        self._modules: list[str] = []
+        # The collector's id for each of the scanner's; -1: unreadable
+        self._ids = np.empty(0, np.int64)
+
+    def collect(self, text: bytes | memoryview, end: int) -> int:
+        """Collect the events of text[:end]. Return the number of bytes
+        consumed. The rest is an incomplete event or the last event of the array.
+        """
+        used = begin = 0
+        while True:
+            used, counts = self._scanner.scan(text, begin, end, self._rows)
+            self._collector.tables.events += counts[Role.DROP]
+            if any(counts[Role.OP :]):
+                self._learn()
+                self._write(text, counts)
+            if max(counts[Role.OP :]) < CAPACITY or used == begin:
+                return used
+            begin = used
+
+    def _learn(self) -> None:
+        """Assign ids in the collector's tables to the texts that the scanner met first."""
+        if texts := self._scanner.texts(len(self._ids)):
+            self._ids = np.append(self._ids, [self._number(text[0], text[1:]) for text in texts])
+
+    def _number(self, kind: int, text: bytes) -> int:
+        tables = self._collector.tables
+        try:
+            if kind == THREADS:
+                place = _PLACE.decode(_members(["pid", "tid"], text))
+                return tables.threads[place.pid, place.tid]
+            if kind == CONFIGS:
+                args = _GPU_ARGS.decode(_members(PARTS, text))
+                config = (args.grid, args.block, args.registers, args.shared)
+                return tables.configs[config] if fits(config) else -1
+            name = _NAME.decode(text)
+        except UNDECODABLE:
+            return -1
+        category, role = [*ROLES.items()][kind]
+        if role == Role.DEVICE:
+            return tables.kernels[category.removeprefix("gpu_"), name]
+        if role == Role.FRAME:
+            self._modules.append(name)
+            return len(self._modules) - 1
+        return (tables.names if role == Role.OP else tables.apis)[name]
+
+    def _write(self, text: bytes | memoryview, counts: tuple[int, ...]) -> None:
+        """Write the rows with known texts and decode the others."""
+        rows = {role: self._rows[role][:, : counts[role]] for role in Role}
+        left = [rows[Role.OTHER], rows[Role.UNSURE]]
+        for role in _RESOLVED:
+            known = self._resolve(role, rows[role])
+            # the decoder reads all rows or none, which keeps their order
+            if role in (Role.CALL, Role.DEVICE) and (counts[Role.UNSURE] or not known.all()):
+                known[:] = False
+            if not known.all():
+                left.append(rows[role][:, ~known])
+                rows[role] = rows[role][:, known]
+        add = self._collector
+        add.settle()
+        ops, modules = rows[Role.OP], rows[Role.FRAME]
+        begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]]
+        start, duration, name, thread = (ops[column] for column in _OP)
+        columns = OpRows(start, start + duration, thread, name)
+        add.add_ops(columns, lambda row: bytes(text[begins[row] : ends[row]]))
+        add.write(LaunchRows(*(rows[Role.CALL][column] for column in _KEYED)))
+        add.write(GpuRows(*(rows[Role.DEVICE][column] for column in _DEVICE)))
+        add.tables.arrows.blocks.append(rows[Role.ARROW][_KEYED])
+        start, duration, name, thread = (modules[column] for column in _OP)
+        names = [self._modules[number] for number in name.tolist()]
+        add.add_modules(names, (start, start + duration, thread))
+        add.tables.events += sum(rows[role].shape[1] for role in _RESOLVED)
+        places = np.concatenate([each[[Column.BEGIN, Column.END]] for each in left], axis=1)
+        if places.size:
+            places = places[:, np.argsort(places[0])]
+            add.add_texts([bytes(text[begin:end]) for begin, end in places.T.tolist()])
+
+    def _resolve(self, role: Role, rows: Ints) -> Flags:
+        """Replace scanner ids by the tables' ids. Return which rows have only known texts."""
+        known: Flags = rows[Column.KNOWN].astype(np.bool_)
+        if not known.any():
+            return known
+        for column in _RESOLVED[role]:
+            numbers = self._ids[np.where(known, rows[column], 0)]
+            known &= numbers >= 0
+            rows[column] = numbers
+        if role == Role.DEVICE:
+            node = rows[Column.NODE]
+            node[node == 0] = -1
+        return known

@@ -84,11 +84,9 @@ class Ids(dict[Any, int]):
 class Block:
     """A block of rows in a spool file: `columns` columns of int64, one after the other.
 
-    `order` sorts blocks into file order. `low` and `high` are the bounds of the correlation, or of
-    the ops' start and end.
+    `low` and `high` are the bounds of the correlation, or of the ops' start and end.
     """
 
-    order: tuple[int, int]
     offset: int
     columns: int
     rows: int

@@ -9,4 +9,10 @@ except ImportError:  # installed without a C compiler
 if COMPILED != FORM:  # compiled from an older source
     Scanner = parents = None  # type: ignore[assignment, misc]
 
-__all__ = ["Scanner", "parents"]
+
+__all__ = ["Scanner", "is_compiled", "parents"]
+
+
+def is_compiled() -> bool:
+    """Return whether the scanner was compiled from this source at installation."""
+    return Scanner is not None

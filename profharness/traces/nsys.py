@@ -464,7 +464,7 @@ class Reader:
         for part in np.split(np.arange(len(key)), borders):
             offset = self._spool.write([column[order[part]] for column in columns])
             span = int(key[part[0]]), int(key[part[-1]])
-            blocks.append(Block((0, len(blocks)), offset, len(columns), len(part), *span))
+            blocks.append(Block(offset, len(columns), len(part), *span))
 
 
 def _array(batch: list[tuple[Any, ...]], width: int) -> Ints:

@@ -139,8 +139,8 @@ class OpRanges:
             return
         columns = np.array(self._pending, np.int64).T
         low, high = int(columns[0].min()), int(columns[1].max())
-        place = (0, len(self._tables.ops)), self._spool.write(columns)
-        self._tables.ops.append(Block(*place, len(columns), len(self._pending), low, high))
+        offset = self._spool.write(columns)
+        self._tables.ops.append(Block(offset, len(columns), len(self._pending), low, high))
         self._pending.clear()
 
     def flows(self) -> tuple[Ints, int]:

@@ -18,7 +18,7 @@ from profharness.errors import TraceFormatError, UsageError
 from profharness.recording.profilers import ncu
 from profharness.recording.profilers.ncu import check_file
 from profharness.trace import Trace
-from profharness.traces import chrome, ncu_csv, ncu_launches, ncu_native, open_trace
+from profharness.traces import chrome, chrome_events, ncu_csv, ncu_launches, ncu_native, open_trace
 from profharness.traces.chrome import parse_chrome
 from profharness.traces.ncu import parse_ncu
 from profharness.traces.ncu_csv import read_csv_text
@@ -151,7 +151,7 @@ def test_a_lone_surrogate_is_an_error_only_where_it_is_read(
     event: bytes, skipped: int, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(chrome.chrome_columns, "reader", lambda _: None)
+        monkeypatch.setattr(chrome_events, "Scanner", None)
     path = tmp_path / "t.json"
     path.write_bytes(b'{"traceEvents":[\n' + KERNEL + b",\n" + event + b",\n" + KERNEL + b"\n]}")
     with closing(parse_chrome(path)) as trace:

@@ -154,16 +154,11 @@ def test_a_trace_without_shapes_or_stacks_recommends_recording_them(tmp_path: Pa
         assert [call.modules for call in trace.calls] == [(), ()]
 
 
-def test_small_ranges_and_damaged_arguments_do_not_change_calls(tmp_path: Path) -> None:
+def test_damaged_arguments_do_not_remove_calls(tmp_path: Path) -> None:
     model, x = Model(), torch.randn(3, 16, 32)
-    traced(tmp_path, lambda: model(x).sum().backward()).close()
+    with closing(traced(tmp_path, lambda: model(x).sum().backward())) as whole:
+        assert len(whole.calls) == 2
     path = tmp_path / "t.json"
-    with (
-        closing(parse_chrome(path)) as one,
-        closing(parse_chrome(path, range_bytes=20_000)) as two,
-    ):
-        assert one.calls == two.calls and len(one.calls) == 2
-        assert sorted(map(repr, one.call_spans)) == sorted(map(repr, two.call_spans))
     for old, new in (
         ('"Input Dims": [[3, 4, 16, 8]', '"Input Dims": [[3, -4, 16, 8]'),
         ('"Input Strides"', '"Input Nothing"'),

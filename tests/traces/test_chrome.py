@@ -20,14 +20,14 @@ import pytest
 from reference import actual_rows, expected_rows, load, ordered_rows
 
 from profharness.trace import Trace
-from profharness.traces import chrome_columns, open_trace
+from profharness.traces import chrome_events, open_trace
 from profharness.traces.chrome import parse_chrome
 from profharness.traces.chrome_events import Collector
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "kineto_h200.json.gz"
 STACKS = ROOT / "traces" / "models" / "llama_train.json.gz"
-SMALL: dict[str, int] = {"range_bytes": 100_000, "chunk_rows": 50, "slice_rows": 100}
+SMALL: dict[str, int] = {"chunk_rows": 50, "slice_rows": 100}
 lasting_rows = cache(expected_rows)  # for files that no test changes
 
 
@@ -87,7 +87,7 @@ def test_the_result_does_not_depend_on_sizes_of_pieces() -> None:
     assert shape(**SMALL) == once
 
 
-@pytest.mark.parametrize("options", [{}, {**SMALL, "range_bytes": 3000, "slice_rows": 3}])
+@pytest.mark.parametrize("options", [{}, {**SMALL, "slice_rows": 3}])
 def test_a_cpu_trace_gives_the_innermost_ops(cpu_trace: Path, options: dict[str, int]) -> None:
     with parsed(cpu_trace, **options) as trace:
         assert actual_rows(trace) == lasting_rows(cpu_trace)
@@ -131,7 +131,7 @@ def test_the_scanner_and_the_decoder_agree(
     monkeypatch.setattr(Collector, "add", counted)
     scanned = shape(path)
     assert not left  # the scanner was compiled, and read all events
-    monkeypatch.setattr(chrome_columns, "Scanner", None)
+    monkeypatch.setattr(chrome_events, "Scanner", None)
     assert shape(path) == scanned
 
 
@@ -145,7 +145,7 @@ def test_the_scanner_works_without_avx2(tmp_path: Path, monkeypatch: pytest.Monk
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     wide = shape(DATA)
-    monkeypatch.setattr(chrome_columns, "Scanner", module.Scanner)
+    monkeypatch.setattr(chrome_events, "Scanner", module.Scanner)
     assert shape(DATA) == wide
 
 
@@ -154,7 +154,7 @@ def test_a_scanner_of_an_older_source_is_not_used() -> None:
 import sys, types
 old = sys.modules["profharness.traces._scanner"] = types.ModuleType("_scanner")
 old.Scanner = object
-from profharness.traces.chrome_columns import is_compiled
+from profharness.traces.compiled import is_compiled
 print(is_compiled())
 """
     done = subprocess.run(

@@ -16,7 +16,7 @@ from reference import ordered_rows
 
 from profharness.errors import TraceFormatError
 from profharness.store import ingest_path
-from profharness.traces import chrome_columns, open_trace
+from profharness.traces import chrome_events, open_trace
 from profharness.traces.chrome import parse_chrome
 
 DATA = Path(__file__).parents[1] / "data" / "kineto_h200.json.gz"
@@ -114,7 +114,7 @@ def test_the_scanner_and_the_decoder_agree_on_odd_events(
     good = GOOD.replace(b"5.0", time)
     path.write_bytes(document([good, ODD[case], good, ODD[case].replace(b"1", b"2")], layout))
     scanned = told(path)
-    monkeypatch.setattr(chrome_columns, "Scanner", None)
+    monkeypatch.setattr(chrome_events, "Scanner", None)
     assert told(path) == scanned
 
 
@@ -133,7 +133,7 @@ def test_the_scanner_and_the_decoder_agree_on_damage(
         path.write_bytes(data)
         with monkeypatch.context() as patch:
             scanned = told(path)
-            patch.setattr(chrome_columns, "Scanner", None)
+            patch.setattr(chrome_events, "Scanner", None)
             decoded = told(path)
         assert scanned[:-2] == decoded[:-2], data
         assert scanned[-1] == decoded[-1] or scanned[-1] < decoded[-1], data
@@ -142,9 +142,9 @@ def test_the_scanner_and_the_decoder_agree_on_damage(
 @pytest.fixture(params=["scanner", "decoder"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read files with the compiled scanner, and as if it were not installed."""
-    assert chrome_columns.is_compiled()
+    assert chrome_events.Scanner is not None
     if request.param == "decoder":
-        monkeypatch.setattr(chrome_columns, "Scanner", None)
+        monkeypatch.setattr(chrome_events, "Scanner", None)
 
 
 @pytest.mark.usefixtures("reader")
@@ -182,21 +182,15 @@ def test_braces_in_strings_do_not_end_events(tmp_path: Path) -> None:
     trace.close()
 
 
-def test_a_truncated_file_is_refused_at_its_end(tmp_path: Path) -> None:
-    path, whole = tmp_path / "t.json", gzip.decompress(DATA.read_bytes())
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TraceFormatError) as caught:
-        parse_chrome(path, range_bytes=3000)
-    assert caught.value.offset == len(whole) // 2
-
-
 @pytest.mark.parametrize("cut", [0.0, 0.0005, 0.1, 0.5, 0.9, 0.9999])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_truncated_file_is_refused(cut: float, zipped: bool, tmp_path: Path) -> None:
     whole = DATA.read_bytes()
     data = whole if zipped else gzip.decompress(whole)
-    error = refused(tmp_path / "t.json", data[: int(len(data) * cut)])
+    size = int(len(data) * cut)
+    error = refused(tmp_path / "t.json", data[:size])
     assert error.offset is not None
+    assert zipped or error.offset == size or cut == 0.0005  # there the header is incomplete
 
 
 @pytest.mark.parametrize("cut", [1, 3, 10, 40])

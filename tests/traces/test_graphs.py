@@ -42,7 +42,7 @@ def test_a_replay_has_the_calls_of_its_capture() -> None:
 
 
 def test_a_replay_without_its_capture_has_calls_by_kernels() -> None:
-    with closing(parse_chrome(MODELS / "llama_graph.json.gz", range_bytes=4096)) as trace:
+    with closing(parse_chrome(MODELS / "llama_graph.json.gz")) as trace:
         assert [(call.kind, call.config, call.reason) for call in trace.calls] == [
             ("replay", None, NO_SHAPES)
         ] * 3

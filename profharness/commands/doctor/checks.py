@@ -24,7 +24,7 @@ from profharness.recording.profilers import PROFILERS, find_tool, tool_missing
 from profharness.recording.profilers.base import Tool, ToolError, version_key
 from profharness.rows import NCU, NSYS
 from profharness.store import open_store
-from profharness.traces.chrome_columns import is_compiled
+from profharness.traces.compiled import is_compiled
 
 LDD_TIMEOUT_S = 20.0
 IMPORTER = "QdstrmImporter"
