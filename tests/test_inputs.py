@@ -39,7 +39,7 @@ OTHERS = {
     "cli.py": "/dev/null",
     "commands/_output.py": "/dev/null",
     "atlas/npz.py": "an archive that open_input opened",
-    "traces/ncu_native.py": "/proc",
+    "traces/ncu_readers.py": "/proc",
     "render/html.py": "the package's own assets",
     "traces/nsys_export.py": "SQLite, after open_input",
     "recording/profilers/nsys.py": "SQLite, after open_input",

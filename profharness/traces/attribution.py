@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from profharness.trace import NONE, LaunchBatch, ProgramStep
 from profharness.traces.attention_calls import AttentionCalls, find_calls
@@ -23,6 +22,7 @@ from profharness.traces.columns import (
     Spool,
     Tables,
     distinct,
+    hashed,
 )
 from profharness.traces.intervals import Intervals, nothing
 from profharness.traces.ranges import Ranges
@@ -120,19 +120,15 @@ class TraceWarnings:
         self.unmatched = 0  # launches without a call
         self.ambiguous = 0  # launches with several calls
         self.repeated_ops = 0
-        self._launches: list[NDArray[np.uint64]] = []  # a hash of each launch
+        self._launches: list[Ints] = []  # a hash of each launch
 
     def add(self, rows: GpuRows) -> None:
         """Add launches to the search for repeated ones."""
-        mixed = np.zeros(len(rows.start), np.uint64)
-        for column in rows:
-            mixed = (mixed ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-        self._launches.append(mixed)
+        self._launches.append(hashed(rows))
 
     def texts(self, launches: int, stacks: Stacks) -> list[str]:
         """Return a warning per kind of doubt, with its count."""
-        seen = np.sort(np.concatenate([np.empty(0, np.uint64), *self._launches]))
+        seen = np.sort(np.concatenate([nothing(0), *self._launches]))
         repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
         many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
         doubts = {

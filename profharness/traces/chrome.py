@@ -34,8 +34,8 @@ from profharness.traces.chrome_read import (
     read_trailer,
     skip_space,
 )
-from profharness.traces.columns import MAX_NS, MAX_TEXT, Spool, Tables
-from profharness.traces.devices import make_device
+from profharness.traces.columns import Spool, Tables
+from profharness.traces.devices import MAX_NS, MAX_TEXT, make_device
 from profharness.traces.graphs import replayed
 
 KEPT = (

@@ -25,7 +25,6 @@ from profharness.files import has_too_many_values
 from profharness.traces.chrome_read import whole_characters
 from profharness.traces.columns import (
     MAX_INT,
-    MAX_NS,
     Block,
     Flags,
     GpuRows,
@@ -35,10 +34,9 @@ from profharness.traces.columns import (
     Spool,
     Tables,
     distinct,
-    whole,
 )
 from profharness.traces.compiled import Scanner
-from profharness.traces.devices import REPLACED
+from profharness.traces.devices import MAX_NS, REPLACED, whole
 from profharness.traces.intervals import nothing
 from profharness.traces.ops import (
     EVALUATION,

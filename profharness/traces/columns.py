@@ -13,16 +13,15 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from profharness.traces.devices import whole
 from profharness.traces.ops import HostSpan
 from profharness.traces.packed import without_room
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-MAX_NS = 1 << 61
 MAX_INT = (1 << 63) - 1
 MAX_KEY_BITS = 62
-MAX_TEXT = 200  # characters in a text from a header
 
 
 class GpuRows(NamedTuple):
@@ -197,6 +196,15 @@ def distinct(values: Ints) -> list[int]:
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
 
+def hashed(columns: Sequence[Ints]) -> Ints:
+    """Return a 64-bit hash of each row."""
+    value = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        value = (value ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        value ^= value >> np.uint64(29)
+    return value.view(np.int64)
+
+
 def pack(columns: Sequence[Ints]) -> Ints:
     """Return a key per row of columns with values >= -1. Keys compare as the rows do."""
     key = np.zeros(len(columns[0]), np.int64)
@@ -213,9 +221,3 @@ def pack(columns: Sequence[Ints]) -> Ints:
         key = (key << bits) | shifted
         used += bits
     return key
-
-
-def whole(value: object) -> int | None:
-    """Return a value if it is an integer from 0 to 2**62 - 1, else None."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-    return cast(int, value) if is_whole else None

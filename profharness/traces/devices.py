@@ -1,18 +1,25 @@
-"""GPUs as traces describe them. Impossible values are left out with a warning."""
+"""Numbers and GPUs as traces describe them. Impossible values are left out with a warning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from profharness.devices import Device
-from profharness.traces.columns import MAX_TEXT, whole
 
+MAX_NS = 1 << 61
+MAX_TEXT = 200  # characters in a text from a header
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
 LARGEST_OF_OTHERS = 1 << 24
 REPLACED = "\ufffd"  # the replacement character
 SHOWN = 40  # characters of a value in a message
+
+
+def whole(value: object) -> int | None:
+    """Return a value if it is an integer from 0 to 2**62 - 1, else None."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return cast(int, value) if is_whole else None
 
 
 def make_device(

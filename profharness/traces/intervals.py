@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from profharness.trace import NONE
 from profharness.traces import compiled
-from profharness.traces.columns import MAX_NS, Ints, pack
+from profharness.traces.columns import Ints, pack
+from profharness.traces.devices import MAX_NS
 
 STEPS = 16  # linear steps before a binary search
 

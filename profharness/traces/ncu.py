@@ -24,17 +24,19 @@ from profharness.trace import (
     Trace,
     range_cell,
 )
-from profharness.traces.columns import MAX_NS, Ids, whole
+from profharness.traces.columns import Ids
 from profharness.traces.demangle import canonical_names
-from profharness.traces.devices import make_device
-from profharness.traces.ncu_csv import DEFAULT_DOMAIN, DURATION, read_csv_file
-from profharness.traces.ncu_launches import (
+from profharness.traces.devices import MAX_NS, make_device, whole
+from profharness.traces.ncu_csv import (
     CONSTANTS,
+    DEFAULT_DOMAIN,
     DEVICE_PREFIX,
+    DURATION,
     NcuLaunch,
     NcuReport,
     Triple,
     check_shape,
+    read_csv_text,
 )
 from profharness.traces.ncu_readers import read_report
 
@@ -82,7 +84,7 @@ def parse_ncu(path: Path) -> Trace:
     """
     path = Path(path)
     if path.name.lower().endswith(".csv"):
-        return _trace(read_csv_file(path), {}, path)
+        return _trace(read_csv_text(path, path), {}, path)
     file = check_file(path)
     environment: dict[str, object] = {"ncu_version": file.version} if file.version else {}
     trace = _trace(read_report(path, file), environment, path)

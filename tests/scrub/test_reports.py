@@ -18,7 +18,7 @@ from profharness.scrub import scrub
 from profharness.scrub.reports import StaleExportError
 from profharness.store import ingest_path
 from profharness.traces import open_trace
-from profharness.traces.ncu_native import has_package
+from profharness.traces.ncu_readers import has_package
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"

@@ -30,7 +30,7 @@ from profharness.scrub import PrivateDataError, audit, scrub
 from profharness.scrub.copies import default_output
 from profharness.store import ingest_path, open_store
 from profharness.traces import open_trace
-from profharness.traces.ncu_native import has_package
+from profharness.traces.ncu_readers import has_package
 
 command = find_command("scrub")
 

@@ -15,7 +15,7 @@ from profharness.attention.config import parse_config
 from profharness.run import Cell, Problem, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store, query, to_frame
 from profharness.traces import open_trace
-from profharness.traces.ncu_launches import NcuLaunch, NcuReport, NvtxRange
+from profharness.traces.ncu_csv import NcuLaunch, NcuReport, NvtxRange
 from profharness.traces.ncu_readers import write_csv
 
 Folder = Callable[..., Path]

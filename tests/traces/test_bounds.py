@@ -18,7 +18,7 @@ from profharness.errors import TraceFormatError, UsageError
 from profharness.recording.profilers import ncu
 from profharness.recording.profilers.ncu import check_file
 from profharness.trace import Trace
-from profharness.traces import chrome, chrome_events, ncu_csv, ncu_launches, ncu_native, open_trace
+from profharness.traces import chrome, chrome_events, ncu_csv, ncu_readers, open_trace
 from profharness.traces.chrome import parse_chrome
 from profharness.traces.ncu import parse_ncu
 from profharness.traces.ncu_csv import read_csv_text
@@ -200,7 +200,7 @@ def test_a_table_takes_linear_time(text: str, tmp_path: Path) -> None:
 
 
 def test_a_table_with_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ncu_launches, "MIN_PLACES", 1 << 16)  # instead of a file of 4 MB
+    monkeypatch.setattr(ncu_csv, "MIN_PLACES", 1 << 16)  # instead of a file of 4 MB
     header = 'ID,"Kernel Name","gpu__time_duration.sum"\n,,ns\n'
     rows = "".join(f"{n},k,1\n" for n in range(4_000))
     with pytest.raises(TraceFormatError, match="more values than a report of its size has"):
@@ -218,7 +218,7 @@ def test_a_report_with_only_empty_blocks_is_refused(
         check_file(path)
 
 
-@pytest.mark.skipif(not ncu_native.has_package(), reason="needs the package ncu_report")
+@pytest.mark.skipif(not ncu_readers.has_package(), reason="needs the package ncu_report")
 def test_children_share_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children that each read one result give the same as one child that reads all."""
     path = tmp_path / "t.ncu-rep"
@@ -226,10 +226,10 @@ def test_children_share_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.write_bytes(gzip.decompress(data.read_bytes())[:107250])
     whole = parse_ncu(path)
     started: list[int] = []
-    one = ncu_native._read_part
-    child = f"import profharness.traces.ncu_native as n; n.ENOUGH_KIB = 1; {ncu_native.CHILD}"
-    monkeypatch.setattr(ncu_native, "CHILD", child)
-    monkeypatch.setattr(ncu_native, "_read_part", lambda *a: started.append(a[2]) or one(*a))
+    one = ncu_readers._read_part
+    child = f"import profharness.traces.ncu_readers as n; n.ENOUGH_KIB = 1; {ncu_readers.CHILD}"
+    monkeypatch.setattr(ncu_readers, "CHILD", child)
+    monkeypatch.setattr(ncu_readers, "_read_part", lambda *a: started.append(a[2]) or one(*a))
     parts = parse_ncu(path)
     assert started == list(range(whole.num_launches)) and len(started) > 3
     assert facts(parts) == facts(whole)

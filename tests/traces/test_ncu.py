@@ -24,11 +24,9 @@ from profharness.errors import MissingExtraError, TraceFormatError
 from profharness.recording.profilers.ncu import check_file
 from profharness.trace import NONE, LaunchBatch, LaunchConfig, Trace
 from profharness.traces import load_parser, open_trace, sniff
-from profharness.traces import ncu_native as native
 from profharness.traces import ncu_readers as readers
 from profharness.traces.ncu import nanoseconds, parse_ncu
-from profharness.traces.ncu_native import MODULE, has_package
-from profharness.traces.ncu_readers import report_to_csv
+from profharness.traces.ncu_readers import MODULE, has_package, report_to_csv
 
 ingest = find_command("ingest")
 
@@ -227,9 +225,9 @@ def test_a_failure_of_the_module_affects_only_one_file(
     extras = bring_extras(tmp_path, monkeypatch)
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     (extras / "ncu_report.py").write_text(f"def load_report(path):\n{lines}")
-    monkeypatch.setattr(native, "CPU_S", 0.1)
-    monkeypatch.setattr(native, "CPU_S_PER_MB", 0.1)
-    monkeypatch.setattr(native, "WAITING", 2 if "sleep" in body else 60)
+    monkeypatch.setattr(readers, "CPU_S", 0.1)
+    monkeypatch.setattr(readers, "CPU_S_PER_MB", 0.1)
+    monkeypatch.setattr(readers, "WAITING", 2 if "sleep" in body else 60)
     match = rf"h200\.ncu-rep: a report of ncu .* \({why}\) and ncu --import cannot read"
     with pytest.raises(TraceFormatError, match=match) as caught:
         parse_ncu(report)

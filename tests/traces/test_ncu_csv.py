@@ -15,13 +15,14 @@ from profharness.traces import open_trace
 from profharness.traces.ncu_csv import (
     PUSH_POP,
     START_END,
+    NcuLaunch,
+    NcuReport,
+    NvtxRange,
     decimal_mark,
     number,
     nvtx_ranges,
-    read_csv_file,
     read_csv_text,
 )
-from profharness.traces.ncu_launches import NcuLaunch, NcuReport, NvtxRange
 from profharness.traces.ncu_readers import write_csv
 
 HEAD = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream"'
@@ -163,7 +164,7 @@ def test_a_truncated_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFormatError, match="no header"):
         read_csv_text("a,b\n1,2\n", Path("x.csv"))
     with pytest.raises(TraceFormatError, match="cannot be read"):
-        read_csv_file(tmp_path / "missing.csv")
+        read_csv_text(tmp_path / "missing.csv", tmp_path / "missing.csv")
 
 
 def test_a_table_without_rows_is_a_trace_without_launches(tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_any_name_survives_our_csv(
     path = tmp_path_factory.getbasetemp() / "names.csv"
     launch = ranged("k", [(domain, name)], [(domain, name), (domain, "x")])
     write_csv(NcuReport([launch], {}), path)
-    (back,) = read_csv_file(path).launches
+    (back,) = read_csv_text(path, path).launches
     assert (back.start_end, back.push_pop) == (launch.start_end, launch.push_pop)
 
 

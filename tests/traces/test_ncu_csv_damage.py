@@ -12,8 +12,7 @@ from test_ncu_csv import LONG, METRICS, NOW, START, UNITS, read, value
 
 from profharness.errors import TraceFormatError
 from profharness.trace import NONE
-from profharness.traces.ncu_csv import nvtx_ranges
-from profharness.traces.ncu_launches import NvtxRange
+from profharness.traces.ncu_csv import NvtxRange, nvtx_ranges
 
 TRACES = Path(__file__).parents[2] / "traces"
 HEADER = f"{NOW},{METRICS}\n" + ",".join(['""'] * 11) + f",{UNITS}\n"

@@ -12,8 +12,7 @@ import pytest
 from nsys_make import AUTOGRAD, MAIN, Maker, unpacked
 
 from profharness.trace import Trace
-from profharness.traces.nsys import parse_nsys
-from profharness.traces.nsys_ops import OpText, op_arguments, read_text
+from profharness.traces.nsys import OpText, op_arguments, parse_nsys, read_text
 
 EVALUATE = "autograd::engine::evaluate_function: "
 SECOND = MAIN + 1
@@ -242,7 +241,7 @@ def test_ops_beyond_one_block_keep_their_stacks(
     path = unpacked("llama_train.nsys.sqlite.gz", tmp_path)
     with parsed(path) as trace:
         whole = columns(trace, "op_path", "call_span"), trace.op_paths
-    monkeypatch.setattr("profharness.traces.nsys_ops.BLOCK_ROWS", 7)
+    monkeypatch.setattr("profharness.traces.nsys.BLOCK_ROWS", 7)
     with parsed(path) as trace:
         assert (columns(trace, "op_path", "call_span"), trace.op_paths) == whole
 

@@ -14,7 +14,7 @@ import pytest
 from profharness.errors import TraceFormatError
 from profharness.store import ingest_path
 from profharness.traces import is_trace, open_trace, sniff
-from profharness.traces.ncu_native import has_package
+from profharness.traces.ncu_readers import has_package
 from profharness.traces.packed import ALWAYS_UNPACKED, MAX_RATIO, open_file
 
 DATA = Path(__file__).parents[1] / "data"
