@@ -21,17 +21,7 @@ from profharness.attention.config import Config
 from profharness.errors import UsageError
 from profharness.trace import AttentionCall, CallSpan, ProgramStep, Range, TensorArgument
 from profharness.traces.columns import Ints
-from profharness.traces.doubts import (
-    CONTRADICTED,
-    NO_SHAPES,
-    ORPHANS,
-    VARLEN,
-    doubt,
-    is_packed,
-    is_unlike_sdpa,
-    warnings,
-)
-from profharness.traces.intervals import Intervals, nothing
+from profharness.traces.intervals import AutogradNodes, Intervals, SpanTree, nothing
 from profharness.traces.ops import (
     BACKWARD,
     EVALUATION,
@@ -53,8 +43,21 @@ from profharness.traces.ops import (
     HostSpan,
     is_fused,
 )
-from profharness.traces.replay import POSITIONS, flag, replay_config, sizes, tensor_argument
-from profharness.traces.span_tree import AutogradNodes, SpanTree
+from profharness.traces.replay import (
+    CONTRADICTED,
+    NO_SHAPES,
+    ORPHANS,
+    POSITIONS,
+    VARLEN,
+    doubt,
+    flag,
+    is_packed,
+    is_unlike_sdpa,
+    replay_config,
+    sizes,
+    tensor_argument,
+    warnings,
+)
 
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # named after their parent
 MARKER = "profharness-attention:"  # prefix of a range that contains a module's dotted path

@@ -18,9 +18,8 @@ from profharness.trace import AttentionCall, CallSpan, ProgramStep
 from profharness.traces.attention_calls import AttentionCalls, module_names, step_at
 from profharness.traces.attribution import Source
 from profharness.traces.columns import GpuRows, Ints, LaunchRows, distinct
-from profharness.traces.intervals import nothing
+from profharness.traces.intervals import SpanTree, nothing
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, parse_kernel_name
-from profharness.traces.span_tree import SpanTree
 
 _API = r"(?:cuda|cu|hip)"
 REPLAY = re.compile(rf"{_API}GraphLaunch\w*")

@@ -1,4 +1,5 @@
-"""The kernels of an Nsight Compute report, and ncu's CSV: the table of `--csv --page raw`, and the long form with one metric per line.
+"""The kernels of an Nsight Compute report, and the parser of ncu's CSV: the table of `--csv --page raw`,
+and the long form with one metric per line.
 
 The file is read line by line, because it may be large and the program's own output may interrupt
 the table. Numbers may be in any locale.

@@ -170,156 +170,106 @@ TILED = {
 TILED_PARAMETERS = tuple(TILED)
 TILED_FLAGS = {name: name.lower() for name in ("ONE", "GRID", "SPLIT")}
 
-_TILES = {
+FLAGS = "*"  # placeholder for the kernel's flags in a layout
+_PARAMETERS = {
+    FLAGS: "",
     "kHeadDim": "compiled for head dimensions up to {}",
+    "kHeadDimV": "head dimension of the values: {}",
+    "kMaxK": "compiled for head dimensions up to {} (65536: any)",
     "kBlockM": "tile: {} queries",
     "kBlockN": "tile: {} keys",
+    "kQueriesPerBlock": "tile: {} queries",
+    "kKeysPerBlock": "tile: {} keys",
+    "kBlockSizeI": "tile: {} queries",
+    "kBlockSizeJ": "tile: {} keys",
+    "TileShape_MNK": "tile of queries x keys, and head dimension: {}",
+    "TileShape_MK": "rows of a block x columns: {}",
+    "ClusterShape": "blocks of a cluster: {}",
     "kNWarps": "{} warps a block",
+    "kNThreads": "{} threads a block",
+    "NumMmaWarpGroups": "{} warp groups compute products",
     "elem_type": "type of the tensors: {}",
     "Element": "type of the tensors: {}",
+    "scalar_t": "type of the tensors: {}",
     "ElementAccum": "type of the sums: {}",
     "ArchTag": "the code's architecture: {}",
-}
-_ATOMS = {
+    "Stages": "{} buffers of keys and values in shared memory",
+    "Stages_dO": "{} buffers of the output's gradient",
+    "Stages_dS": "{} buffers of the scores' gradient",
+    "Is_Q_in_regs": "queries stay in registers: {}",
+    "Q_in_regs": "queries stay in registers: {}",
+    "Is_V_in_regs": "values stay in registers: {}",
+    "Share_Q_K_smem": "queries and keys share their shared memory: {}",
+    "No_double_buffer": "queries have one buffer, not two: {}",
     "AtomLayoutMSdP": "warps along the queries in the products for S and dP: {}",
     "AtomLayoutNdKV": "warps along the keys in the products for dK and dV: {}",
     "AtomLayoutMdQ": "warps along the queries in the product for dQ: {}",
+    "SdP_swapAB": "operands swapped in the product for S and dP: {}",
+    "dKV_swapAB": "operands swapped in the product for dK and dV: {}",
+    "dQ_swapAB": "operands swapped in the product for dQ: {}",
+    "kLogMaxSplits": "combines at most 2^{} parts",
+    "isAligned": "tensors allow wide, aligned loads: {}",
+    "kIsAligned": "tensors allow wide, aligned loads: {}",
+    "kSupportsDropout": "dropout is compiled in, used or not: {}",
+    "kSupportsBias": "an additive mask is compiled in, used or not: {}",
+    "kApplyDropout": "dropout: {}",
+    "kPreload": "loads for the next product begin early: {}",
+    "kKeysQueriesAlignedToBlockSize": "both lengths are multiples of the tile: {}",
+    "input_t": "type read: {}",
+    "output_t": "type written: {}",
+    "acc_t": "type of the sums: {}",
+    "log2_elements": "rows of up to 2^{} columns",
+    "is_log_softmax": "logarithm of the softmax: {}",
+    "is_masked": "with a mask: {}",
+    "WARP_SIZE": "{} threads a warp",
 }
-_FA3 = {
-    "ClusterShape": "blocks of a cluster: {}",
-    "TileShape_MNK": "tile of queries x keys, and head dimension: {}",
+
+
+def _layout(names: str, **own: str) -> dict[str, str]:
+    """Return the meaning of each parameter. `own` has meanings that differ in this kernel."""
+    return {name: own.get(name, _PARAMETERS[name]) for name in names.split()}
+
+
+_FA2_TRAITS = "kHeadDim kBlockM kBlockN kNWarps"
+_ATOMS = "AtomLayoutMSdP AtomLayoutNdKV AtomLayoutMdQ"
+_FA3_TYPES = f"Element ElementAccum ArchTag {FLAGS}"
+_SWAPS = "SdP_swapAB dKV_swapAB dQ_swapAB"
+_QUERY_BUFFERS = "{} buffers of queries in shared memory"
+_SOFTMAX = _layout("input_t output_t acc_t log2_elements is_log_softmax is_masked WARP_SIZE")
+# The template parameters of a kernel, in order, by the beginning of its name up to the bracket. FLAGS
+# stands for the kernel's flags.
+LAYOUTS = {
+    "Flash_fwd_kernel_traits<": _layout(f"{_FA2_TRAITS} Is_Q_in_regs Share_Q_K_smem elem_type"),
+    "Flash_bwd_kernel_traits<": _layout(
+        f"{_FA2_TRAITS} {_ATOMS} Is_V_in_regs No_double_buffer elem_type"
+    ),
+    "CollectiveMainloopFwdSm90<": _layout(
+        f"Stages ClusterShape TileShape_MNK kHeadDimV {_FA3_TYPES}"
+    ),
+    "CollectiveMainloopFwdSm80<": _layout(
+        f"kNWarps Stages Q_in_regs TileShape_MNK kHeadDimV {_FA3_TYPES}"
+    ),
+    "CollectiveMainloopBwdSm90<": _layout(
+        f"Stages Stages_dO Stages_dS ClusterShape TileShape_MNK {_FA3_TYPES} {_SWAPS} "
+        f"NumMmaWarpGroups {_ATOMS}",
+        Stages=_QUERY_BUFFERS,
+    ),
+    "CollectiveMainloopBwdSm80<": _layout(
+        f"Stages Stages_dO TileShape_MNK {_FA3_TYPES} {_SWAPS}", Stages=_QUERY_BUFFERS
+    ),
+    "FlashAttnFwdCombine<": _layout("TileShape_MK kLogMaxSplits kNThreads"),
+    "AttentionKernel<": _layout(
+        "scalar_t ArchTag isAligned kQueriesPerBlock kKeysPerBlock kMaxK kSupportsDropout "
+        "kSupportsBias"
+    ),
+    "AttentionBackwardKernel<": _layout(
+        "ArchTag scalar_t kIsAligned kApplyDropout kPreload kBlockSizeI kBlockSizeJ kMaxK "
+        "kKeysQueriesAlignedToBlockSize"
+    ),
+    "tiled_attention<": TILED,
+    "softmax_warp_forward<": _SOFTMAX,
+    "softmax_warp_backward<": _SOFTMAX,
 }
-_SWAPS = {
-    f"{name}_swapAB": f"operands swapped in the product for {what}: {{}}"
-    for name, what in (("SdP", "S and dP"), ("dKV", "dK and dV"), ("dQ", "dQ"))
-}
-FLAGS = "*"  # placeholder for the kernel's flags in a layout
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateLayout:
-    """The template parameters of a kernel, with their meanings."""
-
-    opening: str
-    """The beginning of the name, up to and including `<`."""
-    parameters: Mapping[str, str]
-    """In order. The parameter FLAGS stands for the kernel's flags."""
-
-
-def _pick(*names: str) -> dict[str, str]:
-    known = {**_TILES, **_ATOMS, **_FA3, **_SWAPS, FLAGS: ""}
-    return {name: known[name] for name in names}
-
-
-_FA3_TYPES = ("Element", "ElementAccum", "ArchTag", FLAGS)
-LAYOUTS = (
-    TemplateLayout(
-        "Flash_fwd_kernel_traits<",
-        _pick("kHeadDim", "kBlockM", "kBlockN", "kNWarps")
-        | {
-            "Is_Q_in_regs": "queries stay in registers: {}",
-            "Share_Q_K_smem": "queries and keys share their shared memory: {}",
-        }
-        | _pick("elem_type"),
-    ),
-    TemplateLayout(
-        "Flash_bwd_kernel_traits<",
-        _pick("kHeadDim", "kBlockM", "kBlockN", "kNWarps", *_ATOMS)
-        | {
-            "Is_V_in_regs": "values stay in registers: {}",
-            "No_double_buffer": "queries have one buffer, not two: {}",
-        }
-        | _pick("elem_type"),
-    ),
-    TemplateLayout(
-        "CollectiveMainloopFwdSm90<",
-        {"Stages": "{} buffers of keys and values in shared memory"}
-        | _pick("ClusterShape", "TileShape_MNK")
-        | {"kHeadDimV": "head dimension of the values: {}"}
-        | _pick(*_FA3_TYPES),
-    ),
-    TemplateLayout(
-        "CollectiveMainloopFwdSm80<",
-        _pick("kNWarps")
-        | {
-            "Stages": "{} buffers of keys and values in shared memory",
-            "Q_in_regs": "queries stay in registers: {}",
-        }
-        | _pick("TileShape_MNK")
-        | {"kHeadDimV": "head dimension of the values: {}"}
-        | _pick(*_FA3_TYPES),
-    ),
-    TemplateLayout(
-        "CollectiveMainloopBwdSm90<",
-        {
-            "Stages": "{} buffers of queries in shared memory",
-            "Stages_dO": "{} buffers of the output's gradient",
-            "Stages_dS": "{} buffers of the scores' gradient",
-        }
-        | _pick("ClusterShape", "TileShape_MNK", *_FA3_TYPES, *_SWAPS)
-        | {"NumMmaWarpGroups": "{} warp groups compute products"}
-        | _ATOMS,
-    ),
-    TemplateLayout(
-        "CollectiveMainloopBwdSm80<",
-        {
-            "Stages": "{} buffers of queries in shared memory",
-            "Stages_dO": "{} buffers of the output's gradient",
-        }
-        | _pick("TileShape_MNK", *_FA3_TYPES, *_SWAPS),
-    ),
-    TemplateLayout(
-        "FlashAttnFwdCombine<",
-        {
-            "TileShape_MK": "rows of a block x columns: {}",
-            "kLogMaxSplits": "combines at most 2^{} parts",
-            "kNThreads": "{} threads a block",
-        },
-    ),
-    TemplateLayout(
-        "AttentionKernel<",
-        {
-            "scalar_t": "type of the tensors: {}",
-            "ArchTag": "the code's architecture: {}",
-            "isAligned": "tensors allow wide, aligned loads: {}",
-            "kQueriesPerBlock": "tile: {} queries",
-            "kKeysPerBlock": "tile: {} keys",
-            "kMaxK": "compiled for head dimensions up to {} (65536: any)",
-            "kSupportsDropout": "dropout is compiled in, used or not: {}",
-            "kSupportsBias": "an additive mask is compiled in, used or not: {}",
-        },
-    ),
-    TemplateLayout(
-        "AttentionBackwardKernel<",
-        {
-            "ArchTag": "the code's architecture: {}",
-            "scalar_t": "type of the tensors: {}",
-            "kIsAligned": "tensors allow wide, aligned loads: {}",
-            "kApplyDropout": "dropout: {}",
-            "kPreload": "loads for the next product begin early: {}",
-            "kBlockSizeI": "tile: {} queries",
-            "kBlockSizeJ": "tile: {} keys",
-            "kMaxK": "compiled for head dimensions up to {} (65536: any)",
-            "kKeysQueriesAlignedToBlockSize": "both lengths are multiples of the tile: {}",
-        },
-    ),
-    TemplateLayout("tiled_attention<", TILED),
-    *(
-        TemplateLayout(
-            f"softmax_warp_{way}<",
-            {
-                "input_t": "type read: {}",
-                "output_t": "type written: {}",
-                "acc_t": "type of the sums: {}",
-                "log2_elements": "rows of up to 2^{} columns",
-                "is_log_softmax": "logarithm of the softmax: {}",
-                "is_masked": "with a mask: {}",
-                "WARP_SIZE": "{} threads a warp",
-            },
-        )
-        for way in ("forward", "backward")
-    ),
-)
 # The parameters of FlashAttention 2's combine kernel after its traits.
 FA2_COMBINE = {
     "kBlockM": "{} rows a block",

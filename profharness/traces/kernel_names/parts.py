@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, canonical, parse_kernel_name
 from profharness.traces.kernel_names.attention import fa2_flags, fa3_flags
@@ -15,6 +15,8 @@ from profharness.traces.kernel_names.meanings import (
     FLAGS,
     LAYOUTS,
     LIBRARIES,
+    TILED,
+    TILED_FLAGS,
 )
 from profharness.traces.kernel_names.text import (
     Head,
@@ -25,15 +27,260 @@ from profharness.traces.kernel_names.text import (
     split_head,
     template_arguments,
 )
-from profharness.traces.kernel_names.words import (
-    BRACKETS,
-    CAMEL,
-    COMMON,
-    SHORT_LIBRARIES,
-    WHOLE,
-    WORDS,
-    Brackets,
-    WordPattern,
+
+
+@dataclass(frozen=True, slots=True)
+class WordPattern:
+    """A pattern for a token of a name. Its named groups are fields of a KernelName."""
+
+    pattern: re.Pattern[str]
+    meaning: str
+    """{0} is the token, {1} its first group."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Further fields that the token implies."""
+
+
+def _words(*rows: tuple[str, str], **values: object) -> tuple[WordPattern, ...]:
+    return tuple(WordPattern(re.compile(pattern, re.ASCII), text, values) for pattern, text in rows)
+
+
+_ARCH = _words((r"(?P<arch>sm\d+)[a-z]?", "code for NVIDIA GPUs of this architecture"))
+_PLAIN_TYPES = (
+    *_words((r"fp16|f16|half", "16-bit floats (fp16)"), dtype="fp16"),
+    *_words((r"bf16|bfloat16", "16-bit floats (bf16)"), dtype="bf16"),
+    *_words((r"fp32|f32|float", "32-bit floats"), dtype="fp32"),
+    *_words((r"fp64|double", "64-bit floats"), dtype="fp64"),
+    *_words((r"(?:(?:fp|bf)\d+/)+(?:fp|bf)\d+", "types read, written and summed in, each once")),
+)
+_DIRECTIONS = (
+    *_words((r"fwd|forward|fprop", "forward"), direction="fwd"),
+    *_words((r"bwd|backward|bprop", "backward"), direction="bwd"),
+)
+_SIZES = "tile of {1} queries x {2} keys"
+_LETTERS = "types, a letter each: h fp16, t bf16, s fp32; NVIDIA does not say of what"
+_LAYOUT = "which operands are transposed (t) and which are not (n)"
+_PRODUCT_TILE = (
+    r"(?:tilesize|tile|MT)?(?P<tile_m>\d{2,})x(?P<tile_n>\d+)(?:x(?P<tile_k>\d+))?",
+    "tile of the output, rows x columns; a third number is the depth of a step",
+)
+# Words of a function's path, by library. The first row that matches the rest of the path decides.
+WORDS: dict[str, tuple[WordPattern, ...]] = {
+    "efficient": (
+        *_words(
+            (r"fmha", "fused multi-head attention"),
+            (r"aligned", "tensors allow wide, aligned loads"),
+            (r"notaligned", "tensors do not allow wide, aligned loads"),
+            (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
+            (r"rf", "the output is summed in registers"),
+            (r"gmem", "the output is summed in device memory"),
+            (r"k65536", "compiled for any head dimension"),
+            (r"k(?P<head_dim>\d+)", "compiled for head dimensions up to {1}"),
+            (r"seqaligned", "both lengths are multiples of the tile"),
+        ),
+        *_words((r"cutlassF", "on CUTLASS, forward"), direction="fwd"),
+        *_words((r"cutlassB", "on CUTLASS, backward"), direction="bwd"),
+        *_words((r"dropout", "dropout of the weights"), dropout=True),
+    ),
+    "cudnn": (
+        *_words(
+            (r"f16", "16-bit floats; the name does not say whether fp16 or bf16"),
+            dtype="fp16/bf16",
+        ),
+        *_words(
+            (r"cudnn", "NVIDIA cuDNN"),
+            (r"generated", "written by a generator, not by hand"),
+            (r"fort_native", "cuDNN's own engine"),
+            (r"oss", "the engine with open sources, of cudnn-frontend"),
+            (r"sdpa", "scaled dot product attention"),
+            (r"flash", "no S x S matrix in memory"),
+            (r"wgmma", "tensor-core instructions of a warp group (Hopper)"),
+            (r"wmma", "tensor-core instructions of a warp"),
+            (r"mxfp8|f8", "8-bit floats"),
+            (r"knob_(\d+)", "cuDNN's number of a variant; NVIDIA does not say what it sets"),
+            (
+                r"(?P<tile_m>\d{2,})x(?P<tile_n>\d{2,})x(?P<tile_k>\d{2,})",
+                "tile of {1} queries x {2} keys, head dimension {3}",
+            ),
+            (r"cga(\d+x\d+x\d+)", "blocks of a cluster: {1}"),
+            (r"kernel\d+(?:_\d+)?", "cuDNN's number of the kernel in its plan"),
+            (r"compute_dot_do_o", "sums output times its gradient over rows, before the backward"),
+            (r"convert_dq_to_16bits", "turns the fp32 gradient of the queries into 16 bits"),
+            (r"fmha_reduce_head", "sums gradients over the query heads of a group"),
+            (r"ragged", "sequences of unlike lengths, packed"),
+        ),
+    ),
+    "cublas": _words(
+        (r"(ampere|volta|turing|maxwell|hopper|blackwell)", "generation of the code: {1}"),
+        (r"cutlass(?:3x)?(?:_\d+)?", "a CUTLASS kernel in cuBLAS, with the architecture"),
+        (r"tensorop|tensor\d+x\d+x\d+", "on tensor cores"),
+        (r"simt|ffma", "on CUDA cores, no tensor cores"),
+        (r"xmma", "NVIDIA's generator of product kernels"),
+        (r"nvjet", "cuBLAS's generator of product kernels since Hopper"),
+        (r"[sdch]gemm", "product in {0}'s first letter: s fp32, d fp64, h fp16"),
+        (
+            r"([shd])(?:1688|16816|161616|884)gemm",
+            "tensor-core product; sums in {1}: s fp32, h fp16",
+        ),
+        (r"gemm", "matrix product"),
+        (r"[a-z\d]+f32f32|f32f32|bf16bf16|f16f16|tf32tf32", "type of both operands"),
+        (r"tf32(?:f32)?", "fp32 rounded to 19 bits for tensor cores"),
+        (
+            r"(?P<tile_m>\d{2,})x(?P<tile_n>\d+)_(\d+)x(?P<stages>\d)",
+            "tile of the output: {1} rows x {2} columns, in steps of depth {3}, with {4} buffers",
+        ),
+        _PRODUCT_TILE,
+        (r"(?<=nvjet_)[hts]{3}|(?<=sm\d\d_)[hts]{3}|(?<=sm\d\d\d_)[hts]{3}", _LETTERS),
+        (r"stages?_?\d+(?:x\d+)?", "depth of a step x buffers, or the number of buffers"),
+        (r"sliced\d+x\d+", "warps that share the depth of a tile"),
+        (r"warpsize\d+x\d+x\d+", "warps of a block along rows, columns and depth"),
+        (r"[nt]{2}|[NT]{3}", _LAYOUT),
+        (r"ldg\d+", "elements of one load"),
+        (r"align[a-c]?\d+|aligna\d+|alignc\d+", "elements to which the operands are aligned"),
+        (r"split_?[kK]\w*?", "the depth is split over blocks"),
+        (r"relu", "can apply a ReLU to the output; the name does not say whether it does"),
+        (r"bias", "adds a bias"),
+        (r"2cta", "two blocks share a tensor-core instruction"),
+        (r"kernel|internal|cublas", ""),
+        (r"gemvx?|gemv2\w", "product of a matrix and a vector"),
+        (r"splitKreduce(?:_kernel)?", "sums the parts of a product that was split along its depth"),
+    ),
+    "triton": _words(
+        (r"triton", "generated by Inductor for Triton"),
+        (r"tem", "from a template"),
+        (r"fused_(\w*?[a-z])(?=_\d+$|$)", "the ATen ops in it: {1}"),
+        (r"fused", "several ATen ops in one"),
+        (r"poi", "operation on each element"),
+        (r"red", "reduction in a loop"),
+        (r"per", "reduction with a whole row in a block"),
+        (r"for", "one operation on a list of tensors"),
+        (r"flex_attention", "flex_attention"),
+        (r"flex_decoding", "flex_attention for few queries"),
+        (r"\d+", "number of the kernel in its graph"),
+        (r"attn|attention", "attention"),
+        (r"d[qkv](?:_?d[qkv])*|delta", "gradients, or the sums that they need"),
+        (r"kernel", ""),
+    ),
+    "trtllm": _words(
+        (r"fmha", "fused multi-head attention"),
+        (r"(?:Sm|sm)(?P<sm>1\d\d)[a-z]?", "code for this architecture"),
+        (r"H(?P<head_dim>\d+)", "head dimension {1}"),
+        (r"HQk(?P<head_dim>\d+)HV\d+", "head dimensions of queries and keys, and of values"),
+        (r"Q(?P<tile_m>\d+)", "tile: {1} queries"),
+        (r"Kv(?P<tile_n>\d+)", "tile: {1} keys"),
+        (r"Kernel", ""),
+        (r"PagedKv", "keys and values in pages"),
+        (r"SeparateQkv|PackedQkv", "how queries, keys and values lie"),
+        (r"VarSeq", "sequences of unlike lengths"),
+        (r"Persistent", "blocks stay and take one tile after another"),
+        (r"Context", "the prompt (prefill)"),
+        (r"Gen|ForGen", "generation, a token at a time"),
+        (r"Dense", "no causal mask"),
+        (r"Causal", "a query attends to no later key"),
+        (r"Qk?v?E4m3", "8-bit floats in (e4m3)"),
+        (r"Qk?v?Bfloat16", "bf16 in"),
+        (r"OBfloat16", "bf16 out"),
+    ),
+}
+WORDS["xformers"] = WORDS["efficient_any"] = WORDS["efficient"]
+WORDS["flex"] = WORDS["triton"]
+COMMON = (*_ARCH, *_DIRECTIONS, *_PLAIN_TYPES)
+_FLASH_BASE = _words(
+    (r"flash", "FlashAttention"),
+    (r"splitkv", "the keys may be split over blocks"),
+    (r"combine(?:_kernel)?", "puts the outputs of the parts of the keys together"),
+    (r"dq_dk_dv", "gradients of queries, keys and values"),
+    (r"loop", "a loop over tiles"),
+    (r"seqk_parallel", "blocks share the work along the keys"),
+    (r"dot_do_o", "sums output times its gradient over rows, before the backward"),
+    (r"convert_dq|convert_dkv", "turns fp32 gradients into the tensors' type"),
+    (r"kernel", ""),
+)
+WORDS.update(dict.fromkeys(("flash2", "flash2_pip", "flash2_any"), _FLASH_BASE))
+WORDS["fa3"] = _words(
+    (r"prepare_varlen_num_blocks_kernel", "counts the tiles of sequences of unlike lengths"),
+    (r"FlashAttn", "FlashAttention 3"),
+    (r"Fwd", "forward"),
+    (r"Bwd", "backward"),
+    (r"Sm(?P<sm>\d+)", "code for this architecture"),
+    (r"Combine", "puts the outputs of the parts of the keys together"),
+    (r"Preprocess", "sums output times its gradient over rows, before the backward"),
+    (r"PostprocessConvertdQ", "turns fp32 gradients into the tensors' type"),
+)
+# Libraries whose short names do not identify the variant.
+SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
+CAMEL = frozenset({"fa3", "trtllm"})  # libraries whose words begin with a capital letter
+
+
+@dataclass(frozen=True, slots=True)
+class Brackets:
+    """The words between the brackets of a kind of short name."""
+
+    base: re.Pattern[str]
+    integers: tuple[str, ...] = ()
+    """Meanings of the plain numbers, in order."""
+    words: tuple[WordPattern, ...] = ()
+    rest: str = ""
+    """Meaning of a word that no row matches, "" if unknown."""
+    head_dim: bool = False
+
+
+_ATTENTION_WORDS = _words(
+    (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
+    (r"w(?P<warps>\d+)", "{1} warps a block"),
+    (r"m(\d+)", "{1} rows a block"),
+    (r"split(\d+)", "combines at most {1} parts of the keys"),
+)
+_COMPUTED = "what is computed, or on which type"
+BRACKETS = tuple(
+    Brackets(re.compile(base, re.ASCII), *rest)
+    for base, *rest in (
+        (r"flash_|FlashAttn", ("head dimension: up to {0}",), _ATTENTION_WORDS, "", True),
+        (
+            r"tiled_attention",
+            tuple(
+                TILED[name].replace("{}", "{0}")
+                for name in ("BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES", "PER_SM")
+            ),
+            (
+                *_words((r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES)),
+                *(
+                    word
+                    for name, shown in TILED_FLAGS.items()
+                    for word in _words((shown, TILED[name].removesuffix(": {}")))
+                ),
+            ),
+        ),
+        (r"(?:vectorized|unrolled)_elementwise", ("{0} elements a thread at once",), (), _COMPUTED),
+        (r"\w*elementwise", ("{0} threads a block", "{0} elements a thread"), (), _COMPUTED),
+        (
+            r"reduce_(?:1Block_)?kernel",
+            ("{0} threads a block", "results of a block: {0}"),
+            (),
+            _COMPUTED,
+        ),
+        (
+            r"softmax_warp|masked_softmax_warp|log_softmax_warp",
+            ("rows of up to 2^{0} columns",),
+            _words((r"log", "logarithm of the softmax"), (r"masked", "with a mask")),
+        ),
+        (r"cunn_", ("elements of one load: {0}",), _words((r"log", "logarithm of the softmax"))),
+        (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE)),
+    )
+)
+# A short name or a fragment -> a text that the rules for whole names can parse.
+WHOLE = tuple(
+    (re.compile(pattern, re.ASCII), text)
+    for pattern, text in (
+        (r"(Flash_(fwd|bwd)_kernel_traits<.*>)$", r"flash_\2_kernel<\1>"),
+        (r"(?=FlashAttn(?:Fwd|Bwd)|prepare_varlen_num_blocks)", "flash::"),
+        (r"(?=(?:Batch|Single)?(?:Prefill|Decode)With\w*KVCache)", "flashinfer::"),
+        (r"(?=FlashAttention(?:Forward|Decode))", "flash_attn_cute_flash_fwd_"),
+        (r"(?=FlashAttentionBackward)", "flash_attn_cute_flash_bwd_"),
+        (r"fmha_sm(1\d\d[a-z]?)_", r"fmhaSm\1Kernel_"),
+        (r"cudnn_(oss_)?sdpa_(sm\d+[a-z]?)_(?=[fb]prop)", r"cudnn_\1sdpa_\2_flash_"),
+        (r"((?:vectorized_|unrolled_|legacy_)?elementwise)(?=<)", r"\1_kernel"),
+        (r"(?=Gemm(?:Universal|Batched|Array|SplitKParallel)?(?:<|$))", "cutlass::Kernel<"),
+    )
 )
 
 
@@ -148,14 +395,14 @@ def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
     """Yield the parameters of a template with a known layout, in order."""
     is_fa2 = kernel.backend.startswith("flash2")
     flags = fa2_flags(split_head(text, "").base, text) if is_fa2 else fa3_flags(text)
-    for layout in LAYOUTS:
-        at = text.find(layout.opening)
+    for opening, parameters in LAYOUTS.items():
+        at = text.find(opening)
         if at < 0 or (at and (text[at - 1].isalnum() or text[at - 1] == "_")):
             continue
-        arguments = template_arguments(text, at + len(layout.opening) - 1)
+        arguments = template_arguments(text, at + len(opening) - 1)
         if any(_SHORT_TOKEN.fullmatch(each) for each in arguments):
             return  # a short name has no positional parameters
-        yield from _placed(arguments, layout.parameters, kernel, flags)
+        yield from _placed(arguments, parameters, kernel, flags)
         if not is_fa2:
             return
         if kernel.family == "flash_combine":
