@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -183,19 +183,30 @@ def find_calls(
     steps = _steps(ranges, _outermost(context.modules, evaluations), base, last)
     paths = _paths(drafts, ranges, threads, base)
     replay = cache(_replay)
-    calls = [
-        _call(
-            draft,
-            replay(draft.signature, index in with_backward),
-            path=paths[index],
-            step=step_at(steps, draft.start + base),
-            pid=threads[draft.thread][0],
-            tid=threads[draft.thread][1],
-            start_ns=draft.start + base,
-            duration_ns=draft.end - draft.start,
+    calls = []
+    for index, draft in enumerate(drafts):
+        signature = draft.signature
+        backward, config, reason = replay(signature, index in with_backward)
+        calls.append(
+            AttentionCall(
+                kind=signature.kind,
+                op=signature.op,
+                sdpa_op=signature.sdpa_op,
+                compiled=draft.compiled,
+                recompute=draft.recompute,
+                backward=backward,
+                modules=draft.modules,
+                config=config,
+                reason=reason,
+                tensors=signature.tensors,
+                path=paths[index],
+                step=step_at(steps, draft.start + base),
+                pid=threads[draft.thread][0],
+                tid=threads[draft.thread][1],
+                start_ns=draft.start + base,
+                duration_ns=draft.end - draft.start,
+            )
         )
-        for index, draft in enumerate(drafts)
-    ]
     columns = np.array([stretch[2:] for stretch in stretches], np.int64).reshape(-1, 3).T
     spans = tuple(CallSpan(index, direction) for index, direction, *_ in stretches)
     texts = warnings(
@@ -519,54 +530,26 @@ def _paths(
     return [chain[-1].name.removeprefix(MARKER) if chain else None for chain in around]
 
 
-class _Replay(NamedTuple):
-    """The config that replays a call."""
-
-    backward: bool
-    config: Config | None
-    reason: str | None  # why there is no config, or what the config does not cover
-
-
-def _replay(signature: _CallSignature, has_backward: bool) -> _Replay:
+def _replay(
+    signature: _CallSignature, has_backward: bool
+) -> tuple[bool, Config | None, str | None]:
+    """Return whether a call has a backward, the config that replays it, and why there is none or
+    what the config does not cover.
+    """
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
-    config, reason = None, signature.unrecorded
+    config, reason, why = None, signature.unrecorded, None
     if signature.kind != "custom" and signature.tensors[0] and not is_unlike_sdpa(reason):
-        config, why = _replayed(signature.tensors, backward, flags)
-        if (
-            signature.kind in ("eager", "flex") and reason and why
-        ):  # a remark, and why there is none
+        try:
+            config = replay_config(signature.tensors, backward=backward, **flags)
+        except UsageError as error:
+            why = str(error)
+        if signature.kind in ("eager", "flex") and reason and why:  # both are of interest
             reason = f"{why}; {reason}"
         reason = reason or why
     elif reason is None:
         reason = "the trace does not tell the shapes of this call"
-    return _Replay(backward, config, reason)
-
-
-def _call(draft: _ForwardCall, replay: _Replay, **place: Any) -> AttentionCall:
-    return AttentionCall(
-        kind=draft.signature.kind,
-        op=draft.signature.op,
-        sdpa_op=draft.signature.sdpa_op,
-        compiled=draft.compiled,
-        recompute=draft.recompute,
-        backward=replay.backward,
-        modules=draft.modules,
-        config=replay.config,
-        reason=replay.reason,
-        tensors=draft.signature.tensors,
-        **place,
-    )
-
-
-def _replayed(
-    tensors: tuple[TensorArgument | None, ...], backward: bool, flags: Mapping[str, Any]
-) -> tuple[Config | None, str | None]:
-    """Return the config that replays a call, or the reason why there is none."""
-    try:
-        return replay_config(tensors, backward=backward, **flags), None
-    except UsageError as error:
-        return None, str(error)
+    return backward, config, reason
 
 
 def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:

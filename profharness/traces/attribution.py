@@ -5,7 +5,7 @@ The joins work in bounded pieces and write launch batches to a temporary file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -545,41 +545,24 @@ class Renumber:
         return self._to[ids]
 
 
-class BatchFile:
-    """Launch batches in a temporary file."""
-
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
-        self._blocks: list[Block] = []
-
-    @property
-    def rows(self) -> int:
-        """Number of launches written."""
-        return sum(block.rows for block in self._blocks)
-
-    def write(self, batch: LaunchBatch) -> None:
-        """Append a batch."""
-        columns = [getattr(batch, column.name) for column in fields(batch)]
-        offset = self._spool.write(columns)
-        self._blocks.append(Block(offset, len(columns), len(batch.kernel), 0, 0))
-
-    def read(self) -> Iterator[LaunchBatch]:
-        """Yield the batches in the order of writing."""
-        for block in self._blocks:
-            yield LaunchBatch(*self._spool.read(block))
-
-
 class Output:
-    """Writes joined launches to `file`, with APIs numbered by first use."""
+    """Joined launches in a temporary file, with APIs numbered by first use."""
 
     def __init__(
         self, ranges: Ranges, base: int, spool: Spool, calls: AttentionCalls | None = None
     ) -> None:
-        self.file = BatchFile(spool)
-        self._calls = calls if calls and calls.spans else None
+        self.rows = 0  # launches written
         self.apis = Renumber()
+        self._calls = calls if calls and calls.spans else None
         self._ranges = ranges
         self._base = base
+        self._spool = spool
+        self._blocks: list[Block] = []
+
+    def batches(self) -> Callable[[], Iterator[LaunchBatch]]:
+        """Return a function that yields the batches as written. It does not keep this object alive."""
+        spool, blocks = self._spool, self._blocks
+        return lambda: (LaunchBatch(*spool.read(block)) for block in blocks)
 
     def write(
         self, linked: LinkedLaunches, kernel: Ints, launch_config: Ints, op_path: Ints
@@ -604,8 +587,11 @@ class Output:
             start_ns=rows.start + self._base,
             duration_ns=rows.duration,
             bytes=rows.bytes,
-            call_span=self._calls.lookup(thread, linked.launch, self.file.rows)
+            call_span=self._calls.lookup(thread, linked.launch, self.rows)
             if self._calls
             else nothing(len(thread)),
         )
-        self.file.write(batch)
+        columns = [getattr(batch, column.name) for column in fields(batch)]
+        offset = self._spool.write(columns)
+        self._blocks.append(Block(offset, len(columns), len(kernel), 0, 0))
+        self.rows += len(kernel)

@@ -376,7 +376,7 @@ def _assemble(
     for chunk, paths in chunks:
         kernel, config = kernel_ids(chunk.gpu.kernel), config_ids(chunk.gpu.config)
         output.write(chunk, kernel, config, path_ids(paths))
-    _check_use(path, tables, output.file.rows)
+    _check_use(path, tables, output.rows)
     folded, apis = stacks.folded(), list(tables.apis)
     return Trace(
         profiler=TORCH,
@@ -391,15 +391,15 @@ def _assemble(
         op_paths=[folded[i] for i in path_ids.order],
         apis=[apis[i] for i in output.apis.order],
         ranges=ranges.rows,
-        num_launches=output.file.rows,
+        num_launches=output.rows,
         skipped=tables.skipped,
-        batches=output.file.read,
+        batches=output.batches(),
         close=stack.pop_all().close,
         warnings=(
             *doubt,
             *odd,
             *_skipped(tables),
-            *doubts.texts(output.file.rows, stacks),
+            *doubts.texts(output.rows, stacks),
             *lone_ends,
             *calls.warnings,
         ),

@@ -150,9 +150,9 @@ def _parse(path: Path, shown: Path) -> Trace:
             op_paths=op_paths,
             apis=[apis[row] for row in output.apis.order],
             ranges=ranges.rows,
-            num_launches=output.file.rows,
+            num_launches=output.rows,
             skipped=source.tables.skipped,
-            batches=output.file.read,
+            batches=output.batches(),
             close=stack.pop_all().close,
             warnings=(*warnings, *doubts, *calls.warnings),
             calls=calls.calls,
@@ -186,7 +186,7 @@ def _join(
         nameless += int((kernel == kernels.nameless).sum())
         paths = path_ids(stacks.lookup(chunk.thread, chunk.launch))
         output.write(chunk, kernel, config, paths)
-    of, copies = f"of {output.file.rows} launches", doubles.count if doubles else 0
+    of, copies = f"of {output.rows} launches", doubles.count if doubles else 0
     counted = {
         f"{lost} {of} have no API call in the file and so belong to no range": lost,
         f"{nameless} {of} have no name in {STRINGS}": nameless,
