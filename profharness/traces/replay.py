@@ -93,7 +93,7 @@ def replay_config(
         raise UsageError(f"{kv_heads} key heads for {heads} heads without enable_gqa")
     tokens = [batch, heads, rows, head_dim, dtype, f"seq_kv={columns}", f"kv_heads={kv_heads}"]
     tokens += [f"head_dim_v={value.dims[3]}", f"kv_batch={key_batch}"]
-    tokens += [name for name, said in (("causal", causal), ("bwd", backward)) if said]
+    tokens += [name for name, is_set in (("causal", causal), ("bwd", backward)) if is_set]
     if dropout:
         tokens.append(f"dropout={dropout}")
     if scale is not None and not math.isclose(scale, head_dim**-0.5, rel_tol=SCALE_DIGITS):
@@ -126,7 +126,7 @@ def _in_order(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _lies(tensor: TensorArgument, order: Sequence[int]) -> bool:
+def _is_stored(tensor: TensorArgument, order: Sequence[int]) -> bool:
     """Return whether a tensor is stored in `order`. A dim of size 1 may have any stride."""
     if tensor.strides is None:
         return True
@@ -136,8 +136,8 @@ def _lies(tensor: TensorArgument, order: Sequence[int]) -> bool:
 
 
 def _layout_tokens(tensors: dict[str, TensorArgument]) -> Iterator[str]:
-    odd = {name: t for name, t in tensors.items() if not _lies(t, range(4))}
-    if odd and all(_lies(tensor, (0, 2, 1, 3)) for tensor in tensors.values()):
+    odd = {name: t for name, t in tensors.items() if not _is_stored(t, range(4))}
+    if odd and all(_is_stored(tensor, (0, 2, 1, 3)) for tensor in tensors.values()):
         yield "layout=bshd"
         return
     for name, tensor in odd.items():
@@ -157,7 +157,7 @@ def _mask_tokens(mask: TensorArgument, dtype: str, whole: Sequence[int]) -> Iter
         raise UsageError(f"a mask of {len(mask.dims)} dims")
     yield "mask=bool" if mask.dtype == "bool" else "mask=float"
     yield f"mask_shape={letters}"
-    if not _lies(mask, range(len(mask.dims))):
+    if not _is_stored(mask, range(len(mask.dims))):
         yield f"mask_strides={_joined(mask.strides or ())}"
 
 

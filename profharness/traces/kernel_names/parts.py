@@ -19,6 +19,7 @@ from profharness.traces.kernel_names.meanings import (
     TILED_FLAGS,
 )
 from profharness.traces.kernel_names.text import (
+    WRAPPER,
     Head,
     KernelName,
     integer,
@@ -345,7 +346,6 @@ _EXPECTED = {
 }
 _SHORT_TOKEN = re.compile(r"\d+x\d+|(?:fp|bf)\d+(?:/\w+)*")
 _SHORT = re.compile(r"[^():&*]+")
-_WRAPPER = re.compile(r"(?:^|::)(?:device_kernel|Kernel2?|kentry)$")
 _WRAPPED = re.compile(r"<\s?(?:\d+, ?)?(?:typename )?(?:\w+::)*(\w+)", re.ASCII)
 _FA3_BASE = re.compile(r"FlashAttn\w+", re.ASCII)
 _EXTENTS = re.compile(r"(?:C<|int, )(\d+)>")
@@ -429,7 +429,7 @@ def _placed(
         argument = next(left, None)
         if argument is None or argument == "...":
             return
-        yield NamePart(_value(argument), parameter, meaning.format(_said(_value(argument))))
+        yield NamePart(_value(argument), parameter, meaning.format(_yes_or_no(_value(argument))))
 
 
 def _flags(kernel: KernelName, flags: Mapping[str, bool]) -> Iterator[NamePart]:
@@ -444,7 +444,7 @@ def _value(argument: str) -> str:
     return "x".join(extents) if extents else short_type(argument)
 
 
-def _said(value: str) -> str:
+def _yes_or_no(value: str) -> str:
     return {"true": "yes", "false": "no"}.get(value, value)
 
 
@@ -492,7 +492,7 @@ def _subject(text: str, head: Head, library: str) -> str:
     if library == "fa3":
         match = _FA3_BASE.search(text)
         return match[0] if match else head.base
-    inner = _WRAPPED.match(text, head.end) if _WRAPPER.search(head.path) else None
+    inner = _WRAPPED.match(text, head.end) if WRAPPER.search(head.path) else None
     if inner:
         return inner[1]
     return head.path if head.base == "kernel" else head.base
@@ -541,10 +541,10 @@ def _facts(
 ) -> Iterator[NamePart]:
     """Yield the properties that the rules find in the whole name but that no token contains."""
     implied = {"tile_m": "tile", "sm": "arch", "tile_k": "head_dim"}
-    said = {*values, *(implied[name] for name in implied if name in values)}
+    shown = {*values, *(implied[name] for name in implied if name in values)}
     for name in names:
         value = getattr(kernel, name)
-        if value is None or name in said:
+        if value is None or name in shown:
             continue
         meaning = FACTS[name]
         text = meaning if isinstance(meaning, str) else meaning[value]  # type: ignore[index]

@@ -12,6 +12,7 @@ from typing import Any
 
 from profharness.dtypes import OF_CPP_TYPE
 from profharness.traces.kernel_names.text import (
+    WRAPPER,
     Head,
     KernelName,
     generic_short,
@@ -123,8 +124,6 @@ _PRODUCT = re.compile(
 _CONVOLUTION = re.compile(r"conv|bwd_weight|bwd_data|wgrad|dgrad")
 
 _SPLIT = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-# Wrappers whose first argument is the kernel: `cutlass::device_kernel<…>`, `ck_tile::kentry<2, …>`.
-_WRAPPER = re.compile(r"(?:^|::)(?:device_kernel|Kernel2?|kentry)$")
 _WRAPPED = re.compile(r"<(?:\d+, ?)?(?:typename )?([\w:]+)", re.ASCII)
 _LENGTH = re.compile(r"\d{1,3}", re.ASCII)
 _MANGLED_ARGUMENT = re.compile(r"I(?:L[a-z]\d+E)?N(?P<same>S_)?(?=\d)", re.ASCII)
@@ -189,10 +188,10 @@ def _subject(text: str, head: Head) -> tuple[str, bool]:
     mangled.
     """
     if not head.path.startswith("_ZN"):
-        inner = _WRAPPED.match(text, head.end) if _WRAPPER.search(head.path) else None
+        inner = _WRAPPED.match(text, head.end) if WRAPPER.search(head.path) else None
         return (inner[1] if inner else head.path), False
     parts, at = _lengths(text, 3)
-    if parts and _WRAPPER.search(parts[-1]) and (argument := _MANGLED_ARGUMENT.match(text, at)):
+    if parts and WRAPPER.search(parts[-1]) and (argument := _MANGLED_ARGUMENT.match(text, at)):
         # S_ is the wrapper's own namespace
         parts = parts[: 1 if argument["same"] else 0] + _lengths(text, argument.end())[0]
     return "::".join(parts), bool(parts)

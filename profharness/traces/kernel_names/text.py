@@ -74,6 +74,8 @@ class Head:
     """The name as given."""
 
 
+# Wrappers whose first argument is the kernel: `cutlass::device_kernel<…>`, `ck_tile::kentry<2, …>`.
+WRAPPER = re.compile(r"(?:^|::)(?:device_kernel|Kernel2?|kentry)$")
 _CAST = re.compile(r"\((?:unsigned |signed )?(?:int|long long|long|short|char|size_t)\)(?=-?\d)")
 _BOOL = re.compile(r"\(bool\)([01])")
 _RETURN_TYPE = re.compile(
