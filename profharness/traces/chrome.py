@@ -21,6 +21,7 @@ from profharness.traces.chrome_events import (
     MODULE_MARK,
     UNDECODABLE,
     Collector,
+    EventColumns,
     Events,
     NeedExactTimes,
 )
@@ -115,8 +116,9 @@ class FileScanner:
         self.window = window
         self.layout = layout
         self.collector = collector
+        self._columns = EventColumns.build(collector)
         self._segment_bytes = bytearray(
-            SEGMENT if collector.columns else 0
+            SEGMENT if self._columns else 0
         )  # allocated once, because fresh memory costs page faults
         self._array_end: int | None = None
         self._unclosed = 0
@@ -168,7 +170,7 @@ class FileScanner:
 
     def _scan_segments(self) -> None:
         """Collect segments of the file for as long as the compiled scanner consumes all of them."""
-        window, separator, columns = self.window, self.layout.separator, self.collector.columns
+        window, separator, columns = self.window, self.layout.separator, self._columns
         segment = memoryview(self._segment_bytes)
         while columns and (size := window.read_into(segment)):
             stop = self._segment_bytes.rfind(separator, 0, size)
@@ -182,15 +184,14 @@ class FileScanner:
 
     def _block(self) -> int:
         """Return how many bytes to read at once."""
-        least = SEGMENT if self.collector.columns else BLOCK
+        least = SEGMENT if self._columns else BLOCK
         return max(least, min(len(self.window.buffer), MAX_PIECE // 4))
 
     def _segment(self, text: bytes, length: int, *, last: bool) -> int:
         """Collect the events of text[:length]. Return the number of bytes consumed, which is less
         than `length` if the last event is incomplete.
         """
-        columns = self.collector.columns
-        begin = columns.collect(text, length) if columns else 0
+        begin = self._columns.collect(text, length) if self._columns else 0
         if begin == length:
             return begin
         segment = text[:length]

@@ -77,7 +77,6 @@ class Collector:
         self._texts: list[str] = []  # names of ops, by id
         self._kept: list[int] = []  # how the ops of a name are kept, by the name's id
         self._arguments = ArgumentsDecoder()
-        self.columns = EventColumns(self) if Scanner is not None else None
         self.register()
 
     def register(self) -> None:
@@ -619,6 +618,11 @@ class EventColumns:
         self._modules: list[str] = []
         # The collector's id for each of the scanner's; -1: unreadable
         self._ids = np.empty(0, np.int64)
+
+    @classmethod
+    def build(cls, collector: Collector) -> EventColumns | None:
+        """Return a reader, or None without the compiled scanner."""
+        return cls(collector) if Scanner is not None else None
 
     def collect(self, text: bytes | memoryview, end: int) -> int:
         """Collect the events of text[:end]. Return the number of bytes
