@@ -17,10 +17,20 @@ import click
 
 from profharness.cli import COMMANDS, find_command
 from profharness.columns import Column, columns_of
+from profharness.commands.analyze.figures import (
+    CellAnalysis,
+    Figures,
+    KernelFigures,
+    PhaseFigures,
+)
 from profharness.commands.kernels import tables as kernels
+from profharness.commands.ranks.comparison import RankFigures
 from profharness.commands.report.glossary import GLOSSARY
 from profharness.commands.runs import tables as runs
+from profharness.measurements.evaluation import Loss
+from profharness.program.counters import Counters
 from profharness.program.layer_map import LayerForecast, LayerRow
+from profharness.render.document import field_names
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 HEAD = """# Reference
@@ -69,6 +79,12 @@ def row_lines(title: str, columns: dict[str, Column]) -> Iterator[str]:
     yield ""
 
 
+def of_fields(row_type: Any) -> dict[str, Column]:
+    """Return the declared columns of fields, which are keys in JSON; properties are in tables only."""
+    names = field_names(row_type)
+    return {key: column for key, column in columns_of(row_type).items() if key in names}
+
+
 def page() -> str:
     """Return the text of the page."""
     fields = zip(kernels.FIELDS, kernels.ROW_FIELDS, strict=True)
@@ -76,7 +92,8 @@ def page() -> str:
     for name in COMMANDS:
         parts += command_lines(name, find_command(name))
     parts.append(
-        "## Columns\n\nJSON and CSV contain times in ns, sizes in bytes and shares from 0 to 1.\n"
+        "## Columns\n\nJSON and CSV contain times in ns, sizes in bytes, rates in FLOP/s and bytes/s, and "
+        "shares from 0 to 1.\n"
     )
     parts += row_lines("Runs (`runs`)", {key: runs.RUN[key] for key in runs.RUN_FIELDS})
     parts += row_lines("Kernels (`kernels`)", {key: kernels.KERNEL[name] for key, name in fields})
@@ -84,6 +101,16 @@ def page() -> str:
     parts += row_lines("Cells (`kernels`, key `cells`)", cells)
     parts += row_lines("Layers (`layers`)", dict(columns_of(LayerRow)))
     parts += row_lines("Predicted layers (`layers --gpu`)", dict(columns_of(LayerForecast)))
+    cells = {**columns_of(CellAnalysis), **columns_of(Figures)}
+    parts += row_lines("Analyses (`analyze`)", cells)
+    title = "Kernels of an analysis (`analyze`, key `kernels`)"
+    parts += row_lines(title, dict(columns_of(KernelFigures)))
+    title = "Counters of a kernel (`analyze`, key `counters` of `kernels`)"
+    parts += row_lines(title, of_fields(Counters))
+    phases = dict(columns_of(PhaseFigures))
+    parts += row_lines("Phases of an analysis (`analyze`, key `phases`)", phases)
+    parts += row_lines("Losses of `auto` (`bench`, key `losses`)", of_fields(Loss))
+    parts += row_lines("Ranks (`ranks`)", dict(columns_of(RankFigures)))
     parts.append("## Glossary\n\n| word | meaning |\n|---|---|")
     parts += [f"| {cell_text(word)} | {cell_text(text)} |" for word, text in GLOSSARY.items()]
     return "\n".join(parts) + "\n"

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from profharness import stats
 from profharness.attention.backends import (
@@ -28,6 +28,7 @@ from profharness.attention.config import (
 )
 from profharness.attention.costs import CONVENTIONS
 from profharness.attention.dispatch.advice import call_code
+from profharness.columns import column
 from profharness.device_types import CUDA, on_gpu
 from profharness.devices import Peaks
 from profharness.dtypes import CONFIG_DTYPES
@@ -154,12 +155,12 @@ class Winner:
 class Loss:
     """The cost of `auto` on a config."""
 
-    config: str
-    choice: str | None
-    chosen_ns: float
-    best: str
-    best_ns: float
-    regret: float  # the median over the best one's, minus 1
+    config: Annotated[str, column("config", meaning="label of the attention problem")]
+    choice: Annotated[str | None, column("auto took", meaning="what ran on `auto`")]
+    chosen_ns: Annotated[float, column("auto µs", "us", meaning="median of `auto`")]
+    best: Annotated[str, column("fastest other", meaning="the fastest correct other backend")]
+    best_ns: Annotated[float, column("µs", "us", meaning="its median")]
+    regret: Annotated[float, column("regret%", "percent", meaning="ratio of the medians, minus 1")]
     # the samples show that `auto` is slower, and it ran another backend than the best one
     real: bool
     code: str
@@ -176,6 +177,19 @@ class Loss:
     def open(self) -> bool:
         """Whether the samples do not decide if `auto` is slower."""
         return self.verdict == "unknown" and not self.same_backend
+
+    @property
+    def remark(self) -> Annotated[str, column(meaning="why `auto` may not be slower")]:
+        """Why `auto` is not shown to be slower. Empty if it is."""
+        if self.real:
+            return ""
+        if self.same_backend:
+            return "the same one"
+        if self.verdict == "unknown":
+            return f"not told apart: {self.why_open}"
+        if self.verdict == "faster":
+            return "auto is faster"
+        return f"as fast, within {stats.THRESHOLD:.0%}"
 
 
 @dataclass(frozen=True)

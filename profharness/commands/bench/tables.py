@@ -11,7 +11,7 @@ from typing import Any
 from profharness.attention.config import Config, parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.predict import every_refusal
-from profharness.columns import Column
+from profharness.columns import Column, pick
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
 from profharness.errors import join_few
@@ -53,7 +53,6 @@ from profharness.rows import (
     SHARED_CORES,
     WALL,
 )
-from profharness.stats import THRESHOLD
 
 SHOWN_SWEEPS = 4
 """Statements and charts per axis, the longest sweeps first."""
@@ -180,8 +179,8 @@ COLUMNS = (
     Column("mean", "mean", "us"),
     Column("std", "std", "us"),
     *(Column(name, name, "us") for name in (*GPU_MEASUREMENTS, EVENT, HOST)),
-    Column("tflops", "TFLOP/s", "figures"),
-    Column("gbs", "GB/s", "figures"),
+    Column("flops_per_s", "TFLOP/s", "tera"),
+    Column("bytes_per_s", "GB/s", "giga"),
     Column("efficiency", "eff%", right=True),
     Column("queries", "Mquery/s", "count"),
     Column("sequences", "sequences/s", "figures"),
@@ -191,17 +190,9 @@ COLUMNS = (
 )
 OPTIONAL = (
     *("status", "apart", *GPU_MEASUREMENTS, EVENT, HOST),
-    *("tflops", "gbs", "efficiency", "sequences", "speedup", "verified", "mark"),
+    *("flops_per_s", "bytes_per_s", "efficiency", "sequences", "speedup", "verified", "mark"),
 )
-LOSS_COLUMNS = (
-    Column("config", "config"),
-    Column("choice", "auto took"),
-    Column("chosen_ns", "auto µs", "us"),
-    Column("best", "fastest other"),
-    Column("best_ns", "µs", "us"),
-    Column("regret", "regret%", "percent"),
-    Column("remark", ""),
-)
+LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "regret", "remark")
 
 
 def bench_document(
@@ -370,10 +361,10 @@ def _line(answer: BenchResult, row: BenchRow, doubt: int | None) -> dict[str, An
         "apart": _percent(row.between_processes_ns and row.between_processes_ns / median_ns),
         "mean": row.mean_ns,
         "std": row.std_ns,
-        "tflops": _scaled(row.flops_per_s, 1e12),
-        "gbs": _scaled(row.bytes_per_s, 1e9),
+        "flops_per_s": row.flops_per_s,
+        "bytes_per_s": row.bytes_per_s,
         "efficiency": efficiency,
-        "queries": _scaled(row.queries_per_s, 1e6),
+        "queries": row.queries_per_s and row.queries_per_s / 1e6,
         "speedup": row.speedup,
         "mark": " ".join(marks),
     }
@@ -381,10 +372,6 @@ def _line(answer: BenchResult, row: BenchRow, doubt: int | None) -> dict[str, An
 
 def _percent(half: float | None) -> float | str | None:
     return "busy" if half is not None and half > UNKNOWN else half
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
 
 
 def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
@@ -469,8 +456,7 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     if not answer.losses:
         return
     yield Heading("Regret", "what auto costs against the fastest correct other backend")
-    lines = [record(loss) | {"remark": _remark(loss)} for loss in answer.losses]
-    yield Table.of(LOSS_COLUMNS, lines)
+    yield Table.of(LOSS_COLUMNS, answer.losses)
     labels_of: dict[str, list[str]] = {}
     for loss in answer.losses:
         if loss.real:
@@ -478,16 +464,6 @@ def _regret(answer: BenchResult) -> Iterator[Block]:
     for code, labels in list(labels_of.items())[:SHOWN_CODES]:
         yield Note(f"for {join_few(labels, SHOWN_CODES)}, the fastest backend is selected so")
         yield Code(code)
-
-
-def _remark(loss: Loss) -> str:
-    if loss.real:
-        return ""
-    if loss.same_backend:
-        return "the same one"
-    if loss.verdict == "unknown":
-        return f"not told apart: {loss.why_open}"
-    return "auto is faster" if loss.verdict == "faster" else f"as fast, within {THRESHOLD:.0%}"
 
 
 def latency_charts(

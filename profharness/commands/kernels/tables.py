@@ -73,7 +73,7 @@ JOINED_COLUMNS = (
     *(Column(name, f"{name} µs", "us") for name in TRACE_PROFILERS),
     Column("achieved", "achieved%", "percent"),
     Column("dram", "DRAM KiB", "kib"),
-    Column("dram_rate", "DRAM GB/s", "figures"),
+    Column("dram_rate", "DRAM GB/s", "giga"),
     Column("tensor", "tensor%", "percent"),
     Column("l2_hits", "L2 hit%", "percent"),
     Column("disagree", "disagree", "names"),
@@ -264,7 +264,6 @@ def _values(kernel: JoinedKernel) -> dict[str, Any]:
     moved = [
         value for name in (DRAM_READ, DRAM_WRITE) if (value := kernel.metric(name)) is not None
     ]
-    rate = getattr(kernel.rows.get(NCU), "dram_bytes_per_s", None)
     own = ("backend", "kernel_short", "kernel", "grid", "block")
     common = ("shared_bytes", "shared_share", "registers_per_thread", "launches_per_call")
     return {
@@ -273,7 +272,7 @@ def _values(kernel: JoinedKernel) -> dict[str, Any]:
         **{name: getattr(kernel.rows.get(name), "duration_ns", None) for name in TRACE_PROFILERS},
         "achieved": None if achieved is None else achieved / 100,
         "dram": sum(moved) if moved else None,
-        "dram_rate": None if rate is None else rate / 1e9,
+        "dram_rate": getattr(kernel.rows.get(NCU), "dram_bytes_per_s", None),
         "tensor": counters.tensor_pipe,
         "l2_hits": counters.l2_hit_rate,
         "disagree": tuple(dict.fromkeys(point.code for point in kernel.disagreements)) or "",

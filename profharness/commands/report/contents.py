@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from profharness import stats
@@ -143,9 +143,10 @@ def _run_blocks(
     """Return the sections of one run in reading order, from results to the environment."""
     environment, wrong = store.environment(run), store.wrong(run)
     name, medians = charted_medians(cells)
-    summary = summarize_run(store, run, cells)
-    extra["summary"].append({"run": run, "sentences": list(summary.sentences)})
-    blocks: list[Block] = [*summary_blocks(summary), *latency_charts(medians, name)]
+    sentences, code = summarize_run(store, run, cells)
+    extra["summary"].append({"run": run, "sentences": sentences})
+    blocks: list[Block] = [Heading("In short"), *map(Note, sentences)] if sentences else []
+    blocks += [*([Code(code)] if code else ()), *latency_charts(medians, name)]
     tf32 = bool(environment.get("tf32"))
     blocks += rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong)
     blocks += [*problem_blocks(store.problems(run)), *selection_blocks(cells)]
@@ -182,14 +183,6 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
         replace(block, level=block.level + 1) if isinstance(block, Heading) else block
         for block in blocks
     ]
-
-
-def summary_blocks(summary: Summary) -> list[Block]:
-    """Return the summary at the top. Empty for a run without cells."""
-    if not summary.sentences:
-        return []
-    code = [Code(summary.code)] if summary.code else []
-    return [Heading("In short"), *map(Note, summary.sentences), *code]
 
 
 def change_blocks(diff: Diff) -> list[Block]:
@@ -364,18 +357,12 @@ def _plain(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Sentences in reading order."""
-
-    sentences: tuple[str, ...]
-    code: str = ""  # selects the fastest backend where auto cost the most
-
-
-def summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> Summary:
-    """Return the summary of a run, empty for one without cells."""
+def summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[list[str], str]:
+    """Return sentences in reading order, and code that selects the fastest backend where `auto` cost
+    the most. Both are empty for a run without cells.
+    """
     if not cells:
-        return Summary(())
+        return [], ""
     sentences = [_what_ran(store, run, cells), *_refused(cells), *_failed(cells)]
     code = ""
     if any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS):
@@ -388,7 +375,7 @@ def summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> Summary:
         sentences.append(
             f"{_count(len(problems), 'problem')} of profilers or of the GPU: see below."
         )
-    return Summary(tuple(sentences), code)
+    return sentences, code
 
 
 def _count(number: int, what: str) -> str:
