@@ -272,9 +272,8 @@ def linked_chunks(
     source: Source, doubts: TraceWarnings | None = None, *, rows: int = CHUNK_ROWS
 ) -> Iterator[LinkedLaunches]:
     """Yield GPU rows in file order with their launch calls. The first of equal correlations
-    counts.
+    counts. `doubts` counts the launches without a call, with several calls, and repeated ones.
     """
-    doubts = doubts or TraceWarnings()
     for blocks in _groups(source.tables.gpu, rows):
         gpu = source.gpu(blocks)
         count = len(gpu.correlation)
@@ -292,15 +291,17 @@ def linked_chunks(
             hit = at < len(keys)
             hit[hit] = keys[at[hit]] == sought[hit]
             call, target = order[at[hit]], open_rows[hit]
-            following = np.minimum(at[hit] + 1, len(keys) - 1)
-            twice = (keys[following] == keys[at[hit]]) & (following > at[hit])
-            doubts.ambiguous += int(np.count_nonzero(twice))
+            if doubts is not None:
+                following = np.minimum(at[hit] + 1, len(keys) - 1)
+                twice = (keys[following] == keys[at[hit]]) & (following > at[hit])
+                doubts.ambiguous += int(np.count_nonzero(twice))
             linked.api[target] = calls.api[call]
             linked.thread[target] = calls.thread[call]
             linked.launch[target] = calls.start[call]
             open_rows = open_rows[~hit]
-        doubts.unmatched += int(np.count_nonzero(linked.thread < 0))
-        doubts.add(gpu)
+        if doubts is not None:
+            doubts.unmatched += int(np.count_nonzero(linked.thread < 0))
+            doubts.add(gpu)
         yield linked
 
 
@@ -460,14 +461,6 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
             count = 0
         count += block.rows
     return np.array(sorted(set(borders)), np.int64)
-
-
-def device_chunks(
-    source: Source, stacks: Stacks, doubts: TraceWarnings, rows: int
-) -> Iterator[tuple[LinkedLaunches, Ints]]:
-    """Yield GPU rows with their launch calls and op stacks."""
-    for chunk in linked_chunks(source, doubts, rows=rows):
-        yield chunk, stacks.lookup(chunk.thread, chunk.launch)
 
 
 def op_chunks(

@@ -6,6 +6,7 @@ The scan cuts a file into pieces at event boundaries and decodes piece by piece.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from profharness.traces.chrome_read import (
     read_trailer,
     skip_space,
 )
-from profharness.traces.columns import Spool, Tables
+from profharness.traces.columns import Ints, Spool, Tables
 from profharness.traces.devices import MAX_NS, MAX_TEXT, make_device
 from profharness.traces.graphs import replayed
 
@@ -363,9 +364,11 @@ def _assemble(
     calls = replayed(source, calls, steps, threads, base)
     output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
     stacks, doubts = attribution.Stacks(source, rows=rows[1]), attribution.TraceWarnings()
+    chunks: Iterator[tuple[attribution.LinkedLaunches, Ints]]
     if tables.gpu:
         kernels, configs = list(tables.kernels), list(tables.configs)
-        chunks = attribution.device_chunks(source, stacks, doubts, rows[0])
+        linked = attribution.linked_chunks(source, doubts, rows=rows[0])
+        chunks = ((chunk, stacks.lookup(chunk.thread, chunk.launch)) for chunk in linked)
     else:
         kernels, configs = [("op", name) for name in tables.names], [(None,) * 4]
         chunks = attribution.op_chunks(stacks, ranges, doubts)
