@@ -587,16 +587,19 @@ def class_word(gpu: str) -> str:
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """Options of a capture besides configs and backends."""
+    """Options of a capture, benchmark or verification besides configs and backends."""
 
     profilers: tuple[str, ...] = (TORCH,)
     out: Path = RUNS_FOLDER  # parent of the run folder
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
     bench: BenchPlan | None = None  # time the backends of each config in turns
-    kind: str = "capture"  # the command, unless `bench` is set
+    kind: str = "capture"  # the command, unless `bench` or `cases` is set
     python: str | None = None  # path of another interpreter whose torch is measured
     fleet: Fleet = Fleet()
+    # Verify these cases of each config, without profilers and the protocol's counts of calls.
+    cases: tuple[str, ...] = ()
+    grad: bool = False  # verify gradients too
 
 
 @dataclass(frozen=True)
@@ -609,18 +612,6 @@ class ObserveOptions:
     rank: str = "0"  # the rank to record, or `all`
     out: Path = RUNS_FOLDER
     note: str | None = None
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Options of a verification besides configs and backends."""
-
-    cases: tuple[str, ...] = ("standard",)
-    grad: bool = False  # check gradients too
-    out: Path = RUNS_FOLDER
-    # Its counts of calls are ignored.
-    protocol: Protocol = field(default_factory=Protocol)
-    fleet: Fleet = Fleet()
 
 
 @dataclass(frozen=True)

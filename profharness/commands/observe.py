@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,13 +28,14 @@ from profharness.commands.layers import (
 from profharness.commands.layers.gpu_tables import forecasts_document
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
-from profharness.jobs.into_store import ObserveResult, observe_into_store
+from profharness.jobs.into_store import observe_into_store
 from profharness.program.gates import Gates, check_gates, parse_gates
 from profharness.program.layer_map import NO_MASK_EFFECT, find_layers
+from profharness.recording.observe import Observed
 from profharness.render.renderers import RENDERERS
 from profharness.run import ObserveOptions
-from profharness.store import open_store
-from profharness.traces.observed import ObservedCall
+from profharness.store import IngestResult, open_store
+from profharness.traces.observed import ObservedCall, read_observed
 
 FAILED = 1
 
@@ -89,17 +90,17 @@ GpuNames = Annotated[
 class ObservedProgram:
     """The result of an observed program, and the machines for which to predict its layers."""
 
-    result: ObserveResult
+    observed: Observed
+    ingested: list[IngestResult]
     places: list[tuple[Place, str]]
     store: Path
 
     @property
     def code(self) -> int:
         """Return the program's exit code, or 1 if none of its processes could be observed."""
-        observed = self.result.observed
-        if observed.why is None or observed.reported:
-            return observed.code
-        return observed.code or FAILED
+        if self.observed.why is None or self.observed.reported:
+            return self.observed.code
+        return self.observed.code or FAILED
 
 
 @command("observe", frame=as_is, context_settings={"allow_interspersed_args": False})
@@ -160,38 +161,33 @@ def observe_program(
         profiler=profiler, steps=steps, warmup=warmup, rank=rank, out=Path(out), note=note
     )
     path = store_path(store)
-    return ObservedProgram(observe_into_store(program, path, options), places, path)
+    return ObservedProgram(*observe_into_store(program, path, options), places, path)
 
 
 @document(observe_program)
-def show(observed: ObservedProgram, *, driver: Driver = None, atlas: AtlasFolder = None) -> None:
+def show(result: ObservedProgram, *, driver: Driver = None, atlas: AtlasFolder = None) -> None:
     """Print a summary to stderr, since stdout belongs to the program."""
-    _print_summary(observed.result, observed.store)
-    if observed.places and observed.result.observed.why is None:
+    _print_summary(result)
+    if result.places and result.observed.why is None:
         options = {"--driver": driver, "--atlas": atlas}
-        _print_forecast(observed.result, observed.places, observed.store, options)
+        _print_forecast(result, options)
 
 
 @gate(observe_program)
-def check(observed: ObservedProgram, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
+def check(result: ObservedProgram, *, fail_on: FailOn = (), expect: Expected = ()) -> None:
     """Raise GateError if a gate is not met, and exit with the program's exit code."""
     gates = parse_gates(fail_on, expect)
     if gates:
-        _check(observed.result, gates, observed.store)
-    click.get_current_context().exit(observed.code)
+        _check(result, gates)
+    click.get_current_context().exit(result.code)
 
 
-def _print_forecast(
-    watched: ObserveResult,
-    places: Sequence[tuple[Place, str]],
-    store: Path,
-    options: Mapping[str, object],
-) -> None:
+def _print_forecast(result: ObservedProgram, options: Mapping[str, object]) -> None:
     """Print the predictions for other GPUs. Without any, the program's exit code is unchanged.
 
     `options` are those to repeat for `layers`.
     """
-    run = watched.observed.run.run
+    run, places, store = result.observed.run.run, result.places, result.store
     try:
         document = forecasts_document(forecast(store, run, places))
     except ProfharnessError as error:
@@ -204,13 +200,13 @@ def _print_forecast(
     hint(f"see it again with: {again}")
 
 
-def _check(watched: ObserveResult, gates: Gates, store: Path) -> None:
+def _check(result: ObservedProgram, gates: Gates) -> None:
     """Raise GateError if a gate is not met and the program itself did not fail."""
-    observed = watched.observed
+    observed = result.observed
     try:
         if observed.why is not None:
             raise GateError("the gates cannot be answered, for no attention was recorded")
-        with open_store(store) as opened:
+        with open_store(result.store) as opened:
             layers = find_layers(opened, observed.run.run)
         check_gates(layers, gates)
     except GateError as error:
@@ -219,19 +215,19 @@ def _check(watched: ObserveResult, gates: Gates, store: Path) -> None:
         hint(f"error: {error}\nthe exit code {observed.code} is the program's")
 
 
-def _print_summary(watched: ObserveResult, store: Path) -> None:
-    observed = watched.observed
+def _print_summary(result: ObservedProgram) -> None:
+    observed = result.observed
     if observed.why is not None:
         begin = "" if observed.reported else "error: "
         hint(f"{begin}no attention was recorded: {observed.why}")
         return
-    for line in _summary(watched.calls):
+    for line in _summary(read_observed(observed.folder)):
         hint(line)
     for problem in observed.run.problems:
         hint(f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}")
-    for warning in [text for result in watched.ingested for text in result.warnings]:
+    for warning in [text for source in result.ingested for text in source.warnings]:
         hint(f"warning: {warning}")
-    hint(f"see it with: {shell_command('layers', observed.run.run, store=store)}")
+    hint(f"see it with: {shell_command('layers', observed.run.run, store=result.store)}")
 
 
 def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:

@@ -47,7 +47,6 @@ from profharness.recording.capture import (
     execute,
     interrupts_name,
     plan_capture,
-    plan_verify,
     resume,
     why_not_resumed,
 )
@@ -66,7 +65,6 @@ from profharness.run import (
     Fleet,
     ObserveOptions,
     Protocol,
-    VerifyOptions,
     check_protocol,
     make_plan,
     read_run,
@@ -75,7 +73,6 @@ from profharness.run import (
 from profharness.store import LATEST, Selection, Store, open_store
 from profharness.store.filesystems import refuse_network
 from profharness.store.sources import ParsedTraceCache
-from profharness.traces.observed import ObservedCall, read_observed
 
 if TYPE_CHECKING:
     from profharness.store import IngestResult
@@ -134,11 +131,6 @@ def device_type(device: str) -> str:
     return CUDA if device == CUDA or (device == "auto" and gpu_present()) else CPU
 
 
-def every_backend(named: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Return the backends to verify, by default `all,kernels`."""
-    return expand_backends(named or (ALL, KERNELS), default)
-
-
 def capture_into_store(
     configs: Sequence[Config],
     backends: Sequence[str],
@@ -149,7 +141,7 @@ def capture_into_store(
 ) -> Captured:
     """Capture and ingest. Without backends, use the default ones of this machine's device."""
     options = options or CaptureOptions()
-    check_protocol(options.protocol, counted=options.bench is None)
+    check_protocol(options.protocol, counted=options.bench is None and not options.cases)
     options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
     # Refuse wrong options before a store or a run folder is made.
@@ -238,25 +230,14 @@ def bench_into_store(
     return capture_into_store(configs, backends, store, options, progress)
 
 
-@dataclass(frozen=True)
-class ObserveResult:
-    """The result of observing a program."""
-
-    observed: Observed
-    calls: tuple[ObservedCall, ...]
-    ingested: list[IngestResult]
-
-
 def observe_into_store(
-    argv: Sequence[str], store: Path, options: ObserveOptions | None = None
-) -> ObserveResult:
+    argv: Sequence[str], store: Path, options: ObserveOptions
+) -> tuple[Observed, list[IngestResult]]:
     """Run a program with the observer in it, and ingest what it left if anything was recorded."""
     require_store(store)
-    observed = observe(argv, options or ObserveOptions())
-    if observed.why is not None:
-        return ObserveResult(observed, (), [])
-    calls = read_observed(observed.folder)
-    return ObserveResult(observed, calls, stores.ingest_path(store, observed.folder))
+    observed = observe(argv, options)
+    ingested = stores.ingest_path(store, observed.folder) if observed.why is None else []
+    return observed, ingested
 
 
 def find_run_folder(text: str, out: Path) -> Path:
@@ -366,23 +347,16 @@ def verify_into_store(
     configs: Sequence[Config],
     backends: Sequence[str],
     store: Path,
-    options: VerifyOptions | None = None,
+    options: CaptureOptions,
     progress: Progress | None = None,
 ) -> Verified:
-    """Verify and ingest, by default the backends `all,kernels`.
+    """Verify `options.cases` and ingest, by default the backends `all,kernels`.
 
     A wrong backend is a row, not an error. Raise UsageError for unknown names and CaptureError if
     no worker starts.
     """
-    options = options or VerifyOptions()
-    check_protocol(options.protocol)
-    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
-    chosen = every_backend(backends, default_backends(options.protocol.device))
-    require_store(store)
-    run = plan_verify(configs, chosen, options)
-    folders = run_on_lanes(run, chosen, options.out, options.fleet, progress)
-    folders = folders or [execute(run, {}, chosen, options.out, progress=progress)]
-    runs = [_ingest_run_folder(folder, store).run.run for folder in folders]
+    first = capture_into_store(configs, backends or (ALL, KERNELS), store, options, progress)
+    runs = [captured.run.run for captured in (first, *first.others)]
     with open_store(store) as opened:
         return Verified(runs[0], tuple(row for run in runs for row in opened.verifications(run)))
 
@@ -501,8 +475,11 @@ def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
     backends = list(dict.fromkeys(cell.backend for cell in cells))
-    options = VerifyOptions(
-        (NO_CASES,), False, captured.folder.parent, captured.run.protocol, lanes
+    options = CaptureOptions(
+        out=captured.folder.parent,
+        protocol=captured.run.protocol,
+        fleet=lanes,
+        cases=(NO_CASES,),
     )
     with listener.progress() as progress:
         verify_into_store(configs, backends, store, options, progress)

@@ -51,7 +51,6 @@ from profharness.run import (
     Problem,
     Protocol,
     Run,
-    VerifyOptions,
     read_plan,
     read_run,
     unwritable,
@@ -73,7 +72,8 @@ def capture(
 ) -> Path:
     """Run every config on every backend and return the run folder.
 
-    Failed cells are results, not errors. Failures of a profiler around the worker are recorded as
+    With `options.cases`, verify every case of every config instead: cells have checks. Failed cells
+    and wrong backends are results, not errors. Failures of a profiler around the worker are recorded as
     problems of the run. Raise UsageError for unknown names, ToolError for a missing tool,
     CaptureError if no worker starts, and Interrupted when the user stops the run, which `resume`
     can then finish.
@@ -113,7 +113,16 @@ def execute(
 def plan_capture(
     configs: Sequence[Config], backends: Sequence[str], options: CaptureOptions
 ) -> tuple[Run, dict[str, Tool]]:
-    """Plan a capture and find the tools of its profilers. Raise what `capture` raises."""
+    """Plan a capture, benchmark or verification, and find the tools of its profilers.
+
+    Raise what `capture` raises.
+    """
+    if options.cases:
+        cells = plan_checks(
+            configs, list(find_backends(backends)), options.cases, grad=options.grad
+        )
+        protocol = replace(options.protocol, iterations=0, warmup=0, samples=0, processes=1)
+        return new_run("verify", protocol, cells), {}
     profilers = find_profilers(options.profilers)
     tools = require_tools(profilers)
     names = tuple(profiler.name for profiler in profilers)
@@ -121,29 +130,6 @@ def plan_capture(
     cells = plan_cells(configs, backends)
     run = new_run(kind, options.protocol, cells, names, options.note, options.bench)
     return run, tools
-
-
-def verify(
-    configs: Sequence[Config],
-    backends: Sequence[str],
-    options: VerifyOptions | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Verify every case of every config on every backend and return the run folder.
-
-    The run has no profilers, and its cells have checks. A backend that is wrong, crashes or takes
-    too long is a result. Raise what `capture` raises.
-    """
-    options = options or VerifyOptions()
-    run = plan_verify(configs, backends, options)
-    return execute(run, {}, backends, options.out, progress=progress).folder
-
-
-def plan_verify(configs: Sequence[Config], backends: Sequence[str], options: VerifyOptions) -> Run:
-    """Plan a verification. Raise what `verify` raises."""
-    cells = plan_checks(configs, list(find_backends(backends)), options.cases, grad=options.grad)
-    protocol = replace(options.protocol, iterations=0, warmup=0, samples=0, processes=1)
-    return new_run("verify", protocol, cells)
 
 
 def resume(folder: Path, progress: Progress | None = None) -> RunFolder:

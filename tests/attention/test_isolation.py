@@ -42,7 +42,6 @@ from profharness.run import (
     JournalEntry,
     Plan,
     Protocol,
-    VerifyOptions,
 )
 from profharness.store import open_store
 
@@ -250,7 +249,7 @@ F.scaled_dot_product_attention = lambda q, k, v, *args, **kwargs: torch.zeros_li
 
 def test_a_verification_calls_the_backend(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(PATCHES)
-    options = VerifyOptions(("none",), out=tmp_path / "runs", protocol=QUICK)
+    options = CaptureOptions(out=tmp_path / "runs", protocol=QUICK, cases=("none",))
     names = [str(tmp_path / "own.py"), *OWN]
     verified = verify_into_store([CONFIG], names, tmp_path / "store.db", options)
     assert all(row.passed for row in verified.rows)

@@ -16,7 +16,7 @@ from profharness.attention.backends.templates import KINDS, check_text, kernel_t
 from profharness.attention.config import expand_configs
 from profharness.jobs.into_store import verify_into_store
 from profharness.recording.capture import capture
-from profharness.run import CaptureOptions, Protocol, VerifyOptions, read_run
+from profharness.run import CaptureOptions, Protocol, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -150,6 +150,6 @@ def test_a_triton_kernel_that_cannot_run_is_refused_and_not_wrong(tmp_path: Path
     assert "Triton" in told["mine.py"][1] and "needs Triton" in told["lacks.py"][1]
     assert told["bare.py"][0] == "error"  # an unknown module in the file is the file's own mistake
     assert "profharness does not run flex on cpu" in told["flex"][1]
-    checks = VerifyOptions(("none",), False, tmp_path / "runs", protocol)
+    checks = CaptureOptions(out=tmp_path / "runs", protocol=protocol, cases=("none",))
     verified = verify_into_store(config, names[:1], tmp_path / "s.db", checks)
     assert {row.passed for row in verified.rows} == {None}

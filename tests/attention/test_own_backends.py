@@ -23,7 +23,6 @@ from profharness.attention.backends import (
 )
 from profharness.attention.config import expand_configs
 from profharness.errors import UsageError
-from profharness.jobs.into_store import every_backend
 from profharness.recording.capture import capture, resume
 from profharness.run import CaptureOptions, Cell, Protocol, Run, read_run
 
@@ -190,8 +189,6 @@ def test_all_and_kernels_expand_to_backends(
     assert expand_backends(["all", "kernels"], usual) == ["auto", "math", *kernels]
     assert expand_backends(["math", "all", "mine"], usual) == ["math", "auto", "mine"]
     assert expand_backends([], usual) == []
-    assert every_backend([], usual) == ["auto", "math", *kernels]
-    assert every_backend(["all"], usual) == ["auto", "math"]
 
 
 def test_kernels_without_an_implementation_is_reported(tmp_path: Path) -> None:

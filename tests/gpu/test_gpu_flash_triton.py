@@ -16,7 +16,7 @@ from profharness.attention.backends import find_backend
 from profharness.attention.cases import failures
 from profharness.attention.config import expand_configs
 from profharness.jobs.into_store import default_backends, verify_into_store
-from profharness.run import Protocol, VerifyOptions
+from profharness.run import CaptureOptions, Protocol
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,11 +55,11 @@ CONFIGS = (
 def test_is_right_in_every_case(tmp_path: Path) -> None:
     path = tmp_path / "forced_tiles.py"
     path.write_text(FORCED)
-    options = VerifyOptions(
-        ("fewer_queries", "transposed"),
-        True,
-        tmp_path / "runs",
-        Protocol(0, 0, 0, timeout_s=300.0),
+    options = CaptureOptions(
+        out=tmp_path / "runs",
+        protocol=Protocol(0, 0, 0, timeout_s=300.0),
+        cases=("fewer_queries", "transposed"),
+        grad=True,
     )
     configs = [each for text in CONFIGS for each in expand_configs(text)]
     done = verify_into_store(configs, [str(path)], tmp_path / "store.db", options)

@@ -11,7 +11,7 @@ import pytest
 from profharness.attention.cases import VerificationRow, failures
 from profharness.attention.config import expand_configs
 from profharness.jobs.into_store import default_backends, verify_into_store
-from profharness.run import Protocol, VerifyOptions
+from profharness.run import CaptureOptions, Protocol
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,12 @@ WRONG = Path(__file__).resolve().parents[1] / "verify" / "wrong.py"
 
 
 def rows_of(folder: Path, config: str, backends: list[str], cases: str) -> list[VerificationRow]:
-    options = VerifyOptions((cases,), True, folder / "runs", Protocol(0, 0, 0, timeout_s=120.0))
+    options = CaptureOptions(
+        out=folder / "runs",
+        protocol=Protocol(0, 0, 0, timeout_s=120.0),
+        cases=(cases,),
+        grad=True,
+    )
     configs = expand_configs(config)
     return list(verify_into_store(configs, backends, folder / "store.db", options).rows)
 

@@ -16,8 +16,8 @@ from profharness.attention.cases import CASES, VerificationRow, failures
 from profharness.attention.config import expand_configs
 from profharness.errors import NotFoundError, UsageError
 from profharness.jobs.into_store import verify_into_store
-from profharness.recording.capture import verify
-from profharness.run import Protocol, VerifyOptions, read_run
+from profharness.recording.capture import capture
+from profharness.run import CaptureOptions, Protocol, read_run
 from profharness.store import Selection, ingest_path, open_store
 
 # its fixtures are slow, so one process creates them once
@@ -37,7 +37,9 @@ def rows_of(
     *,
     grad: bool = False,
 ) -> list[VerificationRow]:
-    options = VerifyOptions(tuple(cases.split(",")), grad, folder / "runs", PROTOCOL)
+    options = CaptureOptions(
+        out=folder / "runs", protocol=PROTOCOL, cases=tuple(cases.split(",")), grad=grad
+    )
     names = [name if name in ("auto", "flash", "math", "naive") else f"{WRONG}:{name}"
              for name in backends]  # fmt: skip
     store = folder / "store.db"
@@ -203,7 +205,7 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no case 'sqe_1'; known are standard, none, as_given"):
         rows_of(tmp_path, "1,1,16,16", ["math"], "sqe_1")
     with pytest.raises(UsageError, match="no config"):
-        verify([], ["math"], VerifyOptions(out=tmp_path, protocol=PROTOCOL))
+        capture([], ["math"], CaptureOptions(out=tmp_path, protocol=PROTOCOL, cases=("none",)))
     assert not list(tmp_path.glob("runs/*"))
 
 

@@ -31,7 +31,7 @@ from profharness.commands.verify.tables import verify_document
 from profharness.errors import GateError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.render.document import Document
-from profharness.run import Protocol, VerifyOptions
+from profharness.run import CaptureOptions, Protocol
 from profharness.store import to_frame
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ def verify(
     if not chosen:
         raise UsageError("no config: say --config 2,8,512,64 (or --configs FILE)")
     protocol = Protocol(timeout_s=timeout_s, seed=seed, device=device)
-    options = VerifyOptions(
-        split_names(cases) or VerifyOptions.cases,
-        grad,
-        Path(out),
-        protocol,
-        fleet(scheduler, gpu, insecure),
+    options = CaptureOptions(
+        out=Path(out),
+        protocol=protocol,
+        fleet=fleet(scheduler, gpu, insecure),
+        cases=split_names(cases) or ("standard",),
+        grad=grad,
     )
     with run_listener(progress).progress() as show_progress:
         return verify_into_store(
