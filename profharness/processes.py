@@ -423,7 +423,7 @@ class PrewarmedWorker:
         """Start the process. Raise OSError if that fails."""
         mine, its = socket.socketpair()
         environment, mark = child_environment(), new_mark()
-        argv = [sys.executable, "-P", "-m", "profharness.recording.worker.waiting"]
+        argv = [sys.executable, "-P", "-m", "profharness.recording.worker"]
         with its, delay_signals():
             group = start_group(argv, Path(os.devnull), environment | mark, stdin=its)
         return cls(group, mine, environment, mark)

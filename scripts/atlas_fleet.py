@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from profharness.errors import UsageError
-from profharness.jobs.local import local_lanes
+from profharness.jobs.fleet import local_lanes
 
 SCRIPT = Path(__file__).with_name("make_atlas.py")
 PASSED_ON = ("seconds", "seed", "device", "workers", "batch", "cells", "longest")

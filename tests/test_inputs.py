@@ -33,7 +33,7 @@ OTHERS = {
     "processes.py": "/proc, and logs of processes that it started",
     "commands/doctor/checks.py": "/proc and /sys",
     "jobs/lane.py": "/proc",
-    "jobs/local.py": "/sys",
+    "jobs/fleet.py": "/sys",
     "jobs/run_archive.py": "an archive in memory",
     "store/filesystems.py": "/proc",
     "cli.py": "/dev/null",

@@ -29,11 +29,10 @@ from distributed import Client, Future, Security
 from profharness.errors import CaptureError, UnwritableError, UsageError
 from profharness.jobs.lane import PART, describe_lane, end_groups, run_spec
 from profharness.jobs.run_archive import unpack
-from profharness.jobs.scheduler import OnStep
+from profharness.jobs.scheduler import OnStep, Plain
 from profharness.processes import STEP_S, raise_deferred_signals
 from profharness.run import CAMPAIGN_FILE
 
-Plain = dict[str, Any]
 T = TypeVar("T")
 # What a client raises if its scheduler or worker is gone; AttributeError while it reconnects.
 FAILURES = (OSError, TimeoutError, AttributeError, ValueError)

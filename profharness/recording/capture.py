@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -25,16 +27,18 @@ from profharness.attention.backends import (
 )
 from profharness.attention.cases import derive_cases
 from profharness.attention.config import Config
+from profharness.device_types import CPU
+from profharness.environment import VisibleGpu, visible_gpus
 from profharness.errors import CaptureError, Interrupted, UsageError
-from profharness.files import hold_lock_file, read_input
+from profharness.files import LOCKS, hold_lock_file, open_lock_file, read_input, try_lock
 from profharness.logs import log_wanted
 from profharness.processes import (
+    STEP_S,
     PrewarmedWorker,
     defer_signals,
     delay_signals,
     raise_deferred_signals,
 )
-from profharness.recording.gpu_lock import gpu_locked
 from profharness.recording.profilers import Profiler, find_profilers, open_session, require_tools
 from profharness.recording.profilers.base import Outcome, Tool
 from profharness.recording.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
@@ -195,6 +199,39 @@ def locked(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 # the folder may have been deleted
                 (folder / LOCK_FILE).unlink()
+
+
+@contextlib.contextmanager
+def gpu_locked(
+    device: str, notify: Callable[[str], None], folder: Path = LOCKS
+) -> Iterator[tuple[int, ...]]:
+    """Hold the lock of the GPU that a worker on this device would use.
+
+    Wait while another process holds it; `notify` gets a sentence about that. Hold nothing on a CPU,
+    or if the lock file cannot be created. Yield the descriptors that children must inherit: the
+    lock lasts as long as any of them.
+    """
+    gpu = next(iter(visible_gpus()), None) if device != CPU else None
+    descriptor = open_lock_file(lock_file(gpu, folder)) if gpu else None
+    if gpu is None or descriptor is None:
+        yield ()
+        return
+    try:
+        if not try_lock(descriptor, fcntl.LOCK_EX):
+            notify(
+                f"another profharness measures on {gpu.name} ({gpu.key}): waiting for its end; "
+                "CUDA_VISIBLE_DEVICES chooses another GPU"
+            )
+            while not try_lock(descriptor, fcntl.LOCK_EX):
+                raise_deferred_signals()
+                time.sleep(STEP_S)
+        yield (descriptor,)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(gpu: VisibleGpu, folder: Path = LOCKS) -> Path:
+    return folder / f"profharness-{gpu.key}.gpu"
 
 
 def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:

@@ -17,9 +17,9 @@ from profharness import environment
 from profharness.environment import VisibleGpu, gpu_name, gpu_present, visible_gpus
 from profharness.errors import UsageError
 from profharness.files import open_lock_file, try_lock
-from profharness.jobs.local import gpu_cores, local_lanes, parse_cores, split_cores
+from profharness.jobs.fleet import gpu_cores, local_lanes, parse_cores, split_cores
 from profharness.program.changes import environment_changes
-from profharness.recording import gpu_lock
+from profharness.recording import capture
 
 
 class FakeNvml(ModuleType):
@@ -162,16 +162,16 @@ GPU = VisibleGpu("GPU-1", "NVIDIA H100", 1, "0000:0b:00.0")
 def test_second_process_waits_for_the_gpu_with_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
+    monkeypatch.setattr(capture, "visible_gpus", lambda: (GPU,))
     said: list[str] = []
     held = threading.Event()
 
     def second() -> None:
-        with gpu_lock.gpu_locked("auto", said.append, tmp_path) as inherited:
+        with capture.gpu_locked("auto", said.append, tmp_path) as inherited:
             assert len(inherited) == 1
             held.set()
 
-    with gpu_lock.gpu_locked("cuda", said.append, tmp_path):
+    with capture.gpu_locked("cuda", said.append, tmp_path):
         waiting = threading.Thread(target=second)
         waiting.start()
         until(lambda: said)
@@ -186,10 +186,10 @@ def test_second_process_waits_for_the_gpu_with_a_notice(
 def test_child_that_outlives_its_parent_keeps_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
-    with gpu_lock.gpu_locked("cuda", str, tmp_path) as (descriptor,):
+    monkeypatch.setattr(capture, "visible_gpus", lambda: (GPU,))
+    with capture.gpu_locked("cuda", str, tmp_path) as (descriptor,):
         inherited = os.dup(descriptor)
-    other = open_lock_file(gpu_lock.lock_file(GPU, tmp_path))
+    other = open_lock_file(capture.lock_file(GPU, tmp_path))
     assert other is not None
     assert not try_lock(other, fcntl.LOCK_EX)
     os.close(inherited)
@@ -198,11 +198,11 @@ def test_child_that_outlives_its_parent_keeps_the_lock(
 
 
 def test_no_lock_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: (GPU,))
-    with gpu_lock.gpu_locked("cpu", str, tmp_path) as inherited:
+    monkeypatch.setattr(capture, "visible_gpus", lambda: (GPU,))
+    with capture.gpu_locked("cpu", str, tmp_path) as inherited:
         assert inherited == ()
-    monkeypatch.setattr(gpu_lock, "visible_gpus", tuple)
-    with gpu_lock.gpu_locked("auto", str, tmp_path) as inherited:
+    monkeypatch.setattr(capture, "visible_gpus", tuple)
+    with capture.gpu_locked("auto", str, tmp_path) as inherited:
         assert inherited == ()
     assert list(tmp_path.iterdir()) == []
 

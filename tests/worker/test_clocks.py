@@ -17,8 +17,7 @@ from waiting import PATIENCE_S, until
 from profharness.attention.config import parse_config
 from profharness.recording.worker import timing
 from profharness.recording.worker.bench import bench_group
-from profharness.recording.worker.timing import ClockReader, over_time
-from profharness.recording.worker.workspace import Workspace
+from profharness.recording.worker.timing import ClockReader, Workspace, over_time
 from profharness.run import BenchPlan, Cell, JournalEntry, Plan, Protocol
 
 

@@ -24,8 +24,7 @@ from profharness.recording.worker.environment import set_deterministic
 from profharness.recording.worker.failures import failure, unless_dead
 from profharness.recording.worker.inputs import make_call, make_inputs
 from profharness.recording.worker.program import Program, Write
-from profharness.recording.worker.timing import over_time
-from profharness.recording.worker.workspace import Workspace, open_workspace
+from profharness.recording.worker.timing import Workspace, open_workspace, over_time
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
 

@@ -52,10 +52,10 @@ from profharness.recording.worker.program import (
     FOLDER_ERRORS,
     Program,
     Stage,
-    UnwritableError,
+    exit_unwritable,
     run_each,
 )
-from profharness.recording.worker.workspace import Workspace, open_workspace
+from profharness.recording.worker.timing import Workspace, open_workspace
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
@@ -152,8 +152,8 @@ def call_sums(trace: bytes, name: str) -> list[int]:
 
 
 def _write_trace(session: profile, plain: Path) -> bytes:
-    """Write a compressed trace and return it uncompressed. Raise UnwritableError, because Kineto
-    only logs a failed write.
+    """Write a compressed trace and return it uncompressed. End the program if the run folder is not
+    writable, because Kineto only logs a failed write.
     """
     packed = Path(f"{plain}.gz")
     try:
@@ -169,7 +169,7 @@ def _write_trace(session: profile, plain: Path) -> bytes:
             packed.unlink(missing_ok=True)
         if error.errno not in FOLDER_ERRORS:
             raise
-        raise UnwritableError(f"{plain.name}: {error.strerror}") from None
+        exit_unwritable(f"{plain.name}: {error.strerror}")
     finally:
         for path in (plain, Path(f"{plain}.tmp")):  # Kineto's own temporary file
             with contextlib.suppress(OSError):

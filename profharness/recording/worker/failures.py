@@ -17,7 +17,7 @@ from profharness.attention.dispatch.predict import clean, code, is_header
 from profharness.attention.dispatch.rules import CAUSAL_MASK
 from profharness.device_types import is_gpu
 from profharness.recording.worker.program import DeadContextError
-from profharness.recording.worker.workspace import Workspace
+from profharness.recording.worker.timing import Workspace
 from profharness.rows import Refusal
 from profharness.run import Cell
 

@@ -47,12 +47,11 @@ class DeadContextError(Exception):
     """
 
 
-class UnwritableError(SystemExit):
-    """The run folder is not writable. The program ends, and the cell has no result."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(EXIT_UNWRITABLE)
-        self.what = what
+def exit_unwritable(what: str) -> NoReturn:
+    """Print why the run folder is not writable, and end the program. The cell has no result."""
+    with contextlib.suppress(OSError):
+        print(f"{UNWRITABLE}{what}", file=sys.stderr, flush=True)
+    raise SystemExit(EXIT_UNWRITABLE)
 
 
 def end_with(parent: int) -> None:
@@ -109,7 +108,7 @@ class JournalWriter:
         self._os = os.open, os.write, os.close, os.fstat, os.getpid, os._exit
 
     def __call__(self, entry: JournalEntry) -> None:
-        """Append one entry. Raise UnwritableError if the run folder is not writable."""
+        """Append one entry. End the program if the run folder is not writable."""
         open_file, write, close, stat, getpid, leave = self._os
         if getpid() != self._pid:
             leave(1)  # a fork that a backend left behind
@@ -129,7 +128,7 @@ class JournalWriter:
         except OSError as error:
             if error.errno not in FOLDER_ERRORS:
                 raise
-            raise UnwritableError(f"{JOURNAL_FILE}: {error.strerror}") from None
+            exit_unwritable(f"{JOURNAL_FILE}: {error.strerror}")
 
 
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
@@ -203,9 +202,9 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         code = EXIT_DEAD_CONTEXT
-    except UnwritableError as error:
-        with contextlib.suppress(OSError):
-            print(f"{UNWRITABLE}{error.what}", file=sys.stderr, flush=True)
+    except SystemExit as stop:
+        if stop.code != EXIT_UNWRITABLE:
+            raise
         code = EXIT_UNWRITABLE
     if plan.wrapped:  # what a profiler injected writes its last records at exit
         sys.exit(code)

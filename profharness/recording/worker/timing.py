@@ -19,10 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch.cuda import synchronize
 
-from profharness.device_types import CUDA
+from profharness.attention.backends import read_sources
+from profharness.device_types import CUDA, is_gpu
 from profharness.environment import gpu_handle
 from profharness.recording.worker.environment import gpu_uuid
+from profharness.recording.worker.program import Program
 from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
+from profharness.run import Plan
 
 PERIOD_S = 0.05
 KEPT = 4096  # readings, more than three minutes
@@ -176,6 +179,29 @@ class L2Flush:
         if self._buffer is None:
             self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=CUDA)
         self._buffer.zero_()
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The state that a worker keeps between cells. `clocks` is None on a CPU and under a profiler."""
+
+    device: str
+    folder: Path
+    plan: Plan
+    clocks: ClockReader | None
+    flush: L2Flush
+    sources: dict[str, str]
+
+    def sync(self) -> None:
+        if is_gpu(self.device):
+            synchronize()
+
+
+def open_workspace(program: Program) -> Workspace:
+    """Create the workspace of a worker process."""
+    folder, plan, device = program.folder, program.plan, program.device
+    clocks = ClockReader() if is_gpu(device) and not plan.wrapped else None
+    return Workspace(device, folder, plan, clocks, L2Flush(), read_sources(folder))
 
 
 class NeverHeldError(RuntimeError):

@@ -39,7 +39,7 @@ from profharness.recording.worker.reference import (
     expect,
     poisoned,
 )
-from profharness.recording.worker.workspace import Workspace, open_workspace
+from profharness.recording.worker.timing import Workspace, open_workspace
 from profharness.run import Cell, Check
 
 LARGE = 5.5  # q and k times this: scores of 30 standard deviations, and exp(90) overflows fp32
