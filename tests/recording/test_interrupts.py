@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -38,15 +37,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 UNHURRIED = """
 from profharness.cli import main
 from profharness.recording.profilers import base
-base.Grace.__init__.__defaults__ = (86400.0,) * 3
-base.HURRIED = base.Grace()
+base.GRACE_S = base.HURRIED_S = (86400.0,) * 3
 main()
 """
 # The command line, giving the tool unlimited time unless it is interrupted.
 PATIENT = """
 from profharness.cli import main
 from profharness.recording.profilers import base
-base.Grace.__init__.__defaults__ = (86400.0,) * 3
+base.GRACE_S = (86400.0,) * 3
 main()
 """
 # Sends SIGTERM at the n-th import after the run folder exists, in any thread.
@@ -151,7 +149,7 @@ def test_many_interrupts_skip_no_cleanup(tmp_path: Path, pause_s: float) -> None
 
 
 def test_one_interrupt_prints_a_notice_and_waits_briefly(tmp_path: Path) -> None:
-    assert sum(astuple(base.HURRIED)) < 20
+    assert sum(base.HURRIED_S) < 20
     process = start(tmp_path, STUBBORN, ("-c", PATIENT))
     process.send_signal(signal.SIGTERM)
     code, errors = ended(process, tmp_path)

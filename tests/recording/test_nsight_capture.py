@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from profharness.errors import CaptureError, UsageError
 from profharness.jobs.into_store import capture_into_store, resume_into_store
 from profharness.recording.capture import capture, resume
 from profharness.recording.profilers import PROFILERS, open_session, require_tools
-from profharness.recording.profilers.base import Grace, Outcome, ToolError
+from profharness.recording.profilers.base import GRACE_S, Outcome, ToolError
 from profharness.recording.profilers.nsys import NsysSession
 from profharness.recording.supervise import LOG_FILE, RunRecord, run_cells
 from profharness.run import (
@@ -331,7 +332,7 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-def run_in_session(folder: Path, grace: Grace) -> tuple[dict[str, str], list[Outcome]]:
+def run_in_session(folder: Path, grace_s: Sequence[float]) -> tuple[dict[str, str], list[Outcome]]:
     """Run two configs, the first of which hangs, under the fake nsys."""
     folder.mkdir()
     profiler = PROFILERS["nsys"]
@@ -342,7 +343,7 @@ def run_in_session(folder: Path, grace: Grace) -> tuple[dict[str, str], list[Out
     def session() -> NsysSession:
         made = open_session(profiler, found, folder, QUICK)
         assert isinstance(made, NsysSession)
-        made.grace = grace
+        made.grace_s = grace_s
         return made
 
     run_cells(
@@ -366,7 +367,7 @@ def test_hanging_cell_leaves_a_report_and_no_process(
     tmp_path: Path, tools: Path, export: str
 ) -> None:
     install(tools, Scenario(export=Behaviour(report_file=export)))
-    ends, outcomes = run_in_session(tmp_path / "run", Grace())
+    ends, outcomes = run_in_session(tmp_path / "run", GRACE_S)
     assert ends == {"c0001": "timeout", "c0002": "ok"}
     traces = [outcome.trace.path for outcome in outcomes if outcome.trace]
     assert traces == ["nsys-1.sqlite", "nsys-2.sqlite"]
@@ -377,7 +378,7 @@ def test_hanging_cell_leaves_a_report_and_no_process(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_tool_that_ignores_all_signals_leaves_no_process(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none")))
-    ends, outcomes = run_in_session(tmp_path / "run", Grace(0.5, 0.5, 0.5))
+    ends, outcomes = run_in_session(tmp_path / "run", (0.5, 0.5, 0.5))
     assert ends == {"c0001": "timeout", "c0002": "ok"}
     assert all(outcome.problem and not outcome.trace for outcome in outcomes)
     assert not workers(tmp_path)
@@ -387,5 +388,5 @@ def test_tool_that_ignores_all_signals_leaves_no_process(tmp_path: Path, tools: 
 def test_killed_tool_leaves_no_worker(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(kill_self=True)))
     with pytest.raises(CaptureError, match="SIGKILL"):
-        run_in_session(tmp_path / "run", Grace())
+        run_in_session(tmp_path / "run", GRACE_S)
     assert not workers(tmp_path)

@@ -99,7 +99,7 @@ def test_cells_shorter_than_a_reading_have_one(tmp_path: Path, iterations: int) 
     cells = [Cell(f"c{n}", config, name) for n, name in enumerate(("auto", "flash", "math"))]
     protocol = Protocol(iterations=iterations, warmup=0, samples=0, device="cpu")
     plan = Plan(tuple(cells), protocol, ("events",), 0)
-    workspace = Workspace("cpu", tmp_path, plan, ClockReader(late(1.5)), timing.L2Flush(), {})
+    workspace = Workspace("cpu", tmp_path, plan, ClockReader(late(1.5)), {})
     ended: list[Cell] = []
 
     def write(entry: JournalEntry) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from profharness.errors import ProfharnessError
@@ -191,20 +191,10 @@ def escape_macros(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-@dataclass(frozen=True)
-class Grace:
-    """Seconds that an ended tool gets to write its report, after each stronger signal."""
-
-    interrupt_s: float = 30.0
-    worker_s: float = 60.0
-    terminate_s: float = 10.0
-
-    def at_most(self, other: Grace) -> Grace:
-        """Return the shorter time of each."""
-        return Grace(*map(min, astuple(self), astuple(other)))
-
-
-HURRIED = Grace(10.0, 5.0, 2.0)  # after an interrupt by the user
+# Seconds that an ended tool gets to write its report after each signal: the interrupt, the end of
+# the worker, and SIGTERM. The second is for an interrupt by the user.
+GRACE_S = (30.0, 60.0, 10.0)
+HURRIED_S = (10.0, 5.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -267,7 +257,7 @@ class ToolSession(Session):
     report: Path  # the tool's own file, with a fresh name for each start
     protocol: Protocol
     notify: Callable[[str], None] = lambda _: None
-    grace: Grace = field(default_factory=Grace)
+    grace_s: Sequence[float] = field(default_factory=lambda: GRACE_S)
 
     wrapped = True
 
@@ -309,19 +299,20 @@ class ToolSession(Session):
 
         With `hurry`, wait less and report to the user why ending takes time.
         """
-        grace = self.grace.at_most(HURRIED) if hurry else self.grace
+        grace_s = self.grace_s
         if hurry:
+            grace_s = list(map(min, grace_s, HURRIED_S))
             self.notify(
                 f"ending {self.tool.name} so that its report is written "
                 "(Ctrl-C again ends it at once)…"
             )
-        steps: Sequence[tuple[Callable[[], None], float]] = (
-            (lambda: self.interrupt(process), grace.interrupt_s),
+        steps: Sequence[Callable[[], None]] = (
+            lambda: self.interrupt(process),
             # a tool writes its report after its target has ended
-            (lambda: self.signal_workers(signal.SIGKILL), grace.worker_s),
-            (lambda: kill(process.pid, signal.SIGTERM), grace.terminate_s),
+            lambda: self.signal_workers(signal.SIGKILL),
+            lambda: kill(process.pid, signal.SIGTERM),
         )
-        for act, seconds in steps:
+        for act, seconds in zip(steps, grace_s, strict=True):
             act()
             if wait_for(process, seconds):
                 return

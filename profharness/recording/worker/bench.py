@@ -265,9 +265,7 @@ class _Group:
         if WALL in measurements:
             samplers[WALL] = partial(timing.time_wall, turning)
         if COLD in measurements:
-            samplers[COLD] = partial(
-                timing.time_cold, turning, flush=self.workspace.flush, hold=timing.Hold()
-            )
+            samplers[COLD] = partial(timing.time_cold, turning, hold=timing.Hold())
         if EAGER in measurements:
             # on one copy, like the graph, so that they differ only by the host's share
             samplers[EAGER] = partial(timing.time_eager, calls[0], expected_ns=expected_ns)

@@ -329,7 +329,7 @@ def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns:
     samples = timing.time_eager(call, count, expected_ns)
     clocks = workspace.clocks() if workspace.clocks else {}
     samplers: dict[str, Callable[[], timing.Sampler]] = {
-        COLD: lambda: partial(timing.time_cold, call, flush=workspace.flush, hold=timing.Hold()),
+        COLD: lambda: partial(timing.time_cold, call, hold=timing.Hold()),
         GRAPH: partial(timing.open_graph, call, expected_ns),
     }
     for name, open_sampler in samplers.items():

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from pathlib import Path
 from statistics import median
@@ -169,16 +169,14 @@ def _questions() -> Questions:
     }
 
 
-class L2Flush:
-    """Evict the L2 by writing a buffer much larger than it. The buffer is allocated once."""
+@cache
+def _flush_buffer() -> Any:
+    return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=CUDA)
 
-    def __init__(self) -> None:
-        self._buffer: Any = None
 
-    def __call__(self) -> None:
-        if self._buffer is None:
-            self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=CUDA)
-        self._buffer.zero_()
+def flush_l2() -> None:
+    """Evict the L2 by writing a buffer much larger than it."""
+    _flush_buffer().zero_()
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,6 @@ class Workspace:
     folder: Path
     plan: Plan
     clocks: ClockReader | None
-    flush: L2Flush
     sources: dict[str, str]
 
     def sync(self) -> None:
@@ -201,7 +198,7 @@ def open_workspace(program: Program) -> Workspace:
     """Create the workspace of a worker process."""
     folder, plan, device = program.folder, program.plan, program.device
     clocks = ClockReader() if is_gpu(device) and not plan.wrapped else None
-    return Workspace(device, folder, plan, clocks, L2Flush(), read_sources(folder))
+    return Workspace(device, folder, plan, clocks, read_sources(folder))
 
 
 class NeverHeldError(RuntimeError):
@@ -229,15 +226,13 @@ class Hold:
         self.length_ns *= 2
 
 
-def time_cold(
-    call: Callable[[], Any], samples: int, flush: L2Flush, hold: Hold
-) -> dict[str, list[int]]:
+def time_cold(call: Callable[[], Any], samples: int, hold: Hold) -> dict[str, list[int]]:
     """Time single calls on the device, with the L2 flushed before each.
 
     All launches of a call are queued before the first may run, so host time does not count. Raise
     NeverHeldError.
     """
-    return {COLD: held(partial(_queue_held, call, hold, flush), hold.lengthen, samples)}
+    return {COLD: held(partial(_queue_held, call, hold, flush_l2), hold.lengthen, samples)}
 
 
 Queued = tuple[bool, Callable[[], int]]
