@@ -44,21 +44,21 @@ class BackgroundIngest:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def hears(self, progress: Progress | None) -> Progress:
+    def wrap_progress(self, progress: Progress | None) -> Progress:
         """Return a progress callback that forwards each step and queues the traces of its cell.
 
         Only the traces of cells timed on a GPU are queued. Parsing would disturb times by the CPU's
         clock.
         """
 
-        def hear(step: Step) -> None:
+        def forward(step: Step) -> None:
             if self._parses and ON_GPU & step.cell.samples.keys():
                 for path in step.traces:
                     self._ended.put(path)
             if progress is not None:
                 progress(step)
 
-        return hear
+        return forward
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
         """Yield to lanes, and avoid the cores that they are bound to if there are others."""

@@ -122,7 +122,6 @@ def run_on_lanes(
     Return an empty list, and do nothing, if the run needs no lanes. `background` gets each finished
     group. Raise what `capture` raises.
     """
-    plan = partial(_plan, run, backends, out, fleet, python)
     transport = open_transport(fleet, run.protocol.device)
     if transport is None:
         return []
@@ -136,7 +135,7 @@ def run_on_lanes(
         folders = []
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
-            folders.append(plan(gpu, count))
+            folders.append(_plan(run, backends, out, fleet, python, gpu, count))
         return _carry_out(folders, transport, progress, run.protocol.device, background)
 
 
@@ -147,11 +146,11 @@ def _carry_out(
     device: str,
     background: BackgroundIngest | None,
 ) -> list[RunFolder]:
-    hears = {}
+    on_group = None
     if background is not None:
         background.lanes(transport.lanes())
-        hears = {"on_group": background.group}
-    scheduler = CampaignScheduler(folders, transport, progress, agreeing(device), **hears)
+        on_group = background.group
+    scheduler = CampaignScheduler(folders, transport, progress, agreeing(device), on_group)
     return list(map(RunFolder, folders, scheduler.carry_out()))
 
 

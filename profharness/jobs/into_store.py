@@ -164,7 +164,7 @@ def capture_into_store(
                 chosen,
                 options.out,
                 python=options.python,
-                progress=background.hears(progress),
+                progress=background.wrap_progress(progress),
                 prewarmed=prewarmed,
             )
         ]
@@ -309,7 +309,7 @@ def resume_into_store(
         elif lanes is not None and lanes.scheduler is not None:
             raise UsageError(f"--scheduler: {folder} is no campaign; leave it out")
         else:
-            resumed = resume(folder, background.hears(progress))
+            resumed = resume(folder, background.wrap_progress(progress))
     return _ingest_run_folder(resumed, store, background.parsed)
 
 

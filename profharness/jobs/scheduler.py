@@ -135,7 +135,7 @@ class CampaignScheduler:
         transport: Transport,
         progress: Progress | None = None,
         why_not: Callable[[Plain], str | None] = lambda _: None,
-        on_group: Callable[[Path], None] = lambda _: None,
+        on_group: Callable[[Path], None] | None = None,
     ) -> None:
         self.transport = transport
         self.campaigns = [
@@ -143,7 +143,7 @@ class CampaignScheduler:
         ]
         self._progress = progress or (lambda _: None)
         self._why_not = why_not
-        self._on_group = on_group
+        self._on_group = on_group or (lambda _: None)
         self._queue = deque(
             _Task(loaded, group)
             for loaded in self.campaigns

@@ -30,15 +30,14 @@ from profharness.recording.supervise import Step
 from profharness.recording.worker.bench import (
     COPIES_MAX,
     MAX_SAMPLES,
-    Contestant,
+    TimedCell,
     copies_of,
     narrow,
     rotating,
-    take_turns,
+    sample_in_turns,
 )
 from profharness.recording.worker.cell import call_sums, with_torch_profiler
-from profharness.recording.worker.timing import L2Flush, NeverHeldError
-from profharness.recording.worker.workspace import Workspace
+from profharness.recording.worker.timing import NotQueuedError, Workspace
 from profharness.render.renderers import RENDERERS
 from profharness.run import (
     BENCH_FILE,
@@ -175,27 +174,27 @@ def test_rounds_seeds_and_configs_have_orders_of_their_own() -> None:
     assert min(len(rounds), len(seeds), len(configs)) > 10
 
 
-def contestant(name: str, samples: Sequence[int]) -> Contestant:
-    """Return a real contestant whose sampler yields numbers in a fixed cycle."""
+def timed(name: str, samples: Sequence[int]) -> TimedCell:
+    """Return a real cell whose sampler yields numbers in a fixed cycle."""
     import contextlib
 
     cycle = rotating([lambda value=value: value for value in samples])
     cell = Cell(name, expand_configs(CONFIG)[0], name)
     sampler = {"wall": lambda count: {"wall": [cycle() for _ in range(count)]}}
-    return Contestant(cell, contextlib.nullcontext, lambda: None, 1000, sampler)
+    return TimedCell(cell, contextlib.nullcontext, lambda: None, 1000, sampler)
 
 
-def race(contestants: Sequence[Contestant], plan: BenchPlan) -> list[Contestant]:
-    def fail(_: Contestant, error: Exception) -> None:
+def race(timed_cells: Sequence[TimedCell], plan: BenchPlan) -> list[TimedCell]:
+    def fail(_: TimedCell, error: Exception) -> None:
         raise error
 
-    return take_turns(contestants, plan, 0, lambda _: None, lambda *_: [], fail)
+    return sample_in_turns(timed_cells, plan, 0, lambda _: None, lambda *_: [], fail)
 
 
 def test_a_narrow_interval_ends_the_sampling_and_a_wide_one_goes_on() -> None:
-    steady = contestant("steady", [1000, 1001, 999])
+    steady = timed("steady", [1000, 1001, 999])
     # no two turns are equal, unlike those of a short pattern
-    unruly = contestant("unruly", Random(1).choices([1000, 9000, 2000, 16000], k=997))
+    unruly = timed("unruly", Random(1).choices([1000, 9000, 2000, 16000], k=997))
     plan = BenchPlan(precision=0.01, max_time_s=60)
     assert race([steady, unruly], plan) == [steady, unruly]
     assert 20 <= len(steady.samples["wall"]) < 100
@@ -206,10 +205,10 @@ def test_a_narrow_interval_ends_the_sampling_and_a_wide_one_goes_on() -> None:
 
 def test_a_call_without_one_measurement_has_the_others() -> None:
     """A secondary value of a measurement is stored with it."""
-    waits = contestant("waits", [1000, 1001])
+    waits = timed("waits", [1000, 1001])
 
     def cold(_: int) -> dict[str, list[int]]:
-        raise NeverHeldError("it waits for the GPU")
+        raise NotQueuedError("it waits for the GPU")
 
     waits.samplers |= {"cold": cold, "eager": lambda n: {"eager": [9] * n, "host": [7] * n}}
     assert race([waits], BenchPlan(iterations=30)) == [waits]
@@ -504,13 +503,13 @@ def test_a_run_without_its_traces_keeps_all_kernel_times(
     for name in ("whole", "bare"):
         (tmp_path / name).mkdir()
     plan = Plan((), Protocol(iterations=5), ("torch",), 0)
-    workspace = Workspace("cpu", tmp_path / "whole", plan, None, L2Flush(), {})
+    workspace = Workspace("cpu", tmp_path / "whole", plan, None, {})
     for pending in (replace(each, status="pending") for each in run.cells[:3]):
         kept = pending
         session = Recorded(source / f"{pending.cell}.torch.json.gz")
         monkeypatch.setattr("profharness.recording.worker.cell.profile", lambda s=session, **_: s)
         for process in range(3):
-            timed = Contestant(replace(pending, process=process), nullcontext, int, 1, {})
+            timed = TimedCell(replace(pending, process=process), nullcontext, int, 1, {})
             timed.keep_sums(with_torch_profiler(timed.call, timed.cell, workspace))
             told = {"samples": timed.samples, "turns": timed.turns}
             kept = with_result(kept, replace(timed.cell, status="ok", **told))

@@ -56,12 +56,12 @@ def test_traces_parsed_ahead_are_stored_unchanged(
         Step(1, 1, Cell("c", CELL.config, "flash", samples={COLD: [1]}), "ok", traces=(path,))
         for path in traces(folder)
     ]
-    heard: list[Step] = []
+    received: list[Step] = []
     with open_background_ingest(tmp_path / "ahead.db") as beside:
-        hear = beside.hears(heard.append)
+        forward = beside.wrap_progress(received.append)
         for step in steps:
-            hear(step)
-    assert heard == steps
+            forward(step)
+    assert received == steps
     opened: list[Path] = []
     parse = ingest.open_trace
     monkeypatch.setattr(ingest, "open_trace", lambda path: opened.append(path) or parse(path))
@@ -78,7 +78,7 @@ def test_cells_timed_by_cpu_clock_are_not_parsed_ahead(
     path = traces(RUN)[0]
     with open_background_ingest(tmp_path / "s.db") as beside:
         timed = Cell("c", CELL.config, "flash", samples={WALL: [1]})
-        beside.hears(None)(Step(1, 1, timed, "ok", traces=(path,)))
+        beside.wrap_progress(None)(Step(1, 1, timed, "ok", traces=(path,)))
     assert beside.parsed.take(path, sources.hash_file(path)) is None
 
 

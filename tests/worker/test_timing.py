@@ -17,40 +17,40 @@ from waiting import until
 
 from profharness.recording.worker import timing
 from profharness.recording.worker.timing import (
-    HOLD_MAX_NS,
-    HOLD_NS,
+    DELAY_MAX_NS,
+    DELAY_NS,
     MIN_SAMPLES,
     CpuWait,
-    Hold,
-    NeverHeldError,
+    NotQueuedError,
     Queued,
-    held,
+    StreamDelay,
     open_graph,
     overlapped,
+    queue_samples,
 )
 from profharness.rows import CPU_WAIT
 
 
-def queue_of(needed_ns: int, hold: Hold, queued: list[int]) -> Queued:
-    """Return a call whose queueing takes `needed_ns`. It records its own time if the hold lasts longer."""
-    queued.append(hold.length_ns)
+def queue_of(needed_ns: int, delay: StreamDelay, queued: list[int]) -> Queued:
+    """Return a call whose queueing takes `needed_ns`. It records its own time if the delay lasts longer."""
+    queued.append(delay.length_ns)
     place = len(queued)
-    return hold.length_ns <= needed_ns, lambda: place
+    return delay.length_ns <= needed_ns, lambda: place
 
 
 def test_holds_grow_until_all_work_is_queued() -> None:
-    hold, queued = Hold(), list[int]()
-    times = held(lambda: queue_of(3 * HOLD_NS, hold, queued), hold.lengthen, 20)
-    assert queued[:3] == [HOLD_NS, 2 * HOLD_NS, 4 * HOLD_NS]
-    assert set(queued[3:]) == {4 * HOLD_NS}
-    assert times == list(range(3, 23))  # without the two that were not held, and in order
+    delay, queued = StreamDelay(), list[int]()
+    times = queue_samples(lambda: queue_of(3 * DELAY_NS, delay, queued), delay.lengthen, 20)
+    assert queued[:3] == [DELAY_NS, 2 * DELAY_NS, 4 * DELAY_NS]
+    assert set(queued[3:]) == {4 * DELAY_NS}
+    assert times == list(range(3, 23))  # without the two that were queued too late, and in order
 
 
-def test_a_call_that_waits_for_the_device_is_never_held() -> None:
-    hold, queued = Hold(), list[int]()
-    with pytest.raises(NeverHeldError, match="waits for the GPU"):
-        held(lambda: queue_of(2 * HOLD_MAX_NS, hold, queued), hold.lengthen, 20)
-    assert HOLD_MAX_NS / 2 < queued[-1] <= HOLD_MAX_NS
+def test_a_call_that_waits_for_the_device_is_never_queued() -> None:
+    delay, queued = StreamDelay(), list[int]()
+    with pytest.raises(NotQueuedError, match="waits for the GPU"):
+        queue_samples(lambda: queue_of(2 * DELAY_MAX_NS, delay, queued), delay.lengthen, 20)
+    assert DELAY_MAX_NS / 2 < queued[-1] <= DELAY_MAX_NS
 
 
 @dataclass
@@ -120,7 +120,7 @@ def test_a_slow_call_has_the_least_number_of_samples(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timing, "LEAST_BUDGET_S", 0.0)
     monkeypatch.setattr(timing, "SAMPLE_S", 0.0)
     assert overlapped(lambda: lambda: 1, 30) == [1] * MIN_SAMPLES
-    assert held(lambda: (False, lambda: 1), lambda: None, 30) == [1] * MIN_SAMPLES
+    assert queue_samples(lambda: (False, lambda: 1), lambda: None, 30) == [1] * MIN_SAMPLES
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="nobody counts it")

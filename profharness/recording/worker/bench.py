@@ -54,7 +54,7 @@ def body(program: Program) -> None:
 
 
 @dataclass
-class Contestant:
+class TimedCell:
     """A cell that is ready to be timed.
 
     `samplers` sample each measurement in ns. `cost_ns` is the time per sample of each measurement's
@@ -77,7 +77,7 @@ class Contestant:
     cpu_wait: timing.CpuWait = field(default_factory=timing.CpuWait)
     span: tuple[float, float] | None = None
 
-    def wants(self, name: str, plan: BenchPlan) -> int:
+    def samples_wanted(self, name: str, plan: BenchPlan) -> int:
         """Return the number of samples for the next turn, 0 if the measurement is done."""
         if name in self.done:
             return 0
@@ -86,7 +86,9 @@ class Contestant:
         turn = max(1, min(TURN_MAX, TURN_NS // max(1, cost_ns)))
         return turn if plan.iterations is None else min(turn, plan.iterations - have)
 
-    def take(self, name: str, samples: dict[str, list[int]], plan: BenchPlan, turn: int) -> None:
+    def add_samples(
+        self, name: str, samples: dict[str, list[int]], plan: BenchPlan, turn: int
+    ) -> None:
         """Store the samples of a measurement and its side values, and check if they are enough."""
         for series, values in samples.items():
             self.samples.setdefault(series, []).extend(values)
@@ -99,7 +101,7 @@ class Contestant:
         if sums:
             self.samples[KERNEL], self.turns[KERNEL] = sums, [(self.cell.process, 0, len(sums))]
 
-    def give_up(self, name: str, error: RuntimeError) -> None:
+    def drop(self, name: str, error: RuntimeError) -> None:
         """Drop a measurement that the call does not support."""
         del self.samplers[name]
         self.samples.pop(name, None)
@@ -145,66 +147,66 @@ def copies_of(inputs_bytes: int, cache_bytes: int) -> int:
     return max(1, min(COPIES_MAX, enough, COPIES_BYTES // size))
 
 
-def take_turns(
-    contestants: Sequence[Contestant],
+def sample_in_turns(
+    timed_cells: Sequence[TimedCell],
     plan: BenchPlan,
     seed: int,
     write: Write,
     between: Callable[[float, float], list[dict[str, Any]]],
-    fail: Callable[[Contestant, Exception], None],
-) -> list[Contestant]:
-    """Sample all measurements of all contestants in rounds, each in a random order, until all are
+    fail: Callable[[TimedCell, Exception], None],
+) -> list[TimedCell]:
+    """Sample all measurements of all cells in rounds, each in a random order, until all are
     done.
 
-    Return the contestants that did not fail, in their order. `between` returns the clock readings
-    between two moments, and `fail` receives a contestant that raised.
+    Return the cells that did not fail, in their order. `between` returns the clock readings
+    between two moments, and `fail` receives a cell that raised.
     """
     out: set[str] = set()
     for number in itertools.count():
-        racing = [contestant for contestant in contestants if contestant.cell.cell not in out]
+        remaining = [timed for timed in timed_cells if timed.cell.cell not in out]
         turns = [
-            (contestant, name)
-            for contestant in racing
-            for name in contestant.samplers
-            if contestant.wants(name, plan)
+            (timed, name)
+            for timed in remaining
+            for name in timed.samplers
+            if timed.samples_wanted(name, plan)
         ]
         if not turns:
-            return racing
+            return remaining
         for place in turn_order(seed, turns[0][0].cell.config.label, number, len(turns)):
-            contestant, name = turns[place]
-            cell = contestant.cell.cell
+            timed, name = turns[place]
+            cell = timed.cell.cell
             if cell in out:
                 continue
             write(JournalEntry("begin", cell=cell, stage="turn"))
-            have = len(contestant.samples.get(name, ()))
+            have = len(timed.samples.get(name, ()))
             write(JournalEntry("stage", cell=cell, stage=f"{name}, {have} samples"))
             begin = perf_counter()
             try:
-                samples = _sampled(contestant, name, plan)
-            except timing.NeverHeldError as error:
-                contestant.give_up(name, error)
+                samples = _sampled(timed, name, plan)
+            except timing.NotQueuedError as error:
+                timed.drop(name, error)
                 continue
             except Exception as error:
                 out.add(cell)
-                fail(contestant, error)
+                fail(timed, error)
                 continue
             end = perf_counter()
-            contestant.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples[name]))
-            if number == 0 and contestant.expected_ns < DISCARD_MAX_NS:
+            timed.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples[name]))
+            if number == 0 and timed.expected_ns < DISCARD_MAX_NS:
                 continue  # clocks rise under the first load
-            contestant.spent_s += end - begin
-            contestant.readings += between(begin, end)
-            contestant.span = (contestant.span[0] if contestant.span else begin, end)
-            contestant.take(name, samples, plan, number)
+            timed.spent_s += end - begin
+            timed.readings += between(begin, end)
+            timed.span = (timed.span[0] if timed.span else begin, end)
+            timed.add_samples(name, samples, plan, number)
     raise AssertionError("unreachable")
 
 
-def _sampled(contestant: Contestant, name: str, plan: BenchPlan) -> dict[str, list[int]]:
+def _sampled(timed: TimedCell, name: str, plan: BenchPlan) -> dict[str, list[int]]:
     """Return the samples of a turn, with the garbage collector disabled."""
     gc.disable()
     try:
-        with contestant.context(), contestant.cpu_wait:
-            return contestant.samplers[name](contestant.wants(name, plan))
+        with timed.context(), timed.cpu_wait:
+            return timed.samplers[name](timed.samples_wanted(name, plan))
     finally:
         gc.enable()
 
@@ -240,12 +242,12 @@ class _Group:
     def stage(self, cell: Cell, name: str) -> None:
         self.write(JournalEntry("stage", cell=cell.cell, stage=name))
 
-    def fail(self, cell: Cell, heard: list[str], error: Exception) -> None:
+    def fail(self, cell: Cell, warning_texts: list[str], error: Exception) -> None:
         """Record a cell that raised. Raise DeadContextError if no other cell can follow."""
-        result = unless_dead(failure(cell, self.workspace, heard, error), error)
+        result = unless_dead(failure(cell, self.workspace, warning_texts, error), error)
         self.write(JournalEntry("end", cell=cell.cell, result=result))
 
-    def ready(self, attempt: Attempt) -> Contestant:
+    def ready(self, attempt: Attempt) -> TimedCell:
         """Return a backend after its first call and warm-up."""
         attempt.load()
         inputs = self.copies()
@@ -254,7 +256,7 @@ class _Group:
             cell = attempt.call_first(inputs[0], calls[0])
             expected_ns = _warmed_up(rotating(calls), self.workspace)
             cell, samplers = self._samplers(cell, calls, expected_ns)
-        return Contestant(cell, attempt.backend.context, calls[0], expected_ns, samplers)
+        return TimedCell(cell, attempt.backend.context, calls[0], expected_ns, samplers)
 
     def _samplers(
         self, cell: Cell, calls: Sequence[Callable[[], Any]], expected_ns: int
@@ -265,7 +267,7 @@ class _Group:
         if WALL in measurements:
             samplers[WALL] = partial(timing.time_wall, turning)
         if COLD in measurements:
-            samplers[COLD] = partial(timing.time_cold, turning, hold=timing.Hold())
+            samplers[COLD] = partial(timing.time_cold, turning, delay=timing.StreamDelay())
         if EAGER in measurements:
             # on one copy, like the graph, so that they differ only by the host's share
             samplers[EAGER] = partial(timing.time_eager, calls[0], expected_ns=expected_ns)
@@ -277,29 +279,29 @@ class _Group:
                 cell = without(GRAPH, cell, error)
         return cell, samplers
 
-    def finished(self, contestant: Contestant) -> Cell:
+    def finished(self, timed: TimedCell) -> Cell:
         """Return the cell with its samples, after profiled calls if kernel times are requested."""
-        workspace, cell = self.workspace, contestant.cell
+        workspace, cell = self.workspace, timed.cell
         profiled = KERNEL in self.plan.on(workspace.device)
         iterations = 0
         begin = perf_counter_ns()
         if profiled and TORCH in workspace.plan.profilers:
             self.stage(cell, "kernel")
             iterations = workspace.plan.protocol.iterations
-            with contestant.context():
-                contestant.keep_sums(with_torch_profiler(contestant.call, cell, workspace))
-        taken_ns = round(contestant.spent_s * 1e9) + perf_counter_ns() - begin
-        readings = contestant.readings
-        if not readings and contestant.span and workspace.clocks:
+            with timed.context():
+                timed.keep_sums(with_torch_profiler(timed.call, cell, workspace))
+        taken_ns = round(timed.spent_s * 1e9) + perf_counter_ns() - begin
+        readings = timed.readings
+        if not readings and timed.span and workspace.clocks:
             # all turns were too short for one
-            readings = workspace.clocks.nearest(*contestant.span)
+            readings = workspace.clocks.nearest(*timed.span)
         return replace(
             cell,
             status="ok",
-            samples=contestant.samples,
-            turns=contestant.turns,
+            samples=timed.samples,
+            turns=timed.turns,
             iterations=iterations,
-            clocks=over_time(readings) | contestant.cpu_wait.reading(),
+            clocks=over_time(readings) | timed.cpu_wait.reading(),
             duration_ns=taken_ns,
         )
 
@@ -308,27 +310,27 @@ def bench_group(cells: Sequence[Cell], workspace: Workspace, plan: BenchPlan, wr
     """Benchmark the cells of one config. Raise DeadContextError if no other cell can follow."""
     set_deterministic(cells[0].config.deterministic)
     group = _Group(cells[0].config, workspace, plan, write)
-    contestants = []
+    timed_cells = []
     for cell in cells:
         write(JournalEntry("begin", cell=cell.cell))
         attempt = Attempt(cell, workspace, partial(group.stage, cell))
         try:
-            contestants.append(group.ready(attempt))
+            timed_cells.append(group.ready(attempt))
         except Exception as error:
-            group.fail(cell, attempt.heard, error)
-    finishers = take_turns(
-        contestants,
+            group.fail(cell, attempt.warning_texts, error)
+    sampled_cells = sample_in_turns(
+        timed_cells,
         plan,
         workspace.plan.protocol.seed,
         write,
         workspace.clocks.between if workspace.clocks else lambda *_: [],
-        lambda contestant, error: group.fail(contestant.cell, [], error),
+        lambda timed, error: group.fail(timed.cell, [], error),
     )
-    for contestant in finishers:
-        cell = contestant.cell
+    for timed in sampled_cells:
+        cell = timed.cell
         write(JournalEntry("begin", cell=cell.cell))
         try:
-            result = group.finished(contestant)
+            result = group.finished(timed)
         except Exception as error:
             group.fail(cell, [], error)
         else:

@@ -180,14 +180,14 @@ def _write_trace(session: profile, plain: Path) -> bytes:
 class Attempt:
     """A cell during its first calls.
 
-    `heard` are the warnings so far, `settled` the fields that the cell keeps even if it fails.
+    `warning_texts` are the warnings so far, `known` the fields that the cell keeps even if it fails.
     """
 
     cell: Cell
     workspace: Workspace
     stage: Stage
-    heard: list[str] = field(default_factory=list)
-    settled: dict[str, Any] = field(default_factory=dict)
+    warning_texts: list[str] = field(default_factory=list)
+    known: dict[str, Any] = field(default_factory=dict)
     backend: Backend = field(init=False)
     attention: Attention | None = field(init=False)
     loaded_ns: int = field(init=False)
@@ -212,19 +212,19 @@ class Attempt:
         if self.attention is None:
             # PyTorch's answer beforehand; its warnings come again with the first call
             with recorded_warnings([]), contextlib.suppress(RuntimeError):
-                self.settled["choice"] = backend_name(fused_choice(self.cell.config, inputs))
+                self.known["choice"] = backend_name(fused_choice(self.cell.config, inputs))
         else:
             self.stage("compile")
             begin = perf_counter_ns()
-            with recorded_warnings(self.heard):
+            with recorded_warnings(self.warning_texts):
                 self._try_out(self.attention, inputs)
-            self.settled["compile_ns"] = self.loaded_ns + perf_counter_ns() - begin
-            self.settled["tuning"] = tuning_of(self.backend, self.attention)
+            self.known["compile_ns"] = self.loaded_ns + perf_counter_ns() - begin
+            self.known["tuning"] = tuning_of(self.backend, self.attention)
         self.stage("warm-up")
-        with recorded_warnings(self.heard):
+        with recorded_warnings(self.warning_texts):
             call()
             self.workspace.sync()
-        cell = replace(self.cell, **self.settled)
+        cell = replace(self.cell, **self.known)
         if not is_gpu(self.workspace.device):
             return cell
         # not the first call: cuBLAS' workspace (32 MiB) and other caches, which stay, fell to the
@@ -280,7 +280,7 @@ def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
     try:
         result = _measured(attempt)
     except Exception as error:
-        result = failure(replace(cell, **attempt.settled), workspace, attempt.heard, error)
+        result = failure(replace(cell, **attempt.known), workspace, attempt.warning_texts, error)
         return unless_dead(replace(result, duration_ns=perf_counter_ns() - begin), error)
     return replace(result, duration_ns=perf_counter_ns() - begin)
 
@@ -329,7 +329,7 @@ def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns:
     samples = timing.time_eager(call, count, expected_ns)
     clocks = workspace.clocks() if workspace.clocks else {}
     samplers: dict[str, Callable[[], timing.Sampler]] = {
-        COLD: lambda: partial(timing.time_cold, call, hold=timing.Hold()),
+        COLD: lambda: partial(timing.time_cold, call, delay=timing.StreamDelay()),
         GRAPH: partial(timing.open_graph, call, expected_ns),
     }
     for name, open_sampler in samplers.items():

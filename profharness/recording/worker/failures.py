@@ -107,7 +107,7 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
     there are none, return the error message.
     """
     first_line = str(error).splitlines()[0]
-    if CAUSAL_MASK in first_line:  # what was heard is of backends that were passed over before
+    if CAUSAL_MASK in first_line:  # the warnings are of backends that were passed over before
         return (Refusal(code(first_line), first_line),)
     reasons: dict[Refusal, None] = {}
     for subject, text in reasons_by_backend(texts):

@@ -39,8 +39,8 @@ GRAPH_CALLS = 100  # at most: the GPU's own cost of starting a graph is shared b
 GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
 TRIAL_CALLS = 10
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
-HOLD_NS = 50_000  # the first hold; a call whose queueing takes longer doubles it
-HOLD_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
+DELAY_NS = 50_000  # the first delay; a call whose queueing takes longer doubles it
+DELAY_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
 TRIAL_CYCLES = 1_000_000  # a spin that is timed to learn the cycles of a nanosecond
 EAGER_CALLS = 20  # in one burst: with their launches they have to fit into the launch queue (1024)
 EAGER_NS = 500_000  # no more calls than this in one burst
@@ -201,15 +201,15 @@ def open_workspace(program: Program) -> Workspace:
     return Workspace(device, folder, plan, clocks, read_sources(folder))
 
 
-class NeverHeldError(RuntimeError):
+class NotQueuedError(RuntimeError):
     """A call cannot be queued while the stream is blocked, because it waits for the device."""
 
 
 @dataclass
-class Hold:
+class StreamDelay:
     """Block the current stream for a time. `length_ns` grows if calls need longer."""
 
-    length_ns: int = HOLD_NS
+    length_ns: int = DELAY_NS
     cycles_per_ns: float | None = None
 
     def __call__(self) -> None:
@@ -220,26 +220,30 @@ class Hold:
         torch.cuda._sleep(round(self.length_ns * self.cycles_per_ns))
 
     def lengthen(self) -> None:
-        """Double the next holds. Raise NeverHeldError beyond HOLD_MAX_NS."""
-        if self.length_ns * 2 > HOLD_MAX_NS:
-            raise NeverHeldError("its launches cannot be queued ahead: the call waits for the GPU")
+        """Double the next delays. Raise NotQueuedError beyond DELAY_MAX_NS."""
+        if self.length_ns * 2 > DELAY_MAX_NS:
+            raise NotQueuedError("its launches cannot be queued ahead: the call waits for the GPU")
         self.length_ns *= 2
 
 
-def time_cold(call: Callable[[], Any], samples: int, hold: Hold) -> dict[str, list[int]]:
+def time_cold(call: Callable[[], Any], samples: int, delay: StreamDelay) -> dict[str, list[int]]:
     """Time single calls on the device, with the L2 flushed before each.
 
     All launches of a call are queued before the first may run, so host time does not count. Raise
-    NeverHeldError.
+    NotQueuedError.
     """
-    return {COLD: held(partial(_queue_held, call, hold, flush_l2), hold.lengthen, samples)}
+    return {
+        COLD: queue_samples(partial(_queue_delayed, call, delay, flush_l2), delay.lengthen, samples)
+    }
 
 
 Queued = tuple[bool, Callable[[], int]]
 """Whether the device began before all was queued, and what waits for the time in ns."""
 
 
-def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int) -> list[int]:
+def queue_samples(
+    queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
+) -> list[int]:
     """Sample what `queue` puts onto the stream. Discard a sample if the device began too early, and
     call `lengthen` for the next.
     """
@@ -262,11 +266,11 @@ def held(queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
     return times + [each() for each in reads]
 
 
-def _queue_held(
-    call: Callable[[], Any], hold: Hold, prepare: Callable[[], None] = lambda: None
+def _queue_delayed(
+    call: Callable[[], Any], delay: StreamDelay, prepare: Callable[[], None] = lambda: None
 ) -> Queued:
     prepare()
-    hold()
+    delay()
     start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
     start.record()
     call()
@@ -336,12 +340,12 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
     Each sample is a replay's time divided by its calls, with a warm L2 and the replay queued before
     it may run: its launch takes the host 10 to 40 us, and varies between processes by more than the
     GPU's time. A short graph determines the number of calls, since `expected_ns`, measured outside
-    of graphs, may be mostly CPU time. Raise the errors of the capture, and NeverHeldError.
+    of graphs, may be mostly CPU time. Raise the errors of the capture, and NotQueuedError.
     """
-    hold = Hold()
+    delay = StreamDelay()
 
     def replayed(graph: Any, calls: int, samples: int) -> list[int]:
-        times = held(partial(_queue_held, graph.replay, hold), hold.lengthen, samples)
+        times = queue_samples(partial(_queue_delayed, graph.replay, delay), delay.lengthen, samples)
         return [max(1, round(time_ns / calls)) for time_ns in times]
 
     calls = max(1, min(TRIAL_CALLS, GRAPH_NS // max(1, expected_ns)))
