@@ -154,7 +154,7 @@ def planned(
     groups = tuple(campaign.Group(f"{at:016x}", part, 1.0) for at, part in enumerate(parts))
     made = campaign.Campaign(("auto",), groups)
     folder = write_folder(out, run, ("auto",))
-    campaign.plan_campaign(folder, made)
+    campaign.write_campaign(folder, made)
     return folder, made, run
 
 

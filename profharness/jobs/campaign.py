@@ -129,7 +129,8 @@ def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None
 
 
 def write_campaign(folder: Path, campaign: Campaign) -> None:
-    """Write campaign.json of a run folder atomically."""
+    """Turn a run folder into one of a campaign: write campaign.json atomically."""
+    (folder / GROUPS_FOLDER).mkdir(exist_ok=True)
     temporary = folder / f".{CAMPAIGN_FILE}.{os.urandom(6).hex()}"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(campaign), indent=1))
     temporary.replace(folder / CAMPAIGN_FILE)
@@ -232,10 +233,3 @@ def tidy(folder: Path) -> None:
         log.unlink(missing_ok=True)
     for unfinished in groups.glob(f".*{UNPACKING}"):
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def plan_campaign(folder: Path, campaign: Campaign) -> Path:
-    """Turn a planned run folder into a campaign."""
-    (folder / GROUPS_FOLDER).mkdir(exist_ok=True)
-    write_campaign(folder, campaign)
-    return folder

@@ -29,8 +29,8 @@ from profharness.jobs.campaign import (
     cut_groups,
     merge,
     open_groups,
-    plan_campaign,
     read_campaign,
+    write_campaign,
 )
 from profharness.jobs.lane import SHARED_HOST, describe_lane, run_group
 from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain, Transport, is_of_class
@@ -168,8 +168,8 @@ def _plan(
         run = replace(run, run=f"{run.run}-{class_word(str(gpu))}")
     groups = cut_groups(run, backends, lanes, gpu)
     folder = write_folder(out, run, backends)
-    campaign = Campaign(tuple(backends), tuple(groups), gpu, python)
-    return plan_campaign(folder, campaign)
+    write_campaign(folder, Campaign(tuple(backends), tuple(groups), gpu, python))
+    return folder
 
 
 def agreeing(device: str) -> Callable[[Plain], str | None]:

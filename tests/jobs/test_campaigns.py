@@ -27,7 +27,6 @@ from profharness.jobs.campaign import (
     cut_groups,
     group_folder,
     make_spec,
-    plan_campaign,
     write_campaign,
 )
 from profharness.jobs.into_store import capture_into_store, resume_into_store
@@ -247,7 +246,7 @@ def window(
     )
     folder = write_folder(place, run, ("auto", "math"))
     made = Campaign(("auto", "math"), groups)
-    plan_campaign(folder, made)
+    write_campaign(folder, made)
     said: list[str] = []
     return CampaignScheduler(
         [folder], lanes, lambda step: said.append(step.notice or ""), **named

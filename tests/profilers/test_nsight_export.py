@@ -87,8 +87,13 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("left", ["new", "empty", "none"])
-@pytest.mark.parametrize("case", FAILURES)
+@pytest.mark.parametrize(
+    ("case", "left"),
+    [
+        *((case, "new") for case in FAILURES),
+        *((case, left) for case in ("well, it says", "a signal") for left in ("empty", "none")),
+    ],
+)
 def test_failed_export_leaves_nothing(case: str, left: str, tmp_path: Path, out: Path) -> None:
     returncode, text, code = FAILURES[case]
     behaviour = Behaviour(stderr=text + "\n", returncode=returncode, report=left)
