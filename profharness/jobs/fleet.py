@@ -122,20 +122,23 @@ def run_on_lanes(
     Return an empty list, and do nothing, if the run needs no lanes. `background` gets each finished
     group. Raise what `capture` raises.
     """
-    transport = open_transport(fleet, run.protocol.device)
+    transport, run_id = open_transport(fleet, run.protocol.device), run.run
     if transport is None:
         return []
     with closing(transport):
         lanes = transport.lanes()
-        small = len(cut_groups(run, backends, len(lanes))) < 2
-        if fleet.scheduler is None and not fleet.gpus and small:
-            return []
-        if prewarmed is not None:  # lanes start their own workers
-            prewarmed.end()
         folders = []
         for gpu in fleet.gpus or (None,):
             count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
-            folders.append(_plan(run, backends, out, fleet, python, gpu, count))
+            if len(fleet.gpus) > 1:
+                run = replace(run, run=f"{run_id}-{class_word(str(gpu))}")
+            groups = cut_groups(run, backends, count, gpu)
+            if fleet.scheduler is None and not fleet.gpus and len(groups) < 2:
+                return []
+            folders.append(write_folder(out, run, backends))
+            write_campaign(folders[-1], Campaign(tuple(backends), tuple(groups), gpu, python))
+        if prewarmed is not None:  # lanes start their own workers
+            prewarmed.end()
         return _carry_out(folders, transport, progress, run.protocol.device, background)
 
 
@@ -152,24 +155,6 @@ def _carry_out(
         on_group = background.group
     scheduler = CampaignScheduler(folders, transport, progress, agreeing(device), on_group)
     return list(map(RunFolder, folders, scheduler.carry_out()))
-
-
-def _plan(
-    run: Run,
-    backends: Sequence[str],
-    out: Path,
-    fleet: Fleet,
-    python: str | None,
-    gpu: str | None,
-    lanes: int,
-) -> Path:
-    """Write the campaign of one GPU class, cut for the given number of lanes."""
-    if len(fleet.gpus) > 1:
-        run = replace(run, run=f"{run.run}-{class_word(str(gpu))}")
-    groups = cut_groups(run, backends, lanes, gpu)
-    folder = write_folder(out, run, backends)
-    write_campaign(folder, Campaign(tuple(backends), tuple(groups), gpu, python))
-    return folder
 
 
 def agreeing(device: str) -> Callable[[Plain], str | None]:
