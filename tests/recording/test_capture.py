@@ -289,7 +289,8 @@ def _cell(run: Run, name: str) -> Cell:
 
 def test_worker_ends_with_its_killed_parent(tmp_path: Path) -> None:
     code = (
-        "from profharness.recording import *; from profharness.attention.config import *; from pathlib import Path;"
+        "from profharness.recording.capture import capture;"
+        "from profharness.attention.config import expand_configs; from pathlib import Path;"
         "from profharness.run import CaptureOptions;"
         f"capture(expand_configs('8,8,2048,64'), ['math'], CaptureOptions(out=Path({str(tmp_path)!r})))"
     )
