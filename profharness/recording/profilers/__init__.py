@@ -131,12 +131,14 @@ def find_tool(name: str) -> Tool | None:
             message = f"{variable} is {named!r}, which is not an executable file"
             remedy = f"set it to the path of {name}, or unset it"
             raise ToolError(Problem(name, "tool_missing", message, remedy))
-        same = on_path is not None and path.resolve() == Path(on_path).resolve()
-        return Tool(name, path, tool_version(path), same)
-    if on_path is not None:
-        return Tool(name, Path(on_path), tool_version(Path(on_path)), True)
-    paths = installed(name)
-    return Tool(name, paths[0], tool_version(paths[0]), False) if paths else None
+    elif on_path is not None:
+        path = Path(on_path)
+    elif paths := installed(name):
+        path = paths[0]
+    else:
+        return None
+    same = on_path is not None and path.resolve() == Path(on_path).resolve()
+    return Tool(name, path, tool_version(path), same)
 
 
 def require_tool(name: str) -> Tool:
