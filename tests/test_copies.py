@@ -28,9 +28,12 @@ DERIVED = {  # derived from other names in the same module
 }
 # Lists of the same names that are independent facts.
 OTHER_FACTS = {
-    ("dispatch/predict.py", "config.SDPA_BACKENDS"): "the orders of preference, by release",
     (
-        "dispatch/checks.py",
+        "attention/dispatch/predict.py",
+        "config.SDPA_BACKENDS",
+    ): "the orders of preference, by release",
+    (
+        "attention/dispatch/rules.py",
         "dtypes.CONFIG_DTYPES",
     ): "what efficient computes in, in PyTorch's order",
 }
@@ -99,6 +102,6 @@ def test_one_file_ends_processes_and_creates_their_environment() -> None:
             if ends or makes:
                 wrong.append(f"{path}:{node.lineno}")
     # foreign_python.py removes the path of the Python that started it from its own environment
-    homes = ("processes.py:", "worker/foreign_python.py:")
+    homes = ("processes.py:", "recording/worker/foreign_python.py:")
     assert [place for place in wrong if not place.startswith(homes)] == []
     assert wrong

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -13,12 +13,15 @@ from typing import IO, Any, cast
 import msgspec
 
 from profharness.errors import ProfharnessError, TraceFormatError
-from profharness.files import is_store
-from profharness.scrub.formats import as_plain_file, writer_of
+from profharness.files import is_store, open_input
+from profharness.scrub.kineto import scrub_kineto
+from profharness.scrub.nsys import scrub_nsys
 from profharness.scrub.replace import Scrubber
+from profharness.scrub.reports import scrub_ncu
 from profharness.traces.nsys_export import MAGIC
-from profharness.traces.packed import GZIP, SUFFIX
+from profharness.traces.packed import GZIP, SUFFIX, unpacked
 
+Writer = Callable[[Path, IO[bytes], Scrubber], None]
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
 MAX_JSON = 1 << 28  # bytes; a larger document that is no trace is read by lines
 
@@ -38,6 +41,22 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.path}, {self.where}: {self.kind}: {self.text}"
+
+
+def writer_of(path: Path) -> Writer:
+    """Return the function that writes the scrubbed copy of an unpacked trace."""
+    with open_input(path) as file:
+        head = file.read(len(MAGIC))
+    if head == MAGIC:
+        return scrub_nsys
+    return scrub_ncu if path.name.lower().endswith(".csv") else scrub_kineto
+
+
+def as_plain_file(path: Path) -> contextlib.AbstractContextManager[Path]:
+    """Return the file itself, or an unpacked export or CSV. The Kineto reader unpacks by itself."""
+    return (
+        contextlib.nullcontext(path) if path.name.lower().endswith(".json.gz") else unpacked(path)
+    )
 
 
 def audit(path: Path) -> list[Finding]:
@@ -62,7 +81,7 @@ def _findings(path: Path, scrubber: Scrubber) -> Iterator[Finding]:
     except (OSError, EOFError, sqlite3.Error) as error:
         raise TraceFormatError(path, f"cannot be read: {error}") from None
     for change in scrubber.changes:
-        yield Finding(path, change.where, change.kind, change.text)
+        yield Finding(path, *change)
 
 
 def _check(path: Path, scrubber: Scrubber) -> None:

@@ -24,8 +24,7 @@ from profharness.run import (
     read_run,
     write_run,
 )
-from profharness.scrub.check import PrivateDataError, audit
-from profharness.scrub.formats import as_plain_file, writer_of
+from profharness.scrub.check import PrivateDataError, as_plain_file, audit, writer_of
 from profharness.scrub.replace import Scrubber
 from profharness.scrub.reports import EXPORTS, check_name, exported, split_name
 

@@ -22,15 +22,6 @@ BY_BACKEND = frozenset({"backend_code", "backend_commit", "implementations"})
 _BACKEND = re.compile(r"(?P<file>.+\.(?:py|cu|ptx)):(?P<function>\w+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One thing that is replaced or dropped."""
-
-    where: str
-    kind: str
-    text: str  # without the private part, at most EXCERPT characters
-
-
 @dataclass
 class Scrubber:
     """Replaces texts, and records each replacement once.
@@ -39,14 +30,15 @@ class Scrubber:
     nothing about the text, which a hash of a short text would.
     """
 
-    changes: dict[Change, None] = field(default_factory=dict)
+    changes: dict[tuple[str, str, str], None] = field(default_factory=dict)
+    """Where, what kind, and a text without the private part, of at most EXCERPT characters."""
     where: str = ""
     looks_for_deleted: bool = False  # texts in pages of SQLite; a new file has none
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def record(self, kind: str, text: str, where: str = "") -> None:
         """Record that something is replaced or dropped."""
-        self.changes.setdefault(Change(where or self.where, kind, text[:EXCERPT]))
+        self.changes.setdefault((where or self.where, kind, text[:EXCERPT]))
 
     def clean(self, text: str, key: str = "", *, where: str = "") -> str:
         """Return the text up to its first unknown word, with a placeholder for the rest."""

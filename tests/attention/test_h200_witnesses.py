@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from profharness.attention.config import parse_config
-from profharness.attention.dispatch.checks import hazards
 from profharness.attention.dispatch.machine import from_config, machine_for
 from profharness.attention.dispatch.predict import predict
+from profharness.attention.dispatch.rules import hazards
 from profharness.measurements.agreement import backend_of_op
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "witnesses_h200.jsonl.gz"

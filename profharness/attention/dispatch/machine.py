@@ -160,16 +160,9 @@ def parse_release(text: str) -> Release:
     return max((release for release in RELEASES if release[:2] == minor), default=(*minor, 0))
 
 
-class ReleaseRange(NamedTuple):
-    """The releases in a range such as `2.5..2.15`, with and without known rules, oldest first."""
-
-    known: tuple[Release, ...]
-    unknown: tuple[Release, ...]
-
-
-def parse_range(first: str, last: str) -> ReleaseRange:
-    """Return the releases from `first` to `last`: `2.5` starts at 2.5.0, `2.15` ends at its newest
-    patch.
+def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
+    """Return the releases from `first` to `last`, with and without known rules. `2.5` starts at
+    2.5.0, `2.15` ends at its newest patch.
 
     Raise UsageError for an empty range, a range without a known release, and a start before 2.5.
     """
@@ -178,7 +171,7 @@ def parse_range(first: str, last: str) -> ReleaseRange:
     text = f"release range '{first.strip()}..{last.strip()}'"
     if low > high:
         raise UsageError(f"{text} is empty: its first release is newer than its last")
-    releases = tuple(release for release in sorted(RELEASES) if low <= release <= high)
+    releases = [release for release in RELEASES if low <= release <= high]
     if not releases:
         span = f"{release_text(min(RELEASES))} .. {release_text(max(RELEASES))}"
         raise UsageError(f"{text} contains no release that the rules cover; known are {span}")
@@ -187,7 +180,7 @@ def parse_range(first: str, last: str) -> ReleaseRange:
     if high[0] == newest[0]:
         # The patches of minor versions after the newest known one are unknown.
         unknown |= {(high[0], minor, 0) for minor in range(newest[1] + 1, high[1])}
-    return ReleaseRange(releases, tuple(sorted(unknown)))
+    return releases, unknown
 
 
 def _supported(release: Release) -> Release:
@@ -199,14 +192,11 @@ def _supported(release: Release) -> Release:
     return release
 
 
-def _ranges(text: str) -> Iterator[ReleaseRange]:
-    """Yield the range of each comma-separated part. A single release counts as known."""
+def _parse_parts(text: str) -> Iterator[tuple[list[Release], set[Release]]]:
+    """Yield the releases of each comma-separated part. A single release counts as known."""
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        if dots:
-            yield parse_range(first, last)
-        else:
-            yield ReleaseRange((_supported(parse_release(part)),), ())
+        yield _parse_range(first, last) if dots else ([_supported(parse_release(part))], set())
 
 
 def parse_releases(text: str) -> list[Release]:
@@ -216,12 +206,14 @@ def parse_releases(text: str) -> list[Release]:
     Raise UsageError for a release before 2.5, and for a range that is empty or contains no known
     release.
     """
-    return sorted({release for part in _ranges(text) for release in part.known})
+    return sorted({release for known, _ in _parse_parts(text) for release in known})
 
 
 def skipped_releases(text: str) -> list[Release]:
     """Return the releases in the ranges of `text` that the rules do not cover, oldest first."""
-    return sorted({release for part in _ranges(text) for release in part.unknown} if text else ())
+    return sorted(
+        {release for _, unknown in _parse_parts(text) for release in unknown} if text else ()
+    )
 
 
 def release_text(release: Release) -> str:

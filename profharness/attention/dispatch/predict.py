@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, sdpa_setting
-from profharness.attention.dispatch.checks import hazards
 from profharness.attention.dispatch.machine import (
     SETS_PRIORITY,
     AttentionParams,
@@ -32,6 +31,7 @@ from profharness.attention.dispatch.rules import (
     ON_DEVICE,
     RAISED_LATER,
     Rule,
+    hazards,
 )
 from profharness.device_types import CPU, CUDA
 from profharness.rows import Refusal

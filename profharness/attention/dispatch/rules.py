@@ -2,7 +2,7 @@
 
 Sources: the dispatch functions in the binaries of the releases in machine.RELEASES, PyTorch's
 public source of sdp_utils, measurements on an H200 (2.11) and on a CPU (2.13). To add a release,
-add a row to machine.RELEASES and edit the tables here and in checks.py where the release differs.
+add a row to machine.RELEASES and edit the conditions and tables here where the release differs.
 `predict.py` applies the rules.
 """
 
@@ -11,10 +11,261 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from profharness.attention.dispatch import checks as c
 from profharness.attention.dispatch.machine import OLDEST, AttentionParams, Machine, Release
 from profharness.device_types import CUDA
-from profharness.dtypes import DTYPES
+from profharness.dtypes import DTYPES, HALF
+
+Condition = Callable[[AttentionParams, Machine], bool | None]
+"""A condition of a check: True (refused), False (accepted) or None (unknown)."""
+CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
+# The newest architecture that a release's fused backends accept.
+NEWEST_SM: tuple[tuple[Release, tuple[int, int]], ...] = (
+    ((2, 5), (9, 0)),
+    ((2, 7), (12, 0)),
+    ((2, 8), (12, 1)),
+)
+
+
+def runtime_cudnn(machine: Machine) -> int:
+    return machine.cudnn or 0
+
+
+def compiled_cudnn(machine: Machine) -> int:
+    return machine.cudnn_compiled or 0
+
+
+class HeadDimLimit(NamedTuple):
+    """The largest head_dim that cuDNN accepts in a span of releases on some architectures."""
+
+    since: Release
+    until: Release
+    """The first release without the limit."""
+    limit: int
+    min_cudnn: int
+    fits: Callable[[Machine], bool]
+    only: tuple[int, int] | None = None
+    """The one pair of (head_dim, head_dim_v) that the limit applies to."""
+    version: Callable[[Machine], int] = runtime_cudnn
+    """The version that the release compares with `min_cudnn`."""
+
+
+def sm90(machine: Machine) -> bool:
+    return machine.capability == (9, 0)
+
+
+def sm90_or_10x(machine: Machine) -> bool:
+    return sm90(machine) or machine.major == 10
+
+
+def takes_d256(machine: Machine) -> bool:
+    """Return whether 2.14 and newer allow cuDNN a head_dim of 256. cuDNN 9.25.1 added sm 10.7."""
+    too_new = machine.capability == (10, 7) and (machine.cudnn or 0) <= 92500
+    return sm90_or_10x(machine) and not too_new
+
+
+NEVER = (99,)
+# The first matching row decides; without one the limit is 128. Up to 2.9.0 the binaries call
+# versionCuDNN(), the build's version, from 2.9.1 on cudnnGetVersion(). The 2.9.0 wheels stop at 128.
+CUDNN_HEAD_DIM = (
+    HeadDimLimit((2, 8), (2, 9), 256, 90501, sm90, version=compiled_cudnn),
+    HeadDimLimit((2, 9), (2, 9, 1), 256, 91000, sm90, version=compiled_cudnn),
+    HeadDimLimit((2, 9, 1), (2, 14), 256, 91000, sm90),
+    HeadDimLimit((2, 11), (2, 14), 192, 91100, lambda m: m.major == 10, (192, 128)),
+    HeadDimLimit((2, 14), NEVER, 256, 92201, takes_d256),
+    HeadDimLimit((2, 14), NEVER, 192, 91100, sm90_or_10x, (192, 128)),
+)
+
+
+def newest_sm(machine: Machine) -> tuple[int, int]:
+    return next(sm for since, sm in reversed(NEWEST_SM) if machine.torch >= since)
+
+
+def cudnn_head_dim_limit(params: AttentionParams, machine: Machine) -> int:
+    """Return the largest head_dim that cuDNN accepts. Both cuDNN versions must be known."""
+    pair = (params.head_dim, params.value_dim)
+    for row in CUDNN_HEAD_DIM:
+        if (
+            row.since <= machine.torch < row.until
+            and row.version(machine) >= row.min_cudnn
+            and row.fits(machine)
+            and row.only in (None, pair)
+        ):
+            return row.limit
+    return 128
+
+
+def gemm_alignment(params: AttentionParams, machine: Machine) -> int:
+    """Return the number of elements that head_dim must be a multiple of for the efficient kernels."""
+    half = params.dtype in HALF
+    tensor_cores = machine.major >= 8 or (machine.major == 7 and half)
+    wide = (8 if half else 4) if tensor_cores else 1
+    return max(wide, 4 if machine.major >= 8 else 1)
+
+
+def dims_unaligned(params: AttentionParams, machine: Machine) -> bool:
+    """Return whether head_dim or head_dim_v is not a positive multiple of `gemm_alignment`."""
+    dims = (params.head_dim, params.value_dim)
+    return any(dim == 0 or dim % gemm_alignment(params, machine) for dim in dims)
+
+
+def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
+    """Return the number of bytes that storage offsets must be a multiple of."""
+    return gemm_alignment(params, machine) * params.itemsize
+
+
+def outside(oldest: tuple[int, int]) -> Condition:
+    """Return a check that the GPU is older than `oldest` or newer than the release supports."""
+    return lambda _, machine: not oldest <= machine.capability <= newest_sm(machine)
+
+
+def low_precision(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Return the 16-bit dtypes: bf16 from sm80 on."""
+    return HALF if machine.major >= 8 else ("fp16",)
+
+
+def flash_dtypes(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Return the dtypes of flash, with fp8 if FA3 is active on sm90 and newer (from 2.11 on)."""
+    fa3 = params.flash_impl == "FA3" and machine.major >= 9 and machine.torch >= (2, 11)
+    return ("fp8_e4m3", *HALF) if fa3 else low_precision(params, machine)
+
+
+def efficient_dtypes(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Return the dtypes of the efficient kernels: bf16 from sm80 on."""
+    return ("fp16", "fp32", "bf16") if machine.major >= 8 else ("fp16", "fp32")
+
+
+def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
+    """Return whether flash's backward lacks shared memory for the head_dim.
+
+    On sm86 to sm89 (from 2.7 on also sm120, from 2.15 on sm121) it does for head_dim in (192, 224],
+    and for larger ones with dropout.
+    """
+    newest = 1 if machine.torch >= (2, 15) else 0
+    small = (8, 6) <= machine.capability <= (8, 9) or (
+        machine.torch >= (2, 7) and (12, 0) <= machine.capability <= (12, newest)
+    )
+    large = 192 < params.head_dim <= 224 or (params.head_dim > 224 and params.dropout > 0)
+    return params.requires_grad and small and large
+
+
+def heads_differ(gqa: bool) -> Condition:
+    """Return a check for unequal heads. With `gqa`, enable_gqa allows them."""
+
+    def check(params: AttentionParams, machine: Machine) -> bool:
+        # 2.14 and newer broadcast a single key and value head without enable_gqa.
+        one_head = machine.torch >= (2, 14) and params.kv_heads == params.value_heads == 1
+        return not ((gqa and params.enable_gqa) or params.same_heads or one_head)
+
+    return check
+
+
+def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
+    """Return whether enable_gqa is set and the key or value heads do not divide the query heads."""
+    groups = (params.kv_heads, params.value_heads)
+    return params.enable_gqa and any(params.heads % max(heads, 1) for heads in groups)
+
+
+def strided(singleton_ok: bool, mask_matters: bool = True) -> Condition:
+    """Return a check for a last dimension with a stride other than 1.
+
+    With `singleton_ok`, a head_dim of 1 may have any stride. With `mask_matters`, the check includes
+    attn_mask.
+    """
+
+    def check(params: AttentionParams, _: Machine) -> bool:
+        inputs = params.last_stride != 1 and not (singleton_ok and params.head_dim == 1)
+        mask = params.mask is not None and params.mask.last_stride != 1
+        return inputs or (mask_matters and mask)
+
+    return check
+
+
+def mask_rows(params: AttentionParams, _: Machine) -> bool:
+    """Return whether the last two dimensions of attn_mask are neither the sequence lengths nor 1."""
+    mask = params.mask
+    if mask is None or len(mask.shape) < 2:
+        return False
+    return mask.shape[-2] not in (params.seq_q, 1) or mask.shape[-1] not in (params.seq_kv, 1)
+
+
+def mask_shape(params: AttentionParams, machine: Machine) -> bool:
+    """Return whether attn_mask is neither 2-D nor broadcasts to [batch, heads, seq_q, seq_kv]."""
+    mask = params.mask
+    if mask is None or mask_rows(params, machine) or len(mask.shape) == 2:
+        return False
+    lead = mask.shape[:-2]
+    return len(lead) != 2 or lead[0] not in (params.batch, 1) or lead[1] not in (params.heads, 1)
+
+
+def misaligned(params: AttentionParams, machine: Machine) -> bool:
+    """Return whether storage offsets are misaligned for the efficient kernels on sm80 and newer."""
+    return machine.major >= 8 and params.storage_offset_bytes % alignment_bytes(params, machine) > 0
+
+
+def cudnn_backward_dims(params: AttentionParams, machine: Machine) -> bool:
+    """Return whether cuDNN has no backward for the head dims. Above 128, (192, 128) and (256, 256) do."""
+    pair = (params.head_dim, params.value_dim)
+    has_backward = max(pair) <= 128 or pair in ((192, 128), (256, 256))
+    supported = takes_d256(machine) and (machine.cudnn or 0) > 92200
+    return params.requires_grad and supported and not has_backward
+
+
+def decode_disabled(params: AttentionParams, machine: Machine) -> bool:
+    """Return whether the cuDNN version corrupts single-query calls on SM 10.x and 11.x."""
+    version = machine.cudnn or 0
+    affected = 91900 <= version <= 92500 and version != 92401
+    return params.seq_q == 1 and machine.major in (10, 11) and affected
+
+
+def non_finite_gradients(params: AttentionParams, machine: Machine) -> bool:
+    """Return whether cuDNN can produce non-finite gradients: before 9.26 on SM90, in non-causal training
+    with seq_kv 64 modulo 128.
+    """
+    shape = not params.is_causal and params.seq_kv % 128 == 64
+    return params.requires_grad and sm90(machine) and shape and (machine.cudnn or 0) < 92600
+
+
+def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
+    """Return whether FA4 is active on an unsupported architecture. It is unknown if 10.3 is supported."""
+    if params.flash_impl != "FA4" or machine.capability in ((9, 0), (10, 0)):
+        return False
+    return None if machine.major in (9, 10) else True
+
+
+class Hazard(NamedTuple):
+    """A known failure of a backend in a span of releases."""
+
+    backend: str
+    since: Release
+    until: Release
+    """The first release without the failure."""
+    applies: Callable[[AttentionParams, Machine], bool]
+    text: str
+
+
+# Seen on an H200 with 2.11. The dispatcher checks the alignment from 2.13 on.
+HAZARDS = (
+    Hazard("efficient", (2, 5), (2, 13), misaligned,
+           "The storage offset is not aligned: the efficient kernel can die with `CUDA error: misaligned address`, "
+           "which ends the process's CUDA context. Copy the inputs with clone() first."),
+    Hazard("cudnn", (2, 11), (2, 12), lambda p, _: p.batch_stride_zero and p.head_dim != p.value_dim,
+           "The batch is expanded with stride 0 and head_dim_v differs from head_dim: cuDNN raises `The stride for "
+           "the last dimension … should be 1`. Make the inputs contiguous first."),
+)  # fmt: skip
+
+
+def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    """Return the known failures of a call that the dispatcher accepts, each with a remedy."""
+    if params.device != CUDA:
+        return ()
+    return tuple(
+        hazard.text
+        for hazard in HAZARDS
+        if hazard.backend == backend
+        and hazard.since <= machine.torch < hazard.until
+        and hazard.applies(params, machine)
+    )
+
 
 GRID_LIMIT = 65_535  # of a CUDA grid's second and third dimension
 
@@ -28,11 +279,11 @@ class Rule(NamedTuple):
     """Reason code, such as `head_dim`."""
     check: str
     """The PyTorch function that contains the condition."""
-    refuses: c.Condition
+    refuses: Condition
     message: RuleMessage
     """PyTorch's text: a format string over `p` (params) and `m` (machine), or a function."""
     since: Release = OLDEST
-    until: Release = c.NEVER
+    until: Release = NEVER
     """The first release without the rule."""
 
     def text(self, params: AttentionParams, machine: Machine) -> str:
@@ -60,7 +311,7 @@ _MASK_SHAPES = (
 
 def sm_range(kernel: str, oldest: str) -> RuleMessage:
     def text(_: AttentionParams, machine: Machine) -> str:
-        major, minor = c.newest_sm(machine)
+        major, minor = newest_sm(machine)
         return (
             f"{kernel} only supports gpu architectures in the range [{oldest}, sm{major}{minor}]. "
             f"Attempting to run on a sm {machine.sm} gpu."
@@ -103,9 +354,9 @@ ZERO_LENGTH = Rule(
 MASK_RULES = (
     Rule("mask_grad", "mask_shape", lambda p, _: p.mask is not None and p.mask.requires_grad,
          "attn_mask requires a gradient."),
-    Rule("mask_shape", "mask_shape", c.mask_rows,
+    Rule("mask_shape", "mask_shape", mask_rows,
          "The last two dimensions of attn_mask do not fit. " + _MASK_SHAPES),
-    Rule("mask_shape", "mask_shape", c.mask_shape, _MASK_SHAPES),
+    Rule("mask_shape", "mask_shape", mask_shape, _MASK_SHAPES),
 )  # fmt: skip
 
 
@@ -123,7 +374,7 @@ def stride(singleton_ok: bool, mask_matters: bool = True) -> Rule:
             "dimension to have stride 1 while the CPU does not)."
         )
 
-    refuses = c.strided(singleton_ok, mask_matters)
+    refuses = strided(singleton_ok, mask_matters)
     return Rule("last_dim_stride", "last_stride", refuses, text)
 
 
@@ -151,8 +402,8 @@ def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> t
         return params.enable_gqa and params.kv_heads != params.value_heads
 
     grouped = (
-        Rule("num_heads", "num_heads", c.heads_not_divisible, only_v2 + _GROUPS, start, (2, 8)),
-        Rule("num_heads", "num_heads", c.heads_not_divisible, uneven + _GROUPS, max(start, (2, 8))),
+        Rule("num_heads", "num_heads", heads_not_divisible, only_v2 + _GROUPS, start, (2, 8)),
+        Rule("num_heads", "num_heads", heads_not_divisible, uneven + _GROUPS, max(start, (2, 8))),
     )  # fmt: skip
     unequal = (
         Rule("num_heads", "num_heads", other_kv,
@@ -166,8 +417,8 @@ def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> t
         Rule("batch_size", "num_heads", lambda p, _: p.key_batch != p.batch,
              "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
              + _SIZES + _EXPAND, since),
-        Rule("num_heads", "num_heads", c.heads_differ(False), differ, since, gqa),
-        Rule("num_heads", "num_heads", c.heads_differ(True), differ, start),
+        Rule("num_heads", "num_heads", heads_differ(False), differ, since, gqa),
+        Rule("num_heads", "num_heads", heads_differ(True), differ, start),
         *(unequal if same_kv else ()),
         *grouped,
     )  # fmt: skip
@@ -177,7 +428,7 @@ def _over_grid(params: AttentionParams, _: Machine) -> bool:
     return max(params.batch, params.heads) > GRID_LIMIT
 
 
-def disabled(backend: str, name: str, since: Release = OLDEST, until: Release = c.NEVER) -> Rule:
+def disabled(backend: str, name: str, since: Release = OLDEST, until: Release = NEVER) -> Rule:
     text = f"{name} attention has been runtime disabled."
     code = "runtime_disabled"
     return Rule(code, code, lambda p, _: backend not in p.enabled, text, since, until)
@@ -189,7 +440,7 @@ FLASH = (
     FOUR_D,
     Rule("mask", "for_attn_mask", lambda p, _: p.mask is not None,
          "Flash Attention does not support non-null attn_mask."),
-    Rule("capability", "fa4_constraints", c.fa4_capability,
+    Rule("capability", "fa4_constraints", fa4_capability,
          "FA4 requires compute capability 9.0 or 10.0.", (2, 15)),
     Rule("dropout", "fa4_constraints", lambda p, _: p.flash_impl == "FA4" and p.dropout > 0,
          "FA4 does not support dropout.", (2, 15)),
@@ -198,8 +449,8 @@ FLASH = (
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim or p.head_dim > 256,
          "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
          + _DIMS),
-    Rule("capability", "hardware", c.outside((8, 0)), sm_range("Flash attention", "sm80")),
-    Rule("head_dim_training", "head_dim_gt192", c.training_large_heads,
+    Rule("capability", "hardware", outside((8, 0)), sm_range("Flash attention", "sm80")),
+    Rule("head_dim_training", "head_dim_gt192", training_large_heads,
          "Flash attention currently doesn't support training with head_dim ∈ (192, 224] or (head_dim ∈ (224, 256] "
          "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
          "{p.dropout} and head_dim: {p.head_dim} on a sm {m.sm} gpu."),
@@ -208,7 +459,7 @@ FLASH = (
          "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
          "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
          "CausalAttnMask."),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.flash_dtypes(p, m), dtype_text(c.flash_dtypes)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in flash_dtypes(p, m), dtype_text(flash_dtypes)),
     *head_rules(gqa=(2, 5)),
     Rule("grid_size", "grid_size", _over_grid,
          "Flash attention does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
@@ -221,19 +472,19 @@ FLASH = (
 EFFICIENT = (
     disabled("efficient", "Memory Efficient"),
     ON_DEVICE,
-    Rule("capability", "hardware", c.outside((5, 0)), sm_range("Mem Efficient Attention", "sm50")),
+    Rule("capability", "hardware", outside((5, 0)), sm_range("Mem Efficient Attention", "sm50")),
     FOUR_D,
-    Rule("head_dim_multiple", "head_dim_size", c.dims_unaligned,
+    Rule("head_dim_multiple", "head_dim_size", dims_unaligned,
          lambda p, m: "Mem efficient attention requires last dimension of inputs to be divisible by "
-         f"{c.gemm_alignment(p, m)}. " + _DIMS.format(p=p)),
-    Rule("alignment", "data_ptr_alignment", c.misaligned,
+         f"{gemm_alignment(p, m)}. " + _DIMS.format(p=p)),
+    Rule("alignment", "data_ptr_alignment", misaligned,
          lambda p, m: "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size "
-         f"to be aligned to {c.alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
+         f"to be aligned to {alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
          (2, 13)),
     ZERO_LENGTH,
     stride(singleton_ok=False),
     *head_rules(gqa=(2, 14)),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.efficient_dtypes(p, m), dtype_text(c.efficient_dtypes)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in efficient_dtypes(p, m), dtype_text(efficient_dtypes)),
 )  # fmt: skip
 
 
@@ -246,9 +497,9 @@ CUDNN = (
     FOUR_D,
     Rule("deterministic", "deterministic", lambda p, _: p.deterministic == "error",
          "cuDNN SDPA is not deterministic."),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in c.low_precision(p, m), dtype_text(c.low_precision)),
+    Rule("dtype", "dtypes", lambda p, m: p.dtype not in low_precision(p, m), dtype_text(low_precision)),
     *MASK_RULES,
-    Rule("capability", "hardware", c.outside((8, 0)), sm_range("cuDNN MHA", "sm80")),
+    Rule("capability", "hardware", outside((8, 0)), sm_range("cuDNN MHA", "sm80")),
     Rule("dropout", "cudnn_dropout", lambda p, _: (p.dropout * 16) % 1 != 0,
          "cuDNN dropout probability resolution is limited to 1/16.Use a dropout probability that is a multiple of "
          "1/16 to select the cuDNN backend", (2, 12)),
@@ -258,8 +509,8 @@ CUDNN = (
     Rule("grid_size", "cudnn_shapes", _over_grid,
          "cuDNN SDPA does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
          "num_heads: {p.heads}", (2, 13)),
-    Rule("head_dim", "cudnn_shapes", lambda p, m: max(p.head_dim, p.value_dim) > c.cudnn_head_dim_limit(p, m),
-         lambda p, m: f"head_dim should be no more than {c.cudnn_head_dim_limit(p, m)}"),
+    Rule("head_dim", "cudnn_shapes", lambda p, m: max(p.head_dim, p.value_dim) > cudnn_head_dim_limit(p, m),
+         lambda p, m: f"head_dim should be no more than {cudnn_head_dim_limit(p, m)}"),
     Rule("head_dim_multiple", "cudnn_shapes", lambda p, _: p.head_dim % 8 != 0 or p.value_dim % 8 != 0,
          "head_dim should be a multiple of 8"),
     Rule("seq_len_one", "cudnn_shapes", lambda p, _: None if p.seq_kv == 1 else False,
@@ -270,13 +521,13 @@ CUDNN = (
          "cudnn SDPA does not support key/value sequence length 1.", (2, 9)),
     Rule("seq_len_one", "cudnn_shapes", lambda p, _: p.seq_q == 1 and p.dropout > 0,
          "cudnn SDPA does not support query sequence length 1 with dropout.", (2, 9)),
-    Rule("decode_disabled", "cudnn_shapes", c.decode_disabled,
+    Rule("decode_disabled", "cudnn_shapes", decode_disabled,
          "cuDNN SDPA decode is disabled for cuDNN versions 9.19-9.25.0 (except 9.24.1) on SM 10.x and 11.x.",
          (2, 14)),
-    Rule("head_dim_training", "d256_bprop_head_dim", c.cudnn_backward_dims,
+    Rule("head_dim_training", "d256_bprop_head_dim", cudnn_backward_dims,
          "cuDNN SDPA on SM 9.0/10.x does not support backward with these head dimensions. Got d_qk: {p.head_dim}, "
          "d_v: {p.value_dim}", (2, 14)),
-    Rule("known_bug", "sm90_gradients", c.non_finite_gradients,
+    Rule("known_bug", "sm90_gradients", non_finite_gradients,
          "cuDNN SDPA before version 9.26 can produce non-finite query gradients on SM90 for non-causal attention "
          "when the key/value sequence length is 64 modulo 128.", (2, 15)),
 )  # fmt: skip
@@ -306,6 +557,6 @@ CPU_FLASH = (
          "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
     ZERO_LENGTH,
     stride(singleton_ok=False, mask_matters=False),
-    Rule("dtype", "dtypes", lambda p, _: p.dtype not in c.CPU_DTYPES,
-         dtype_text(lambda *_: c.CPU_DTYPES)),
+    Rule("dtype", "dtypes", lambda p, _: p.dtype not in CPU_DTYPES,
+         dtype_text(lambda *_: CPU_DTYPES)),
 )  # fmt: skip

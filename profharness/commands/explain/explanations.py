@@ -25,9 +25,9 @@ from profharness.attention.dispatch.by_rule import (
     settle,
     sides_by_rule,
 )
-from profharness.attention.dispatch.checks import hazards
 from profharness.attention.dispatch.machine import from_config, machine_of, permitted, with_flags
 from profharness.attention.dispatch.predict import predict
+from profharness.attention.dispatch.rules import hazards
 from profharness.device_types import CPU, device_name, is_gpu, on_gpu
 from profharness.errors import CaptureError
 from profharness.measurements.agreement import (
