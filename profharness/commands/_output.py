@@ -68,7 +68,7 @@ def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> P
             check_suffix(output)
         check_output(output, force=ctx.params["force"])
     elif ctx.params["force"]:
-        raise UsageError("--force means the file of -o; name one")
+        raise UsageError("--force requires -o FILE")
     return output
 
 
@@ -82,19 +82,19 @@ def check_suffix(output: Path) -> None:
 FORMAT_OPTION = Option(
     ("--format",),
     type=click.Choice(FORMATS),
-    help="How to print the result.  [default: by the name of -o, else table]",
+    help="Format of the result.  [default: that of the suffix of -o, else table]",
     click={"is_eager": True},  # -o is checked against it
 )
 OUTPUT_OPTION = Option(
     ("-o", "--output"),
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the result to a file instead of stdout, which is `-`.",
+    help="Write the result to this file. `-` means stdout, the default.",
     click={"callback": check_file},
 )
 FORCE_OPTION = Option(
     ("--force",),
-    help="Overwrite the file of -o.",
+    help="Overwrite the output file if it exists.",
     click={"is_eager": True},  # the callback of -o reads it
 )
 OUTPUT_PARAMETERS = (

@@ -188,15 +188,15 @@ Store = Annotated[
     ),
 ]
 Configs = Annotated[ConfigLike, config_option()]
-OneConfig = Annotated[ConfigLike, config_option(" Once: a script contains one cell.")]
+OneConfig = Annotated[ConfigLike, config_option(" Only one: a script contains one cell.")]
 BACKENDS_OPTION = Option(
     ("--backend",),
     multiple=True,
     metavar="NAME",
     complete=complete_backends,
-    help="auto, flash, efficient, cudnn, math, …, a set of these (flash+math), an order "
-    "(cudnn-then-flash, or 'cudnn>flash' in quotes), file.py:function; all: PyTorch's own on this "
-    "device; kernels: those in kernels/. Repeatable, or separated by commas.",
+    help="A backend, such as auto, flash, efficient, cudnn or math; a set (flash+math); an order "
+    "(cudnn-then-flash, or 'cudnn>flash' in quotes); or file.py:function. `all` means PyTorch's own on "
+    "this device, `kernels` those in kernels/. Repeatable, or separated by commas.",
     tool="Only these backends, joined by commas; no file or module. Default: all.",
     tool_value=tool_backends,
     tool_examples=("auto,flash,math",),
@@ -208,7 +208,8 @@ RUN_OPTION = Option(
     ("--run",),
     metavar="RUN",
     complete=complete_runs,
-    help="An id, a unique prefix, latest or latest~1.  [default: the latest that has them]",
+    help="A stored run: an id, a unique prefix, latest or latest~1.  [default: the latest that has the "
+    "configs]",
     tool=RUN_TOOL,
     tool_examples=RUN_TOOL_EXAMPLES,
 )
@@ -217,13 +218,14 @@ RunOrAll = Annotated[
     str | None,
     replace(
         RUN_OPTION,
-        help="An id, a unique prefix, latest, latest~1 or all.  [default: the latest that has them]",
+        help="A stored run: an id, a unique prefix, latest, latest~1; or all.  [default: the latest that "
+        "has the configs]",
     ),
 ]
 RELEASE_OPTION = Option(
     ("--torch",),
     metavar="RELEASE",
-    help="With --gpu: the release.  [default: the newest]",
+    help="With --gpu: the PyTorch release to predict for.  [default: the newest with an atlas]",
     tool="The release of PyTorch.",
     tool_examples=("2.11",),
 )
@@ -233,7 +235,7 @@ Driver = Annotated[
     Option(
         ("--driver",),
         metavar="VERSION",
-        help="Select the atlas for this driver version.  [default: the best]",
+        help="Use the atlas of this driver version.  [default: the one that fits best]",
     ),
 ]
 AtlasFolder = Annotated[
@@ -245,7 +247,14 @@ AtlasFolder = Annotated[
         help="The folder of your own atlases.  [default: $XDG_DATA_HOME/profharness/atlases]",
     ),
 ]
-Device = Annotated[str, Option(("--device",), type=click.Choice(DEVICES))]
+Device = Annotated[
+    str,
+    Option(
+        ("--device",),
+        type=click.Choice(DEVICES),
+        help="The device to run on. auto means a GPU if there is one.",
+    ),
+]
 Seed = Annotated[int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of the inputs.")]
 OutFolder = Annotated[
     PathLike,
@@ -264,8 +273,8 @@ Scheduler = Annotated[
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Run on several lanes in parallel: local is one per visible GPU, local:2 is two, tls://head:8786 "
-        "uses those of a Dask scheduler.  [default: local if there are several GPUs]",
+        help="Run on several lanes in parallel: local means one per visible GPU, local:2 means two, and "
+        "tls://head:8786 those of a Dask scheduler.  [default: local if there are several GPUs]",
     ),
 ]
 GpuClasses = Annotated[

@@ -64,7 +64,8 @@ Pythons = Annotated[
         ("--python",),
         multiple=True,
         metavar="PYTHON",
-        help="Measure the torch of this interpreter, which needs no profharness. Repeatable: one run each.",
+        help="Measure the torch of this Python interpreter, which does not need profharness. Repeatable; each "
+        "interpreter gets its own run.",
     ),
 ]
 Iterations = Annotated[
@@ -88,19 +89,19 @@ Samples = Annotated[
     Option(
         ("--samples",),
         type=click.IntRange(*LIMITS["samples"]),
-        help="Unprofiled timing samples; 0: none.",
+        help="Timing samples without a profiler; 0 takes none.",
         click={"show_default": True},
     ),
 ]
-Timeout = Annotated[float, timeout_option("Seconds that one cell may take.")]
+Timeout = Annotated[float, timeout_option("Time limit of one cell, in seconds.")]
 Metrics = Annotated[
     Names,
     Option(
         ("--metrics",),
         multiple=True,
         metavar="NAME",
-        help="What ncu takes besides its default metrics: tensor, memory, cache, stalls, or metrics by "
-        "ncu's own names. Repeatable, or separated by commas.",
+        help="Metrics that ncu collects besides the default ones: the presets tensor, memory, cache and "
+        "stalls, or ncu's own names. Repeatable, or separated by commas.",
     ),
 ]
 Sections = Annotated[
@@ -109,18 +110,19 @@ Sections = Annotated[
         ("--section",),
         multiple=True,
         metavar="NAME",
-        help="Sections that ncu takes, as in `ncu --list-sections`; each costs more passes. Repeatable.",
+        help="A section that ncu collects, as listed by `ncu --list-sections`. Each needs more passes. "
+        "Repeatable.",
     ),
 ]
-RunNote = Annotated[str | None, Option(("--note",), help="A remark that is kept with the run.")]
+RunNote = Annotated[str | None, Option(("--note",), help="A remark to store with the run.")]
 UnfinishedRun = Annotated[
     PathLike | None,
     Option(
         ("--resume",),
         metavar="RUN",
         type=click.STRING,
-        help="A run folder, a run id, or latest: the newest unfinished one. Does only its cells that "
-        "have no result.",
+        help="Resume this run: a run folder, a run id, or latest for the newest unfinished one. Only cells "
+        "without a result are run.",
     ),
 ]
 

@@ -42,15 +42,13 @@ Sources = Annotated[
         click={"required": True},
     ),
 ]
-Strict = Annotated[
-    bool, Option(("--strict",), help="Exit 1 where anything about a source gives a warning.")
-]
+Strict = Annotated[bool, Option(("--strict",), help="Exit with 1 if a source causes a warning.")]
 Scheduler = Annotated[
     str | None,
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Read sources side by side: local is one process a CPU, local:4 is four.",
+        help="Read sources in parallel: local means one process per CPU, local:4 means four.",
     ),
 ]
 

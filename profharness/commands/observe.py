@@ -51,7 +51,8 @@ Profiler = Annotated[
     Literal["torch", "none", "nsys"],
     Option(
         ("--profiler",),
-        help="What records a few steps: PyTorch's, Nsight Systems, or none: calls are only counted.",
+        help="The profiler that records a few steps: torch (PyTorch's), nsys (Nsight Systems), or none, "
+        "which only counts calls.",
     ),
 ]
 Steps = Annotated[
@@ -63,7 +64,8 @@ Warmup = Annotated[
     Option(
         ("--warmup",),
         type=click.IntRange(0, 1_000_000),
-        help="Steps without a new kind of call before that; 0: from the first call on.",
+        help="Start the profiler after this many steps without a new kind of call; 0 starts it at the first "
+        "call.",
         click={"show_default": True},
     ),
 ]
@@ -73,7 +75,8 @@ Rank = Annotated[
         ("--rank",),
         metavar="N|all",
         check=check_rank,
-        help="Under torchrun, whose process the profiler records. Calls are counted in all.",
+        help="Under torchrun, the rank whose process the profiler records, or all. Calls are counted in "
+        "every rank.",
     ),
 ]
 GpuNames = Annotated[
@@ -81,7 +84,7 @@ GpuNames = Annotated[
     Option(
         ("--gpu",),
         metavar="NAME",
-        help="Then predict what other GPUs would do with each layer, by their atlases: H200.",
+        help="At the end, predict each layer on other GPUs from their atlases, such as H200.",
     ),
 ]
 

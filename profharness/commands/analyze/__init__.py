@@ -38,9 +38,9 @@ Peaks = Annotated[
     Literal["measure", "data-sheet"] | None,
     Option(
         ("--peaks",),
-        help="measure: measure this machine's device now and keep it; data-sheet: the built-in table.  "
-        "[default: what the store has measured, measured once if the cells ran on a GPU like this "
-        "machine's, else the table]",
+        help="The peak rates of the device. measure: measure this machine's device now, and store them; "
+        "data-sheet: use the built-in table.  [default: those in the store; if it has none, measure them "
+        "if the cells ran on a GPU like this machine's, else use the table]",
     ),
 ]
 Full = Annotated[bool, Option(("--full",), help="Show every finding, with all of its evidence.")]

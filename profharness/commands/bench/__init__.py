@@ -14,6 +14,7 @@ from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document, usage
 from profharness.commands._options import Option
 from profharness.commands._output import (
+    FORCE_OPTION,
     STDOUT,
     SUFFIX_FORMATS,
     check_file,
@@ -27,7 +28,6 @@ from profharness.commands._types import (
     Backends,
     Configs,
     Device,
-    Force,
     Format,
     GpuClasses,
     Insecure,
@@ -93,7 +93,7 @@ Dtypes = Annotated[
         ("--dtype",),
         multiple=True,
         metavar="NAME",
-        help="fp16, bf16, fp32: for configs without a dtype.",
+        help="The dtype of configs that name none: fp16, bf16 or fp32. Repeatable, or separated by commas.",
     ),
 ]
 Measurements = Annotated[
@@ -117,8 +117,8 @@ Precision = Annotated[
     float | str | None,
     Option(
         ("--precision",),
-        metavar="PART",
-        help="Sample until half the 95 % interval of the median is at most this fraction of it.  "
+        metavar="FRACTION",
+        help="Sample until half the width of the median's 95 % interval is at most this fraction of the median.  "
         "[default: 1%; with --run, that of the run]",
     ),
 ]
@@ -144,7 +144,10 @@ Convention = Annotated[
     Option(("--convention",), help="How to count FLOPs."),
 ]
 Verified = Annotated[
-    bool, Option(("--verify",), help="Check outputs. A wrong backend is not ranked.")
+    bool,
+    Option(
+        ("--verify",), help="Also verify the outputs. Backends with wrong results are not ranked."
+    ),
 ]
 BenchSeed = Annotated[
     int, Option(("--seed",), type=click.IntRange(*SEEDS), help="Seed of inputs and order.")
@@ -156,18 +159,20 @@ BenchRun = Annotated[
         ("--run",),
         metavar="RUN",
         complete=complete_runs,
-        help="Measure nothing. Use a stored run: all of it, or the configs and backends given.",
+        help="Show a stored run instead of measuring: all of it, or only the given configs and backends.",
     ),
 ]
 Explained = Annotated[bool, Option(("--explain",), help="Show every reason why a backend refused.")]
 Raw = Annotated[bool, Option(("--raw",), help="Include the samples in JSON and CSV.")]
+Overwrite = Annotated[bool, replace(FORCE_OPTION, help="Overwrite the output files if they exist.")]
 Target = Annotated[
     PathLike | None,
     Option(
         ("-o", "--output"),
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A file, - for stdout, or a folder (out/) for all formats and the environment.",
+        help="Write the result to this file. `-` means stdout, the default. A folder (out/) gets all formats and "
+        "the environment.",
         click={"callback": check_target},
     ),
 ]
@@ -273,7 +278,7 @@ def show(
     store: Store = None,
     format: Format = None,
     output: Target = None,
-    force: Force = False,
+    force: Overwrite = False,
 ) -> None:
     """Print the answer, or write it to a file or a folder."""
     from profharness.commands.bench.tables import benches_by_gpu_document

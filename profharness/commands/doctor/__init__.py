@@ -10,7 +10,7 @@ import click
 from profharness import __version__
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
-from profharness.commands._types import Store, store_path
+from profharness.commands._types import Insecure, Store, store_path
 from profharness.commands.doctor.checks import Check, check_lanes, run_checks
 from profharness.commands.doctor.tables import doctor_document
 from profharness.render.document import Document
@@ -25,10 +25,9 @@ CheckedScheduler = Annotated[
     Option(
         ("--scheduler",),
         metavar="WHERE",
-        help="Also check the lanes of local or tls://head:8786: which exist, and in what they differ.",
+        help="Also check the lanes of this scheduler, local or tls://head:8786, and list their differences.",
     ),
 ]
-Insecure = Annotated[bool, Option(("--insecure",), help="Allow that scheduler to be without TLS.")]
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ Cudnn = Annotated[
     Option(
         ("--cudnn",),
         metavar="VERSION",
-        help="cuDNN's version.  [default: the PyPI wheel's]",
+        help="The cuDNN version.  [default: that of the PyPI wheel]",
         tool="cuDNN's version. Default: the PyPI wheel's.",
     ),
 ]
@@ -107,7 +107,7 @@ Cuda = Annotated[
     Option(
         ("--cuda",),
         metavar="VERSION",
-        help="PyTorch's CUDA.  [default: the PyPI wheel's]",
+        help="The CUDA version of PyTorch.  [default: that of the PyPI wheel]",
         tool="PyTorch's CUDA. Default: the PyPI wheel's.",
     ),
 ]
@@ -116,7 +116,8 @@ CudnnCompiled = Annotated[
     Option(
         ("--cudnn-compiled",),
         metavar="VERSION",
-        help="The cuDNN that PyTorch was compiled with, which decides the order in 2.9.  [default: as known]",
+        help="The cuDNN version that PyTorch was compiled with. PyTorch 2.9 orders the backends by it.  "
+        "[default: the known one]",
     ),
 ]
 Bisect = Annotated[
@@ -125,7 +126,7 @@ Bisect = Annotated[
         ("--bisect",),
         metavar="PROPERTY",
         check=numeric_name,
-        help="Find the values where the choice flips.",
+        help="Find the values of this property, such as head_dim, at which the choice changes.",
         tool="Find the values of this property at which the choice flips.",
         tool_examples=("head_dim", "seq_len"),
     ),

@@ -31,7 +31,8 @@ Profiler = Annotated[
         ("--profiler",),
         metavar="NAME",
         check=require_profilers,
-        help="The launches of this profiler: torch, nsys, ncu, or all.  [default: the first that the run has]",
+        help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  [default: the first that "
+        "the run has]",
     ),
 ]
 

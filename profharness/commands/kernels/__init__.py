@@ -63,10 +63,10 @@ GPU_ALONE = (
     "--steps out"
 )
 NAMES = """
-Names are short ones, which only a terminal cuts; --full shows them whole. In <64,64x128,w4> stand
-the head dimension, the tile of queries x keys and the warps of a block; m8,split2 are the rows of a
-block and the most splits that it combines; knob_7 is cuDNN's number of a variant.
-`profharness explain-kernel NAME` says any name in words.
+Kernel names are shortened; --full shows full names. A terminal also cuts names that are too long.
+<64,64x128,w4> means head dimension 64, a tile of 64 queries x 128 keys, and 4 warps per block. m8 is
+the number of rows per block, and split2 the largest number of splits that it combines. knob_7 is
+cuDNN's number of a variant. `profharness explain-kernel NAME` describes any name.
 """
 # The first columns of a frame: pandas prints only the first and last columns.
 FRAME_COLUMNS = (
@@ -80,7 +80,7 @@ Profilers = Annotated[
         ("--profiler",),
         multiple=True,
         check=require_profilers,
-        help="Only the launches of this profiler; all: every profiler side by side. Repeatable.  "
+        help="Show only the launches that this profiler recorded; all compares the profilers. Repeatable.  "
         "[default: the first of torch, nsys and ncu that the run has]",
         tool=f"{', '.join(TRACE_PROFILERS)}, or all: every one side by side.",
         click={"type": click.Choice([*TRACE_PROFILERS, EVERY_PROFILER])},

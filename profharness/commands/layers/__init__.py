@@ -62,21 +62,21 @@ mode   eager, compile (inside torch.compile), graph (replayed by a CUDA graph),
 phase  prefill, decode (one query), cross (unlike lengths), train, recompute (checkpointing)
 ran    flash, efficient, cudnn, math; eager: matrix products and a softmax; flex
 
---regret adds what each row would save a step on the fastest correct backend: calls times
-(measured time of what ran, less that of the best), forward and backward apart. Where the GPU
-waits for the CPU, that is the most that it can save.
+--regret adds the time that each row would save per step on the fastest correct backend: the number
+of calls times the difference between the measured times of the backend that ran and of the fastest
+one. Forward and backward are separate. If the GPU waits for the CPU, the program saves less.
 
---gpu shows what another GPU would do with the same calls, in a table of its own: the backend that
-PyTorch takes there, the time of its kernels with its 90 % interval and where the figure is from
-(measured, model; floor: no time is known), and what the fastest backend would save. A trace from
-another GPU, or a program observed on a CPU, is enough. Several GPUs (H100,H200) have a column each.
+--gpu predicts the same calls on another GPU, in a table of its own: the backend that PyTorch chooses
+there, the time of its kernels with a 90 % interval, the source of that time (measured or model; floor
+means that no time is known), and what the fastest backend would save. A trace from another GPU, or a
+program observed on a CPU, is enough. Several GPUs (H100,H200) get a column each.
 
-Several runs of a model, one on each class of GPU, have a column each: what ran there, medians of one
-call, and how many times as fast the others are as the first.
+Several runs of a model, one on each class of GPU, get a column each: what ran there, the median time
+of a call, and the speed-up over the first run.
 
---bench BENCH-ON-H100,BENCH-ON-H200 adds, a column each, what runs there and what is the fastest in a
-bench of the layers' configs. Of one run the benches are of any GPUs: beside what ran on its own, what
-PyTorch took on the others. Each of several runs has the bench of its GPU.
+--bench BENCH-ON-H100,BENCH-ON-H200 adds a column for each bench of the layers' configs: the backend
+that PyTorch chose there, and the fastest one. For one run, the benches may be on any GPUs. For
+several runs, name the bench on the GPU of each.
 """
 MAX_TIME_S = 2.0  # sampling of one config on one backend
 
@@ -122,8 +122,8 @@ OnlyConfigs = Annotated[
     bool,
     Option(
         ("--configs",),
-        help="Print the configs that replay the calls, for `capture --configs`. With --regret: the configs "
-        "that it times or that --bench needs, for `bench --configs`.",
+        help="Print the configs that replay the calls, for `capture --configs`. With --regret, print the "
+        "configs to time, for `bench --configs`.",
     ),
 ]
 Full = Annotated[
@@ -147,7 +147,15 @@ Benches = Annotated[
         "a column each. Repeatable, or separated by commas.",
     ),
 ]
-TimedBackends = Annotated[Names, replace(BACKENDS_OPTION, tool="")]
+TimedBackends = Annotated[
+    Names,
+    replace(
+        BACKENDS_OPTION,
+        help="With --regret: time only these backends, named as in `bench`. Repeatable, or separated by "
+        "commas.",
+        tool="",
+    ),
+]
 MaxTime = Annotated[
     str | None,
     Option(
@@ -163,8 +171,8 @@ FailOn = Annotated[
         multiple=True,
         metavar="GATE",
         check=lambda names: parse_gates(names, ()),
-        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (unknown what ran); for an "
-        "observed program also noop-mask and asked-not-ran. Repeatable, or separated by commas.",
+        help="Exit 3 on math-fallback, eager-attention, backend-changed, unseen (the backend is unknown); for "
+        "an observed program also noop-mask and asked-not-ran. Repeatable, or separated by commas.",
     ),
 ]
 Expected = Annotated[

@@ -29,7 +29,7 @@ _WIDTH = max(map(len, CODES))
 
 RankRuns = Annotated[PathLike, Option(metavar="[RUN_OR_FOLDER]...", complete=complete_runs)]
 Threshold = Annotated[
-    float, threshold_option("Relative excess of kernel time from which a GPU is slow.")
+    float, threshold_option("The relative excess of kernel time at which a GPU counts as slow.")
 ]
 FailOn = Annotated[
     tuple[str, ...],

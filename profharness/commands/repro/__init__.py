@@ -15,7 +15,6 @@ from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
 from profharness.commands._types import (
     Backends,
-    Device,
     Force,
     OneConfig,
     OutputFile,
@@ -26,7 +25,7 @@ from profharness.commands._types import (
 )
 from profharness.commands.repro.program import asked_cell, repro_script, stored_cell
 from profharness.files import atomic_file, check_output
-from profharness.run import SEEDS
+from profharness.run import DEVICES, SEEDS
 from profharness.store import Selection, open_store
 
 CellRun = Annotated[
@@ -35,7 +34,15 @@ CellRun = Annotated[
         ("--run",),
         metavar="RUN",
         complete=complete_runs,
-        help="A stored run that has the cell: its seed, device and result.  [default: no run is read]",
+        help="A stored run that has the cell. The script has its seed, device and result.  [default: none]",
+    ),
+]
+ScriptDevice = Annotated[
+    str,
+    Option(
+        ("--device",),
+        type=click.Choice(DEVICES),
+        help="The device of the script. auto means that of the run, or without --run a GPU if there is one.",
     ),
 ]
 Seed = Annotated[
@@ -54,7 +61,7 @@ def repro(
     backend: Backends = None,
     *,
     run: CellRun = None,
-    device: Device = "auto",
+    device: ScriptDevice = "auto",
     seed: Seed = None,
     output: OutputFile = None,
     force: Force = False,

@@ -48,10 +48,11 @@ Cases = Annotated[
         ("--cases",),
         multiple=True,
         metavar="NAME",
-        help="standard (default), none for only the config, or names of cases, separated by commas.",
+        help="standard (default); none for only the config itself; or names of cases. Repeatable, or "
+        "separated by commas.",
     ),
 ]
-Timeout = Annotated[float, timeout_option("Seconds that one case of one backend may take.")]
+Timeout = Annotated[float, timeout_option("Time limit of one case on one backend, in seconds.")]
 Full = Annotated[bool, Option(("--full",), help="Show every check, with its figures.")]
 
 
