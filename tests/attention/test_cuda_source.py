@@ -24,6 +24,7 @@ from cuda.core._kernel_arg_handler import ParamHolder
 
 from profharness.attention.backends.base import RefusedError
 from profharness.attention.backends.cubin_cache import (
+    SOURCE_BYTES,
     CompiledSource,
     cache_folder,
     distrust_reason,
@@ -190,15 +191,17 @@ def test_a_missing_source_is_reported_on_compilation(tmp_path: Path) -> None:
 def test_circular_includes_and_toolkit_headers(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text('#include "b.cuh"\n#include <cuda_fp16.h>\n')
     (tmp_path / "b.cuh").write_text('#include "a.cu"\n#include "not_there.cuh"\n')
-    found = local_files(tmp_path / "a.cu", (tmp_path / "a.cu").read_bytes())
+    found, complete = local_files(tmp_path / "a.cu", (tmp_path / "a.cu").read_bytes())
     assert set(found) == {tmp_path / "a.cu", tmp_path / "b.cuh"}
+    assert complete
 
 
 def test_angle_brackets_find_local_headers(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text("#include <b.cuh>\n#include <cuda_fp16.h>\n")
     (tmp_path / "b.cuh").write_text("")
-    found = local_files(tmp_path / "a.cu", (tmp_path / "a.cu").read_bytes())
+    found, complete = local_files(tmp_path / "a.cu", (tmp_path / "a.cu").read_bytes())
     assert set(found) == {tmp_path / "a.cu", tmp_path / "b.cuh"}
+    assert complete
 
 
 def test_include_path_adds_folders(source: CudaSource, tmp_path: Path) -> None:
@@ -208,6 +211,72 @@ def test_include_path_adds_folders(source: CudaSource, tmp_path: Path) -> None:
     given = {"include_path": str(tmp_path / "more")}
     made = CudaSource(source.path, given, text=text).cubin(["plain"], "sm_80")
     assert made.names["plain"] == "plain"
+
+
+@pytest.mark.parametrize("option", ["include_path", "list", "relative", "pre_include"])
+def test_headers_of_options_change_the_cache_entry(
+    source: CudaSource, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "more"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    paths: dict[str, object] = {"list": [str(folder)], "relative": "more"}
+    options = {"include_path": paths.get(option, str(folder))}
+    text = 'extern "C" __global__ void plain(int* p) { *p = FAR; }\n'
+    if option == "pre_include":
+        options["pre_include"] = "far.cuh"
+    else:
+        text = f"#include <far.cuh>\n{text}"
+    source.path.write_text(text)
+    found = []
+    for value in (1, 1, 2):
+        (folder / "far.cuh").write_text(f"#define FAR {value}\n")
+        found.append(again(source, **options).cubin(["plain"], "sm_80"))
+    assert [each.from_cache for each in found] == [False, True, False]
+    assert found[0].cubin != found[2].cubin
+
+
+def test_an_angle_include_does_not_hide_the_file_that_the_compiler_reads(
+    source: CudaSource, tmp_path: Path
+) -> None:
+    (tmp_path / "parts" / "value.cuh").write_text("#include <deep.cuh>\n")
+    for value in (3, 4):
+        (tmp_path / "deep.cuh").write_text(f"#define VALUE {value}\n")
+        assert not again(source).cubin([NAME], "sm_80").from_cache
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['#include /**/ "far.cuh"', '#/**/include "far.cuh"', '/*\n*/ # /**/ include "far.cuh"',
+     '#define NAME "far.cuh"\n#include NAME', '#include "far.cuh"\n//' + "x" * SOURCE_BYTES],
+)  # fmt: skip
+def test_a_source_with_unknown_includes_is_not_cached(
+    source: CudaSource, tmp_path: Path, line: str
+) -> None:
+    (tmp_path / "far.cuh").write_text("#define VALUE 1\n")
+    if len(line) > SOURCE_BYTES:
+        line, more = line.split("\n")
+        (tmp_path / "far.cuh").write_text(f"#define VALUE 1\n{more}\n")
+    source.path.write_text(TEXT.replace('#include "parts/value.cuh"', line))
+    for _ in range(2):
+        assert not again(source).cubin(["plain"], "sm_80").from_cache
+    assert not files()
+
+
+def test_comments_and_splices_do_not_disable_the_cache(source: CudaSource) -> None:
+    lines = (
+        '// include this, or #include <none.cuh>\n/* include */ #inc\\\nlude "parts/value.cuh"\n'
+    )
+    source.path.write_text(TEXT.replace('#include "parts/value.cuh"', lines))
+    assert [again(source).cubin(["plain"], "sm_80").from_cache for _ in range(2)] == [False, True]
+    (source.path.parent / "parts" / "value.cuh").write_text("#define VALUE 5\n")
+    assert not again(source).cubin(["plain"], "sm_80").from_cache
+
+
+def test_a_source_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.cu").write_bytes(b" " * (SOURCE_BYTES + 1))
+    with pytest.raises(CompileError, match=r"a\.cu cannot be read: larger than 16,000,000 bytes"):
+        CudaSource(tmp_path / "a.cu").cubin(["plain"], "sm_80")
 
 
 def test_two_processes_leave_one_valid_file(source: CudaSource) -> None:

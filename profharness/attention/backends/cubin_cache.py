@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,14 @@ from profharness.files import atomic_file, read_input
 
 MAGIC = b"profharness-1"
 SOURCE_BYTES = 16_000_000  # of a file of source code
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
+_SPLICE = re.compile(rb"\\[ \t]*\r?\n")
+# An include that names its file, and anything that may be an include: with a comment, or of a macro.
+_INCLUDE = re.compile(
+    rb'(?:(?:#|%:)[ \t\v\f]*include(?:_next)?|__has_include(?:_next)?[ \t]*\()[ \t\v\f]*["<]([^">\n]+)[">]'
+)
+_ANY_INCLUDE = re.compile(
+    rb"(?:#|%:|\?\?=|\*/)[ \t\v\f]*include(?:_next)?\b|__has_include(?:_next)?[ \t]*\("
+)
 
 
 @dataclass(frozen=True)
@@ -56,25 +63,38 @@ def is_source(path: Path) -> bool:
     return path.is_file() and path.stat().st_size <= SOURCE_BYTES
 
 
-def local_files(source: Path, text: bytes) -> dict[Path, bytes]:
-    """Return the contents of the source (`text`) and of all local files that it includes.
+def local_files(
+    source: Path, text: bytes, folders: Sequence[Path] = (), before: Sequence[str] = ()
+) -> tuple[dict[Path, bytes], bool]:
+    """Return the contents of the source (`text`) and of all local files that it may include, and
+    whether these are all.
 
-    Names are searched in the folder of the including file, then in that of the source, as NVRTC
-    does. Files in neither folder are omitted: the compiler reports them, or a macro disables the
-    include.
+    `folders` are searched besides that of the including file and that of the source. `before` are
+    the names of files that are included first. As the compiler's order depends on the kind of
+    include, the result contains each file that a name may mean. Names in no folder are omitted: the
+    compiler reports them, or a macro disables the include.
     """
     files: dict[Path, bytes] = {}
-    todo = [source]
+    complete = True
+    places = [source.parent, *folders]
+    todo = [source, *(Path.cwd() / name for name in before)]
+    todo += [folder / name for folder in places for name in before]
     while todo:
-        path = todo.pop()
-        if path in files:
+        # One key per file, regardless of how its includes spell the path.
+        path = Path(os.path.normpath(spelled := todo.pop()))
+        if path in files or not (path.exists() or path == source):
             continue
-        files[path] = text if path == source else path.read_bytes()
-        for name in _INCLUDE.findall(files[path]):
-            places = (folder / os.fsdecode(name) for folder in (path.parent, source.parent))
-            # One key per file, regardless of how its includes spell the path.
-            todo += [Path(os.path.normpath(place)) for place in places if is_source(place)][:1]
-    return files
+        # After a link, `..` leads to another folder.
+        complete &= path == spelled or (spelled.exists() and path.samefile(spelled))
+        if path != source and not is_source(path):
+            complete &= path.is_dir()
+            continue
+        files[path] = text if path == source else read_input(path, limit=SOURCE_BYTES)
+        spliced = _SPLICE.sub(b"", files[path])
+        names = _INCLUDE.findall(spliced)
+        complete &= len(names) == len(_ANY_INCLUDE.findall(spliced))
+        todo += [folder / os.fsdecode(name) for folder in (path.parent, *places) for name in names]
+    return files, complete
 
 
 def cache_key(files: Mapping[Path, bytes], parts: Iterable[str]) -> str:

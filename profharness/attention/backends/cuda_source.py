@@ -12,6 +12,7 @@ from typing import Any
 
 from profharness.attention.backends.base import ImplementationError, RefusedError
 from profharness.attention.backends.cubin_cache import (
+    SOURCE_BYTES,
     CompiledSource,
     cache_folder,
     cache_key,
@@ -22,11 +23,13 @@ from profharness.attention.backends.cubin_cache import (
 )
 from profharness.attention.backends.cuda_launch import CudaKernel, load_kernel
 from profharness.errors import install_command
+from profharness.files import read_input
 
 __all__ = ["CompileError", "CompiledSource", "CudaSource"]
 
 LOG = logging.getLogger(__name__)
 REMEDY = install_command("kernels")
+PRECOMPILED = ("pch", "create_pch", "use_pch")  # options that read or write precompiled headers
 LOG_MARK = "compilation log:"
 
 
@@ -62,11 +65,22 @@ class CudaSource:
         """
         version = nvrtc_version()
         try:
-            files = local_files(self.path, self._text())
+            folders = [Path(each).absolute() for each in _texts(self._options.get("include_path"))]
+            before = _texts(self._options.get("pre_include"))
+            files, complete = local_files(self.path, self._text(), folders, before)
         except OSError as error:
             raise CompileError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        if not complete or any(self._options.get(name) for name in PRECOMPILED):
+            LOG.debug("%s includes files that are not known, so it is not cached", self.path.name)
+            return self._compile(files[self.path], names, arch, version)
         # The order of the options must not change the cache key.
-        parts = [arch, version, *names, *(f"{k}={v!r}" for k, v in sorted(self._options.items()))]
+        parts = [
+            arch,
+            version,
+            *names,
+            *map(str, folders),
+            *(f"{k}={v!r}" for k, v in sorted(self._options.items())),
+        ]
         stem = f"{self.path.stem}-{arch}-{cache_key(files, parts)}.cubin"
         place = cache_folder() / stem
         distrust = distrust_reason(place)
@@ -102,7 +116,7 @@ class CudaSource:
         return kernel
 
     def _text(self) -> bytes:
-        content = self.path.read_bytes()
+        content = read_input(self.path, limit=SOURCE_BYTES)
         if self._given is None:
             return content
         text = self._given.encode()
@@ -120,8 +134,7 @@ class CudaSource:
         begin = time.perf_counter()
         log = io.StringIO()
         try:
-            given = self._options.get("include_path") or []
-            folders = [folder, *([given] if isinstance(given, str) else given)]
+            folders = [folder, *_texts(self._options.get("include_path"))]
             options = options_type(
                 **{**self._options, "name": str(self.path), "arch": arch, "include_path": folders}
             )
@@ -180,6 +193,11 @@ def _compiler() -> tuple[Any, Any]:
         text = f"CUDA sources need the package cuda-core ({REMEDY})"
         raise RefusedError("absent", text) from error
     return Program, ProgramOptions
+
+
+def _texts(option: str | Sequence[str] | None) -> list[str]:
+    """Return the texts of an option that is one text or several."""
+    return [option] if isinstance(option, str) else list(option or ())
 
 
 def _decoded(name: str | bytes) -> str:

@@ -34,6 +34,7 @@ from profharness.attention.config import Config
 from profharness.device_types import DEVICE_TYPES
 from profharness.environment import CHANGED
 from profharness.errors import UsageError
+from profharness.files import read_input
 from profharness.processes import run_briefly
 
 GROUP = "profharness.attention.backends"
@@ -62,7 +63,8 @@ def parts_of(file: Path) -> dict[Path, bytes]:
         if path in parts:
             continue
         # CUDA text in a Python file includes as a .cu file does
-        for part, content in local_files(path, path.read_bytes()).items():
+        files, _ = local_files(path, read_input(path, limit=SOURCE_BYTES))
+        for part, content in files.items():
             if parts.setdefault(part, content) is content and part.suffix == ".py":
                 todo += (named for named in _named(part, content) if is_source(named))
     return parts
