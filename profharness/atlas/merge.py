@@ -50,10 +50,14 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
         for earlier in atlases[:number]:
             if text := conflicts(earlier, later):
                 raise ProfharnessError(f"{earlier.source} and {later.source} are not mixed: {text}")
-    cells = chain.from_iterable(atlas.cells() for atlas in atlases)
-    # the sort is stable
-    ordered = sorted(cells, key=lambda cell: cell.status not in SETTLED)
-    return build_atlas(first.machine, ordered, first.source)
+    # Two passes: a list of all cells would take far more memory than their columns.
+    cells = (
+        cell
+        for settled in (True, False)
+        for cell in chain.from_iterable(atlas.cells() for atlas in atlases)
+        if (cell.status in SETTLED) is settled
+    )
+    return build_atlas(first.machine, cells, first.source)
 
 
 def conflicts(one: Atlas, other: Atlas) -> str:
@@ -74,13 +78,14 @@ def conflicts(one: Atlas, other: Atlas) -> str:
             ratios.append(cell.kernel_us / known.kernel_us)
         if (found := known.difference(cell)) is not None:
             counts[found[0]] += 1
-            examples.append(f"{cell.config.label} {cell.backend}: {found[1]}")
+            if len(examples) < MAX_EXAMPLES:
+                examples.append(f"{cell.config.label} {cell.backend}: {found[1]}")
     texts = []
     if counts:
         parts = ", ".join(f"{what} of {count}" for what, count in counts.items())
         texts = [
             f"{counts.total():,} of {shared:,} shared cells disagree: {parts}",
-            f"first {'; '.join(examples[:MAX_EXAMPLES])}",
+            f"first {'; '.join(examples)}",
         ]
     ratio = median(ratios) if len(ratios) >= LEAST_FOR_MEDIAN else 1.0
     if abs(ratio - 1) > MAX_MEDIAN_GAP:
@@ -103,12 +108,14 @@ def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | No
             raise ProfharnessError(
                 f"{source} is not added to {entry.name} ({entry.origin}), for the two disagree: {text}"
             )
-    new = [cell for cell in atlas.cells() if not any(_contains(each.atlas, cell) for each in same)]
-    if not new:
+    cells = atlas.cells()
+    unknown = (cell for cell in cells if not any(_contains(each.atlas, cell) for each in same))
+    new = build_atlas(atlas.machine, unknown, source)
+    if not len(new):
         return None, 0
     path = folder / f"{atlas.machine.name}{SUFFIX}"
     parts = [each.atlas for each in same if each.path == path]
-    parts.append(build_atlas(atlas.machine, new, source))
+    parts.append(new)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from profharness.atlas.data import (
     read_atlas,
     write_atlas,
 )
+from profharness.atlas.merge import merge
 from profharness.atlas.shards import shard_lines
 from profharness.cli import find_command
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
@@ -90,6 +92,18 @@ def test_parts_of_one_machine_merge(packaged: Atlas, tmp_path: Path) -> None:
     write_atlas(part(packaged, 20, 50), tmp_path / "b.npz")
     ok("merge", "a.npz", "b.npz", "-o", "c.npz")
     assert list(read_atlas(tmp_path / "c.npz").cells()) == list(part(packaged, 0, 50).cells())
+
+
+def test_merging_does_not_list_all_cells(packaged: Atlas) -> None:
+    atlas = part(packaged, 0, 4000)
+    tracemalloc.start()
+    try:
+        merged = merge([atlas])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(merged) == 4000
+    assert peak < 5_000_000  # a list of the cells takes 10 MB
 
 
 def test_different_machines_and_conflicting_cells_are_not_merged(
