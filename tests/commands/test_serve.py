@@ -301,8 +301,15 @@ def test_query_whose_process_dies_is_an_error_of_its_own(store: Path) -> None:
 
 def test_query_that_takes_much_memory_is_refused(served: str) -> None:
     sql = "with recursive n(i) as (select 1 union all select i + 1 from n limit 300) "
-    status, text = get(served, f"/{DATABASE}.json?sql={quote(sql)}select+zeroblob(8000000)+from+n")
-    assert (status, text) == (400, "this takes too much memory; ask for less"), text[:200]
+    path = f"/{DATABASE}.json?sql={quote(sql)}select+zeroblob(8000000)+from+n"
+    answers: list[Answer] = []
+
+    def refused() -> bool:
+        answers.append(get(served, path))
+        return answers[-1][0] != 504  # on a busy machine, its time ends before its memory
+
+    until(refused)
+    assert answers[-1] == (400, "this takes too much memory; ask for less")
 
 
 @pytest.mark.parametrize(
