@@ -37,6 +37,7 @@ EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
 )
 
+MODULES_SHOWN = 2  # modules around a call without --full
 UNFUSED = "flex_attention without torch.compile: plain products, which hold all scores"
 FUSE = "torch.compile(flex_attention): one fused kernel"
 
@@ -680,3 +681,12 @@ def replay_lines(layers: LayerMap) -> list[str]:
         if row.config and row.replayable:
             lines.setdefault(row.config, []).append(row.module or "a call")
     return [f"{config}  # {', '.join(modules)}" for config, modules in lines.items()]
+
+
+def short_module(module: str | None) -> str | None:
+    """Return the innermost modules of a path. The number of a layer keeps the name of its list."""
+    parts = (module or "").split(".")
+    if "{" in parts[0] or not module:
+        return module
+    numbered = parts[-MODULES_SHOWN:][0][0:1] in ("{", *"0123456789")
+    return ".".join(parts[-MODULES_SHOWN - numbered :])

@@ -32,9 +32,9 @@ from profharness.commands.analyze.several import (
     where,
 )
 from profharness.commands.bench.tables import roofline_chart
-from profharness.commands.layers.tables import short_module
 from profharness.devices import Peaks
 from profharness.program.counters import Counters
+from profharness.program.layer_map import short_module
 from profharness.render.devices import device_blocks, device_record
 from profharness.render.document import (
     Block,

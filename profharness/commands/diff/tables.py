@@ -12,7 +12,7 @@ from typing import Any
 
 from profharness.columns import Column, pick
 from profharness.commands.diff.result import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
-from profharness.commands.layers.tables import short_module
+from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff, LayerSide
 from profharness.render.document import (
     FORMATS,

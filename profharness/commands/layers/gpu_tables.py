@@ -12,7 +12,6 @@ from profharness.commands.layers.tables import (
     forecast_record,
     layers_document,
     line_of,
-    short_module,
 )
 from profharness.program.by_gpu import (
     BenchedCall,
@@ -22,7 +21,7 @@ from profharness.program.by_gpu import (
     LayersByGpu,
     with_bench_maps,
 )
-from profharness.program.layer_map import LayerMap, LayerRow
+from profharness.program.layer_map import LayerMap, LayerRow, short_module
 from profharness.program.matching import MatchedLayers
 from profharness.render.document import Block, Document, Heading, Note, Table, record
 

@@ -15,6 +15,7 @@ from profharness.program.layer_map import (
     LayerForecast,
     LayerMap,
     LayerRow,
+    short_module,
 )
 from profharness.render.document import (
     Block,
@@ -52,7 +53,6 @@ FORECAST = (
     *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
     *pick(LayerForecast, "predicted_share", "predicted_best", "predicted_saves_ns"),
 )
-MODULES_SHOWN = 2  # modules around a call without --full
 
 
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
@@ -139,15 +139,6 @@ def line_of(row: LayerRow, full: bool) -> dict[str, Any]:
     if row.mask == NO_MASK:
         line["mask"] = None
     return line
-
-
-def short_module(module: str | None) -> str | None:
-    """Return the innermost modules of a path. The number of a layer keeps the name of its list."""
-    parts = (module or "").split(".")
-    if "{" in parts[0] or not module:
-        return module
-    numbered = parts[-MODULES_SHOWN:][0][0:1] in ("{", *"0123456789")
-    return ".".join(parts[-MODULES_SHOWN - numbered :])
 
 
 def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:
