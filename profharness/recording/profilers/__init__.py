@@ -1,7 +1,7 @@
 """The registry of profilers, and the search for their tools on this machine.
 
 A new profiler is a row in PROFILERS, a module here with its session and its failures, its name in
-`rows.TRACE_PROFILERS` (and `COUNTERS`), and a parser in `parse.PARSERS`.
+`rows.TRACE_PROFILERS` (and `COUNTERS`), and a parser in `traces.PARSERS`, with its suffixes beside it.
 """
 
 from __future__ import annotations
