@@ -1,8 +1,10 @@
-"""Parsed traces: the result of every parser and the input of the store's ingest, for all profilers.
+"""Define the data structures of a parsed trace.
+
+Every parser returns a `Trace`, whichever profiler wrote the file. The store ingests it.
 
 Small tables (names, launch configurations, ranges) are plain lists. There can be millions of
-launches, so they come in batches of columns, which refer to the small tables by index. Times are
-integer nanoseconds on the trace's own absolute clock.
+launches, so they are delivered in batches of columns, which refer to the small tables by index.
+Times are integer nanoseconds on the trace's own absolute clock.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 CELL_RANGE_PREFIX = "profharness:"
 WARMUP_RANGE = "profharness:warmup"
-NONE = -1  # in a column: no such row (index columns) or unknown (value columns)
+# In an index column, NONE means that there is no such row. In a value column, it means "unknown".
+NONE = -1
 
 
 def cell_range(cell: str) -> str:
@@ -32,7 +35,10 @@ def cell_range(cell: str) -> str:
 
 
 def range_cell(name: str) -> str | None:
-    """Return the cell id in a range name. None for warm-up and for ranges of other programs."""
+    """Return the cell id in a range name.
+
+    Return None for the warm-up range and for ranges that other programs opened.
+    """
     if not name.startswith(CELL_RANGE_PREFIX) or name == WARMUP_RANGE:
         return None
     return name[len(CELL_RANGE_PREFIX) :]
@@ -40,7 +46,10 @@ def range_cell(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Grid, block and resources of a launch. None if unknown, as for an op on the CPU."""
+    """Grid, block and resources of a launch.
+
+    A field is None if the value is unknown. All fields are None for an op on the CPU.
+    """
 
     grid: tuple[int, int, int] | None
     block: tuple[int, int, int] | None
@@ -52,7 +61,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One user range (record_function or NVTX) on one thread."""
+    """A range that a user opened on a thread with record_function or NVTX."""
 
     name: str
     start_ns: int
@@ -60,7 +69,7 @@ class Range:
     pid: int
     tid: int
     parent: int | None = None
-    """Index of the enclosing range, or None."""
+    """Index of the enclosing range, or None if no range encloses this range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,40 +78,47 @@ class TensorArgument:
 
     dims: tuple[int, ...]
     strides: tuple[int, ...] | None = None
-    """None if the trace does not contain them."""
+    """Strides in elements, or None if the trace does not contain the strides."""
     dtype: str | None = None
-    """Config name of the dtype if it has one. None if the trace does not contain it."""
+    """Name of the dtype as in a config, or the trace's own name if configs have no such dtype. None
+    if the trace does not contain the dtype.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One attention call of a program. Times are those of its ops on the CPU."""
+    """An attention call of a program. Its start and duration are measured on the CPU."""
 
     kind: str
-    """`sdpa` (scaled_dot_product_attention), `inner` (only the op below it, as in compiled code),
-    `fast_path` (that of nn.TransformerEncoder), `flex`, `custom` (an op of a package), `eager`
-    (matrix products around a softmax) or `replay` (kernels of a CUDA graph whose ops the trace
-    lacks).
+    """How the program called attention:
+
+    - `sdpa`: through scaled_dot_product_attention
+    - `inner`: through an op that scaled_dot_product_attention would call, as compiled code does
+    - `fast_path`: through the fast path of nn.TransformerEncoder
+    - `flex`: through flex_attention
+    - `custom`: through an op of another package
+    - `eager`: as two matrix products with a softmax between them
+    - `replay`: as kernels of a CUDA graph whose ops are not in the trace
     """
     op: str
-    """The op that was called."""
+    """The op that the program called."""
     sdpa_op: str | None
-    """The op that computed it. None if unknown."""
+    """The op that computed the attention, or None if it is unknown."""
     compiled: bool
     recompute: bool
-    """Repeats a forward pass during a backward pass."""
+    """Whether the call repeats a forward pass during a backward pass."""
     backward: bool
-    """A gradient was computed or prepared for."""
+    """Whether a gradient was computed, or the call prepared the computation of a gradient."""
     modules: tuple[str, ...]
-    """The nn.Modules around it, outermost first."""
+    """The nn.Modules that were being called, outermost first."""
     config: Config | None
-    """A config that replays the call, or None."""
+    """A config that replays the call, or None if no config describes the call."""
     reason: str | None
-    """Why there is no config, or what the config does not cover."""
+    """Why there is no config, or which properties of the call the config does not describe."""
     tensors: tuple[TensorArgument | None, ...]
-    """Query, key, value and mask."""
+    """The query, key, value and mask. A tensor is None if it was not given or is unknown."""
     path: str | None = None
-    """Dotted path of the modules, if a marker contains it."""
+    """Dotted path of the innermost module. None if no marker in the trace contains the path."""
     step: int | None = None
     pid: int = NONE
     tid: int = NONE
@@ -114,16 +130,19 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """An interval of a thread whose launches belong to a call in one direction."""
+    """A time interval on a thread. All launches in it belong to the forward or to the backward of
+    one attention call.
+    """
 
     call: int
-    """Index of the call."""
+    """Index of the call in the list of calls."""
     direction: str
+    """`forward`, `backward` or `recompute`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """One step of a program. It has the name of the range or the module that bounds it."""
+    """A step of a program, named after the range or the module that determines its start and end."""
 
     name: str
     start_ns: int
@@ -132,76 +151,89 @@ class ProgramStep:
 
 @dataclass(frozen=True, slots=True)
 class LaunchBatch:
-    """Columns of launches: int64 arrays of equal length. NONE (-1) marks a missing value.
+    """A batch of launches, stored as int64 columns of equal length. NONE (-1) marks a missing value.
 
-    kernel, launch_config, op_path, range, api and call_span are indices into the lists of the
-    Trace.
+    The columns kernel, launch_config, op_path, range, api and call_span contain indices into the
+    lists of the Trace.
     """
 
     kernel: Int64Column
     launch_config: Int64Column
     op_path: Int64Column
     range: Int64Column
-    """Innermost user range of the launching thread, else cell_range."""
+    """Index of the innermost user range that was open on the launching thread, or cell_range if no
+    range was open.
+    """
     cell_range: Int64Column
-    """Index of the enclosing `profharness:` range: one that is open on the launching thread, else
-    one of the same process that was open at the time of the launch (autograd launches from its own
-    thread).
+    """Index of the `profharness:` range that encloses the launch. If no such range is open on the
+    launching thread, this is a range that another thread of the process had open at that time,
+    because autograd launches kernels from its own thread.
     """
     api: Int64Column
     device: Int64Column
-    """-1 for the CPU: an op of a CPU-only trace, whose time excludes its child ops."""
+    """Index of the GPU. -1 means the CPU: if a trace contains only CPU events, its launches are
+    ops, and their durations exclude their child ops.
+    """
     stream: Int64Column
     correlation: Int64Column
     graph_node: Int64Column
     pid: Int64Column
     tid: Int64Column
     launch_ns: Int64Column
-    """Start of the launching call."""
+    """Start of the API call that launched the kernel, on the CPU."""
     start_ns: Int64Column
-    """On the device."""
+    """Start of the kernel on the device."""
     duration_ns: Int64Column
-    """On the device."""
+    """Duration of the kernel on the device."""
     bytes: Int64Column
-    """Moved by a memcpy or memset."""
+    """Number of bytes that a memcpy copied or a memset set."""
     call_span: Int64Column
-    """Interval of an attention call that contains the launch."""
+    """Index of the CallSpan that contains the launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareMetrics:
-    """Hardware counters of a trace's launches, with the profiler's names and units."""
+    """Values of the hardware counters for the launches of a trace. Names and units are those that
+    the profiler uses.
+    """
 
     names: list[str]
     units: list[str]
     values: NDArray[np.float64]
-    """[launches, names] float64. NaN if a launch has no such value. Row i is the i-th launch in the
-    order of the batches.
+    """An array of shape [launches, names]. Row i belongs to the i-th launch in the order of the
+    batches. NaN means that the launch has no value for the counter.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One parsed file. Call `batches()` once, and `close()` to delete its temporary files."""
+    """A parsed trace file.
+
+    Call `batches()` once to read the launches. Then call `close()` to delete the temporary files.
+    """
 
     profiler: str
     devices: tuple[Device, ...]
     environment: dict[str, object]
-    """Properties recorded in the file (cuda_runtime_version, cupti_version, distributedInfo, …),
-    without host, user, paths and command line.
+    """Properties that the file records, such as cuda_runtime_version, cupti_version and
+    distributedInfo. The names of the host and the user, paths and the command line are left out.
     """
     kernels: list[str]
-    """Canonical names as Kineto prints them. A memcpy or memset has its name in the trace."""
+    """Canonical kernel names, as Kineto prints them. A memcpy or memset keeps the name that it has in
+    the trace.
+    """
     kernel_kinds: list[str]
-    """`kernel`, `memcpy`, `memset` or `op` for each kernel."""
+    """The kind of each kernel: `kernel`, `memcpy`, `memset` or `op`."""
     launch_configs: list[LaunchConfig]
     op_paths: list[str]
-    """Folded stacks of ATen and autograd ops, outermost first, joined by ";"."""
+    """Folded stacks of ATen and autograd ops. A stack lists its ops from the outermost to the
+    innermost, separated by ";".
+    """
     apis: list[str]
     ranges: list[Range]
     num_launches: int
     skipped: int
-    """Number of unreadable events."""
+    """Number of events that could not be read and were skipped."""
     batches: Callable[[], Iterator[LaunchBatch]]
     close: Callable[[], None]
     warnings: tuple[str, ...] = field(default=())
@@ -210,4 +242,4 @@ class Trace:
     steps: tuple[ProgramStep, ...] = ()
     metrics: HardwareMetrics | None = None
     created_s: int | None = None
-    """When the file was made, as recorded in it, in seconds since 1970."""
+    """The creation time that the file records, in seconds since 1970, or None if it records none."""

@@ -1,8 +1,11 @@
-"""Find the attention calls of a program among the ops of a trace: the requested op, the op that
-computed it, its tensors and modules, and the spans of its forward and backward.
+"""Find the attention calls of a program among the ops of a trace.
 
-Ops with equal arguments share one `OpArguments`, so a call is described once per distinct set of
-arguments, however often it is made.
+For each call, this module determines the op that the program called, the op that computed the
+attention, the tensors, the nn.Modules around the call, and the time spans of its forward and its
+backward.
+
+Ops with equal arguments share one `OpArguments` object, so calls that have the same arguments are
+described only once, however often the program makes them.
 """
 
 from __future__ import annotations
@@ -59,26 +62,29 @@ from profharness.traces.replay import (
     warnings,
 )
 
-PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")  # named after their parent
-MARKER = "profharness-attention:"  # prefix of a range that contains a module's dotted path
+# Modules inside an attention module. A call in one of them is assigned to the module's parent.
+PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")
+MARKER = "profharness-attention:"  # prefix of a range whose name contains a module's dotted path
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
     """The attention calls of a trace and the spans of threads in which they ran."""
 
-    calls: tuple[AttentionCall, ...]  # by start
+    calls: tuple[AttentionCall, ...]  # sorted by start
     spans: tuple[CallSpan, ...]
     intervals: Intervals  # thread, start and stop of each span
-    # Launches of CUDA graphs lie in no interval: their ascending numbers, and the span of each.
+    # Kernels that a CUDA graph launched lie in no interval. `rows` contains the numbers of these
+    # launches in ascending order, and `row_spans` the index of the span of each.
     rows: Ints = field(default_factory=lambda: nothing(0))
     row_spans: Ints = field(default_factory=lambda: nothing(0))
-    warnings: tuple[str, ...] = ()  # contradictions in the trace, with counts
+    warnings: tuple[str, ...] = ()  # describe contradictions in the trace, with counts
 
     def lookup(self, thread: Ints, t: Ints, first: int | None = None) -> Ints:
-        """Return the index of the innermost span at each (thread, t), -1 if there is none.
+        """Return the index of the innermost span at each (thread, t), or -1 if there is no span.
 
-        For consecutive launches, `first` is the number of the first one within the trace.
+        If the lookup is for consecutive launches, `first` is the number of the first launch within
+        the trace.
         """
         rows = np.append(self.intervals.rows, -1)
         spans = rows[self.intervals.innermost(thread, t)]
@@ -89,8 +95,10 @@ class AttentionCalls:
 
 
 class _Context:
-    """The compiled code, autograd nodes and modules around each op that may belong to a call, by
-    the op's index in the tree.
+    """Knows the surroundings of each op that may belong to an attention call.
+
+    The surroundings are compiled regions, autograd nodes and nn.Modules. Ops are identified by their
+    index in the tree.
     """
 
     def __init__(self, ops: SpanTree, modules: Iterable[HostSpan]) -> None:
@@ -112,7 +120,11 @@ class _Context:
         sequences: frozenset[int],
         compiled: bool | None = None,
     ) -> _ForwardCall:
-        """Return the call of the op at index `at`. `compiled` overrides the op's surroundings."""
+        """Return the call that the op at index `at` makes.
+
+        If `compiled` is given, it says whether the call is compiled. Otherwise, the call is compiled
+        if the op lies in a compiled region.
+        """
         op = self._ops.spans[at]
         return _ForwardCall(
             signature,
@@ -127,7 +139,10 @@ class _Context:
 
 
 def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
-    """Return names such as `LlamaAttention_0`. A softmax or dropout counts as its parent."""
+    """Return the names of the modules in a chain, such as `LlamaAttention_0`.
+
+    Softmax and dropout modules at the inner end of the chain are left out.
+    """
     names = [module.name.removeprefix(MODULE) for module in chain]
     while names and PASSED_THROUGH.fullmatch(names[-1]):
         names.pop()
@@ -136,7 +151,7 @@ def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """The forward of a call whose backward is not known yet."""
+    """The forward of an attention call. Its backward has not been found yet."""
 
     signature: _CallSignature
     compiled: bool
@@ -157,10 +172,10 @@ def find_calls(
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> tuple[AttentionCalls, tuple[ProgramStep, ...]]:
-    """Return the attention calls of a trace, and its steps.
+    """Return the attention calls and the steps of a trace.
 
-    `flows` has rows of `Flow`, `threads` the (pid, tid) of each thread index. `base` is added to all
-    times in ns, except those of the ranges, which contain it already.
+    `flows` contains rows of `Flow`. `threads` contains the (pid, tid) of each thread index. `base` is
+    the number of nanoseconds to add to every time. The times of `ranges` already include `base`.
     """
     moments = np.array([(op.thread, op.start) for op in details], np.int64).reshape(-1, 2).T
     tree = SpanTree([*evaluations.around(*moments), *details])
@@ -229,7 +244,7 @@ def _kind(name: str) -> str | None:
 
 @cache
 def _part(name: str) -> str | None:
-    """Return `p` for a product, `s` for a softmax."""
+    """Return `p` if the op is a matrix product, `s` if it is a softmax, and None otherwise."""
     return "p" if name in PRODUCTS else "s" if name in SOFTMAX else None
 
 
@@ -244,11 +259,12 @@ def _is_gradient(name: str) -> bool:
 
 
 def _roots(tree: SpanTree) -> list[bool]:
-    """Return whether each op is the outermost op of a call. Of an encoder layer's op and the attention
-    inside it, the attention counts if the trace contains it.
+    """Return for each op whether it is the outermost op of an attention call.
+
+    An op of an encoder layer counts only if the trace does not contain the attention op inside it.
     """
     kinds = [_kind(op.name) for op in tree.spans]
-    split: set[int] = set()  # fast-path ops with something more exact inside
+    split: set[int] = set()  # fast-path ops that contain the attention op itself
     if "fast_path" in kinds:
         for at, kind in enumerate(kinds):
             if kind not in (None, "fast_path") or tree.spans[at].name == FAST:
@@ -259,7 +275,9 @@ def _roots(tree: SpanTree) -> list[bool]:
 
 
 def _inside(tree: SpanTree) -> dict[int, list[int]]:
-    """Return the indices of the calls' outermost ops, each with the indices of the ops inside it."""
+    """Return a dict that maps the index of each call's outermost op to the indices of the ops inside
+    it.
+    """
     is_root = _roots(tree)
     inside: dict[int, list[int]] = {at: [] for at, mine in enumerate(is_root) if mine}
     of: list[int] = []
@@ -273,7 +291,10 @@ def _inside(tree: SpanTree) -> dict[int, list[int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CallSignature:
-    """The values that calls with equal op arguments share."""
+    """The properties that all calls with equal op arguments have in common.
+
+    `unrecorded` says which part of the call the trace does not record, or is None.
+    """
 
     kind: str
     op: str
@@ -306,16 +327,24 @@ def _fused(
 
 
 def _is_compiled_flex(name: str) -> bool | None:
-    """Return whether Inductor compiled this flex_attention. Return None for other attention."""
+    """Return whether Inductor compiled a flex_attention op.
+
+    Return None if the name of the op does not tell.
+    """
     if name.startswith(TRITON):
         return True
     return False if name == UNFUSED_FLEX else None
 
 
 def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _CallSignature:
-    """Describe a call by its ops, outermost first. `layer` is the encoder layer's op around them."""
+    """Describe a call by its ops.
+
+    `ops` starts with the outermost op. `layer` is the name of the encoder layer's op that encloses
+    the ops, or None if there is no such op.
+    """
     kind = _kind(ops[0].name) or "custom"
-    # Autocast calls the outer op again with cast tensors, which enter the computation.
+    # Autocast calls the outer op a second time, with tensors that it has cast. The attention is
+    # computed with these tensors.
     outer = next((op for op in reversed(ops) if op.name == OUTER), None)
     inner = next((op for op in ops if INNER.fullmatch(op.name)), None)
     described = outer or inner or ops[0]
@@ -353,8 +382,10 @@ def _eager(
     context: _Context,
     signatures: dict[tuple[Any, ...], _CallSignature],
 ) -> Iterator[_ForwardCall]:
-    """Yield attention made of plain ops: two products with a softmax between them, one after the
-    other in one module of one thread.
+    """Yield the calls of eager attention, which consists of plain ops.
+
+    The ops are a matrix product, a softmax and another matrix product, which follow each other in
+    the same module of the same thread.
     """
     taken = {*fused, *(child for children in fused.values() for child in children)}
     waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
@@ -395,7 +426,10 @@ def _plain(
 
 
 def _eager_signature(scores: HostSpan, output: HostSpan) -> _CallSignature | None:
-    """Describe attention by its two products. Return None if their shapes do not fit together."""
+    """Describe eager attention by its two matrix products.
+
+    Return None if the shapes of the products do not match.
+    """
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
     if not (query and keys and weights and value):
@@ -417,16 +451,19 @@ def _backward(
     flows: Ints,
     doubts: Counter[str],
 ) -> Iterator[tuple[int, str, int, int, int]]:
-    """Yield the spans of the calls' backwards. The arrows from a call's ops lead to them. A trace
-    without arrows has autograd's sequence numbers. Compiled code has neither: there the last open call
-    with the shapes of a gradient matches.
+    """Yield the time spans of the calls' backwards.
+
+    The arrows that start in a call's ops lead to its backward. If the trace has no arrows, the
+    forward and the backward are matched by autograd's sequence number. Compiled code has neither
+    arrows nor sequence numbers. There, a gradient is assigned to the last call that has the same
+    shapes and no backward yet.
     """
     gradients = _gradients(tree)
     around = (tree.spans[outer] for at, _ in gradients for outer in tree.ancestors(at))
     computing = {span[1:4] for span in around if span.name.startswith(EVALUATION)}
     arrived = _by_arrows(drafts, evaluations, flows)
     taken = {node[1:4] for nodes in arrived.values() for node in nodes}
-    astray = not computing <= taken  # an arrow leads elsewhere than to a gradient of attention
+    astray = not computing <= taken  # there is a gradient of attention to which no arrow leads
     for call, nodes in arrived.items():
         keys = {node[1:4] for node in nodes}
         if astray and is_fused(drafts[call].signature.sdpa_op) and not keys & computing:
@@ -436,7 +473,8 @@ def _backward(
         yield from (_stretch(call, node) for node in nodes)
     open_calls = [index for index, draft in enumerate(drafts) if not draft.recompute]
     begin = [draft.start for draft in drafts].__getitem__
-    parts: list[HostSpan] = []  # kernels of the same gradient that precede the template's
+    # Inductor's kernels that belong to a gradient and precede its template kernel
+    parts: list[HostSpan] = []
     for at, op in gradients:
         if op.name.startswith(TRITON) and not op.name.startswith(TRITON_TEMPLATE):
             parts.append(op)
@@ -476,8 +514,10 @@ def _backward(
 def _by_arrows(
     drafts: Sequence[_ForwardCall], evaluations: AutogradNodes, flows: Ints
 ) -> dict[int, list[HostSpan]]:
-    """Return the autograd nodes that the arrows from each call's ops lead to. A node that several calls
-    lead to belongs to the first.
+    """Return for each call the autograd nodes to which the arrows from its ops lead.
+
+    If arrows from several calls lead to the same node, the node belongs to the call whose arrow
+    starts first.
     """
     forward = Intervals.build(
         *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
@@ -498,7 +538,10 @@ def _by_arrows(
 
 
 def _gradients(tree: SpanTree) -> list[tuple[int, HostSpan]]:
-    """Return the outermost ops that compute a gradient of attention, with their indices, by start."""
+    """Return the outermost ops that compute a gradient of attention.
+
+    Each op comes with its index. The ops are sorted by start.
+    """
     own = [_is_gradient(op.name) for op in tree.spans]
     below = tree.below(own)
     found = [(at, op) for at, op in enumerate(tree.spans) if own[at] and not below[at]]
@@ -519,7 +562,10 @@ def _paths(
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> list[str | None]:
-    """Return the dotted module path of each call from the marker around it, if there is one."""
+    """Return for each call the dotted module path in the name of the marker range around it.
+
+    The path is None if there is no marker range around the call.
+    """
     numbers = {thread: number for number, thread in enumerate(threads)}
     starts = ((row, row.start_ns - base) for row in ranges if row.name.startswith(MARKER))
     markers = SpanTree(
@@ -533,8 +579,10 @@ def _paths(
 def _replay(
     signature: _CallSignature, has_backward: bool
 ) -> tuple[bool, Config | None, str | None]:
-    """Return whether a call has a backward, the config that replays it, and why there is none or
-    what the config does not cover.
+    """Derive the config that replays a call.
+
+    Return whether the call has a backward, the config or None, and the reason why there is no config
+    or which properties of the call it does not describe.
     """
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
@@ -544,7 +592,7 @@ def _replay(
             config = replay_config(signature.tensors, backward=backward, **flags)
         except UsageError as error:
             why = str(error)
-        if signature.kind in ("eager", "flex") and reason and why:  # both are of interest
+        if signature.kind in ("eager", "flex") and reason and why:  # report both reasons
             reason = f"{why}; {reason}"
         reason = reason or why
     elif reason is None:
@@ -553,7 +601,10 @@ def _replay(
 
 
 def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
-    """Return the outermost modules by start, without those that a backward calls again."""
+    """Return the calls of outermost modules, sorted by start.
+
+    Calls during a backward pass are left out, because they repeat earlier calls.
+    """
     spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
     moments = np.array([(span.thread, span.start) for span in spans], np.int64).reshape(-1, 2).T
     around = evaluations.intervals.innermost(*moments).tolist()
@@ -564,9 +615,12 @@ def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
 def _steps(
     ranges: Sequence[Range], outermost: Sequence[HostSpan], base: int, last: int
 ) -> tuple[ProgramStep, ...]:
-    """Return the ProfilerStep ranges. Without them, steps end with optimizer steps. Without those, a
-    step lasts from one call of an outermost module to the next. The last one includes the last op,
-    because a backward follows its module.
+    """Return the steps of a program.
+
+    The steps are the ProfilerStep ranges. If the trace has no such ranges, each step ends with an
+    Optimizer.step range. If there are no such ranges either, a step lasts from one call of an
+    outermost module to the next call. The last step then extends to the last op, because the
+    backward pass runs after the call of the module.
     """
     numbered = [row for row in ranges if row.name.startswith("ProfilerStep#")]
     if numbered:
@@ -590,6 +644,6 @@ def _steps(
 
 
 def step_at(steps: Sequence[ProgramStep], t: int) -> int | None:
-    """Return the number of the step that contains the time `t`, or None."""
+    """Return the index of the step that contains the time `t`, or None if no step contains it."""
     at = bisect_right(steps, t, key=lambda step: step.start_ns) - 1
     return at if at >= 0 and t < steps[at].start_ns + steps[at].duration_ns else None

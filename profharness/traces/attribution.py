@@ -1,6 +1,8 @@
-"""Join kernels to launch calls by correlation, and calls to the ranges around them by time.
+"""Find the API call, the ranges and the ops that each kernel belongs to.
 
-The joins work in bounded pieces and write launch batches to a temporary file.
+Kernels are joined to the API calls that launched them by their correlation id. The API calls are
+joined to the ranges and ops around them by time. To bound the memory, the joins process a limited
+number of rows at once and write the batches of launches to a temporary file.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from profharness.traces.columns import (
 )
 from profharness.traces.intervals import AutogradNodes, Intervals, nothing
 
-CHUNK_ROWS = 65536  # GPU rows per join
-SLICE_ROWS = 262144  # ops per time slice, by start
-# Fraction of ops; with fewer, short ops that start in one microsecond look repeated
+CHUNK_ROWS = 65536  # number of GPU rows that are joined at once
+SLICE_ROWS = 262144  # approximate number of ops that start in a time slice
+# Repeated ops are reported only if they are more than this fraction of all ops. Short ops that start
+# in the same microsecond look repeated, too.
 REPEATED_OPS = 0.05
-MAX_DEPTH = 100  # ops per stack; PyTorch nests a few dozen
+MAX_DEPTH = 100  # maximum number of ops in a stack; PyTorch nests only a few dozen ops
 
 
 @dataclass(slots=True)
@@ -64,13 +67,14 @@ class Source:
 
 
 def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
-    """Return a row of Flow for each arrow with both ends, by start, and a warning that counts the
-    incomplete arrows.
+    """Return a row of Flow for each arrow that has both a start and an end, and warnings.
+
+    The rows are sorted by start. A warning counts the arrows that have only a start or only an end.
     """
     key, begins, thread, t = arrows.columns()
     sides = []
     for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
-        # the last of several counts
+        # if an arrow has several starts or several ends, the last one counts
         keys, last = np.unique(key[rows][::-1], return_index=True)
         sides.append((keys, rows[len(rows) - 1 - last]))
     (keys, starts), (others, ends) = sides
@@ -90,8 +94,8 @@ def contexts(
 ) -> tuple[Ranges, AttentionCalls, tuple[ProgramStep, ...]]:
     """Return the ranges, attention calls and steps that may contain launches.
 
-    `flows` has rows of Flow, `threads` the (pid, tid) of each thread index. `base` is added in ns
-    to every time of the Trace.
+    `flows` contains rows of Flow. `threads` contains the (pid, tid) of each thread index. `base` is
+    the number of nanoseconds to add to every time of the Trace.
     """
     ranges = Ranges(tables.ranges, threads, base)
     evaluations = AutogradNodes.build(tables.evaluations)
@@ -103,7 +107,10 @@ def contexts(
 
 
 class _RangeIndex:
-    """An index of the ranges `rows` by group (thread or process) and time."""
+    """An index that finds ranges by group and time. A group is a thread or a process.
+
+    `rows` are the numbers of the ranges in the index.
+    """
 
     def __init__(self, rows: Ints, group: Ints, start: Ints, stop: Ints) -> None:
         self.intervals = Intervals.build(group[rows], start[rows], stop[rows])
@@ -117,8 +124,10 @@ class _RangeIndex:
 
 
 class _Open:
-    """The number of threads in a process with an open range: stretches begun minus stretches
-    ended, where a stretch is the time in which a thread has any open range.
+    """Counts the threads of a process that have an open range at a given time.
+
+    A stretch is a time interval in which a thread always has an open range. The count is the number
+    of stretches that have begun minus the number of stretches that have ended.
     """
 
     def __init__(self, ranges: Intervals, pids: Ints) -> None:
@@ -131,7 +140,7 @@ class _Open:
             self._of[number] = np.sort(start[mine]), np.sort(stop[mine])
 
     def count(self, process: Ints, t: Ints) -> Ints:
-        """Return the number of threads with an open range at each time."""
+        """Return the number of threads that have an open range at each time."""
         result = np.zeros(len(t), np.int64)
         for number, (starts, stops) in self._of.items():
             mine = np.flatnonzero(process == number)
@@ -141,7 +150,10 @@ class _Open:
 
 
 class _Forward:
-    """The times of the forward ops behind backward ops, by autograd's arrows (rows of Flow)."""
+    """Finds the forward op of a backward op through the arrows that autograd records.
+
+    `flows` contains the arrows as rows of Flow.
+    """
 
     def __init__(self, evaluations: Intervals, flows: Ints) -> None:
         self._nodes, count = evaluations, len(evaluations.start) + 1
@@ -151,16 +163,18 @@ class _Forward:
         self._thread[at[at >= 0]], self._t[at[at >= 0]] = arrows[:2, at >= 0]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """Return the (thread, t) of the forward ops, -1 for none."""
+        """Return the thread and start time of the forward op for each (thread, t), or -1 if there is
+        no forward op.
+        """
         at = self._nodes.innermost(thread, t)
         return self._thread[at], self._t[at]
 
 
 class Ranges:
-    """User ranges by start and descending length, and the lookup of launch calls in them.
+    """The user ranges of a trace, sorted by start and descending length, with a lookup by time.
 
-    `threads` has the (pid, tid) of each thread index. `base` is added in ns to every time of the
-    Trace.
+    `threads` contains the (pid, tid) of each thread index. `base` is the number of nanoseconds to
+    add to every time of the Trace.
     """
 
     def __init__(self, columns: RangeColumns, threads: list[tuple[int, int]], base: int) -> None:
@@ -171,14 +185,14 @@ class Ranges:
         pids, tids = np.array([*threads, (NONE, NONE)], np.int64).T
         ranks = {name: rank for rank, name in enumerate(sorted(set(columns.names)))}
         names = np.array([ranks[name] for name in columns.names], np.int64)
-        # independent of the number of processes that read the file
+        # this order does not depend on the number of processes that read the file
         order = np.lexsort((names, tids[thread], pids[thread], -duration, start))
         start, duration, thread = start[order], duration[order], thread[order]
         text = [columns.names[row] for row in order.tolist()]
         cells = np.flatnonzero([name.startswith(CELL_RANGE_PREFIX) for name in text])
         wide = np.flatnonzero(np.array(columns.wide, np.bool_)[order])
         process, stop = pids[thread], start + duration
-        self.pids, self.tids = pids, tids  # by thread index; NONE for -1
+        self.pids, self.tids = pids, tids  # by thread index; index -1 gives NONE
         self._all = _RangeIndex(np.arange(len(text)), thread, start, stop)
         self._own_cells = _RangeIndex(cells, thread, start, stop)
         self._any_cells = _RangeIndex(cells, process, start, stop)
@@ -195,11 +209,14 @@ class Ranges:
         ]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """Return the range and cell_range of calls at (thread, t), as LaunchBatch documents them.
+        """Return the range and the cell_range of API calls that start at (thread, t).
 
-        A call outside all ranges of its thread and cell gets the process's innermost start/end
-        range, else the range of the only thread that has one, else that of the forward op behind
-        its backward op.
+        LaunchBatch documents both columns. If an API call lies outside all ranges of its thread and
+        outside all cells, the first of these ranges that exists is used:
+
+        1. the innermost start/end range of the process
+        2. the innermost open range of the process, if only one thread has open ranges
+        3. the range of the forward op, if the call belongs to a backward op
         """
         inner, cell = nothing(len(t)), nothing(len(t))
         launched = np.flatnonzero(thread >= 0)
@@ -222,16 +239,19 @@ class Ranges:
         return inner, cell
 
     def follow(self, evaluations: Intervals, flows: Ints) -> None:
-        """Assign launches of backward ops outside ranges to the range of their forward op.
+        """Let `lookup` use the range of the forward op for backward ops that lie outside all ranges.
 
-        `evaluations` are the ops in which autograd evaluates its nodes, `flows` has rows of Flow.
+        `evaluations` are the ops in which autograd evaluates its nodes. `flows` contains rows of
+        Flow.
         """
         self._forward = _Forward(evaluations, flows)
 
 
 @dataclass(slots=True)
 class LinkedLaunches:
-    """A chunk of GPU rows and their launch calls, with -1 for missing values."""
+    """A chunk of GPU rows, with the API, the thread and the start of the call that launched each
+    row. -1 means that the call is unknown.
+    """
 
     gpu: GpuRows
     api: Ints
@@ -243,17 +263,17 @@ class TraceWarnings:
     """Counts of missing and contradictory data in a trace."""
 
     def __init__(self) -> None:
-        self.unmatched = 0  # launches without a call
-        self.ambiguous = 0  # launches with several calls
+        self.unmatched = 0  # number of launches whose API call is not in the trace
+        self.ambiguous = 0  # number of launches whose correlation id several API calls have
         self.repeated_ops = 0
-        self._launches: list[Ints] = []  # a hash of each launch
+        self._launches: list[Ints] = []  # arrays that contain a hash of each launch
 
     def add(self, rows: GpuRows) -> None:
-        """Add launches to the search for repeated ones."""
+        """Add launches to those among which `texts` searches for repeated launches."""
         self._launches.append(hashed(rows))
 
     def texts(self, launches: int, stacks: Stacks) -> list[str]:
-        """Return a warning per kind of doubt, with its count."""
+        """Return one warning for each kind of problem that was found. Each warning has a count."""
         seen = np.sort(np.concatenate([nothing(0), *self._launches]))
         repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
         many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
@@ -271,8 +291,10 @@ class TraceWarnings:
 def linked_chunks(
     source: Source, doubts: TraceWarnings | None = None, *, rows: int = CHUNK_ROWS
 ) -> Iterator[LinkedLaunches]:
-    """Yield GPU rows in file order with their launch calls. The first of equal correlations
-    counts. `doubts` counts the launches without a call, with several calls, and repeated ones.
+    """Yield chunks of GPU rows in file order, together with the API calls that launched them.
+
+    If several API calls have the same correlation id, the first one is used. `doubts` counts the
+    launches that have no API call, the launches that have several, and repeated launches.
     """
     for blocks in _groups(source.tables.gpu, rows):
         gpu = source.gpu(blocks)
@@ -326,7 +348,7 @@ class OpSlice:
     intervals: Intervals
     names: Ints
     durations: Ints
-    paths: Ints  # stack id of each op, -1 until computed
+    paths: Ints  # id of the stack of each op, or -1 if the stack has not been computed yet
 
     def repeated(self, rows: Ints) -> int:
         """Count the ops whose thread, times and name equal those of the previous op."""
@@ -337,11 +359,11 @@ class OpSlice:
 
 
 class StackIds(dict[tuple[int, ...], int]):
-    """Ids of stacks. A key is the id of the stack above and the names of the ops below it,
-    outermost first.
+    """Assigns ids to stacks of ops.
 
-    A stack deeper than MAX_DEPTH keeps its outermost ops and the innermost one. `deep` counts
-    these, and stacks of overlapping ops, which keep only the innermost op.
+    A key consists of the id of the enclosing stack, or -1, and the names of the ops below it,
+    outermost first. A stack that is deeper than MAX_DEPTH keeps its outermost ops and its innermost
+    op. `deep` counts the stacks that are incomplete because of this limit.
     """
 
     def __init__(self) -> None:
@@ -374,7 +396,7 @@ class Stacks:
         self._cache: dict[int, OpSlice] = {}
 
     def lookup(self, thread: Ints, t: Ints) -> Ints:
-        """Return the ids of the stacks open at each (thread, t), -1 for none."""
+        """Return the id of the stack that is open at each (thread, t), or -1 if no op is open."""
         result = nothing(len(t))
         if not self._source.tables.ops:
             return result
@@ -388,7 +410,10 @@ class Stacks:
         return result
 
     def stack_ids(self, ops: OpSlice, at: Ints, t: Ints) -> Ints:
-        """Return the ids of the stacks of the ops `at` at the times `t`. -1 stays -1."""
+        """Return the ids of the stacks that end with the ops `at` at the times `t`.
+
+        An index of -1 in `at` gives -1.
+        """
         result = nothing(len(at))
         has = np.flatnonzero(at >= 0)
         nested = ops.intervals.nested[at[has]]
@@ -440,7 +465,7 @@ class Stacks:
         return OpSlice(intervals, ops.name[intervals.rows], durations, nothing(len(durations)))
 
     def folded(self) -> list[str]:
-        """Return the stacks as text, outermost op first, by id."""
+        """Return the stacks as folded text, in the order of their ids. The outermost op is first."""
         names = [name.replace(";", ",") for name in self._source.tables.names]
         texts: list[str] = []
         for above, *below in self.paths.rows:
@@ -450,8 +475,10 @@ class Stacks:
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
-    """Return the times that cut ops into slices of about `rows` starts. A block counts at its
-    first op.
+    """Return the times at which to divide the ops into slices, so that about `rows` ops start in
+    each slice.
+
+    All ops of a block are counted at the start of its first op.
     """
     borders = []
     count = 0
@@ -466,8 +493,10 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
 def op_chunks(
     stacks: Stacks, ranges: Ranges, doubts: TraceWarnings
 ) -> Iterator[tuple[LinkedLaunches, Ints]]:
-    """Yield ops with their own time, by end, and their stacks. An op that continues in the next
-    slice is yielded there.
+    """Yield chunks of ops whose duration is their own time, together with the ids of their stacks.
+
+    The ops of a chunk are sorted by end. An op that continues in the next time slice is part of the
+    chunk of that slice.
     """
     waiting: dict[tuple[int, ...], int] = {}
     for number, border in enumerate([*stacks.borders.tolist(), None]):
@@ -477,7 +506,7 @@ def op_chunks(
         if not len(done):
             continue
         thread, start = ops.intervals.thread[done], ops.intervals.start[done]
-        # keys that do not depend on the order of interning
+        # these keys do not depend on the order in which threads and names got their ids
         keys = (ranges.tids[thread], ranges.pids[thread], start, ops.intervals.stop[done])
         order = np.lexsort(keys)
         done, thread, start = done[order], thread[order], start[order]
@@ -491,10 +520,14 @@ def op_chunks(
 def _own_times(
     ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], int]
 ) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
-    """Return the ops that end in this slice and have own time, that time in ns (the duration minus
-    the time that their children cover), and the covered time of the ops that continue.
+    """Compute the own times of the ops that end in a time slice.
 
-    A child counts in the slice in which it starts. Ops without children always count.
+    The own time of an op is its duration minus the time that its children cover. Return the indices
+    of the ops, their own times in ns, and, for each op that continues in the next slice, the time
+    that its children cover so far. The next call receives that time as `waiting`.
+
+    The time of a child is subtracted in the slice in which the child starts. Ops without own time
+    are left out, unless they have no children.
     """
     intervals = ops.intervals
     columns = (intervals.thread, intervals.start, intervals.stop, ops.names)
@@ -527,7 +560,7 @@ class Renumber:
         self._to = nothing(1)  # the last element is never assigned, so that index -1 is NONE
 
     def __call__(self, ids: Ints) -> Ints:
-        """Return the new ids. -1 stays -1."""
+        """Return the new id of each old id. An id of -1 stays -1."""
         high = int(ids.max(initial=-1)) + 2
         if high > len(self._to):
             self._to = np.append(self._to, nothing(max(high, 2 * len(self._to)) - len(self._to)))
@@ -539,12 +572,12 @@ class Renumber:
 
 
 class Output:
-    """Joined launches in a temporary file, with APIs numbered by first use."""
+    """Writes joined launches to a temporary file. The APIs get new ids in the order of first use."""
 
     def __init__(
         self, ranges: Ranges, base: int, spool: Spool, calls: AttentionCalls | None = None
     ) -> None:
-        self.rows = 0  # launches written
+        self.rows = 0  # number of launches written so far
         self.apis = Renumber()
         self._calls = calls if calls and calls.spans else None
         self._ranges = ranges
@@ -553,14 +586,20 @@ class Output:
         self._blocks: list[Block] = []
 
     def batches(self) -> Callable[[], Iterator[LaunchBatch]]:
-        """Return a function that yields the batches as written. It does not keep this object alive."""
+        """Return a function that yields the batches in the order in which they were written.
+
+        The function does not keep this object alive.
+        """
         spool, blocks = self._spool, self._blocks
         return lambda: (LaunchBatch(*spool.read(block)) for block in blocks)
 
     def write(
         self, linked: LinkedLaunches, kernel: Ints, launch_config: Ints, op_path: Ints
     ) -> None:
-        """Append launches. The last three columns are indices into lists of the Trace."""
+        """Append a batch of launches to the file.
+
+        `kernel`, `launch_config` and `op_path` are indices into the lists of the Trace.
+        """
         rows, thread = linked.gpu, linked.thread
         inner, cell = self._ranges.lookup(thread, linked.launch)
         batch = LaunchBatch(

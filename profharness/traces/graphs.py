@@ -1,8 +1,9 @@
-"""Find attention in CUDA graphs.
+"""Find the attention calls that CUDA graphs replay.
 
-The kernels of a replay share one launch call and lie in no op. The capture of the graph describes
-them if the trace contains it, else their names do. A graph that was captured on one stream replays
-its nodes in the order of their capture.
+A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the trace
+contains the capture of the graph, the captured ops describe the kernels. Otherwise, only the names
+of the kernels describe them. A graph that was captured on one stream replays its nodes in the order
+of their capture.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ NO_SHAPES = "recorded in a CUDA graph; its shapes are not in the trace"
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """The GPU rows of a graph launch, in order, by index among all GPU rows, with kernel and kind.
+    """The kernels, memcpys and memsets of one launch of a graph, in order.
 
-    `ordered`: all on one stream.
+    `rows` contains their indices among all GPU rows, `kernels` their ids, and `kinds` their indices
+    in KINDS. `ordered` is True if all of them ran on one stream.
     """
 
     thread: int
@@ -47,7 +49,11 @@ class _Replay:
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """The launch calls in a capture, in order, and the spans of the calls that contain them."""
+    """The launches that a capture recorded, in order.
+
+    `kinds` contains the index in KINDS of each launch, and `spans` the index of the attention call's
+    span that contains it, or -1.
+    """
 
     kinds: Ints
     spans: Ints
@@ -60,11 +66,14 @@ def replayed(
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> AttentionCalls:
-    """Return the calls and those of every replay of a graph.
+    """Return the given calls together with the calls that CUDA graphs replay.
 
-    If the trace contains the capture, a replay repeats the captured calls, and the first replay
-    takes their place. Otherwise each run of attention kernels is a call. `threads` has the (pid,
-    tid) of each thread index. `base` is added in ns to all times except those of calls and steps.
+    If the trace contains the capture of a graph, every replay repeats the captured calls. The calls
+    of the first replay replace the captured calls, because a capture runs no kernel. If the trace
+    does not contain the capture, each uninterrupted sequence of attention kernels is a call.
+
+    `threads` contains the (pid, tid) of each thread index. `base` is the number of nanoseconds to add
+    to every time. The times of `calls` and `steps` already include `base`.
     """
     marks = _marked(source, REPLAY)
     if not len(marks.start):
@@ -104,19 +113,20 @@ _BLANK = AttentionCall(
 
 
 class _ReplayedCalls:
-    """Collects calls, their spans, and the GPU rows of each span."""
+    """Collects the replayed calls, their spans, and the GPU rows in each span."""
 
     def __init__(self, calls: AttentionCalls) -> None:
         self._before = calls
         self._calls = list(calls.calls)
         self._spans = list(calls.spans)
         self._replaced: set[int] = set()
-        self._waiting: list[int] = []  # calls found by kernels whose backward has not been found
+        # Calls that were found through their kernels, and whose backward has not been found yet
+        self._waiting: list[int] = []
         self._rows: list[Ints] = []
         self._row_spans: list[Ints] = []
 
     def copy(self, replay: _Replay, capture: _Capture, place: dict[str, Any]) -> None:
-        """Repeat the calls of the capture."""
+        """Add the calls of a capture for one replay."""
         numbers: dict[int, int] = {}
         to = nothing(len(self._before.spans) + 1)
         for span in distinct(capture.spans[capture.spans >= 0]):
@@ -128,7 +138,7 @@ class _ReplayedCalls:
 
     def _copied(self, captured: int, place: dict[str, Any]) -> int:
         call = replace(self._before.calls[captured], **place)
-        if captured not in self._replaced:  # the capture itself ran no kernel
+        if captured not in self._replaced:  # replace the captured call, which ran no kernel
             self._replaced.add(captured)
             self._calls[captured] = call
             return captured
@@ -138,8 +148,9 @@ class _ReplayedCalls:
     def by_kernels(
         self, replay: _Replay, groups: Sequence[tuple[bool, list[int]]], blank: AttentionCall
     ) -> None:
-        """Add a call per group of forward kernels. A group of backward kernels belongs to the last
-        call without a backward.
+        """Add a call for each group of forward kernels.
+
+        A group of backward kernels is assigned to the last call that has no backward yet.
         """
         for backward, places in groups:
             if not backward:
@@ -163,7 +174,7 @@ class _ReplayedCalls:
         self._row_spans.append(spans[spans >= 0])
 
     def finish(self) -> AttentionCalls:
-        """Return all calls by start."""
+        """Return all calls, sorted by start."""
         order = sorted(range(len(self._calls)), key=lambda at: self._calls[at].start_ns)
         number = {at: place for place, at in enumerate(order)}
         rows = np.concatenate([nothing(0), *self._rows])
@@ -178,7 +189,7 @@ class _ReplayedCalls:
 
 
 def _marked(source: Source, rule: re.Pattern[str]) -> LaunchRows:
-    """Return the launch calls whose name matches, by start."""
+    """Return the API calls whose name matches a pattern, sorted by start."""
     wanted = np.array([bool(rule.fullmatch(name)) for name in source.tables.apis], np.bool_)
     parts = [np.empty((len(LaunchRows._fields), 0), np.int64)]
     if wanted.any():
@@ -190,7 +201,7 @@ def _marked(source: Source, rule: re.Pattern[str]) -> LaunchRows:
 
 
 def _rows_of(source: Source, correlations: Ints) -> tuple[Ints, GpuRows]:
-    """Return the indices and columns of the GPU rows of these launch calls."""
+    """Return the indices and the columns of the GPU rows that have one of these correlation ids."""
     parts, places = [np.empty((len(GpuRows._fields), 0), np.int64)], [nothing(0)]
     before = 0
     for block in source.tables.gpu:
@@ -203,7 +214,7 @@ def _rows_of(source: Source, correlations: Ints) -> tuple[Ints, GpuRows]:
 
 
 def _replays(source: Source, launches: LaunchRows) -> list[_Replay]:
-    """Return the replays that ran a kernel, by launch."""
+    """Return the replays that ran at least one kernel, in the order of their launches."""
     places, rows = _rows_of(source, launches.correlation)
     kind_of = {kind: number for number, kind in enumerate(KINDS)}
     kinds = np.array([kind_of[kind] for kind, _ in source.tables.kernels], np.int64)
@@ -227,7 +238,11 @@ def _replays(source: Source, launches: LaunchRows) -> list[_Replay]:
 def _captures(
     source: Source, calls: AttentionCalls, threads: Sequence[tuple[int, int]]
 ) -> list[_Capture]:
-    """Return the captures. Overlapping captures of one process are ambiguous and left out."""
+    """Return the captures in a trace.
+
+    Captures of one process that overlap are left out, because it is unknown which of them recorded
+    a launch.
+    """
     if not calls.calls:
         return []
     pids = np.array([pid for pid, _ in threads], np.int64)
@@ -247,7 +262,9 @@ def _captures(
 
 
 def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, pid) of the captures that overlap no other capture of their process."""
+    """Yield the (begin, end, pid) of each capture that does not overlap another capture of its
+    process.
+    """
     moments = sorted(
         (int(pids[thread]), start, opens)
         for rows, opens in ((begin, True), (end, False))
@@ -270,7 +287,10 @@ def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[i
 def _capture_of(
     replay: _Replay, captures: Sequence[_Capture], calls: AttentionCalls
 ) -> _Capture | None:
-    """Return the capture of a replay's nodes, or None if there is none or several differ."""
+    """Return the capture that recorded the nodes of a replay.
+
+    Return None if no capture fits, or if several captures fit and contain different calls.
+    """
     if not replay.ordered:
         return None
     fitting = [
@@ -283,7 +303,7 @@ def _capture_of(
 
 
 def _call_identity(calls: AttentionCalls, span: int) -> tuple[object, ...]:
-    """Return the properties that distinguish calls in a graph."""
+    """Return the properties by which two captured calls are compared."""
     if span < 0:
         return ()
     call = calls.calls[calls.spans[span].call]
@@ -291,8 +311,11 @@ def _call_identity(calls: AttentionCalls, span: int) -> tuple[object, ...]:
 
 
 def _groups(source: Source, replay: _Replay) -> Iterator[tuple[bool, list[int]]]:
-    """Yield for each run of attention kernels whether it is a backward, and indices in the replay.
-    A run is consecutive, has one direction and repeats no name.
+    """Divide the attention kernels of a replay into groups.
+
+    A group consists of consecutive kernels. All of them belong to the forward or all to the backward,
+    and no kernel occurs twice. Yield for each group whether it is a backward, and the indices of its
+    kernels in the replay.
     """
     names = list(source.tables.kernels)
     parsed = {at: parse_kernel_name(names[at][1]) for at in distinct(replay.kernels)}

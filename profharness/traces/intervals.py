@@ -1,6 +1,7 @@
-"""Find the intervals of a thread that enclose a moment, in n log n however they overlap.
+"""Find the intervals of a thread that enclose a given time.
 
-An interval encloses t if start <= t < end. An interval of no duration encloses its start.
+This takes O(n log n) time, even if the intervals overlap. An interval encloses t if
+start <= t < end. An interval whose duration is 0 encloses its start.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ from profharness.traces.columns import EvaluationRows, Ints, pack
 from profharness.traces.devices import MAX_NS
 from profharness.traces.ops import EVALUATION, HostSpan
 
-STEPS = 16  # linear steps before a binary search
+STEPS = 16  # maximum number of linear steps; after them, a binary search finds the rest
 
 
 def nothing(count: int) -> Ints:
-    """Return a column of NONE."""
+    """Return a column of `count` values that are all NONE."""
     return np.full(count, NONE, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals sorted by thread, start and descending length. `rows` has the original positions.
+    """Intervals sorted by thread, start and descending length.
 
-    `parent` is the last earlier interval of the thread that encloses the start of this one, or -1.
-    Every interval that encloses t is on the parent chain of the last interval that starts at or
-    before t. `nested`: the interval and all its ancestors end within their parents, so that the
-    whole chain encloses whatever the interval encloses.
+    `rows` contains the position of each interval before the sort. `parent` contains the index of the
+    last earlier interval of the thread that encloses the start of the interval, or -1. Following the
+    parents of an interval gives its chain. If an interval encloses t, it is on the chain of the last
+    interval that starts at or before t.
+
+    `nested` is True if the interval and all intervals on its chain end within their parents. Then
+    the whole chain encloses every time that the interval encloses.
     """
 
     thread: Ints
@@ -46,7 +50,10 @@ class Intervals:
 
     @classmethod
     def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
-        """Sort intervals and find parents in O(n log n), exactly even if intervals overlap."""
+        """Sort intervals and find their parents in O(n log n) time.
+
+        The result is exact even if the intervals overlap.
+        """
         stop = np.maximum(end, start + 1)
         rows = _order(thread, start, stop)
         thread, start, stop = thread[rows], start[rows], stop[rows]
@@ -54,8 +61,10 @@ class Intervals:
         return cls(thread, start, stop, parent, _nested(parent, stop), rows)
 
     def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
-        """Return a row of `depth` indices for each pair: the intervals on the chain from `at` that
-        enclose t, innermost first, padded with -1.
+        """Return a row of `depth` indices for each pair of `at` and `t`.
+
+        A row contains the intervals on the chain of `at` that enclose t, innermost first. It is
+        padded with -1.
         """
         columns = np.full((depth, len(at)), NONE, np.int64)
         active, at = np.arange(len(at)), self._ending_after(at.copy(), t)
@@ -68,7 +77,7 @@ class Intervals:
         return columns.T
 
     def innermost(self, thread: Ints, t: Ints) -> Ints:
-        """Return for each (thread, t) the enclosing interval that starts last, or -1."""
+        """Return for each (thread, t) the index of the enclosing interval that starts last, or -1."""
         result = nothing(len(t))
         if not len(t):
             return result
@@ -82,7 +91,7 @@ class Intervals:
         return self._ending_after(result, t)
 
     def enclosing_any(self, thread: Ints, t: Ints) -> NDArray[np.bool_]:
-        """Return whether each interval encloses any of the moments (thread, t)."""
+        """Return for each interval whether it encloses any of the times (thread, t)."""
         result = np.zeros(len(self.start), np.bool_)
         at = self.innermost(thread, t)
         while len(open_ := np.flatnonzero(at >= 0)):
@@ -92,18 +101,22 @@ class Intervals:
         return result
 
     def enclosing(self) -> Ints:
-        """Return for each interval the nearest one that encloses all of it, or -1."""
+        """Return for each interval the index of the nearest interval that encloses all of it, or -1."""
         return self._ending_after(self.parent.copy(), self.stop - 1)
 
     def _ending_after(self, at: Ints, t: Ints) -> Ints:
-        """Return for each index in `at` the nearest interval on its chain that ends after t, or
-        -1.
+        """Return for each index in `at` the nearest interval on its chain that ends after t.
+
+        The result is -1 if there is no such interval.
         """
         return _climb(at, self.parent, self.thread, self.stop, t)
 
 
 def _order(thread: Ints, start: Ints, stop: Ints) -> Ints:
-    """Return the order by thread, start and descending length. The sort is stable."""
+    """Return the indices that sort intervals by thread, start and descending length.
+
+    The sort is stable.
+    """
     key = pack([column - column.min(initial=MAX_NS) for column in (thread, start)])
     rows = np.argsort(key, kind="stable")  # faster than lexsort, because traces are nearly sorted
     ordered = key[rows]
@@ -121,15 +134,18 @@ def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
         return parent
     before = np.arange(-1, len(start) - 1, dtype=np.int64)
     before[1:][thread[1:] != thread[:-1]] = -1
-    # intervals between a candidate and its own candidate ended before the candidate began
+    # Each interval starts with the previous interval as its candidate. The search may jump from a
+    # candidate to the candidate's own result, because all intervals between them have ended before.
     return _climb(before, before, thread, stop, start)
 
 
 def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
-    """Return for each element of `at` the last index up to it, on its thread, that stops after t.
+    """Return for each index in `at` the last index up to it whose interval stops after t.
 
-    `above` leads from an index past others that cannot be the answer. It may be `at` itself, which
-    is shortened at every step. A few steps find nearly all answers; a search finds the rest.
+    Only intervals of the same thread count. The result is -1 if there is no such interval. `above`
+    contains the index at which to continue from each index. It skips only indices that cannot be the
+    result. `above` may be `at` itself, which every step updates. A few linear steps find nearly all
+    results. A binary search finds the others.
     """
     active = np.flatnonzero(at >= 0)
     for _ in range(STEPS):
@@ -146,9 +162,10 @@ def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
 
 
 def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
-    """Return for each pair the largest index up to `last` whose value exceeds the limit, or -1.
+    """Return for each pair of `last` and `limits` the largest index up to `last` whose value exceeds
+    the limit, or -1.
 
-    The search descends a tree of maxima.
+    The search uses a binary tree whose nodes contain the maxima of their subtrees.
     """
     tree = [values]
     while len(tree[-1]) > 1:
@@ -161,7 +178,7 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
         here = maxima[node[searching]] > limits[searching]
         level_of[searching[here]] = level
         searching = searching[~here]
-        # the subtree left of an odd node includes its sibling
+        # continue with the subtree to the left, which is the sibling if the node is odd
         node[searching] = (node[searching] >> 1) - 1 + (node[searching] & 1)
         searching = searching[node[searching] >= 0]
     for level in range(len(tree) - 1, 0, -1):
@@ -172,7 +189,7 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
 
 
 def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
-    """Return whether each interval and all of its ancestors end within their parents."""
+    """Return for each interval whether it and all of its ancestors end within their parents."""
     wrong = (parent >= 0) & (stop[parent] < stop)
     above = parent.copy()
     while wrong.any() and (above >= 0).any():  # each pass checks twice as many ancestors
@@ -182,14 +199,16 @@ def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
     return ~wrong
 
 
-MAX_DEPTH = 100  # nested modules
+MAX_DEPTH = 100  # maximum number of nested spans, such as modules, that are found at a time
 _PLACE = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
 
 
 @dataclass(frozen=True, slots=True)
 class AutogradNodes:
-    """The ops in which autograd evaluates its nodes. They are half as many as all other ops of a
-    training step, and few belong to attention, so they stay columns until they are needed.
+    """The ops in which autograd evaluates its nodes.
+
+    A training step has many of them, about half as many as all other ops, and only few belong to
+    attention. So they are stored as columns and become objects only when they are needed.
     """
 
     intervals: Intervals
@@ -197,7 +216,7 @@ class AutogradNodes:
 
     @classmethod
     def build(cls, blocks: Sequence[Ints]) -> AutogradNodes:
-        """Build from arrays whose rows are the columns of `EvaluationRows`."""
+        """Build the nodes from arrays whose rows are the columns of `EvaluationRows`."""
         empty = np.empty((len(EvaluationRows._fields), 0), np.int64)
         columns = np.concatenate([empty, *blocks], axis=1)
         given = EvaluationRows(*columns)
@@ -213,12 +232,15 @@ class AutogradNodes:
         ]
 
     def around(self, thread: Ints, t: Ints) -> list[HostSpan]:
-        """Return the ops that enclose any (thread, t), in order."""
+        """Return the ops that enclose at least one of the times (thread, t), in order."""
         return self.ops(np.flatnonzero(self.intervals.enclosing_any(thread, t)))
 
 
 class SpanTree:
-    """Spans of threads by thread, start and descending length, with the span that encloses each."""
+    """Spans sorted by thread, start and descending length.
+
+    `above` contains for each span the index of the nearest span that encloses it, or -1.
+    """
 
     def __init__(self, spans: Iterable[Any]) -> None:
         given = list(spans)
@@ -228,7 +250,7 @@ class SpanTree:
         self.above = self.intervals.enclosing().tolist()
 
     def ancestors(self, at: int) -> Iterator[int]:
-        """Yield the indices of the spans that enclose a span, innermost first."""
+        """Yield the indices of the spans that enclose the span `at`, innermost first."""
         while (at := self.above[at]) >= 0:
             yield at
 
@@ -245,9 +267,9 @@ class SpanTree:
         return count
 
     def below(self, own: Sequence[bool]) -> list[bool]:
-        """Return for each span whether any span that encloses it is marked in `own`."""
+        """Return for each span whether a span that encloses it is marked in `own`."""
         result: list[bool] = []
-        for above in self.above:  # an index below the span's own
+        for above in self.above:  # an enclosing span comes first, so its result is known
             result.append(above >= 0 and (own[above] or result[above]))
         return result
 

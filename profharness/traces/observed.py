@@ -1,5 +1,7 @@
-"""Read the journals of an observed program, which count the attention calls of its processes, and
-match them with the calls of its trace.
+"""Read the journals of an observed program and match them with the attention calls of its trace.
+
+Each process of the program writes a journal, which counts the attention calls of the process. Calls
+with equal properties share one line of the journal, called a template.
 """
 
 from __future__ import annotations
@@ -31,19 +33,21 @@ COMPILED = "torch.compile traced this call; its shapes and how often it runs are
 NONE_RAN, RAISED = "none", "the call raised an error"
 OTHER_FUNCTION = "no config says what the mask and score functions of {} do"
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # the range that a store can hold
+_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # the integers that a store can contain
 _Lengths = tuple[tuple[tuple[int, ...], int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """The calls with one template in one process.
+    """The calls of one process that have the same template.
 
-    `lengths` maps (batch, query, key) to numbers of calls. `enabled` are the allowed backends by
-    priority. `asked` is `auto` if no backend was ruled out, else their names joined by commas.
-    `choice` is the backend that torch selected, `ran` the backend that computed the call, or `none`
-    if the call raised an error. `mask` is the class of the first call's mask, or `none`. Each is
-    None or empty if the journal does not record it.
+    `lengths` contains pairs of (batch, query length, key length) and the number of calls with these
+    lengths. `enabled` contains the names of the backends that the program allows, by priority.
+    `asked` is `auto` if the program allows all backends. Otherwise, it contains the names of the
+    allowed backends, joined by commas. `choice` is the backend that PyTorch selected. `ran` is the
+    backend that computed the call, or `none` if the call raised an error. `mask` is the class of the
+    first call's mask, or `none` if the call has no mask. A field is None or empty if the journal does
+    not record it.
     """
 
     call: AttentionCall
@@ -62,13 +66,17 @@ class ObservedCall:
 
     @property
     def name(self) -> str | None:
-        """The name of the range around such a call in a trace."""
+        """The name of the range that encloses these calls in a trace."""
         return self.call.path or next(iter(self.call.modules[-1:]), None) or self.function
 
 
 @dataclass(frozen=True, slots=True)
 class Journals:
-    """The calls of all processes, and a warning per damaged journal or if there are no calls."""
+    """The calls of all processes, and warnings.
+
+    There is a warning for each damaged journal, for processes whose last counts are missing, and if
+    the journals contain no calls.
+    """
 
     calls: tuple[ObservedCall, ...]
     warnings: tuple[str, ...] = ()
@@ -89,7 +97,10 @@ class _Mask:
 
 @dataclass(frozen=True)
 class _Template:
-    """A line of the journal. The observer's recorder documents the fields."""
+    """A line of a journal that describes calls with equal properties.
+
+    The recorder that writes the journal documents the fields.
+    """
 
     template: _Number
     compiled: bool
@@ -136,16 +147,17 @@ _EVENTS: dict[str | None, Any] = {"template": _Template, "start": _Start, "count
 
 
 def read_observed(folder: Path) -> tuple[ObservedCall, ...]:
-    """Return the calls in all journals of a run folder. Raise TraceFormatError as `read_journals`
-    does.
+    """Return the calls in all journals of a run folder.
+
+    Raise TraceFormatError if a journal cannot be read.
     """
     return read_journals(folder).calls
 
 
 def read_journals(folder: Path) -> Journals:
-    """Return the calls in all journals of a run folder. Damaged lines are skipped and counted.
+    """Return the calls in all journals of a run folder, and warnings.
 
-    Raise TraceFormatError if a journal cannot be read.
+    Damaged lines are skipped and counted. Raise TraceFormatError if a journal cannot be read.
     """
     calls: list[ObservedCall] = []
     warnings, cut_short = [], 0
@@ -170,8 +182,9 @@ def read_journals(folder: Path) -> Journals:
 def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], bool, int]:
     """Read a journal.
 
-    Return its templates, the rank, counts and lengths by template, whether the counts are final,
-    and the number of damaged lines. Journals without a final mark count as final.
+    Return the templates, the rank of the process, the count and the lengths for each template,
+    whether the counts are final, and the number of damaged lines. The counts are considered final if
+    the version of the recorder did not mark its last counts.
     """
     templates: list[_Template] = []
     counts: dict[int, Any] = {}
@@ -189,7 +202,7 @@ def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], b
             whole = not event.final_counts
             text = event.rank or ""
             rank = int(text) if text.isdecimal() and len(text) < 10 else None
-        elif isinstance(event, _Counts):  # each line contains all counts so far
+        elif isinstance(event, _Counts):  # each such line repeats all counts, so the last one wins
             counts = {number: (count, lengths) for number, count, lengths in event.counts}
             whole = whole or event.final
     return templates, rank, counts, whole, damaged
@@ -251,7 +264,10 @@ def _why_no_config(row: _Template) -> str | None:
 
 
 def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | None:
-    """Return a tensor as autocast passes it on: float32 becomes the autocast dtype."""
+    """Convert a recorded tensor. Return None if its dims are not recorded.
+
+    If autocast is on, a float32 tensor gets the dtype to which autocast casts it.
+    """
     if recorded is None or recorded.dims is None:
         return None
     dtype = recorded.dtype
@@ -270,9 +286,10 @@ def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | 
 def match_calls(
     calls: Sequence[AttentionCall], observed: Sequence[ObservedCall]
 ) -> list[int | None]:
-    """Return for each call of a trace the index of its observed call.
+    """Return for each call of a trace the index of the observed call that matches it.
 
-    Return None if none matches, or if several match that carry different information.
+    The index is None if no observed call matches. It is also None if several observed calls match
+    and they contain different information.
     """
     named: dict[str | None, list[int]] = {}
     for index, item in enumerate(observed):
@@ -282,7 +299,7 @@ def match_calls(
     known: dict[Any, int | None] = {}
     found = []
     for call in calls:
-        # Pids in a container may differ from those outside
+        # A process in a container may have another pid outside the container
         pid = call.pid if call.pid in pids else None
         key = (call.path, pid, call.kind, call.compiled, call.recompute, call.backward,
                call.tensors, call.config, call.sdpa_op)  # fmt: skip
@@ -298,10 +315,12 @@ def match_calls(
 
 
 def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
-    """Return a call of a trace, completed from its template.
+    """Return a call of a trace, completed with information from the observed call that matches it.
 
-    Traces such as nsys' may lack the dtype. The template's config is that of its first call, so
-    only calls of the same lengths get it. Uncompiled flex_attention is plain products in a trace.
+    A trace may lack the dtype, for example if nsys recorded it. In that case the call gets the
+    config of the observed call. That config describes the first call of the template, so only calls
+    with the same lengths get it. Uncompiled flex_attention appears in a trace as eager attention, so
+    its kind is corrected.
     """
     other = item.call
     if _is_unfused(call, other):
@@ -316,14 +335,14 @@ def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
 def _is_unfused(call: AttentionCall, other: AttentionCall) -> bool:
     """Return whether a call of a trace may be uncompiled flex_attention.
 
-    In a trace, that consists of plain products, in another dtype and in what PyTorch marks as a
-    compiled region.
+    In a trace, uncompiled flex_attention looks like eager attention. Its matrix products have another
+    dtype than the call, and PyTorch marks them as part of a compiled region.
     """
     return (call.kind, other.kind, other.compiled) == ("eager", "flex", False)
 
 
 def _fits(call: AttentionCall, item: ObservedCall) -> bool:
-    """Return whether a call of a trace matches a template."""
+    """Return whether a call of a trace matches an observed call."""
     other = item.call
     given = call.tensors[:3]
     if _is_unfused(call, other):
@@ -343,7 +362,10 @@ def _fits(call: AttentionCall, item: ObservedCall) -> bool:
 
 
 def _like(mine: TensorArgument | None, theirs: TensorArgument | None) -> bool:
-    """Return whether number of heads, head dim and dtype are equal."""
+    """Return whether two tensors have the same number of heads, head dim and dtype.
+
+    A dtype that is not recorded matches every dtype.
+    """
     if mine is None or theirs is None:
         return mine is theirs
     same = len(mine.dims) == len(theirs.dims) and _same_dtype(mine, theirs)
@@ -359,7 +381,10 @@ def _ones(mask: TensorArgument) -> list[bool]:
 
 
 def length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
-    """Return batch, query length and key length as the recorder does, or () for less than 3 dims."""
+    """Return the batch size, the query length and the key length, as the recorder counts them.
+
+    Return () if the query or the key has fewer than 3 dims.
+    """
     query, key = [item.dims if item else () for item in tensors[:2]]
     if len(query) < 3 or len(key) < 3:
         return ()
@@ -369,8 +394,10 @@ def length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
 def _nearest(
     call: AttentionCall, observed: Sequence[ObservedCall], near: Iterable[int]
 ) -> int | None:
-    """Return the best match. On a tie, return one only if all candidates carry the same
-    information.
+    """Return the index of the observed call that matches best, or None.
+
+    If several observed calls match equally well, return the first of them, but only if all of them
+    contain the same information.
     """
     rules: tuple[Callable[[ObservedCall], bool], ...] = (
         lambda item: _order(item.call) == _order(call),
@@ -389,7 +416,7 @@ def _nearest(
 
 
 def _order(call: AttentionCall) -> list[list[int]]:
-    """Return the memory order of query, key and value."""
+    """Return for query, key and value the order in which the dims are stored, outermost first."""
     return [
         sorted(range(len(item.dims)), key=lambda at: -(item.strides or item.dims)[at])
         for item in call.tensors[:3]
@@ -398,6 +425,8 @@ def _order(call: AttentionCall) -> list[list[int]]:
 
 
 def _information(item: ObservedCall) -> ObservedCall:
-    """Return a call without what may differ between calls of a template: shapes and counts."""
+    """Return an observed call without the fields that may differ between calls of a template, such
+    as shapes and counts.
+    """
     bare = replace(item.call, config=None, tensors=(), backward=False, reason=None, pid=0)
     return replace(item, call=bare, count=0, lengths=(), pid=0, rank=None)
