@@ -1,6 +1,7 @@
-"""Parse Kineto's Chrome traces, the JSON files of torch.profiler, in bounded memory.
+"""Parse Kineto's Chrome traces, the JSON files that torch.profiler writes, in bounded memory.
 
-The scan cuts a file into pieces at event boundaries and decodes piece by piece.
+The scanner divides a file into segments that end at event boundaries, and decodes one segment after
+another.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ DEVICE_KEYS = {
     "warp_size": "warpSize",
 }
 FLUSH = 2 * 1024 * 1024
-REACH = 4 * 1024 * 1024  # bytes in which to look for the end of a broken event
-# Broken events searched up to REACH, which is slow; others end at the next separator
+REACH = 4 * 1024 * 1024  # maximum number of bytes in which to search for the end of a broken event
+# Maximum number of broken events for which to search up to REACH, because the search is slow. Any
+# further broken event is assumed to end at the next separator.
 MAX_UNCLOSED = 8
 NUMBER = re.compile(r"-?[0-9]{1,18}")
-MAX_FRAME = 1 << 12  # bytes in the event of a Python frame
-SEGMENT = 1 << 21  # bytes that the compiled scanner reads at once
+MAX_FRAME = 1 << 12  # maximum size of the event of a Python frame, in bytes
+SEGMENT = 1 << 21  # number of bytes that the compiled scanner reads at once
 
 
 def parse_chrome(
@@ -75,13 +77,14 @@ def parse_chrome(
     chunk_rows: int = attribution.CHUNK_ROWS,
     slice_rows: int = attribution.SLICE_ROWS,
 ) -> Trace:
-    """Parse a Kineto trace. The caller closes the Trace.
+    """Parse a Kineto trace. The caller must close the returned Trace.
 
-    Launches are kernels, memcpys and memsets, or ATen ops with their own time if the trace has none
-    of these. Single unreadable events are skipped and counted. The sizes affect memory, not
-    results.
+    The launches of the Trace are kernels, memcpys and memsets. If the trace contains none of these,
+    the launches are ATen ops, and the duration of an op excludes its child ops. Events that cannot be
+    read are skipped and counted. `chunk_rows` and `slice_rows` affect the memory that the parser
+    uses, but not the result.
 
-    Raise TraceFormatError for a truncated, damaged or foreign file.
+    Raise TraceFormatError if the file is truncated, damaged or not a Kineto trace.
     """
     path = Path(path)
     with closing(Window(path)) as window:
@@ -94,7 +97,10 @@ def parse_chrome(
 def _scan_file(
     path: Path, layout: Layout, stack: ExitStack
 ) -> tuple[attribution.Source, dict[str, Any]]:
-    """Return the tables and the header. Scan again if times need decimals."""
+    """Scan the events of a file. Return the tables and the header.
+
+    If a double cannot hold the times exactly, scan the file a second time with decimals.
+    """
     exact = _needs_decimals(layout.first_ts)
     while True:
         collector = Collector(Events(exact=exact), Spool.temporary(stack))
@@ -111,7 +117,7 @@ def _scan_file(
 
 
 class FileScanner:
-    """Scans the events of a file into a collector."""
+    """Scans the events of a file and passes them to a collector."""
 
     def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
         self.window = window
@@ -125,17 +131,18 @@ class FileScanner:
         self._unclosed = 0
 
     def scan(self) -> int:
-        """Collect every event. Return the offset of the closing bracket.
+        """Collect all events. Return the offset of the bracket that closes the array of events.
 
-        Raise TraceFormatError if there is none. Raise NeedExactTimes if times need decimals and the
-        collector has none.
+        Raise TraceFormatError if there is no such bracket. Raise NeedExactTimes if a double cannot
+        hold a time exactly and the collector does not use decimals.
         """
         window, separator, lead = self.window, self.layout.separator, self.layout.gap + 1
         window.fill()
         window.seek(self.layout.first)
         flushed = window.base
         wanted = 1
-        stuck = False  # at the end of the file, inside an event that contains a separator
+        # Whether the end of the file lies inside an event that contains a separator
+        stuck = False
         while self._array_end is None:
             self._scan_segments()
             more = True
@@ -184,7 +191,7 @@ class FileScanner:
                 return
 
     def _block(self) -> int:
-        """Return how many bytes to read at once."""
+        """Return the number of bytes to read at once."""
         least = SEGMENT if self._columns else BLOCK
         return max(least, min(len(self.window.buffer), MAX_PIECE // 4))
 
@@ -197,8 +204,8 @@ class FileScanner:
             return begin
         segment = text[:length]
         used = self._decode(segment, begin, last=last)
-        # Python frames make up most of a trace with stacks. The decoder skips all of them; calls of
-        # modules among them are decoded separately.
+        # If a trace contains stacks, most of its events are Python frames. The decoder skips all of
+        # them. Those that are calls of nn.Modules are decoded here.
         at = segment.find(MODULE_MARK, begin, used)
         while at >= 0:
             begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
@@ -221,7 +228,10 @@ class FileScanner:
         return len(segment)
 
     def _piecewise(self, segment: bytes, position: int, *, last: bool) -> int:
-        """Decode event by event, skip and count broken ones, and find the end of the array."""
+        """Decode one event after another, and find the end of the array.
+
+        Broken events are skipped and counted. Return the number of bytes consumed.
+        """
         separator, lead = self.layout.separator, self.layout.gap + 1
         while position < len(segment):
             certain = self.layout.certain or self._unclosed > MAX_UNCLOSED
@@ -252,7 +262,11 @@ class FileScanner:
         return len(segment)
 
     def _next(self, segment: bytes, position: int, mark: bytes, *, counted: bool) -> int:
-        """Return the start of the next event. `counted`: the event was already counted as skipped."""
+        """Return the start of the next event.
+
+        If something other than an event follows, the event before it is counted as skipped, unless
+        `counted` says that it was already counted.
+        """
         if mark == b",":
             position = skip_space(segment, position + 1)
             if segment[position : position + 1] in (b"{", b""):
@@ -264,7 +278,10 @@ class FileScanner:
         return len(segment) if border < 0 else border + self.layout.gap + 1
 
     def _lost_end(self, segment: bytes, position: int) -> int:
-        """Return the end of the array if the file ends with a broken event, else the position."""
+        """Find the end of the array if the file ends with a broken event.
+
+        Return the number of bytes consumed.
+        """
         tail = segment[position:].rstrip()
         border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
         if border < 0 or not tail.endswith((b"}", b"]")):
@@ -282,7 +299,10 @@ def _needs_decimals(ts: str) -> bool:
 
 
 def environment(header: dict[str, Any]) -> dict[str, object]:
-    """Return the header's scalars that identify nobody, and the backend, rank and world size."""
+    """Return the properties of a header that do not identify a person or a machine.
+
+    These are the scalars in KEPT, and the backend, rank and world size of a distributed program.
+    """
     kept: dict[str, object] = {key: header[key] for key in KEPT if _scalar(header.get(key))}
     info = header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
@@ -298,7 +318,7 @@ def _scalar(value: object) -> bool:
 
 
 def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
-    """Return the devices of deviceProperties and warnings. Incomplete entries are left out."""
+    """Return the devices in deviceProperties, and warnings. Incomplete entries are left out."""
     rows = header.get("deviceProperties", [])
     given = rows if isinstance(rows, list) else [rows]
     made = [
@@ -317,7 +337,7 @@ def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the nanoseconds to add to every ts, and warnings."""
+    """Return the number of nanoseconds to add to every time in the trace, and warnings."""
     base = header.get("baseTimeNanoseconds", 0)
     if isinstance(base, int) and not isinstance(base, bool) and abs(base) < MAX_NS:
         return base, []
@@ -325,13 +345,16 @@ def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def _number(value: Any) -> int:
-    """Return a pid or tid as a number, or -1 for the words that name Kineto's own tracks."""
+    """Return a pid or tid as a number.
+
+    Return -1 if it is a word. Kineto uses words to name its own tracks.
+    """
     text = str(value)
     return int(text) if isinstance(value, int | str) and NUMBER.fullmatch(text) else -1
 
 
 def _skipped(tables: Tables) -> list[str]:
-    """Return the warning about skipped events."""
+    """Return a list with the warning about skipped events. It is empty if no event was skipped."""
     if not tables.skipped:
         return []
     negative = f", {tables.negative} for a negative duration" if tables.negative else ""
@@ -339,7 +362,7 @@ def _skipped(tables: Tables) -> list[str]:
 
 
 def _check_use(path: Path, tables: Tables, launches: int) -> None:
-    """Raise TraceFormatError if a file contains nothing to report."""
+    """Raise TraceFormatError if a file contains no launch."""
     if launches:
         return
     message = "traceEvents is empty"

@@ -1,7 +1,8 @@
 """Decode Kineto's events to int64 columns.
 
-The compiled scanner reads most events as columns, without an object per event. Events that it cannot
-read with certainty go to the decoder. The structs below list which fields the decoder reads.
+The compiled scanner writes most events directly to columns, without creating an object for each
+event. If the scanner cannot be certain that it reads an event correctly, the decoder reads the event
+instead. The structs below define which fields the decoder reads.
 """
 
 from __future__ import annotations
@@ -50,19 +51,21 @@ from profharness.traces.ops import (
 
 Triple = tuple[int, int, int]
 
-EXACT_LIMIT = float(1 << 43)  # µs; below this a double rounds to the right nanosecond
-MAX_ARGUMENTS = 4096  # distinct op arguments to cache
+# In microseconds. A double below this limit is precise enough to give the right nanosecond.
+EXACT_LIMIT = float(1 << 43)
+MAX_ARGUMENTS = 4096  # maximum number of distinct op arguments in the cache
 
 
 MODULE_MARK = f'"{MODULE}'.encode()
 
 
-# How the ops of a name are kept as objects, besides their rows in the columns.
+# How to store the ops that have a certain name, in addition to their rows in the columns. 0 means
+# that only the rows are stored.
 AS_EVALUATION, AS_DETAIL, WITH_ARGUMENTS = 1, 2, 3
 
 
 class NeedExactTimes(Exception):
-    """A double cannot hold a timestamp to the nanosecond, so the file needs decimals."""
+    """A double is not precise enough for a timestamp, so the file must be read with decimals."""
 
 
 class Collector:
@@ -75,25 +78,25 @@ class Collector:
         self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
         self._texts: list[str] = []  # names of ops, by id
-        self._kept: list[int] = []  # how the ops of a name are kept, by the name's id
+        self._kept: list[int] = []  # how to store the ops that have a name, by the id of the name
         self._arguments = ArgumentsDecoder()
         self.register()
 
     def register(self) -> None:
-        """Register the event classes, again after the union has grown."""
+        """Register the event classes. This must be repeated when a new category has been added."""
         for kind, classes in self.events.classes.items():
             self._take.update(dict.fromkeys(classes, self._pending[kind].append))
         drop = deque[Any](maxlen=0).append
         self._take.update(dict.fromkeys(self.events.ignored, drop))
 
     def add(self, events: Iterable[Any]) -> None:
-        """Sort events by class into the pending lists."""
+        """Append each event to the pending list for its class."""
         take = self._take
         for event in events:
             take[type(event)](event)
 
     def add_texts(self, texts: list[bytes]) -> None:
-        """Decode and collect events. Broken ones are skipped and counted."""
+        """Decode and collect events. Broken events are skipped and counted."""
         try:
             events = self.events.many.decode(b"[%b]" % b",".join(texts))
         except UNDECODABLE:
@@ -107,7 +110,7 @@ class Collector:
                 self.add_module(text)
 
     def add_text(self, data: bytes) -> None:
-        """Decode and collect an event, or skip and count it."""
+        """Decode and collect an event. A broken event is skipped and counted."""
         categories = len(self.events.extra)
         event, bad = self.events.decode_one(data)
         if len(self.events.extra) != categories:
@@ -127,23 +130,29 @@ class Collector:
                 self._pending["module"].append(event)
 
     def settle(self) -> None:
-        """Write the pending events that have to precede rows given as columns."""
+        """Write the pending events if some of them must precede the rows that are added next.
+
+        Call this before you add columns, so that all rows are in the order of the file.
+        """
         if any(self._pending[kind] for kind in ("op", "launch", "loose", "gpu")):
             self.flush()
 
     def add_ops(self, rows: OpRows, args: Callable[[int], bytes]) -> None:
-        """Write ops. `args` returns the arguments of a row as text."""
+        """Write ops. `args` must return the text of the arguments of a row."""
         keep = np.ones(len(rows.start), np.bool_)
         self._detail(rows, keep, args)
         self.write(rows, keep)
 
     def add_modules(self, names: list[str], columns: tuple[Ints, ...]) -> None:
-        """Collect calls of modules from their names and columns of start, end and thread."""
+        """Collect calls of modules. The columns contain their start, end and thread."""
         rows = zip(names, *(column.tolist() for column in columns), strict=True)
         self.tables.modules += [HostSpan(*row) for row in rows]
 
     def flush(self) -> None:
-        """Write the pending events as blocks. Raise NeedExactTimes."""
+        """Write the pending events as blocks.
+
+        Raise NeedExactTimes if a double cannot hold a time exactly.
+        """
         pending = self._pending
         pending["launch"].extend(filter(None, map(self.events.launch_of, pending["loose"])))
         pending["loose"].clear()
@@ -199,7 +208,11 @@ class Collector:
         self.write(rows, keep)
 
     def _detail(self, rows: OpRows, keep: Flags, args: Callable[[int], bytes]) -> None:
-        """Keep as objects the ops whose name requires it. `args` returns the arguments of a row."""
+        """Store the ops whose name requires more than a row in the columns.
+
+        `args` must return the text of the arguments of a row. If an op turns out to be broken, its
+        element of `keep` is set to False.
+        """
         names = self.tables.names
         new = list(islice(names, len(self._kept), None))
         self._kept += map(_kept, new)
@@ -215,7 +228,7 @@ class Collector:
             if how == WITH_ARGUMENTS and (text := args(row)):
                 try:
                     arguments, sequence = self._arguments.decode(text)
-                except UNDECODABLE:  # the decoder would have refused the event too
+                except UNDECODABLE:  # the decoder would also treat the event as broken
                     keep[row] = False
                     continue
             detail = HostSpan(self._texts[name], start, end, thread, arguments, sequence)
@@ -271,7 +284,7 @@ class Collector:
             return _to_ns(micro)
         result = []
         for position, value in enumerate(values):
-            # Decimals are only compared: arithmetic raises for NaN and for too many digits
+            # Compare decimals before any arithmetic, which raises for NaN and for too many digits
             known = value.is_finite() and -MAX_NS < value < MAX_NS
             exact = round(value * 1000) if known else MAX_NS
             keep[position] &= abs(exact) < MAX_NS
@@ -282,7 +295,10 @@ class Collector:
         return self.tables.threads.column([(e.pid, e.tid) for e in events])
 
     def write(self, rows: GpuRows | LaunchRows | OpRows, keep: Flags | None = None) -> None:
-        """Write a block of the rows marked in `keep`, by default all, and count the others."""
+        """Write the rows that are marked in `keep` as a block. Count the other rows as skipped.
+
+        If `keep` is None, write all rows.
+        """
         if keep is not None and not keep.all():
             self.tables.skipped += int((~keep).sum())
             rows = type(rows)(*(column[keep] for column in rows))
@@ -303,10 +319,11 @@ def _kept(name: str) -> int:
 
 
 def _to_ns(micro: NDArray[np.float64]) -> Ints:
-    """Convert microseconds with three decimals to nanoseconds, exactly below EXACT_LIMIT.
+    """Convert microseconds with three decimals to nanoseconds.
 
-    The fraction is converted on its own: near 2**42 a double is off by up to 0.49 ns, and a plain
-    product by 1000 would round that up to 1 ns.
+    The result is exact for times below EXACT_LIMIT. The fraction is converted separately, because a
+    double near 2**42 differs from the decimal number by up to 0.49 ns, and multiplying the double by
+    1000 could increase that error to 1 ns.
     """
     whole = np.floor(micro)
     fraction = np.rint((micro - whole) * 1000)
@@ -314,7 +331,7 @@ def _to_ns(micro: NDArray[np.float64]) -> Ints:
 
 
 def _checked(values: list[int], keep: Flags) -> Ints:
-    """Return values as int64, and clear `keep` for those that do not fit."""
+    """Convert values to int64. Clear the elements of `keep` whose values do not fit into int64."""
     try:
         return np.array(values, np.int64)
     except OverflowError:
@@ -332,14 +349,14 @@ def fits(config: tuple[Any, ...]) -> bool:
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver")
-ARROWS = ("fwdbwd", "forward_backward")  # from a forward op to its backward op
-MODULES = "python_function"  # skipped by the decoder, except for calls of modules
+ARROWS = ("fwdbwd", "forward_backward")  # arrows from a forward op to its backward op
+MODULES = "python_function"  # Python frames; the decoder reads only those that are calls of modules
 IGNORED = (
     "python_function", "ac2g", "async_cpu_to_gpu",
     "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
     "cuda_profiler_range", "collective_comm", "async_gpu", "async",
 )  # fmt: skip
-MAX_EXTRA = 256  # unknown categories to decode
+MAX_EXTRA = 256  # maximum number of unknown categories to decode
 
 _NOT_FINITE = re.compile(
     rb'"(?:[^"\\]|\\.)*+"|-?\b(?:NaN|nan|Infinity|infinity|inf)\b', re.DOTALL | re.ASCII
@@ -363,7 +380,10 @@ class GpuArgs(msgspec.Struct, gc=False):
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """The `args` of an op whose arguments are kept. Only the sequence number is decoded here."""
+    """The `args` of an op whose arguments are stored.
+
+    Only the sequence number is decoded at once. The other fields stay text.
+    """
 
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
@@ -376,15 +396,18 @@ _OP_ARGS = msgspec.json.Decoder(OpArgs)
 
 
 class ArgumentsDecoder:
-    """Decodes the `args` of ops. Ops whose arguments have the same text share one object."""
+    """Decodes the `args` of ops.
+
+    If the arguments of several ops have the same text, the ops share one OpArguments object.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, ...], OpArguments] = {}
 
     def decode(self, data: bytes) -> tuple[OpArguments, int]:
-        """Return the arguments, and the sequence number or -1.
+        """Return the arguments, and the sequence number or -1 if it is unknown.
 
-        Raise one of UNDECODABLE if `data` is not an object.
+        Raise one of the exceptions in UNDECODABLE if `data` is not a JSON object.
         """
         try:
             return self._decode(data)
@@ -411,18 +434,21 @@ def _decoded_list(text: bytes) -> Sequence[Any]:
 
 
 class LaunchArgs(msgspec.Struct, gc=False):
-    """The `args` of a runtime or driver call."""
+    """The `args` of a call of the CUDA runtime or driver API."""
 
     correlation: int = -1
 
 
 class Events:
-    """The event classes and decoders for one file. `exact` reads ts as Decimal."""
+    """The event classes and decoders for one file.
+
+    If `exact` is True, the decoders read timestamps as Decimal. Otherwise, they read them as float.
+    """
 
     def __init__(self, *, exact: bool) -> None:
         self.exact = exact
         self.extra: list[str] = []
-        self.kinds: dict[type, str] = {}  # includes classes from before the union grew
+        self.kinds: dict[type, str] = {}  # includes the classes of earlier calls of _build
         self._build()
 
     def _build(self) -> None:
@@ -452,7 +478,10 @@ class Events:
         self.known = {*GPU, *LAUNCH, *ARROWS, "cpu_op", "user_annotation", *IGNORED, *self.extra}
 
     def launch_of(self, event: Any) -> Any | None:
-        """Return an event of an unknown category as a launch call, or None if it is not one."""
+        """Convert an event of an unknown category to the event of an API call.
+
+        Return None if the event is not an API call.
+        """
         args = event.args if isinstance(event.args, dict) else {}
         correlation = args.get("correlation")
         if not isinstance(correlation, int) or "stream" in args:
@@ -464,11 +493,11 @@ class Events:
         return launch(event.name, time, LaunchArgs(correlation), event.pid, event.tid)
 
     def decode_one(self, data: bytes) -> tuple[Any, bool]:
-        """Decode an event from a segment that could not be decoded as a whole. Return the event or
-        None, and whether it was damaged.
+        """Decode a single event. Return the event or None, and whether the event is damaged.
 
-        Events without a category or a duration are not damaged. Numbers that are not finite become
-        null: Kineto writes `inf` for the bandwidth of a copy that took no time.
+        An event without a category, or of a kind that has no duration, gives None but is not
+        damaged. Numbers that are not finite are read as null, because Kineto writes `inf` for the
+        bandwidth of a copy that took no time.
         """
         if has_too_many_values(data):
             return None, True
@@ -495,9 +524,9 @@ class Events:
 
 
 def decoded(decoder: Any, data: bytes) -> Any:
-    """Decode an event. Half of a surrogate pair is accepted in fields that are not read.
+    """Decode an event. Lone surrogates are accepted in fields that the decoder does not read.
 
-    Raise one of UNDECODABLE.
+    Raise one of the exceptions in UNDECODABLE if the event cannot be decoded.
     """
     try:
         return decoder.decode(data)
@@ -535,20 +564,27 @@ def _null(match: re.Match[bytes]) -> bytes:
     return match.group() if match.group().startswith(b'"') else b"null"
 
 
-# rows at once; they fit into the CPU's cache, and a power of two would map all columns to one set
+# Number of rows that are scanned at once. They fit into the CPU's cache. The number is not a power of
+# two, because then all columns would be mapped to the same set of the cache.
 CAPACITY = (1 << 13) + (1 << 6)
 OP = "cpu_op"
 
 
 class Role(IntEnum):
-    """The role of a category, as in scanner.c. UNSURE: a key is repeated or escaped."""
+    """The roles of categories. They must match those in scanner.c.
+
+    UNSURE means that a key of the event is repeated or contains an escape sequence.
+    """
 
     DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE = range(8)
 
 
 class Column(IntEnum):
-    """The columns of a row, as in scanner.c. BEGIN and END are offsets in the text, NAMED is 1 for
-    the start of an arrow, times are in ns. Rows of devices have more numbers after their key.
+    """The columns of a row. They must match those in scanner.c.
+
+    BEGIN and END are the offsets of the event in the text. NAMED is the id of the name, or for an
+    arrow, 1 if the event is its start. Times are in ns. The columns after KEY exist only in rows of
+    kernels, memcpys and memsets.
     """
 
     (KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, KEY,
@@ -563,7 +599,7 @@ ROLES = {
     MODULES: Role.FRAME,
     **dict.fromkeys(ARROWS, Role.ARROW),
 }
-# columns that contain ids of texts, by role
+# The columns that contain ids of texts, for each role.
 _RESOLVED = {
     Role.OP: (Column.NAMED, Column.THREAD),
     Role.CALL: (Column.NAMED, Column.THREAD),
@@ -571,21 +607,22 @@ _RESOLVED = {
     Role.FRAME: (Column.NAMED, Column.THREAD),
     Role.ARROW: (Column.THREAD,),
 }
-# in the order of the fields of OpRows, LaunchRows, Arrows and GpuRows
+# The columns in the order of the fields of OpRows, LaunchRows, Arrows and GpuRows.
 _OP = [Column.START, Column.DURATION, Column.NAMED, Column.THREAD]
 _KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
 _DEVICE = [
     Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
     Column.KEY, Column.NODE, Column.BYTES,
 ]  # fmt: skip
-THREADS, CONFIGS = 254, 255  # kinds of texts with ids, besides the positions in ROLES
+# Kinds of texts that have ids. The other kinds are the positions of the categories in ROLES.
+THREADS, CONFIGS = 254, 255
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
 NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
 PARTS = [_KEYS[name] for name in ("grid", "block", "registers", "shared")]
 
 
 class _Place(msgspec.Struct, gc=False):
-    """The thread of an event, decoded as the decoder does it."""
+    """The pid and tid of an event, with the same types as in the decoder."""
 
     pid: int | str | float | None = None
     tid: int | str | float | None = None
@@ -600,13 +637,16 @@ def _joined(texts: list[str]) -> bytes:
 
 
 def _members(keys: list[str], text: bytes) -> bytes:
-    """Return an object of the keys whose values a text contains. Empty values become null."""
+    """Return a JSON object with the given keys. The text contains their values, separated by NUL.
+
+    A key is left out if its value is empty.
+    """
     values = zip(keys, text.split(b"\0"), strict=True)
     return b"{%b}" % b",".join(b'"%b":%b' % (key.encode(), v) for key, v in values if v)
 
 
 class EventColumns:
-    """Reads texts of events into a collector."""
+    """Reads the text of events with the compiled scanner and passes them to a collector."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -616,17 +656,18 @@ class EventColumns:
         )
         self._rows: Ints = np.empty((len(Role), len(Column), CAPACITY), np.int64)
         self._modules: list[str] = []
-        # The collector's id for each of the scanner's; -1: unreadable
+        # The collector's id for each id of the scanner. -1 means that the text is unreadable.
         self._ids = np.empty(0, np.int64)
 
     @classmethod
     def build(cls, collector: Collector) -> EventColumns | None:
-        """Return a reader, or None without the compiled scanner."""
+        """Return a reader, or None if the compiled scanner is not available."""
         return cls(collector) if Scanner is not None else None
 
     def collect(self, text: bytes | memoryview, end: int) -> int:
-        """Collect the events of text[:end]. Return the number of bytes
-        consumed. The rest is an incomplete event or the last event of the array.
+        """Collect the events of text[:end]. Return the number of bytes consumed.
+
+        The rest is an incomplete event or the last event of the array.
         """
         used = begin = 0
         while True:
@@ -640,7 +681,7 @@ class EventColumns:
             begin = used
 
     def _learn(self) -> None:
-        """Assign ids in the collector's tables to the texts that the scanner met first."""
+        """Assign ids in the collector's tables to the texts that the scanner has newly found."""
         if texts := self._scanner.texts(len(self._ids)):
             self._ids = np.append(self._ids, [self._number(text[0], text[1:]) for text in texts])
 
@@ -666,12 +707,12 @@ class EventColumns:
         return (tables.names if role == Role.OP else tables.apis)[name]
 
     def _write(self, text: bytes | memoryview, counts: tuple[int, ...]) -> None:
-        """Write the rows with known texts and decode the others."""
+        """Write the rows whose texts are all known. Decode the events of the other rows."""
         rows = {role: self._rows[role][:, : counts[role]] for role in Role}
         left = [rows[Role.OTHER], rows[Role.UNSURE]]
         for role in _RESOLVED:
             known = self._resolve(role, rows[role])
-            # the decoder reads all rows or none, which keeps their order
+            # The decoder reads either all of these rows or none, so that their order is kept
             if role in (Role.CALL, Role.DEVICE) and (counts[Role.UNSURE] or not known.all()):
                 known[:] = False
             if not known.all():
@@ -697,7 +738,10 @@ class EventColumns:
             add.add_texts([bytes(text[begin:end]) for begin, end in places.T.tolist()])
 
     def _resolve(self, role: Role, rows: Ints) -> Flags:
-        """Replace scanner ids by the tables' ids. Return which rows have only known texts."""
+        """Replace the scanner's ids by the ids of the tables.
+
+        Return for each row whether all of its texts are known.
+        """
         known: Flags = rows[Column.KNOWN].astype(np.bool_)
         if not known.any():
             return known

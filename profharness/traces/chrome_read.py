@@ -1,4 +1,7 @@
-"""Read a Kineto file, plain or gzip, in small blocks, and find its events and their separator."""
+"""Read a Kineto file in small blocks, and find its events and the separator between them.
+
+The file may be compressed with gzip.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from profharness.errors import TraceFormatError
 from profharness.files import JSON_WEIGHT, has_too_many_values
 from profharness.traces.packed import GzipReader, open_file
 
-BLOCK = 128 * 1024  # fastest from 32 to 256 KiB; bigger buffers cost page faults
-MAX_PIECE = 32 << 20  # bytes of the longest event, header or trailer
+BLOCK = 128 * 1024  # sizes from 32 to 256 KiB are fastest, because bigger buffers cost page faults
+MAX_PIECE = 32 << 20  # maximum size of an event, of the header and of the trailer, in bytes
 
 _EVENTS_KEY = b'"traceEvents"'
 _ARRAY = re.compile(rb"\s*+:\s*+\[")
@@ -28,7 +31,7 @@ _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _TOKEN = re.compile(_STRING + rb'|[{}\[\]"]', re.DOTALL)
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-# text that needs no change is a single match, however long it is
+# Matches text that needs no change, however long it is.
 _PLAIN = rb"(?:[^\\]++|\\(?!u[dD][89a-fA-F]).|%s%s)++" % (_HIGH, _LOW)
 _ESCAPE = re.compile(rb"%s|(%s|%s)" % (_PLAIN, _HIGH, _LOW), re.DOTALL)
 _KEY = re.compile(rb"\{[ \t\r\n]*" + _STRING, re.DOTALL)
@@ -38,11 +41,12 @@ _KEY = re.compile(rb"\{[ \t\r\n]*" + _STRING, re.DOTALL)
 class Layout:
     """The layout of a file.
 
-    `first` is the offset of the first event. `separator` starts with the `}` of an event, and `gap`
-    is the number of bytes between that `}` and the `{` of the next event. `certain`: the separator
-    contains a newline, which no JSON string can, so that each occurrence is an event boundary.
-    `bare`: the file is only the array. `empty`: traceEvents is `[]`, and `first` is the offset of
-    its `]`.
+    `first` is the offset of the first event. `separator` is the text from the `}` that ends an event
+    to the beginning of the next event. `gap` is the number of bytes between that `}` and the `{` of
+    the next event. `certain` is True if the separator contains a newline. A JSON string cannot
+    contain a newline, so every occurrence of such a separator is an event boundary. `bare` is True if
+    the file consists only of the array of events. `empty` is True if traceEvents is `[]`. In that
+    case, `first` is the offset of the `]`.
     """
 
     first: int
@@ -56,7 +60,10 @@ class Layout:
 
 
 class Window:
-    """A window on a file's uncompressed bytes. `buffer` begins at offset `base`."""
+    """A window on the uncompressed bytes of a file.
+
+    `buffer` contains the bytes from offset `base` on.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,16 +74,17 @@ class Window:
 
     @property
     def end(self) -> int:
-        """Offset of the end of the buffer."""
+        """The offset at which the buffer ends."""
         return self.base + len(self.buffer)
 
     def fill(self, size: int = BLOCK) -> bool:
-        """Append up to `size` bytes. Return False at the end. Raise TraceFormatError for damaged
-        gzip.
+        """Append up to `size` bytes to the buffer. Return False at the end of the file.
+
+        Raise TraceFormatError if the file is damaged.
         """
         kept = len(self.buffer)
         if 0 < kept < size // 8 and not isinstance(self._file, GzipReader) and not self.eof:
-            self._file.seek(self.base)  # reading a few bytes again costs less than joining
+            self._file.seek(self.base)  # reading a few bytes again is faster than joining buffers
             data = self._read(kept + size)
             self.eof = len(data) <= kept
             self.buffer = self.buffer if self.eof else data
@@ -87,8 +95,9 @@ class Window:
         return bool(data)
 
     def read_into(self, segment: memoryview) -> int:
-        """Read the bytes from `base` on into `segment`, without moving the window. Return their
-        number, 0 for a gzip file.
+        """Read the bytes from `base` on into `segment`. The window does not move.
+
+        Return the number of bytes read. It is always 0 if the file is compressed.
         """
         if isinstance(self._file, GzipReader):
             return 0
@@ -101,8 +110,9 @@ class Window:
         return size or 0
 
     def seek(self, offset: int) -> None:
-        """Drop everything before `offset`, which is at least `base`. Drop all if the file is
-        shorter.
+        """Move the beginning of the window to `offset`, which must not be less than `base`.
+
+        If the file is shorter, the window moves to the end of the file and is empty.
         """
         if offset > self.end and not isinstance(self._file, GzipReader):
             offset = min(offset, self._file.seek(0, os.SEEK_END))
@@ -115,7 +125,10 @@ class Window:
         self.base, self.buffer = offset, self.buffer[offset - self.base :]
 
     def rest(self) -> bytes:
-        """Return everything from `base` on. Raise TraceFormatError beyond MAX_PIECE bytes."""
+        """Return all bytes from `base` to the end of the file.
+
+        Raise TraceFormatError if there are more than MAX_PIECE bytes.
+        """
         begin = self.end
         while self.fill(max(BLOCK, len(self.buffer))):
             if len(self.buffer) > MAX_PIECE:
@@ -124,17 +137,18 @@ class Window:
         return self.buffer
 
     def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
-        """Return a TraceFormatError for this file at `offset`, by default at the buffer's end."""
+        """Return a TraceFormatError that names this file and `offset`, which defaults to the end of
+        the buffer.
+        """
         where = self.end if offset is None else offset
         return TraceFormatError(self.path, message, offset=where, expected=expected)
 
     def too_long(self, offset: int) -> TraceFormatError:
-        """Return the error for an event longer than MAX_PIECE."""
+        """Return the error for an event that is longer than MAX_PIECE."""
         message = f"an event of more than {MAX_PIECE >> 20} MiB"
         return self.error(message, offset=offset, expected="an event")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _read(self, size: int) -> bytes:
@@ -146,8 +160,9 @@ class Window:
 
 
 def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
-    """Return the end of the object that opens at `start`, or None if it does not close before
-    `stop`.
+    """Return the offset after the JSON object that starts at `start`.
+
+    Return None if the object does not end before `stop`.
     """
     depth = 0
     for match in _TOKEN.finditer(data, start, len(data) if stop is None else stop):
@@ -170,7 +185,10 @@ def skip_space(data: bytes, position: int) -> int:
 
 
 def decode_lenient(data: bytes) -> Any:
-    """Decode JSON, including NaN, bad UTF-8 and control characters. Raise ValueError."""
+    """Decode JSON that may contain NaN, invalid UTF-8 or control characters.
+
+    Raise ValueError if the data is not JSON, has too many values or is nested too deeply.
+    """
     if has_too_many_values(data):
         raise ValueError(f"more than {JSON_WEIGHT:,} values")
     try:
@@ -183,14 +201,17 @@ def decode_lenient(data: bytes) -> Any:
 
 
 def whole_characters(data: bytes) -> bytes:
-    """Replace escaped lone surrogates, which no text can contain, by U+FFFD."""
+    r"""Replace escape sequences of lone surrogates, such as `\ud800`, by U+FFFD.
+
+    No text can contain a lone surrogate.
+    """
     if not _HALF.search(data):
         return data
     return _ESCAPE.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
 
 
 def probe(window: Window) -> Layout:
-    """Return the layout of a file. The window must be at its beginning.
+    """Determine the layout of a file. The window must be at the beginning of the file.
 
     Raise TraceFormatError if the file is not JSON, has no traceEvents or is truncated.
     """
@@ -208,13 +229,16 @@ def probe(window: Window) -> Layout:
 
 
 def _find_events(window: Window, start: int) -> tuple[int, dict[str, Any]]:
-    """Return the offset after the `[` of the top-level traceEvents, and the keys before it."""
+    """Return the offset after the `[` that starts the top-level traceEvents, and the header.
+
+    The header contains the keys before traceEvents.
+    """
     depth, position = 0, start
     while True:
         for match in _TOKEN.finditer(window.buffer, position):
             position, opening = match.span()[0], match[0][:1]
             if match[0] == b'"':
-                break  # the string continues after the buffer
+                break  # the string does not end in the buffer
             if depth == 1 and match[0] == _EVENTS_KEY:
                 behind = _ARRAY.match(window.buffer, match.end())
                 if behind is None and _SPACE_AND_COLON.fullmatch(window.buffer, match.end()):
@@ -255,9 +279,9 @@ def _foreign(window: Window) -> TraceFormatError:
 
 
 def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool) -> Layout:
-    """Find the separator between the first two events."""
+    """Find the separator between the first two events, and return the layout of the file."""
     header.pop("traceEvents", None)
-    between, tail, certain = b",", b"{", False  # used if there is no second event
+    between, tail, certain = b",", b"{", False  # defaults, used if there is no second event
     size = BLOCK
     while True:
         first = skip_space(window.buffer, position)
@@ -289,7 +313,7 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
 
 
 def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
-    """Return the keys before and after the events, which end at `end`.
+    """Return the keys before and after the events. The array of events ends at the offset `end`.
 
     Raise TraceFormatError if the file is truncated or continues after the trace.
     """

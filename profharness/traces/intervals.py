@@ -178,7 +178,8 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
         here = maxima[node[searching]] > limits[searching]
         level_of[searching[here]] = level
         searching = searching[~here]
-        # continue with the subtree to the left, which is the sibling if the node is odd
+        # If the node is even, continue with the left neighbour of its parent. If it is odd, continue
+        # with its parent, which contains only the node itself and its left sibling.
         node[searching] = (node[searching] >> 1) - 1 + (node[searching] & 1)
         searching = searching[node[searching] >= 0]
     for level in range(len(tree) - 1, 0, -1):
