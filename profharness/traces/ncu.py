@@ -1,7 +1,8 @@
-"""Parse Nsight Compute's reports (.ncu-rep) and CSV tables, with hardware counters.
+"""Parse Nsight Compute's reports (.ncu-rep) and CSV tables, including the hardware counters.
 
-ncu runs kernels one at a time and records no start times. Launches, and the ranges around them, are
-placed end to end from 0 in profiled order.
+ncu runs kernels one at a time and records no start times. So the parser invents them: the first
+launch starts at 0, and each launch starts when the previous launch ends. The order is that in which
+ncu profiled the launches.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ from profharness.traces.ncu_readers import read_report
 
 OWN_DOMAIN = "profharness"
 NO_NAME = "unknown"
-UNKNOWN_STEP_NS = 1  # duration of a kernel without a time, to keep launches in order
-# Units of time in ncu's output: long words until 2024, short ones from 2025 on.
+# Duration that is assumed for a kernel whose time is unknown. It keeps the launches in order.
+UNKNOWN_STEP_NS = 1
+# Units of time in ncu's output. ncu writes long words until 2024 and abbreviations from 2025 on.
 NANOSECONDS = {
     "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6,
     "s": 1e9, "second": 1e9,
 }  # fmt: skip
-EXACT_BYTES = ("", "byte", "byte/block")  # any other unit of memory is rounded
-MAX_SIZE = 1 << 62  # limit of `whole`
+EXACT_BYTES = ("", "byte", "byte/block")  # values in any other unit of memory are rounded
+MAX_SIZE = 1 << 62  # `whole` accepts only values below this
 SIZES = (
     "launch__grid_", "launch__block_", "launch__registers_per_thread",
     "launch__shared_mem_per_block",
@@ -71,16 +73,19 @@ _DEVICE_FIELDS = {
 
 
 def parse_ncu(path: Path) -> Trace:
-    """Parse an .ncu-rep, or a .csv of `ncu --csv --page raw` (or its long form with metric names).
+    """Parse an .ncu-rep, or a .csv that `ncu --csv --page raw` printed.
 
-    Mangled names are demangled as Kineto prints them; a CSV may contain only ncu's demangled text.
-    A time that was not measured is an unknown duration. The process, thread and time of a launch
-    are unknown. Consecutive launches in the same range are one call of it. Ranges of the domain
-    `profharness` and of the default domain have plain names, others `domain:name`. All numeric
-    metrics are kept except `device__attribute_*` and `nvlink__*`.
+    The long form of the CSV, which has one metric per line, is also accepted.
 
-    Raise TraceFormatError if the file is neither, truncated or unreadable. Raise MissingReaderError
-    if no program can read the report.
+    Mangled names are demangled to the text that Kineto prints. If a CSV contains only the names that
+    ncu demangled, these are used. The duration of a kernel is unknown if its time was not measured.
+    The process, the thread and the launch time are always unknown. Consecutive launches in a range
+    are treated as one call of the range. The name of a range is `domain:name`, except that ranges of
+    the domain `profharness` and of the default domain have no prefix. All numeric metrics are kept
+    except `device__attribute_*` and `nvlink__*`.
+
+    Raise TraceFormatError if the file is in neither format, truncated or unreadable. Raise
+    MissingReaderError if no program on this machine can read the report.
     """
     path = Path(path)
     if path.name.lower().endswith(".csv"):
@@ -92,9 +97,9 @@ def parse_ncu(path: Path) -> Trace:
 
 
 def nanoseconds(value: float, unit: str) -> int:
-    """Convert a time of ncu's to ns, rounded.
+    """Convert a time from ncu's output to nanoseconds, and round it.
 
-    Raise KeyError if the unit is not one of time, and OverflowError if the time exceeds a double.
+    Raise KeyError if the unit is not a unit of time, and OverflowError if the result is infinite.
     """
     return round(value * NANOSECONDS[unit])
 
@@ -167,7 +172,10 @@ def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
 
 
 def _dims(launch: NcuLaunch, what: str) -> Triple | None:
-    """Return the size of each dimension. A product alone determines them only if it is 1."""
+    """Return the size of each dimension, or None if the sizes are unknown.
+
+    If the report contains only the product of the sizes, the sizes are known only if it is 1.
+    """
     x, y, z = (_whole(launch.values.get(f"launch__{what}_dim_{axis}")) for axis in "xyz")
     if x is not None and y is not None and z is not None:
         return x, y, z
@@ -179,15 +187,18 @@ def _bytes(launch: NcuLaunch, units: dict[str, str], name: str) -> int | None:
 
 
 def _whole(value: float | None) -> int | None:
-    """Return a count as an integer, or None if it is impossible. Old reports write doubles."""
+    """Convert a count to an integer. Return None if no count can have that value.
+
+    Old reports contain counts as doubles.
+    """
     return None if value is None else whole(round(value))
 
 
 def _open_ranges(launch: NcuLaunch) -> list[str]:
-    """Return the names of the ranges open at a launch, outermost first.
+    """Return the names of the ranges that were open at a launch, outermost first.
 
-    ncu does not record how domains nest. The cell's range counts as outermost, so that no other
-    range splits its call.
+    ncu does not record how ranges of different domains are nested. The range of a cell is assumed to
+    be the outermost range, so that no other range divides it into several calls.
     """
     plain = (OWN_DOMAIN, DEFAULT_DOMAIN)
     ranges = (*launch.start_end, *launch.push_pop)
@@ -198,8 +209,8 @@ def _open_ranges(launch: NcuLaunch) -> list[str]:
 def _ranges(
     launches: list[NcuLaunch], starts: list[int], ends: list[int]
 ) -> tuple[list[Range], list[int], list[int]]:
-    """Return all ranges, and for each launch the indices of its innermost range and its cell's
-    range.
+    """Return all ranges, and for each launch the index of its innermost range and the index of the
+    range of its cell.
     """
     opened: list[tuple[str, int, int | None]] = []  # name, start, parent
     stops: list[int] = []
@@ -246,8 +257,9 @@ def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def _metrics(report: NcuReport, durations: list[int], path: Path) -> HardwareMetrics | None:
-    """Return all numeric metrics except the machine's constants, by name. Times without a valid
-    duration are left out.
+    """Return all numeric metrics except the constants of the machine, sorted by name.
+
+    A kernel whose duration is unknown has no value for the metric of the duration.
     """
     seen = {name for launch in report.launches for name in launch.values}
     names = sorted(name for name in seen if not name.startswith(CONSTANTS))
@@ -291,7 +303,7 @@ def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
 
 
 def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
-    """Return warnings about kernels without a time, by cause."""
+    """Return a warning for each reason why kernels have no time."""
     unit = report.units.get(DURATION, "")
     untimed = [
         DURATION in launch.values
@@ -310,7 +322,7 @@ def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
 
 
 def _impossible(report: NcuReport) -> int:
-    """Count the launch configuration values that are negative or too large."""
+    """Count the values in launch configurations that are negative or too large."""
     sizes = [name for name in report.units if name.startswith(SIZES)]
     figures = (launch.values.get(name) for launch in report.launches for name in sizes)
     return sum(not 0 <= value < MAX_SIZE for value in figures if value is not None)

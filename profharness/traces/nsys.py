@@ -1,4 +1,6 @@
-"""Parse Nsight Systems' SQLite exports in bounded memory. Reports are exported first.
+"""Parse Nsight Systems' SQLite exports in bounded memory.
+
+A report (.nsys-rep) is first exported to SQLite.
 
 Device activities, API calls and NVTX ranges become int64 columns in a temporary file.
 
@@ -88,29 +90,30 @@ RANGES = "eventType IN (59, 60, 70, 71)"  # push/pop and start/end, and their nv
 START_END = (60, 71)
 DOMAINS = "eventType = 75"
 MAX_RANGE_NAME = 4096
-# Names of calls that start most activities. Other calls are read only if some activities still lack
-# theirs, because an export can contain ten times as many.
+# Patterns for the names of the API calls that start most activities. An export can contain ten times
+# as many other calls, so those are read only if the call of some activity has not been found.
 LAUNCHING = ("cu%Launch%", "cu%Memcpy%", "cu%Memset%")
-KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # calls that start one kernel each
-# Afterwards, launches are added to a graph and start nothing
+KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # API calls that start exactly one kernel
+# After such a call, launches do not start kernels. They are added to a CUDA graph instead.
 CAPTURES = ("cu%StreamBeginCapture%",)
 MAX_DURATION_NS = 1 << 53  # 104 days
-MAX_SMALL = 1 << 62  # limit for devices, streams, nodes and bytes in the store
+MAX_SMALL = 1 << 62  # devices, streams, nodes and bytes in the store must be less than this
 
 _API_VERSION = re.compile(r"_v\d{4,6}$")
 
 
 def parse_nsys(path: Path) -> Trace:
-    """Parse an SQLite export of nsys, or a .nsys-rep by exporting it to a temporary file. The
-    caller closes the Trace.
+    """Parse an SQLite export of nsys, or a .nsys-rep. The caller must close the returned Trace.
 
-    nsys counts times from the start of the capture. The Trace's times count from 1970 if the export
-    records that start (TARGET_INFO_SESSION_START_TIME.utcEpochNs). A file without launches gives an
-    empty Trace with nsys's own messages as warnings. A launch without its API call has launch_ns,
-    range and cell_range NONE.
+    A .nsys-rep is exported to a temporary file first.
 
-    Raise TraceFormatError if the file is not an export, damaged or incomplete, and the errors of
-    `export_report`.
+    nsys counts times from the start of the capture. If the export records that start in
+    TARGET_INFO_SESSION_START_TIME.utcEpochNs, the times of the Trace count from 1970. If the file
+    contains no launches, the Trace is empty and its warnings contain nsys's own messages. If the API
+    call of a launch is not in the file, launch_ns, range and cell_range of the launch are NONE.
+
+    Raise TraceFormatError if the file is not an export, or is damaged or incomplete. Also raise the
+    errors of `export_report`.
     """
     path = Path(path)
     if not path.name.lower().endswith(REPORT_SUFFIX):
@@ -167,8 +170,9 @@ def _join(
     kernels: _Kernels,
     output: attribution.Output,
 ) -> tuple[list[str], list[str]]:
-    """Write every distinct launch with its call. Return the op stacks, and warnings about missing
-    data.
+    """Write the launches with their API calls to `output`. Exact copies of a launch are left out.
+
+    Return the op stacks, and warnings about missing data.
     """
     lost = nameless = 0
     stacks, path_ids = attribution.Stacks(source), attribution.Renumber()
@@ -214,12 +218,17 @@ def _notes(export: Export, reader: Reader) -> list[str]:
 
 
 class _Kernels:
-    """The Trace's names, kinds and launch configurations, and for each variant its index in them."""
+    """The names, kinds and launch configurations of the kernels in the Trace.
+
+    `kernel_of` and `config_of` map the index of a variant to the index of its name and of its launch
+    configuration. `Reader` explains variants.
+    """
 
     def __init__(self, export: Export, variants: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
         names, configs = Ids(), Ids()
         string = cache(export.text)
-        texts = {}  # first known text of (mangledName, demangledName, shortName)
+        # The first of mangledName, demangledName and shortName whose text is in the export
+        texts = {}
         for table, values in variants:
             if table == KERNEL:
                 ids = values[: len(NAMES)]
@@ -248,7 +257,10 @@ class _Kernels:
 
 
 def _config(values: tuple[Any, ...]) -> LaunchConfig:
-    """Return the launch configuration in a row of CONFIG columns. Missing and bad values are None."""
+    """Return the launch configuration that a row of CONFIG columns contains.
+
+    Missing and impossible values become None.
+    """
     gx, gy, gz, bx, by, bz, registers, static, dynamic = map(whole, values)
     grid = None if gx is None or gy is None or gz is None else (gx, gy, gz)
     block = None if bx is None or by is None or bz is None else (bx, by, bz)
@@ -259,26 +271,28 @@ def _config(values: tuple[Any, ...]) -> LaunchConfig:
 class Reader:
     """Reads one export into `tables` and `spool`.
 
-    The kernel of GpuRows is an index into `variants`, and their config is 0. The correlation of
-    GpuRows and LaunchRows is a key, see PROCESS_SHIFT. Blocks are sorted by key. A variant is a
-    table with names and a launch configuration, or with kinds of memory.
+    A variant is a distinct combination of the values that describe an activity. For a kernel, these
+    are its names and its launch configuration. For a memcpy or memset, these are the kinds of
+    memory. The column `kernel` of GpuRows contains an index into `variants`, and the column `config`
+    is always 0. The column `correlation` of GpuRows and LaunchRows contains a key, which
+    PROCESS_SHIFT explains. The rows are sorted by key.
     """
 
     def __init__(self, export: Export, spool: Spool) -> None:
         self.tables = Tables()
         self.variants = Ids()
         self.flows = np.empty((0, 4), np.int64)  # rows of Flow, to backward ops
-        self.doubts: Counter[str] = Counter()  # texts with {n} for the count
+        self.doubts: Counter[str] = Counter()  # counts by warning; {n} in a warning is its count
         self._export = export
         self._spool = spool
         self._processes = Ids()
         self._needed = NeededCalls()
-        self._unjoined = 0  # activities without a key
-        self._nameless: set[int] = set()  # ids that StringIds lacks
+        self._unjoined = 0  # number of activities that have no key
+        self._nameless: set[int] = set()  # ids of names that are not in StringIds
         self._string = cache(export.text)
 
     def read(self) -> None:
-        """Read all tables. Each step needs the ones before it."""
+        """Read all tables. Each step needs the results of the steps before it."""
         shared = 0
         for table in VARIANTS:
             if self._export.has(table, "start", "end"):
@@ -293,7 +307,10 @@ class Reader:
             blocks.sort(key=lambda block: block.low)
 
     def doubles(self) -> Doubles | None:
-        """Return the search for repeated activities, or None if there can be none."""
+        """Return an object that finds repeated activities.
+
+        Return None if no activity can be repeated.
+        """
         if not (self._needed.shared or self._needed.all or self._unjoined):
             return None
         blocks = (self._spool.read(block) for block in self.tables.gpu)
@@ -308,7 +325,10 @@ class Reader:
         self._doubt(f"{{n}} rows of {table} could not be read and were skipped", count)
 
     def _read_needed_calls(self) -> None:
-        """Read the calls of the activities read so far, or all calls if those are unknown."""
+        """Read the API calls that started the activities.
+
+        If it is unknown which calls these are, read all calls.
+        """
         ids = self._export.strings_like(LAUNCHING)
         if self._needed.all or not ids or not self._export.has(RUNTIME, "nameId"):
             self._read_calls("")
@@ -335,14 +355,19 @@ class Reader:
             self._write(self.tables.launches, LaunchRows(key, api, thread, start[keep]), key)
 
     def _kernel_launches(self) -> list[int]:
-        """Return the ids of calls that must have started a kernel, or [] if a graph was captured."""
+        """Return the ids of the names of API calls that must have started a kernel.
+
+        Return [] if a CUDA graph was captured, because then such a call may not start a kernel.
+        """
         if self._export.strings_like(CAPTURES) or self._export.columns(GRAPHS) is not None:
             return []
         return self._export.strings_like(KERNEL_LAUNCHES)
 
     def _read_activities(self, table: str) -> int:
-        """Read the activities of a table. Return how many outside graphs share the id of their
-        call.
+        """Read the activities in a table.
+
+        Return the number of activities that have the same API call as an earlier activity. Activities
+        of CUDA graphs do not count.
         """
         width, variants = len(NUMBERS), self.variants
         columns = (*NUMBERS, *VARIANTS[table])
@@ -373,7 +398,7 @@ class Reader:
         domains, ops = self._domains(), OpRanges(self.tables, self._spool)
         end_of_trace: int | None = None
         columns = ("start", "end", "globalTid", "eventType", "domainId", "textId", "text")
-        names: dict[str, str] = {}  # of ranges that are not ops
+        names: dict[str, str] = {}  # names of ranges that are not ops
         seen: set[int] = set()
         for row in self._export.rows(NVTX, columns, RANGES):
             start, end, thread, kind, domain, string, text = row
@@ -412,13 +437,14 @@ class Reader:
         self._doubt(text, unclear)
 
     def _end_of_trace(self) -> int:
-        """Return the latest end of any row, in ns since the start of the capture."""
+        """Return the latest end in any table, in ns since the start of the capture."""
         tables = (*VARIANTS, RUNTIME, NVTX)
         return max(min(self._export.largest(table, "end") or 0, MAX_NS - 1) for table in tables)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
-        """Return the prefix of range names by process and domain id, without our own and default
-        domains.
+        """Return the prefixes that the names of ranges get, by process and domain id.
+
+        Ranges of the default domain and of the domain `profharness` get no prefix.
         """
         prefixes: dict[tuple[int, Any], str] = {}
         columns = ("globalTid", "domainId", "textId", "text")
@@ -431,8 +457,9 @@ class Reader:
     def _numbers(
         self, table: str, batch: list[tuple[Any, ...]], width: int
     ) -> tuple[Ints, list[tuple[Any, ...]]]:
-        """Return the first `width` columns as an array, and the rows kept. Rows with other values
-        than integers are skipped.
+        """Return the first `width` columns as an array, and the rows that are in the array.
+
+        Rows that have a value other than an integer in these columns are skipped and counted.
         """
         try:
             return _array(batch, width), batch
@@ -442,13 +469,16 @@ class Reader:
             return _array(good, width), good
 
     def _keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
-        """Return correlation ids that are unique across processes, -1 for none."""
+        """Return keys, which are correlation ids made unique across processes.
+
+        A key is -1 if the correlation id or the process is invalid.
+        """
         process = _mapped(thread_or_process >> 24, self._process)
         valid = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
         return np.where(valid, process * CORRELATIONS + correlation, -1)
 
     def _process(self, number: int) -> int:
-        if number == -1:  # unknown, but unambiguous with a single process
+        if number == -1:  # unknown, unless only one process made API calls
             calls = self._export.distinct_processes(RUNTIME)
             if len(calls) != 1:
                 return -1
@@ -467,7 +497,7 @@ class Reader:
         return self.tables.apis[_API_VERSION.sub("", name or NO_NAME)]
 
     def _write(self, blocks: list[Block], rows: Iterable[Ints], key: Ints) -> None:
-        """Write rows sorted by key, in one block per process."""
+        """Sort rows by key, and write one block for each process."""
         if not len(key):
             return
         columns = list(rows)
@@ -487,19 +517,23 @@ def _array(batch: list[tuple[Any, ...]], width: int) -> Ints:
 
 
 def _mapped(values: Ints, number: Any) -> Ints:
-    """Return `number` of each value, calling it once per distinct value."""
+    """Return the result of calling `number` for each value.
+
+    `number` is called only once for each distinct value.
+    """
     each, inverse = np.unique(values, return_inverse=True)
     return np.array([number(value) for value in each.tolist()], np.int64)[inverse]
 
 
 def _near(times: Ints) -> Flags:
-    """Return which times lie within MAX_NS. abs() of the lowest int64 would be negative."""
+    """Return for each time whether its absolute value is less than MAX_NS."""
+    # abs() would return a negative number for the lowest int64
     near: Flags = (times > -MAX_NS) & (times < MAX_NS)
     return near
 
 
 def _small(values: Ints) -> Ints:
-    """Return numbers with NONE in place of those that cannot be stored."""
+    """Replace the numbers that the store cannot contain by NONE."""
     small: Ints = np.where((values >= 0) & (values < MAX_SMALL), values, NONE)
     return small
 
@@ -508,19 +542,24 @@ def _time(value: object) -> bool:
     return isinstance(value, int) and abs(value) < MAX_NS
 
 
-PROCESS_SHIFT = 40  # correlation ids count per process; a key is process << 40 | correlation
+# Each process counts its correlation ids separately. A key is process << PROCESS_SHIFT | correlation.
+PROCESS_SHIFT = 40
 CORRELATIONS = 1 << PROCESS_SHIFT
-MAX_NEEDED = 1 << 25  # bytes of flags for needed calls, eight flags per byte
+MAX_NEEDED = 1 << 25  # maximum size of the flags in NeededCalls, in bytes; a byte contains 8 flags
 
 Bits = NDArray[np.uint8]
 
 
 class NeededCalls:
-    """The calls whose keys activities have. Note all activities first, then take the calls.
+    """Determines which API calls are needed because they started an activity.
 
-    `shared` counts activities beyond the first with the same key, `repeated` counts calls beyond
-    the first with the same key if an activity has it. If the ids exceed the flags, both are lower
-    bounds, `all` is true, and every call counts as needed.
+    An API call and the activities that it started have the same key. First call `note` for all
+    activities, then call `take` for the API calls.
+
+    `shared` counts the activities that have the key of an earlier activity. `repeated` counts the API
+    calls that have the key of an earlier call, if an activity has that key, too. If the ids are too
+    large for the flags, `all` becomes true, every call counts as needed, and both counts are lower
+    bounds.
     """
 
     def __init__(self) -> None:
@@ -530,7 +569,10 @@ class NeededCalls:
         self._taken: dict[int, Bits] = {}
 
     def note(self, key: Ints) -> int:
-        """Note activities by key, -1 for none. Return how many share the key of an earlier one."""
+        """Note the keys of activities. A key of -1 means that the activity has no key.
+
+        Return the number of activities that have the key of an earlier activity.
+        """
         if self.all:
             return 0
         shared = 0
@@ -552,9 +594,10 @@ class NeededCalls:
         return shared
 
     def take(self, key: Ints) -> tuple[Flags, Flags]:
-        """Return which calls activities still need, and which of the others no activity has.
+        """Return for each API call whether it is needed, and whether no activity has its key.
 
-        The calls are given by key, without -1, and count as found afterwards.
+        A call is needed if an activity has its key and no earlier call had that key. `key` must not
+        contain -1. Afterwards, the calls count as found.
         """
         if self.all:
             return np.ones(len(key), np.bool_), np.zeros(len(key), np.bool_)
@@ -575,7 +618,7 @@ class NeededCalls:
         return needed, idle
 
     def waiting(self) -> bool:
-        """Return whether an activity still needs its call."""
+        """Return whether there is an activity whose API call has not been found."""
         return any(flags.any() for flags in self._waiting.values())
 
 
@@ -586,17 +629,17 @@ def _bit(ids: Ints) -> Bits:
 
 
 class Doubles:
-    """Finds rows that are exact copies of earlier rows, by a 64-bit hash of their columns."""
+    """Finds rows that are exact copies of earlier rows, by comparing 64-bit hashes of the rows."""
 
     def __init__(self, hashes: list[Ints]) -> None:
-        """Find the repeated hashes among `hashes`, which are those of all rows, in blocks."""
+        """Find the hashes that occur more than once. `hashes` contains the hashes of all rows."""
         ordered = np.sort(np.concatenate(hashes)) if hashes else np.zeros(0, np.int64)
         self._doubled = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
         self._seen: set[int] = set()
         self.count = 0
 
     def fresh(self, hashes: Ints) -> Flags:
-        """Return which of these rows are the first with their hash."""
+        """Return for each row whether no earlier row has the same hash."""
         keep = np.ones(len(hashes), np.bool_)
         for row in np.flatnonzero(np.isin(hashes, self._doubled)).tolist():
             value = int(hashes[row])
@@ -607,7 +650,8 @@ class Doubles:
 
 
 BLOCK_ROWS = 65536
-# The tail of a text, by getNvtxStr of torch/csrc/profiler/util.cpp; nsys may truncate its lists.
+# The end of a range's text, in the format of getNvtxStr in torch/csrc/profiler/util.cpp. nsys may
+# truncate the lists in it.
 TAIL = re.compile(
     r", (?=(?:seq|op_id|sizes|input_op_ids) = )(?:seq = (?P<sequence>\d{1,18})(?:, |\Z))?"
     r"(?:op_id = (?P<id>\d+)(?:, |\Z))?(?:sizes = (?P<sizes>[\[\]\d, ]*))?"
@@ -616,13 +660,16 @@ TAIL = re.compile(
 )
 OWN = ("aten::", "autograd::", "torch::")
 NAMESPACED = re.compile(r"[a-z_]\w*::\w")
-BARE = re.compile(r"detach_?|triton_\w+")  # ops without a namespace
+BARE = re.compile(r"detach_?|triton_\w+")  # ops whose names have no namespace
 A_SIZE = re.compile(r"[0-9]")
 NODE = re.compile(r"Backwards?\d*$")
 
 
 class OpText(NamedTuple):
-    """The parts of the text of PyTorch's range. `is_op` is false for a user's `record_function`."""
+    """The parts of the text of a range that PyTorch opened.
+
+    `is_op` is false if the range comes from a `record_function` of the user.
+    """
 
     name: str
     sequence: int
@@ -631,10 +678,10 @@ class OpText(NamedTuple):
 
 
 def read_text(text: str) -> OpText | None:
-    """Parse a text of PyTorch. Return None for any other text.
+    """Parse the text of a range that PyTorch opened. Return None for the text of any other range.
 
-    PyTorch numbers every op. A `record_function` has that number too, but neither a sequence number
-    nor a tensor.
+    The text of every op contains a number (`op_id`). The text of a `record_function` also contains
+    such a number, but neither a sequence number nor the size of a tensor.
     """
     match = TAIL.search(text)
     if match is None or not match.start():
@@ -651,7 +698,7 @@ def read_text(text: str) -> OpText | None:
 
 @lru_cache(maxsize=4096)
 def op_arguments(text: str) -> OpArguments | None:
-    """Parse shapes such as `[[2, 3], []]`. Return None for anything but a list of lists."""
+    """Parse shapes such as `[[2, 3], []]`. Return None if the text is not a list of lists."""
     try:
         shapes = json.loads(text.removesuffix(", "))
         return OpArguments(tuple(map(tuple, shapes)))
@@ -660,20 +707,28 @@ def op_arguments(text: str) -> OpArguments | None:
 
 
 class OpRanges:
-    """Adds ops to the tables and the spool. `unread` counts ops with unreadable sizes."""
+    """Collects the ranges that are ops, and adds them to the tables and the spool.
+
+    `unread` counts the ops whose sizes could not be read.
+    """
 
     def __init__(self, tables: Tables, spool: Spool) -> None:
         self.unread = 0
         self._tables = tables
         self._spool = spool
         self._any = False
-        self._renamed: dict[int, str] = {}  # texts of ranges by number, before the first op
+        # The whole texts of the ranges before the first op, by number
+        self._renamed: dict[int, str] = {}
         self._pending: list[tuple[int, int, int, int]] = []
         self._evaluations = array("q")  # EvaluationRows, one after the other
-        self._numbered = array("q")  # thread, start, sequence number and name of each numbered op
+        # Thread, start, sequence number and name of each op that has a sequence number
+        self._numbered = array("q")
 
     def collect(self, text: str, start: int, stop: int, thread: int) -> str | None:
-        """Collect a range that is an op. Return the name of any other range. Times are in ns."""
+        """Collect a range if it is an op, and return None. Otherwise, return the name of the range.
+
+        Times are in ns.
+        """
         op = read_text(text)
         if op is None:
             return text
@@ -695,7 +750,11 @@ class OpRanges:
         return None
 
     def finish(self) -> None:
-        """Write the pending ops. Without any op, the ranges are not PyTorch's."""
+        """Write the pending ops.
+
+        If no op was found, the ranges do not come from PyTorch, so they get their whole texts back
+        as names.
+        """
         self._flush()
         if not self._any:
             self._tables.details.clear()
@@ -723,11 +782,13 @@ class OpRanges:
         self._pending.clear()
 
     def flows(self) -> tuple[Ints, int]:
-        """Return a row of Flow for each arrow from a forward to a backward op, by start, and the
-        number of backward ops whose sequence number belongs to several threads.
+        """Match forward ops with backward ops by their sequence numbers.
 
-        Autograd numbers the backward ops that a thread prepares. The forward op is the last op that
-        started with the number.
+        Return a row of Flow for each pair, sorted by start, and the number of backward ops whose
+        forward op is unknown because several threads used the sequence number.
+
+        Autograd numbers the backward ops that each thread prepares. The forward op is the op that
+        started last among those with the same number.
         """
         rows = np.array(self._numbered, np.int64).reshape(-1, 4).T
         ids = self._tables.names
@@ -758,7 +819,7 @@ class OpRanges:
 
 
 def _keys(process: Ints, sequence: Ints) -> Ints:
-    """Return a number per pair, equal for equal pairs."""
+    """Return a number for each pair of process and sequence. Equal pairs get equal numbers."""
     sequences, number = np.unique(sequence, return_inverse=True)
     keys: Ints = np.unique(process, return_inverse=True)[1] * len(sequences) + number
     return keys

@@ -1,5 +1,7 @@
-"""Open an nsys SQLite export read-only, check its tables, and read its versions, start time, GPUs and
-diagnostics.
+"""Open an SQLite export of nsys and check its tables.
+
+This module also reads the versions, the start time, the GPUs and the diagnostics that the export
+records. It never writes to the export.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from profharness.errors import TraceFormatError
 from profharness.files import open_input
 from profharness.traces.devices import CORE_FIELDS, MAX_NS, MAX_TEXT, make_device, whole
 
-# nsys's numbers in its ENUM tables, by Kineto's words
+# Kineto's words for the numbers in nsys's ENUM tables
 COPY_KINDS = {
     1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD",
     9: "HtoH", 10: "PtoP", 11: "UVM HtoD", 12: "UVM DtoH", 13: "UVM DtoD",
@@ -29,13 +31,16 @@ MEMORY_KINDS = {
 
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
-    """Return a name such as `Memcpy HtoD (Pinned -> Device)` for nsys's numbers."""
+    """Return a name such as `Memcpy HtoD (Pinned -> Device)`.
+
+    The arguments are nsys's numbers of the kind of copy and of the kinds of memory.
+    """
     start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
     return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
 
 
 def memset_name(memory: int) -> str:
-    """Return a name such as `Memset (Device)` for nsys's number of the kind of memory."""
+    """Return a name such as `Memset (Device)`. `memory` is nsys's number of the kind of memory."""
     return f"Memset ({MEMORY_KINDS.get(memory, 'Unknown')})"
 
 
@@ -44,8 +49,8 @@ EXPECTED = "an SQLite export of nsys"
 AGAIN = (
     "make it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
 )
-META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # the second until 2022.4
-MAX_STRING = 65536  # characters to read of a string
+META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # nsys until 2022.4 writes the second table
+MAX_STRING = 65536  # maximum number of characters that are read of a string
 MAX_IDS = 1000
 FETCH_ROWS = 8192
 
@@ -55,32 +60,45 @@ _VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of an export: its name in the file, quoted for SQL, and its columns."""
+    """A table of an export.
+
+    `name` is the name of the table in the file, quoted for use in SQL.
+    """
 
     name: str
     columns: frozenset[str]
 
 
 class Export:
-    """An open export. Rows are tuples in the requested order, and missing columns read as NULL."""
+    """An open export.
+
+    Its methods return rows as tuples, with the columns in the requested order. A column that the
+    table does not have is NULL.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.connection = connection
-        # Tables with rows that have the same name but for the version
+        # Tables that are ignored because another version of the same table is used. They have rows.
         self.passed_over: list[str] = []
-        self.tables = self._tables()  # by name without a suffix such as _V2
+        self.tables = self._tables()  # by name, without a version suffix such as _V2
         self._processes: dict[str, list[int]] = {}
 
     def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
-        """Yield rows in file order, none if the table is missing. `where` is SQL of this package."""
+        """Yield the rows of a table in file order. Yield nothing if the table is missing.
+
+        `where` is a condition in SQL. It must not contain text from a file.
+        """
         for batch in self.batches(name, columns, where):
             yield from batch
 
     def batches(
         self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
     ) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield rows in lists of up to FETCH_ROWS. NULL in the first `filled` columns reads as -1."""
+        """Yield the rows of a table in lists of up to FETCH_ROWS rows.
+
+        In the first `filled` columns, NULL is replaced by -1.
+        """
         table = self.tables.get(name)
         if table is None:
             return
@@ -93,7 +111,7 @@ class Export:
             yield batch
 
     def has(self, name: str, *columns: str) -> bool:
-        """Return whether the table exists with all these columns."""
+        """Return whether a table exists and has all of these columns."""
         return name in self.tables and self.tables[name].columns.issuperset(columns)
 
     def columns(self, name: str) -> frozenset[str] | None:
@@ -102,12 +120,15 @@ class Export:
         return None if table is None else table.columns
 
     def count(self, name: str) -> int:
-        """Return the number of rows of an existing table."""
+        """Return the number of rows in a table. The table must exist."""
         sql = f"SELECT count(*) FROM {self.tables[name].name}"
         return int(self.connection.execute(sql).fetchone()[0])
 
     def text(self, string: int) -> str | None:
-        """Return the text of an id in StringIds, at most MAX_TEXT characters, or None."""
+        """Return the first MAX_STRING characters of the text that has an id in StringIds.
+
+        Return None if StringIds does not contain the id.
+        """
         if not self.has("StringIds", "id", "value"):
             return None
         sql = f"SELECT substr(value, 1, {MAX_STRING}) FROM {self.tables['StringIds'].name} WHERE id = ?"
@@ -115,8 +136,9 @@ class Export:
         return row[0] if row and isinstance(row[0], str) else None
 
     def strings_like(self, patterns: Sequence[str]) -> list[int]:
-        """Return at most MAX_IDS ids of strings that match one of SQL's LIKE patterns, [] if more
-        match.
+        """Return the ids of the strings that match at least one of the patterns for SQL's LIKE.
+
+        Return [] if more than MAX_IDS strings match.
         """
         if not self.has("StringIds", "id", "value"):
             return []
@@ -128,7 +150,7 @@ class Export:
         return [number for (number,) in rows] if len(rows) <= MAX_IDS else []
 
     def distinct_processes(self, name: str) -> list[int]:
-        """Return up to two process parts (globalTid >> 24) of a table's rows."""
+        """Return the distinct processes (globalTid >> 24) in the rows of a table, but at most two."""
         if name not in self._processes:
             rows: Iterable[tuple[Any]] = ()
             if self.has(name, "globalTid"):
@@ -138,7 +160,7 @@ class Export:
         return self._processes[name]
 
     def largest(self, name: str, column: str) -> int | None:
-        """Return the largest integer in a column, or None."""
+        """Return the largest integer in a column, or None if there is no integer."""
         if not self.has(name, column):
             return None
         sql = f'SELECT max("{column}") FROM {self.tables[name].name}'
@@ -146,8 +168,10 @@ class Export:
         return value if isinstance(value, int) else None
 
     def _tables(self) -> dict[str, Table]:
-        """Return tables by name without version suffix: the plain one if it has rows, else the
-        highest version with rows.
+        """Return the tables by name, without a version suffix.
+
+        If a table exists in several versions, prefer the table without a suffix, then the highest
+        version. Versions that have no rows are used only if no version has rows.
         """
         sql = (
             "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
@@ -174,10 +198,10 @@ class Export:
 
 @contextmanager
 def opened(path: Path, shown: Path) -> Iterator[Export]:
-    """Open the export at `path`. Messages name it `shown`.
+    """Open the export at `path`. Error messages contain the path `shown` instead.
 
-    Raise TraceFormatError if the file is not a complete export, and for SQLite's errors in the
-    block.
+    Raise TraceFormatError if the file is not a complete export. SQLite's errors inside the `with`
+    block are also converted to TraceFormatError.
     """
     _check_file(path, shown)
     try:
@@ -194,7 +218,9 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
 
 
 def _check_file(path: Path, shown: Path) -> None:
-    """Check the first 100 bytes, the size and the files next to the export."""
+    """Raise TraceFormatError if the header or the size of a file shows that it is not a complete
+    export, or if SQLite's temporary files next to it show that it is still being written.
+    """
     try:
         with open_input(path) as file:
             size, head = file.size, file.read(100)
@@ -208,7 +234,7 @@ def _check_file(path: Path, shown: Path) -> None:
     page = int.from_bytes(head[16:18], "big")
     page = 65536 if page == 1 else page
     pages = int.from_bytes(head[28:32], "big")
-    counted = head[24:28] == head[92:96]  # otherwise the number of pages is not valid
+    counted = head[24:28] == head[92:96]  # whether the number of pages in the header is valid
     if counted and size < page * pages:
         message = f"cut off: {size} of {page * pages} bytes; {AGAIN}"
         raise TraceFormatError(shown, message, offset=size, expected=EXPECTED)
@@ -253,7 +279,7 @@ VARIANTS = {
     MEMCPY: ("copyKind", "srcKind", "dstKind"),
     MEMSET: ("memKind",),
 }
-# Columns without which no row of a table can be read.
+# Columns that a table must have, because otherwise none of its rows can be read.
 NEEDED = {
     **dict.fromkeys(VARIANTS, ("start", "end")),
     RUNTIME: ("start", "globalTid", "correlationId"),
@@ -261,7 +287,8 @@ NEEDED = {
     STRINGS: ("id", "value"),
 }
 _ACTIVITY = ("deviceId", "streamId", "correlationId", "globalPid")
-# Columns that exports of all known versions have, and without which a result is incomplete.
+# Columns that the exports of all known versions have. If such a column is missing, the result is
+# incomplete.
 WANTED = {
     KERNEL: (*_ACTIVITY, *VARIANTS[KERNEL]),
     MEMCPY: (*_ACTIVITY, "bytes", *VARIANTS[MEMCPY]),
@@ -274,7 +301,7 @@ ABSENT = {
     NVTX: "no launch belongs to a range",
     STRINGS: "kernels, ranges and API calls have no names",
 }
-# CUPTI activities that this reader knows and does not need.
+# CUPTI activities that this reader knows but does not need.
 UNUSED = (
     "SYNCHRONIZATION", "CUDA_EVENT", "OVERHEAD", "MEMORY", "MEMORY_POOL", "MEM_DECOMPRESS",
     "GRAPH_NODE", "GRAPH_NODE_EVENT", "UM_CPU_PAGE_FAULT_EVENTS", "UM_GPU_PAGE_FAULT_EVENTS",
@@ -283,12 +310,13 @@ _ACTIVITIES = "CUPTI_ACTIVITY_KIND_"
 KERNEL_LIKE = {"gridX", "blockX"}
 UPDATE = "use a newer profharness, or an older nsys"
 MAX_DIAGNOSTICS = 5
-WARNING = 2  # DIAGNOSTIC_EVENT.severity; 3 is an error
+WARNING = 2  # value of DIAGNOSTIC_EVENT.severity for a warning; the value for an error is 3
 PRODUCT = {"EXPORT_PRODUCT_VERSION": "nsys_version", "EXPORT_SCHEMA_VERSION": "nsys_schema_version"}
 SYSTEM = {"CudaDriverVersion": "cuda_driver_version", "NvDriverVersion": "driver_version"}
 
 _VERSION = re.compile(r"\d[\w.\-+]{0,63}")
-_PRIVATE = re.compile(r"[/\\@=~]|\w\.\w+\.\w")  # a path, an address, an assignment, a host
+# Matches a path, an address, an assignment or the name of a host.
+_PRIVATE = re.compile(r"[/\\@=~]|\w\.\w+\.\w")
 GPU_KEYS = {
     "compute_major": "computeMajor",
     "compute_minor": "computeMinor",
@@ -306,10 +334,9 @@ _GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *GPU_KEYS.values())
 
 
 def check_schema(export: Export) -> list[str]:
-    """Return warnings about missing tables and columns, and about unread tables with rows.
+    """Return warnings about missing columns, and about tables that have rows but are not read.
 
-    Raise TraceFormatError if kernels are in an unknown form, because a trace is useless without
-    them.
+    Raise TraceFormatError if the kernels cannot be read, because a trace without kernels is useless.
     """
     warnings = []
     for table, needed in NEEDED.items():
@@ -331,7 +358,7 @@ def check_schema(export: Export) -> list[str]:
 
 
 def _unread(export: Export) -> list[str]:
-    """Return warnings about unknown tables with rows."""
+    """Return warnings about unknown tables that have rows."""
     expected_tables = {*VARIANTS, RUNTIME, GRAPHS, *(f"{_ACTIVITIES}{name}" for name in UNUSED)}
     warnings = [f"{name} has rows as well and is not read" for name in export.passed_over]
     for table in export.tables:
@@ -362,8 +389,9 @@ def absent_tables(export: Export) -> list[str]:
 
 
 def environment(export: Export) -> dict[str, object]:
-    """Return the versions of nsys, its schema, CUDA's driver and NVIDIA's, if they look like
-    versions.
+    """Return the versions of nsys, of the schema, of the CUDA driver API and of NVIDIA's driver.
+
+    Texts that do not look like a version are left out.
     """
     versions: dict[str, object] = {}
     for table in META_TABLES:
@@ -380,7 +408,10 @@ def _versions(rows: Iterator[tuple[Any, ...]], keys: dict[str, str]) -> Iterator
 
 
 def start_time(export: Export) -> tuple[int, list[str]]:
-    """Return the time of the capture's 0 in ns since 1970, and warnings."""
+    """Return the time at which the capture started, in ns since 1970, and warnings.
+
+    Return 0 if the export does not record that time.
+    """
     for (value,) in export.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)):
         if (start := whole(value)) is not None and start < MAX_NS:
             return start, []
@@ -388,7 +419,7 @@ def start_time(export: Export) -> tuple[int, list[str]]:
 
 
 def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
-    """Return the GPUs by their CUDA index in the profiled process, and warnings."""
+    """Return the GPUs, and warnings. A GPU has the index that CUDA uses in the profiled process."""
     rows = [dict(zip(_GPU, row, strict=True)) for row in export.rows("TARGET_INFO_GPU", _GPU)]
     by_id = {row["id"]: row for row in rows}
     by_index: dict[Any, dict[str, Any]] = {}
@@ -416,8 +447,9 @@ def _device(index: object, row: dict[str, Any]) -> tuple[Device | None, list[str
 
 
 def diagnostics(export: Export) -> list[str]:
-    """Return up to MAX_DIAGNOSTICS warnings and errors of nsys, without those that may contain a
-    path, a host or a command.
+    """Return up to MAX_DIAGNOSTICS of the warnings and errors that nsys recorded.
+
+    Messages that may contain a path, the name of a host or a command are left out.
     """
     texts: dict[str, None] = {}
     for severity, text in export.rows("DIAGNOSTIC_EVENT", ("severity", "text")):
