@@ -1,4 +1,7 @@
-"""The limits of devices: bandwidth, matrix rates and occupancy, measured or from data sheets."""
+"""The limits of devices: their bandwidth, matrix rates and occupancy.
+
+Bandwidth and matrix rates are either measured or taken from data sheets.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,19 @@ from profharness.errors import UsageError
 
 MEASURED = "measured"
 DATA_SHEET = "data sheet"
-PEAKS_FILE = "peaks.json"  # what the measuring process leaves in its folder
+PEAKS_FILE = "peaks.json"  # file that the measuring process writes into its folder
 MB = 1 << 20
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Ceilings of one device. source is `measured` or `data sheet`; origin says how or where from.
-    flops_per_s: dense matrix rate by dtype, fp32 accumulation; `fp32` is full fp32 (TF32 off),
-    `tf32` the tensor cores on fp32 inputs. None or a missing key: not known.
+    """The maximum bandwidth and matrix rates of one device.
+
+    `source` is `measured` or `data sheet`, and `origin` describes the measurement or names the data
+    sheet. `flops_per_s` maps a dtype to the rate of dense matrix products that accumulate in fp32.
+    Its key `fp32` stands for products in full fp32 (TF32 is off), and `tf32` for products of fp32
+    inputs on tensor cores. A value that is None or missing is unknown.
     """
 
     device: str
@@ -33,8 +39,10 @@ class Peaks:
 
 
 def flop_peak(peaks: Peaks, dtype: str, *, tf32: bool = False) -> tuple[str, float] | None:
-    """Return the name and value of the matrix rate that bounds a config of this dtype, or None.
-    With `tf32`, fp32 products may use the tensor cores (`torch.backends.cuda.matmul.allow_tf32`).
+    """Return the name and value of the matrix rate that limits a config of this dtype.
+
+    Return None if the rate is unknown. If `tf32` is set, fp32 products may use the tensor cores
+    (`torch.backends.cuda.matmul.allow_tf32`).
     """
     name = "tf32" if dtype == "fp32" and tf32 else dtype
     rate = peaks.flops_per_s.get(name)
@@ -42,7 +50,10 @@ def flop_peak(peaks: Peaks, dtype: str, *, tf32: bool = False) -> tuple[str, flo
 
 
 def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
-    """Return the intensity (FLOPs per byte) above which the matrix rate, not memory, is the limit."""
+    """Return the arithmetic intensity above which the matrix rate is the limit, in FLOPs per byte.
+
+    Below it, the memory bandwidth is the limit. Return None if a peak is unknown.
+    """
     peak = flop_peak(peaks, dtype, tf32=tf32)
     if peak is None or not peaks.bandwidth_bytes_per_s:
         return None
@@ -50,10 +61,14 @@ def ridge(peaks: Peaks, dtype: str, *, tf32: bool = False) -> float | None:
 
 
 class Gpu(NamedTuple):
-    """One row of the table of GPUs. name is what `--gpu` takes; empty for variants that go by the
-    name of another row. sm_count (streaming multiprocessors) is None where no data sheet says it.
-    pattern is searched in the device name as CUDA gives it; empty without a data sheet. The data
-    sheet's figures: GB/s, dense TFLOP/s (tensor for fp16, and for bf16 from Ampere on), L2 in MiB.
+    """One row of the table of GPUs.
+
+    `name` is the name that `--gpu` accepts. It is empty for a variant that users call by the name of
+    another row. `sm_count` is the number of streaming multiprocessors, or None if no data sheet
+    contains it. `pattern` is a regular expression that is searched in CUDA's name of the device. It
+    is empty if the row has no data sheet. The other fields are the figures of the data sheet:
+    bandwidth in GB/s, dense matrix rates in TFLOP/s and the size of the L2 cache in MiB. `tensor` is
+    the rate of fp16 products, and from Ampere on also of bf16 products.
     """
 
     name: str
@@ -76,8 +91,8 @@ _A100 = "NVIDIA A100 data sheet"
 _BLACKWELL = "NVIDIA HGX B200 data sheet, one eighth of the board"
 _RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost"
 
-# The first pattern that matches wins, so variants stand before what their name contains. Data
-# sheets that print rates with sparsity are halved here.
+# The first pattern that matches is used, so a variant comes before the GPU whose name is a part of
+# the variant's name. Rates that a data sheet gives with sparsity are halved here.
 TABLE = (
     Gpu("V100", (7, 0), 80, r"\bV100", 900, 125, None, 15.7, 6, "NVIDIA V100 SXM2 data sheet"),
     Gpu("T4", (7, 5), 40, r"\bT4\b", 320, 65, None, 8.1, 4, "NVIDIA T4 data sheet"),
@@ -120,7 +135,10 @@ ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rt
 
 
 def data_sheet(device_name: str) -> Peaks | None:
-    """Return the data-sheet values of a device by its CUDA name (`NVIDIA H200`), or None."""
+    """Return the data-sheet values of a device that CUDA calls, for example, `NVIDIA H200`.
+
+    Return None if the table has no data sheet for it.
+    """
     matches = (gpu for gpu in TABLE if gpu.pattern and re.search(gpu.pattern, device_name))
     gpu = next(matches, None)
     if gpu is None:
@@ -138,7 +156,8 @@ def data_sheet(device_name: str) -> Peaks | None:
     )
 
 
-# Vendor words and board variants that do not change capability or (as listed) SM count.
+# Words of vendors and board variants in device names. They change neither the compute capability
+# nor the number of SMs that the table lists.
 _NOISE = re.compile(
     r"\b(nvidia|geforce|tesla|quadro|graphics|generation|tensor core|gpu|sxm\d?|nvl\d*|hbm\d\w*|"
     r"ac|workstation|server|edition|max-q|\d+\s?gb)\b"
@@ -146,7 +165,10 @@ _NOISE = re.compile(
 
 
 def find_gpu(text: str) -> Gpu:
-    """Find a GPU by its name or capability (`sm90`, `9.0`). Raise UsageError with similar names."""
+    """Find a GPU by its name or its compute capability, such as `sm90` or `9.0`.
+
+    Raise UsageError that suggests similar names if the GPU is unknown.
+    """
     capability = _capability(text)
     if capability:
         return Gpu(f"sm{capability[0]}{capability[1]}", capability)
@@ -156,7 +178,7 @@ def find_gpu(text: str) -> Gpu:
         key = ALIASES.get(_key(spelling), _key(spelling))
         if key in gpus:
             return gpus[key]
-    import difflib  # only a name that nobody knows needs it
+    import difflib  # needed only if the name is unknown
 
     near = difflib.get_close_matches(key, gpus, n=4, cutoff=0.5)
     near += [name for name in gpus if key and key in name and name not in near][:4]
@@ -178,8 +200,10 @@ def _capability(text: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU as the trace describes it. Limits are per SM or per block in bytes, registers or
-    threads. None means unknown.
+    """The properties of a GPU that a trace contains.
+
+    Limits apply to one SM or one block, and are in bytes, registers or threads. None means that a
+    limit is unknown.
     """
 
     index: int
@@ -199,16 +223,16 @@ class Device:
 
 
 MAX_REGISTERS_PER_THREAD = 255
-REGISTER_UNIT = 256  # registers are handed out to a warp in units of this many
-SUB_PARTITIONS = 4  # each owns a quarter of the registers; a warp lives in one of them
+REGISTER_UNIT = 256  # a warp gets a multiple of this number of registers
+SUB_PARTITIONS = 4  # per SM; each has a quarter of the registers, and a warp runs in one of them
 KIB = 1024
 
-# Limiters in the order in which ties are named: a ceiling of the hardware first, what a kernel
-# can change after it.
+# If several limits are equal, the first one in this order is named. Limits of the hardware come
+# before resources that a kernel can change.
 LIMITERS = ("warps", "block", "registers", "shared_memory")
 
-# compute capability: threads per SM, blocks per SM, shared KiB per SM, KiB of L1 and shared memory
-# together per SM. Registers per SM are 65536 on all of these.
+# Compute capability -> maximum threads, blocks and KiB of shared memory per SM, and the combined KiB
+# of L1 and shared memory per SM. All of these GPUs have 65536 registers per SM.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
 # cuda_occupancy.h of CUDA 13.
 _SM_FACTS: dict[tuple[int, int], tuple[int, int, int, int]] = {
@@ -227,20 +251,22 @@ _SM_FACTS: dict[tuple[int, int], tuple[int, int, int, int]] = {
     (12, 0): (1536, 24, 100, 128),
     (12, 1): (1536, 24, 100, 128),
 }
-# Sizes that the shared part of the unified L1 can have, up to an SM's most. Source: as above.
+# Sizes that the shared memory within the unified L1 can have, in KiB. An SM supports those up to its
+# maximum. The source is the same as above.
 _CARVE_OUTS_KIB = (8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
 def unified_l1_bytes(device: Device) -> int | None:
-    """Return the combined size of L1 and shared memory per SM, or None for an unknown capability."""
+    """Return the combined size of L1 and shared memory per SM, or None if it is unknown."""
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     return facts[3] * KIB if facts else None
 
 
 def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | None:
-    """Return the largest L1 cache that an SM has left beside the shared memory of its resident
-    blocks. `shared_bytes` is one block's, without the driver's reserve. Return None for an unknown
-    device.
+    """Return the size of the L1 cache that remains on an SM beside the shared memory of its blocks.
+
+    `blocks_per_sm` is the number of resident blocks. `shared_bytes` is the shared memory of one
+    block, without the part that the driver reserves. Return None if the device is unknown.
     """
     unified, sm = unified_l1_bytes(device), sm_limits(device)
     if unified is None or sm is None:
@@ -254,8 +280,10 @@ def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class SmLimits:
-    """The resources of one SM and the limits of one block, in bytes of shared memory without the
-    driver's reserve per block.
+    """The resources of one SM and the limits of one block.
+
+    `shared_bytes_reserved` is the shared memory that the driver reserves in each block. The limit of
+    a block does not include it.
     """
 
     max_threads_per_sm: int
@@ -272,9 +300,11 @@ class SmLimits:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Theoretical occupancy: resident warps divided by an SM's maximum (0 to 1), the blocks that
-    fit, and the first of LIMITERS that prevents one more. `shared_share` is one block's part of an
-    SM's shared memory.
+    """The theoretical occupancy of an SM.
+
+    `fraction` is the number of resident warps divided by the maximum of the SM, from 0 to 1.
+    `limiter` is the first of LIMITERS that prevents one more resident block. `shared_share` is the
+    share of the SM's shared memory that one block uses.
     """
 
     fraction: float
@@ -284,7 +314,10 @@ class Occupancy:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """Return the trace's limits, completed by the table above, or None for an unknown capability."""
+    """Return the limits of a device from its trace, and from the table above where the trace has none.
+
+    Return None if the compute capability is unknown.
+    """
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     if facts is None:
         return None
@@ -310,12 +343,14 @@ def sm_limits(device: Device) -> SmLimits | None:
 def occupancy(
     block_threads: int, registers_per_thread: int, shared_bytes: int, limits: SmLimits | Device
 ) -> Occupancy | None:
-    """Return the theoretical occupancy by the formulas of cuda_occupancy.h, with the largest
-    shared-memory carve-out and opt-in.
+    """Return the theoretical occupancy according to the formulas of cuda_occupancy.h.
 
-    `shared_bytes` is the static plus dynamic memory of one block, without the driver's reserve.
-    Return None if the device is unknown or could not launch such a block, so that a real launch
-    never reads 0. Named barriers, which only ncu reports, and clusters are ignored.
+    The formulas assume the largest shared-memory carve-out and opt-in. `shared_bytes` is the static
+    and dynamic shared memory of one block, without the part that the driver reserves. Named
+    barriers, which only ncu reports, and clusters are ignored.
+
+    Return None if the device is unknown or could not launch such a block, so that the occupancy of
+    an actual launch is never 0.
     """
     sm = sm_limits(limits) if isinstance(limits, Device) else limits
     if sm is None or not 0 < block_threads <= sm.max_threads_per_block:
@@ -346,7 +381,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class DeviceFact(NamedTuple):
-    """A property of a device with its unit and source."""
+    """A property of a device, with its unit and its source."""
 
     name: str
     value: float | str
@@ -366,8 +401,10 @@ def device_facts(
     sm_mhz: float | None = None,
     memory_mhz: float | None = None,
 ) -> tuple[DeviceFact, ...]:
-    """Return the known properties of a device: sizes, clocks while cells were timed, and the limits
-    of each of the peaks with their ridge points.
+    """Return the known properties of a device.
+
+    They are its sizes, its clocks while cells were timed, and the bandwidth, matrix rates and ridge
+    points of each element of `peaks`.
     """
     clocks = "NVML, median while cells were timed"
     facts: list[tuple[str, float | str | None, str, str]] = []

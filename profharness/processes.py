@@ -1,4 +1,4 @@
-"""Child processes: start them, wait for them, end them, and handle interrupts meanwhile."""
+"""Start child processes, wait for them, end them, and handle interrupts in the meantime."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
-STEP_S = 0.1  # polling interval of waits that interrupts may end
+STEP_S = 0.1  # polling interval of waits that a signal can interrupt
 END_GRACE_S = 2.0
-ALONE_S = 0.5  # grace period for processes that a tool left in the background
-LOG_BYTES = 10_000_000  # limit for the output of a tool and its target
-KEPT_BYTES = 1_000_000  # kept of the head and of the tail of a longer output
-MARK_BYTES = 100  # upper bound for the text that replaces the middle
+ALONE_S = 0.5  # time that processes get to end by themselves after their tool has ended
+LOG_BYTES = 10_000_000  # maximum size of the output of a tool and its target
+KEPT_BYTES = 1_000_000  # bytes that are kept at the start and at the end of a longer output
+MARK_BYTES = 100  # maximum size of the line that replaces the middle
 PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
 CUT = re.compile(rb"\n\[(\d+) bytes are left out here\]\n")
 MAX_TEXT_BYTES = 1 << 20
 BRIEF_BYTES = 1 << 20
 STARTED_BY = "PROFHARNESS_STARTED_BY"
-PR_SET_PDEATHSIG = 1  # these three from <linux/prctl.h>
+PR_SET_PDEATHSIG = 1  # this and the next two constants are defined in <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 class _SignalDelay:
-    """Signal handler during a `delay_signals` block. It forwards signals to the previous handler while
-    handlers are being replaced, or if an exception at that moment left it installed.
+    """Signal handler that collects the signals received during a `delay_signals` block.
+
+    It forwards a signal to the previous handler if the block has not begun or has already ended.
+    That happens while the handlers are being replaced, or if an exception at that moment left this
+    handler installed.
     """
 
     def __init__(self, *, passes: bool) -> None:
@@ -56,7 +59,7 @@ class _SignalDelay:
 
 
 def _unwrapped(number: signal.Signals) -> Any:
-    """Return the handler of a signal below finished holds."""
+    """Return the handler of a signal, ignoring any `_SignalDelay` whose block has ended."""
     handler = signal.getsignal(number)
     while isinstance(handler, _SignalDelay) and handler.done:
         handler = handler.before[number]
@@ -67,8 +70,8 @@ def _unwrapped(number: signal.Signals) -> Any:
 def delay_signals(*, passes: bool = False) -> Iterator[None]:
     """Delay signals until the block ends, then raise them again.
 
-    Only the main thread receives signals; in other threads this does nothing. Only handlers in
-    Python are delayed: a signal without one still ends the process.
+    Only the main thread receives signals, so this does nothing in other threads. Only calls of
+    Python handlers are delayed. A signal that has no Python handler still ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -90,8 +93,10 @@ def delay_signals(*, passes: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Delay signals until the block calls `raise_deferred_signals`, or ends. At other points they could break
-    off something that another thread waits for, such as an import that holds its lock.
+    """Delay signals until the block ends or calls `raise_deferred_signals`.
+
+    At any other point, a signal could interrupt something that another thread waits for, such as an
+    import that holds the import lock.
     """
     if _holds():
         yield
@@ -101,7 +106,7 @@ def defer_signals() -> Iterator[None]:
 
 
 def raise_deferred_signals() -> None:
-    """Raise the delayed signals of a `defer_signals` block. Does nothing within a `delay_signals` block."""
+    """Raise the signals that a `defer_signals` block delayed. Do nothing in a `delay_signals` block."""
     for hold in _holds() if threading.current_thread() is threading.main_thread() else ():
         while hold.passes and hold.caught:
             number = hold.caught[0]
@@ -110,7 +115,7 @@ def raise_deferred_signals() -> None:
 
 
 def _holds() -> list[_SignalDelay]:
-    """Return the hold that currently receives signals, if any, in a list."""
+    """Return a list of the `_SignalDelay` that currently receives signals, or an empty list."""
     handlers = (_unwrapped(number) for number in SIGNALS)
     return [handler for handler in handlers if isinstance(handler, _SignalDelay)][:1]
 
@@ -119,11 +124,14 @@ class ProcessGroup(subprocess.Popen[bytes]):
     """A child process that leads a process group and a session."""
 
     logs: tuple[Path, ...] = ()
-    cut_bytes: int = 0  # removed from the first log
+    cut_bytes: int = 0  # number of bytes that were removed from the first log
     paused_s: float = 0.0
 
     def shorten_logs(self) -> None:
-        """Free the middle of logs that are too long. After the process has ended, remove it."""
+        """Free the disk space of the middle of each log that is too long.
+
+        Remove the middle from the file if the process has ended or the file system cannot free it.
+        """
         for log in self.logs:
             if self.returncode is None and hollow(log):
                 continue
@@ -132,10 +140,10 @@ class ProcessGroup(subprocess.Popen[bytes]):
 
 
 def hollow(log: Path) -> bool:
-    """Free the disk blocks in the middle of a file of more than LOG_BYTES. Return False if the file
-    system cannot do that.
+    """Free the disk blocks in the middle of a file that is larger than LOG_BYTES.
 
-    Nothing moves, so concurrent writes are not lost.
+    The rest of the file keeps its position, so concurrent writes are not lost. Return False if the
+    file system cannot free blocks within a file.
     """
     try:
         state = log.stat()
@@ -152,12 +160,15 @@ def hollow(log: Path) -> bool:
     except AttributeError:
         return False
     except OSError:
-        return True  # deleted meanwhile
+        return True  # the file was deleted in the meantime
 
 
 def shorten(log: Path) -> int:
-    """Remove the middle of a file of more than LOG_BYTES, and insert a line with the number of
-    removed bytes. Return by how many bytes the tail has moved. Open writers continue at its end.
+    """Replace the middle of a file that is larger than LOG_BYTES with a line that says how many
+    bytes were removed.
+
+    Programs that have opened the file for appending continue at its new end. Return by how many
+    bytes the file became shorter, or 0 if it was not changed.
     """
     try:
         state = log.stat()
@@ -173,13 +184,16 @@ def shorten(log: Path) -> int:
             mark = b"\n[%d bytes are left out here]\n" % omitted
             file.truncate(KEPT_BYTES)
             end.write(mark + tail)
-    except OSError:  # deleted meanwhile, or the disk is full
+    except OSError:  # the file was deleted in the meantime, or the disk is full
         return 0
     return left_out - len(mark)
 
 
 def read_end(path: Path, begin: int = 0, limit: int = MAX_TEXT_BYTES) -> str:
-    """Return the end of a text file, from the byte `begin` at the earliest. Empty if there is no file."""
+    """Return the last `limit` bytes of a text file, but nothing before the byte `begin`.
+
+    Return an empty text if the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - limit))
@@ -202,7 +216,10 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for a process for at most `seconds`. Return whether it has ended. Signals interrupt the wait."""
+    """Wait at most `seconds` for a process to end, and return whether it has ended.
+
+    Signals interrupt the wait.
+    """
     deadline = time.monotonic() + seconds
     while not has_ended(process):
         raise_deferred_signals()
@@ -214,8 +231,10 @@ def wait_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator[None]:
-    """Forward Ctrl-Z (SIGTSTP) to all processes marked by `orphans_adopted`, and SIGCONT too. Only
-    if there is no other handler for them.
+    """Stop and continue the marked processes together with this process while the block runs.
+
+    Ctrl-Z (SIGTSTP) stops this process and all processes that have `mark` in their environment. When
+    this process continues, they continue too. Do nothing if SIGTSTP already has a handler.
     """
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -226,7 +245,7 @@ def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator
             kill(pid, signal.SIGSTOP)
         try:
             signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)  # stops here
+            signal.raise_signal(number)  # stops this process here
         finally:
             signal.signal(number, stop)
             for pid in pids:
@@ -248,11 +267,11 @@ def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator
 def orphans_adopted(
     report: Callable[[str], None] = lambda _: None, mark: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Adopt the orphans of a child that was started in the block with `mark` in its environment,
-    and end them after it (Linux).
+    """Adopt the orphaned descendants of this process during the block, and end them after it.
 
-    `report` receives a sentence on each orphan without the variable, because it may belong to
-    somebody else.
+    Only processes that have `mark`, which the block receives, in their environment are ended. The
+    other orphans may belong to somebody else, so `report` is called with a sentence about each of
+    them. This works on Linux only.
     """
     # another profharness may run at the same time
     mark = dict(mark or new_mark())
@@ -276,7 +295,7 @@ def new_mark() -> dict[str, str]:
 
 
 def _adopted() -> dict[int, str]:
-    """Return the names of this process's children that lead their own sessions, by pid."""
+    """Return the names of this process's children in other sessions, by process id."""
     names = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
@@ -290,13 +309,19 @@ def _adopted() -> dict[int, str]:
 
 
 def wake_with_parent() -> None:
-    """Continue this process if its parent ends while both are stopped, as it could not notice otherwise."""
+    """Ask the kernel to continue this process when its parent ends.
+
+    If both processes are stopped, this process could not notice otherwise that its parent has ended.
+    """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def end_with_parent(parent: int) -> None:
-    """Send SIGTERM to this process when the thread that started it ends, or now if it already has (Linux)."""
+    """Ask the kernel to send SIGTERM to this process when the thread that started it ends (Linux).
+
+    If the parent has already ended, raise SIGTERM now.
+    """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent:
@@ -304,8 +329,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def _adopt(on: int) -> int | None:
-    """Set whether orphans below this process become its children. Return the previous value, or
-    None if the system does not support it.
+    """Set whether orphaned descendants of this process become its children.
+
+    Return the previous value, or None if the system does not support this.
     """
     before = ctypes.c_int()
     try:
@@ -318,7 +344,10 @@ def _adopt(on: int) -> int | None:
 
 
 def end_marked(mark: Mapping[str, str]) -> None:
-    """End the processes with a variable in their environment: wait briefly, then SIGTERM, then SIGKILL."""
+    """End all processes that have `mark` in their environment.
+
+    Wait briefly for them to end by themselves, then send SIGTERM, and finally SIGKILL.
+    """
     ended: set[int] = set()
     for number, seconds in ((None, ALONE_S), (signal.SIGTERM, 1.0), (signal.SIGKILL, END_GRACE_S)):
         deadline = time.monotonic() + seconds
@@ -340,7 +369,7 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
     ((name, value),) = mark.items()
     text, pids = os.fsencode(f"{name}={value}"), []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        # belongs to another user, or has just ended
+        # the process belongs to another user, or has just ended
         with contextlib.suppress(OSError):
             if text in path.read_bytes().split(b"\0"):
                 pids.append(int(path.parent.name))
@@ -348,17 +377,18 @@ def _marked(mark: Mapping[str, str]) -> list[int]:
 
 
 WORKER_SCRIPT = Path(__file__).resolve().parent / "recording" / "worker" / "foreign_python.py"
-"""Starts the worker in a Python without profharness."""
+"""Script that starts the worker in a Python that does not have profharness installed."""
 
 
 def find_workers(folder: Path) -> list[int]:
-    """Return the pids of a run folder's workers (it is their last argument), including those left
-    by a dead tool.
+    """Return the process ids of the workers that have the run folder as their last argument.
+
+    They include workers whose profharness process has died.
     """
     pids, script = [], os.fsencode(WORKER_SCRIPT)
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            # cmdline ends with a NUL
+            # cmdline ends with a NUL byte
             arguments = (path / "cmdline").read_bytes().split(b"\0")[:-1]
         except OSError:
             continue
@@ -378,7 +408,7 @@ def kill(pid: int, number: signal.Signals) -> None:
 
 
 def kill_group(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to a process and its group."""
+    """Send a signal to all processes of the group that a process leads."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 
@@ -391,10 +421,10 @@ def start_group(
     short: bool = False,
     **options: Any,
 ) -> ProcessGroup:
-    """Start a child that leads its own process group and session, with stdout and stderr appended
-    to `log` unless the Popen options redirect them.
+    """Start a child process that leads its own process group and session.
 
-    With `short`, the log is kept below LOG_BYTES. Raise OSError if it does not start.
+    Append its stdout and stderr to `log`, unless the Popen options redirect them. If `short` is set,
+    `shorten_logs` keeps the log below LOG_BYTES. Raise OSError if the process does not start.
     """
     with log.open("ab") as file:
         group = ProcessGroup(
@@ -431,7 +461,7 @@ class PrewarmedWorker:
     def send(
         self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]
     ) -> ProcessGroup | None:
-        """Send the worker's arguments. Return its process, or None if it has already ended."""
+        """Send the worker its arguments. Return its process, or None if it has already ended."""
         try:
             with log.open("ab") as file:
                 order = "\0".join(arguments).encode()
@@ -458,7 +488,8 @@ class PrewarmedWorker:
 def prewarmed_worker(*, wanted: bool = True) -> Iterator[PrewarmedWorker | None]:
     """Yield a PrewarmedWorker, and end it if the block does not use it.
 
-    Yield None if it is not wanted or does not start: the regular start reports what is wrong.
+    Yield None if `wanted` is False or if the process does not start. In the latter case, starting
+    the worker in the usual way reports the cause.
     """
     worker = None
     if wanted:
@@ -478,10 +509,10 @@ def run_to_end(
     timeout_s: float,
     **options: Any,
 ) -> int | None:
-    """Run a child of `start_group`. Return its exit code, or None if it was ended after the
-    timeout.
+    """Start a child process with `start_group`, and wait until it ends or the timeout expires.
 
-    Its whole group is ended, even if the wait is interrupted.
+    Then end its whole process group, even if the wait was interrupted. Return the exit code of the
+    process, or None if the timeout expired.
     """
     process: ProcessGroup | None = None
     try:
@@ -495,7 +526,10 @@ def run_to_end(
 
 
 def _waited(process: ProcessGroup, timeout_s: float) -> int | None:
-    """Return the exit code of a process, or None after the timeout. Signals interrupt the wait."""
+    """Wait for a process and return its exit code, or None after the timeout.
+
+    Signals interrupt the wait.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -520,10 +554,10 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def run_briefly(
     argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run a short child and return it with its output, at most BRIEF_BYTES per stream. A child that
-    writes more is ended.
+    """Run a child process that ends soon, and return its exit code and output.
 
-    Return None if it does not start or takes longer than `timeout_s`. Its whole group is ended.
+    Then end its whole process group. A process that writes BRIEF_BYTES to one of its streams is
+    ended early. Return None if the process does not start or takes longer than `timeout_s`.
     """
     process: ProcessGroup | None = None
     try:
@@ -573,23 +607,26 @@ def _both_streams(process: ProcessGroup, deadline: float) -> list[bytearray] | N
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment with profharness importable, last on PYTHONPATH."""
+    """Return this process's environment, in which a child process can import profharness.
+
+    The folder that contains the package is the last entry of PYTHONPATH.
+    """
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root}
 
 
 def with_startup(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the environment with a folder first on the path of every Python that starts with it."""
+    """Return a copy of the environment in which the folder is the first entry of PYTHONPATH."""
     path = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else str(folder)}
 
 
 def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a child of this Python that runs `code`, with pipes to its stdin and stdout.
+    """Start a child process that runs `code` in this Python, with pipes to its stdin and stdout.
 
-    Its tracebacks are lost unless `options` contain a stderr. -P keeps the working directory off
-    its path.
+    Its tracebacks are lost unless `options` redirects stderr. The option -P keeps the working
+    directory out of sys.path.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, *arguments],
@@ -600,14 +637,14 @@ def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen
 
 
 FORWARDED = (*SIGNALS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-FROM_KERNEL = 0x80  # SI_KERNEL of <asm-generic/siginfo.h>: sent by a terminal to the whole group
+FROM_KERNEL = 0x80  # SI_KERNEL of <asm-generic/siginfo.h>: a terminal sent the signal to the group
 
 
 def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a child with this process's own streams and group. Return its return code. Raise OSError
-    if it does not start.
+    """Run a child process that shares the streams and the process group of this process.
 
-    Signals are forwarded to the child, except those that a terminal sends to both.
+    Forward signals to the child, except signals that a terminal has sent to both processes. Return
+    the return code of the child. Raise OSError if it does not start.
     """
     # SIGCHLD ends the wait when the child ends
     wanted = {signal.SIGCHLD, *FORWARDED}
