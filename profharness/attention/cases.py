@@ -1,5 +1,5 @@
-"""The cases that `verify` derives from a config, the rows for their checks, and the rows that make
-a backend wrong.
+"""The cases that `verify` derives from a config, the table row for one check, and the function that
+finds the failed checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from profharness.errors import UsageError
 AS_GIVEN = "as_given"
 STANDARD = "standard"
 NO_CASES = "none"
-MAX_BATCH = 2  # in derived cases: two batch elements suffice to expose a fault
+MAX_BATCH = 2  # maximum batch size of a derived case; two batch elements suffice to expose a fault
 MAX_HEADS = 8
 
 
@@ -56,14 +56,16 @@ class VerificationRow:
     """Frobenius norm of the difference divided by that of the reference. None if it is not finite."""
     relative_allowance: float | None
     passed: bool | None
-    """None if nothing was checked, as for a refusal or too little memory. `message` is the reason."""
+    """None if nothing was checked, for example because the backend refused the config or memory was
+    too small. `message` then has the reason.
+    """
     message: str | None
     status: str
 
 
 def _small(config: Config) -> Config:
-    """Return the config with the fewest batch elements and heads that expose faults, and contiguous
-    tensors. The number of query heads per key head is kept.
+    """Return the config with as few batch elements and heads as are needed to expose faults, and
+    with contiguous tensors. The number of query heads per key head is kept.
     """
     group = config.num_heads // config.num_kv_heads
     kv_heads = max(1, min(config.num_kv_heads, MAX_HEADS // group))
@@ -85,7 +87,9 @@ def _sized(rows: int, columns: int) -> Derive:
 
 
 def _grouped(divisor: int | None) -> Derive:
-    """Group the query heads by `divisor` per key head, or all over one key head if it is None."""
+    """Return a function that gives each key head `divisor` query heads. If `divisor` is None, all
+    query heads share one key head.
+    """
 
     def derive(config: Config) -> Config | None:
         heads = min(config.num_heads, MAX_HEADS)
@@ -117,7 +121,8 @@ def _plain(config: Config) -> Config:
     return _small(config).contiguous()
 
 
-# How each case changes the config. None if it does not apply.
+# How each case changes the config. A function returns None if its case does not apply to the
+# config.
 _DERIVED: dict[str, Derive] = {
     "seq_1": _sized(1, 1),
     "seq_7": _sized(7, 7),
@@ -147,10 +152,11 @@ CASES = (AS_GIVEN, *_DERIVED)
 
 
 def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
-    """Return the config itself, then its cases with these names that apply, without duplicates.
+    """Return the config itself, followed by its derived cases that `names` selects and that apply
+    to it, without duplicates.
 
-    `names` are case names, `standard` for all, `none` for the config alone. Dropout is off in all
-    cases, because its result is random. Raise UsageError for an unknown name.
+    `names` contains names of cases, `standard` (all cases) or `none` (the config alone). Dropout is
+    off in all cases, because its result is random. Raise UsageError for an unknown name.
     """
     unknown = sorted(set(names) - {*CASES, STANDARD, NO_CASES})
     if unknown:
@@ -173,5 +179,5 @@ def values_of(case: str) -> str:
 
 
 def failures(rows: Iterable[VerificationRow]) -> list[VerificationRow]:
-    """Return the rows that make a backend wrong."""
+    """Return the rows whose check failed. One such row is enough to call the backend wrong."""
     return [row for row in rows if row.passed is False]

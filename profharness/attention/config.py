@@ -24,17 +24,18 @@ SDP_BACKENDS = {  # the backends that SDPA selects from, and their members of SD
     "math": "MATH",
 }
 SDPA_BACKENDS = tuple(SDP_BACKENDS)
-AUTO = "auto"  # no flag is changed
+AUTO = "auto"  # PyTorch selects the backend, and no flag is changed
 ALL_DISABLED = "all-disabled"  # the legacy context that leaves only cuDNN enabled
 OWN_CHOICE = (AUTO, ALL_DISABLED)  # settings under which PyTorch selects the backend
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
-# The dimensions of a mask, with 1 for a broadcast one. Masks with fewer dimensions lack the outer ones.
+# All shapes that a mask may have. In a shape, 1 stands for a dimension that is broadcast. A mask
+# with fewer than four dimensions lacks the outer ones.
 MASK_SHAPES = tuple(
     "".join(letters)
     for dims in ("bhqk", "hqk", "qk")
     for letters in itertools.product(*(f"{letter}1" for letter in dims))
 )
-WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # other masks have the shape 11qk
+WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # all other masks have the shape 11qk
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
 MAX_CONFIGS = 100_000
 
@@ -45,18 +46,23 @@ class ConfigOption(NamedTuple):
     name: str
     field: str
     kind: str
-    """`number` (a set or a range), `real`, `choice` (one of `allowed`), `word` (a choice written
-    without its name), `strides` (elements, joined by `x`) or `flag`.
+    """The kind of value: `number` (a set or a range), `real`, `choice` (one of `allowed`), `word`
+    (one of `allowed`, written without the option's name), `strides` (numbers of elements, joined by
+    `x`) or `flag`.
     """
     short: str = ""
-    """Prefix of the number in a label. Without one, a label contains the grammar's text."""
+    """Prefix of the number in a label. If it is empty, the label contains the option as it is
+    written in the grammar.
+    """
     allowed: tuple[str, ...] = ()
     example: str = ""
-    """A value for the help."""
+    """An example value for the help text."""
 
     @property
     def default(self) -> Any:
-        """The field's default, or None if it is required or follows another field."""
+        """The default of the field. None if the field is required, or if its default is the value
+        of another field.
+        """
         return getattr(Config, self.field, None)
 
     def text(self, value: Any) -> str:
@@ -74,7 +80,8 @@ class ConfigOption(NamedTuple):
         return f"{self.name}={value}"
 
 
-# In the order of a label. All other lists of options are derived from this table.
+# The options, in the order in which a label lists them. All other lists of options are derived from
+# this table.
 OPTIONS = (
     ConfigOption("batch", "batch", "number", "b"),
     ConfigOption("heads", "num_heads", "number", "h"),
@@ -123,7 +130,9 @@ GRAMMAR = (
 
 
 def grammar_lines() -> list[str]:
-    """Return the options as lines of a help text: words and flags, numbers, then the choices."""
+    """Return the lines of the help text that list the options: first words and flags, then numbers,
+    then the options with a choice of values.
+    """
     keyed = KEYED.values()
     numbers = " ".join(f"{option.name}=" for option in keyed if option.kind == "number")
     reals = [f"{option.name}={option.example}" for option in keyed if option.kind == "real"]
@@ -152,7 +161,7 @@ class Config:
     seq_len_kv: int
     head_dim: int
     dtype: str | None = None
-    """None for the device's default."""
+    """None means the default dtype of the device."""
     causal: bool = False
     mask: str = "none"
     """`float` is additive, `float_grad` requires a gradient. The shape is [1, 1, seq_len_q,
@@ -168,34 +177,36 @@ class Config:
     """
     bwd: bool = False
     head_dim_v: int | None = None
-    """Last dimension of value and output. None if it is head_dim."""
+    """The last dimension of the value and the output. None means that it equals head_dim."""
     deterministic: bool = False
     """Run under torch.use_deterministic_algorithms."""
     kv_batch: int | None = None
-    """Batch of key and value. None if it is `batch`."""
+    """Batch size of the key and the value. None means that it equals `batch`."""
     mask_shape: str | None = None
-    """Which of [batch, heads, seq_len_q, seq_len_kv] the mask has, if it differs from the shape
-    that `mask` implies.
+    """The dimensions of [batch, heads, seq_len_q, seq_len_kv] that the mask has, such as `b1qk`.
+    None means the shape that `mask` implies.
     """
     q_strides: tuple[int, ...] | None = None
     k_strides: tuple[int, ...] | None = None
     v_strides: tuple[int, ...] | None = None
     mask_strides: tuple[int, ...] | None = None
-    """Strides in elements, for tensors whose strides differ from those that `layout` implies."""
+    """Strides in elements. They are given only for tensors whose strides differ from those that
+    `layout` implies.
+    """
 
     @property
     def key_batch(self) -> int:
-        """The batch of key and value."""
+        """The batch size of the key and the value."""
         return self.batch if self.kv_batch is None else self.kv_batch
 
     @property
     def output_batch(self) -> int:
-        """The batch of the output. A batch of 1 is broadcast."""
+        """The batch size of the output. A batch of size 1 is broadcast to the size of the other."""
         return max(self.batch, self.key_batch)
 
     @property
     def mask_dims(self) -> tuple[int, ...]:
-        """The mask's shape, empty without a mask."""
+        """The shape of the mask. It is empty if the config has no mask."""
         if self.mask == "none":
             return ()
         letters = self.mask_shape or WHOLE_MASKS.get(self.mask, "11qk")
@@ -209,7 +220,7 @@ class Config:
 
     @property
     def label(self) -> str:
-        """The canonical short text. `parse_config` parses it."""
+        """The canonical short text of the config, which `parse_config` can parse."""
         square = self.seq_len_q == self.seq_len_kv
         unsaid = ["seq_q", "seq_kv"] if square else ["seq"]
         if self.num_kv_heads == self.num_heads:
@@ -225,7 +236,7 @@ class Config:
         return self.label
 
     def resolve(self, device_type: str) -> Config:
-        """Return the config with the device's default dtype if it has none."""
+        """Return the config, with the default dtype of the device if it has no dtype."""
         if self.dtype:
             return self
         row = DEVICE_TYPES.get(device_type, DEVICE_TYPES[CPU])
@@ -241,7 +252,9 @@ class Config:
 
 
 def parse_config(text: str) -> Config:
-    """Parse one config from grammar or label. Raise UsageError if the text stands for several configs."""
+    """Parse the text of one config, which is written in the grammar or is a label. Raise UsageError
+    if the text stands for several configs.
+    """
     configs = expand_configs(text)
     if len(configs) != 1:
         raise UsageError(f"config {text!r} stands for {len(configs)} configs; one is wanted here")
@@ -249,15 +262,17 @@ def parse_config(text: str) -> Config:
 
 
 class SdpaSetting(NamedTuple):
-    """The backends that SDPA may select, one or more of SDPA_BACKENDS."""
+    """A setting of sdpa_kernel: the backends that SDPA may select, which are one or more of
+    SDPA_BACKENDS.
+    """
 
     backends: tuple[str, ...]
     ordered: bool = False
-    """Whether PyTorch tries them in this order (`sdpa_kernel` with set_priority=True)."""
+    """Whether PyTorch tries the backends in this order (`sdpa_kernel` with set_priority=True)."""
 
     @property
     def name(self) -> str:
-        """`flash+math` in canonical order for a set, `cudnn>flash` for an order."""
+        """The canonical name: `flash+math` for a set of backends, `cudnn>flash` for an order."""
         return (">" if self.ordered else "+").join(self.backends)
 
 
@@ -274,7 +289,8 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
     if backend == ALL_DISABLED:
         return SdpaSetting(("cudnn",))
     names, marks = _JOINED.split(backend)[::2], set(_JOINED.split(backend)[1::2])
-    # A file or a package may have any character in its name, and an implementation may have that name.
+    # The name of a file or of a package may contain `+` or `>`, and an implementation may have such
+    # a name too. Neither is a setting.
     if re.search(r"[./:]", backend) or not {*names} & {*SDPA_BACKENDS}:
         return None
     wrong = [name for name in names if name not in SDPA_BACKENDS]
@@ -292,22 +308,24 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
 
 
 def setting_name(backend: str) -> str:
-    """Return the canonical name of a set or an order, `flash+math` for `math+flash`. Return other
-    names unchanged.
+    """Return the canonical name of a set or an order of backends, such as `flash+math` for
+    `math+flash`. Return any other name unchanged.
     """
     setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
     return backend if setting is None else setting.name
 
 
 def pytorch_chooses(backend: str) -> bool:
-    """Return whether PyTorch selects the backend, from all of its backends or from several permitted ones."""
+    """Return whether PyTorch selects the backend itself, either from all of its backends or from
+    several permitted backends.
+    """
     setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
     return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
 
 
 def split_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Split `"flash, math"` or `["flash,math", "auto"]` into distinct, non-empty names. None means
-    no names. Raise UsageError for values that are not text.
+    """Split `"flash, math"` or `["flash,math", "auto"]` into names, without empty names and
+    duplicates. Return no names if `names` is None. Raise UsageError for values that are not text.
     """
     if names is None:
         return ()
@@ -323,7 +341,9 @@ def split_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def expand_configs(text: str) -> list[Config]:
-    """Return the distinct configs of a text, in its order. Raise UsageError naming the token."""
+    """Return the configs that a text stands for, in the order of the text and without duplicates.
+    Raise UsageError if the text is invalid. The error names the token that is wrong.
+    """
     text = text.strip()
     if re.fullmatch(r"b\d+-h\d+-.*", text):
         return [_parse_label(text)]
@@ -345,9 +365,11 @@ def expand_configs(text: str) -> list[Config]:
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
-    """Parse a file of configs with `#` comments and blank lines. Errors contain `source` and the line."""
+    """Parse the lines of a file of configs, which may contain `#` comments and blank lines. Error
+    messages contain `source` and the number of the line.
+    """
     configs: dict[Config, None] = {}
-    count = 0  # with repetitions, which take as long
+    count = 0  # includes duplicates, because expanding them takes as long
     for number, line in enumerate(lines, start=1):
         token = line.split("#", 1)[0].strip()
         if not token:
@@ -387,7 +409,9 @@ def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
 
 
 def _canonical(config: Config, text: str) -> Config:
-    """Replace values that equal a default by the default. Raise UsageError for contradictions."""
+    """Replace values that equal a default by the default itself. Raise UsageError for contradictory
+    values.
+    """
     if config.head_dim_v == config.head_dim:
         config = replace(config, head_dim_v=None)
     if config.kv_batch == config.batch:
@@ -412,7 +436,7 @@ def _canonical(config: Config, text: str) -> Config:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas outside braces."""
+    """Split the text at each comma that is not inside braces."""
     tokens = re.findall(r"(?:\{[^{}]*\}|[^,{}])+|(?<=,)(?=,|$)|^(?=,)", text)
     if text.count("{") != text.count("}") or "".join(tokens).count("{") != text.count("{"):
         raise UsageError(f"config {text!r}: braces do not match")
@@ -445,7 +469,7 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
 
 
 def _unread(token: str) -> str:
-    """Return why a token is not an option, with a suggestion if there is one."""
+    """Return the error text for a token that is not an option, with a suggestion if there is one."""
     allowed = (
         f"allowed after the four numbers: {' '.join(CONFIG_DTYPES)} {' '.join(FLAGS)} "
         f"{' '.join(f'{name}=' for name in KEYED)}"
@@ -472,7 +496,7 @@ def _elements(value: str) -> list[str]:
 def _real(key: str, word: str, text: str) -> float:
     try:
         value = float(Decimal(word))
-    except (ArithmeticError, ValueError):  # ValueError: a signalling NaN
+    except (ArithmeticError, ValueError):  # float() raises ValueError for a signalling NaN
         raise UsageError(f"config {text!r}: {key}={word!r} is not a number") from None
     if key == "dropout" and not 0 <= value < 1:
         raise UsageError(f"config {text!r}: dropout={word} is outside 0 <= p < 1")
@@ -529,7 +553,7 @@ def _range(word: str, text: str) -> Iterator[int]:
         value = value * step if match[3] == "*" else value + step
 
 
-@lru_cache(maxsize=4096)  # rows of a store repeat the labels of few configs
+@lru_cache(maxsize=4096)  # the rows of a store contain few different labels
 def _parse_label(text: str) -> Config:
     names = {option.short: option.name for option in OPTIONS if option.short}
     numbers: dict[str, str] = {}

@@ -14,18 +14,20 @@ from profharness.errors import UsageError
 
 CONVENTIONS = ("exact", "flash-attention")
 STATISTIC_BYTES = 4  # fp32: one log-sum-exp or delta per query row
-CASTS = "casts"  # phase of inputs that are narrower than the scores
-REPEAT = "repeat K and V"  # phase of grouped heads if the products do not group them
-SOFTMAX_OPS = 5  # per score: scale, compare, subtract and exponentiate, add, divide
-SOFTMAX_BWD_OPS = 4  # per score: multiply by the probability, subtract delta, multiply, scale
+CASTS = "casts"  # name of the phase that casts inputs to the wider dtype of the scores
+# name of the phase that repeats K and V for grouped heads, if the matrix products cannot group them
+REPEAT = "repeat K and V"
+SOFTMAX_OPS = 5  # operations per score: scale, compare, subtract and exponentiate, add, divide
+# operations per score: multiply by the probability, subtract delta, multiply, scale
+SOFTMAX_BWD_OPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """Bytes of each tensor of a call as stored.
+    """The bytes that each tensor of a call occupies in memory.
 
-    In inputs, a dimension with stride 0 counts once. Key and value have only the rows that some
-    query attends to.
+    An input's dimension with stride 0 is counted as one element. For the key and the value, only
+    the rows that some query attends to are counted.
     """
 
     query: int
@@ -36,7 +38,9 @@ class TensorBytes:
     statistics: int
     """One log-sum-exp per query row."""
     gradients: int
-    """Gradients of Q, K, V and of a mask that requires one. They are written in full."""
+    """The gradients of Q, K and V, and of the mask if it requires a gradient. They are written in
+    full.
+    """
 
     @property
     def forward(self) -> int:
@@ -77,13 +81,16 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 
 def matrix_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of the score matrices of all heads in a dtype, as unfused attention stores them."""
+    """Return the bytes of the score matrices of all heads if they are stored in a dtype, as unfused
+    attention stores them.
+    """
     return _all_scores(config) * DTYPES[dtype].bytes
 
 
 def copy_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of the copies that unfused attention in a dtype makes first: K and V for
-    each query head if heads are grouped, and Q, K and V if they are widened.
+    """Return the bytes of the copies that unfused attention makes before it computes in a dtype. If
+    heads are grouped, K and V are copied for each query head. If the dtype is wider than the
+    inputs, Q, K and V are copied.
     """
     tensors = tensor_bytes(replace(config, causal=False))  # causal does not reduce the copies
     widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
@@ -99,7 +106,9 @@ def _all_scores(config: Config) -> int:
 
 
 def _stored(batch: int, layout: str, strides: tuple[int, ...] | None) -> int:
-    """Return the number of batch elements in memory."""
+    """Return the number of batch elements that are stored in memory, which is 1 for a batch with
+    stride 0.
+    """
     return 1 if layout == "broadcast_batch" or (strides and strides[0] == 0) else batch
 
 
@@ -112,7 +121,9 @@ class Phase:
     bytes: int
     """Bytes moved to and from memory, 0 for a fused phase that uses only registers."""
     matmul: bool = True
-    """Whether this is a matrix product. Only these count as FLOPs of a config."""
+    """Whether this phase is a matrix product. Only matrix products count towards the FLOPs of a
+    config.
+    """
 
     @property
     def intensity(self) -> float | None:
@@ -123,9 +134,9 @@ class Phase:
 def score_count(config: Config) -> int:
     """Count the scores that one head must compute.
 
-    With `causal`, these are the scores that torch's is_causal keeps: aligned to the top left, query
-    row i attends to the keys up to i. Scores that a mask tensor hides count, because a config does
-    not contain the mask's values.
+    With `causal`, these are the scores that torch's is_causal keeps. The causal mask is aligned to
+    the top left: query row i attends to the keys 0 to i. Scores that a mask tensor hides are
+    counted, because a config does not contain the values of the mask.
     """
     rows, columns = config.seq_len_q, config.seq_len_kv
     if not config.causal:
@@ -135,12 +146,13 @@ def score_count(config: Config) -> int:
 
 
 def flops(config: Config, convention: str = "exact") -> int:
-    """Return the FLOPs of the matrix products of one call. A multiply-add counts as two.
+    """Return the FLOPs of the matrix products of one call. A multiply-add counts as two operations.
+    Raise UsageError for an unknown convention.
 
-    `exact` counts 2 products over the required scores, and with bwd 5 more (QK^T again, dV, dP, dQ,
-    dK). `flash-attention` counts like that project's benchmarks: causal as half of a square
-    (aligned to the bottom right if the lengths differ), backward as 2.5 times the forward. Query
-    heads count, key-value heads do not. Raise UsageError for an unknown convention.
+    `exact` counts 2 products over the required scores, and 5 more with bwd (QK^T again, dV, dP, dQ,
+    dK). `flash-attention` counts as the benchmarks of that project do. A causal call counts as half
+    of the square (aligned to the bottom right if the lengths differ), and the backward pass as 2.5
+    times the forward pass. Both conventions count query heads, not key-value heads.
     """
     if convention == "exact":
         scores = 2 * config.output_batch * config.num_heads * score_count(config)
@@ -171,8 +183,8 @@ def compulsory_bytes(config: Config) -> int:
 
 
 def working_set_bytes(config: Config) -> int:
-    """Return the bytes of all tensors of a call, each counted once. If a cache of this size holds
-    them, repeated calls do not read from memory.
+    """Return the bytes of all tensors of a call, each counted once. If all tensors fit into a
+    cache, repeated calls do not read from memory.
     """
     tensors = tensor_bytes(config)
     if not config.bwd:
@@ -183,12 +195,13 @@ def working_set_bytes(config: Config) -> int:
 def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
     """Return the steps of one call in order. Raise UsageError if the config has no dtype.
 
-    Without `score_dtype`, attention is fused: scores stay on the chip, QK^T moves Q and K, PV moves
-    V and the output, and only the required scores are computed. The softmax phase reads the mask.
+    If `score_dtype` is None, attention is fused. The scores stay on the chip, and only the required
+    scores are computed. QK^T moves Q and K, the softmax phase reads the mask, and PV moves V and
+    the output.
 
-    With `score_dtype`, it is unfused: each step reads and writes whole score matrices in that
-    dtype, causal saves nothing, and K and V of grouped heads are repeated. Narrower inputs are cast
-    first, as PyTorch's math backend casts 16-bit inputs to fp32.
+    If `score_dtype` is given, attention is unfused. Each step reads and writes whole score matrices
+    in that dtype, causal saves nothing, and K and V of grouped heads are repeated. Narrower inputs
+    are cast first, as PyTorch's math backend casts 16-bit inputs to fp32.
     """
     return _fused(config) if score_dtype is None else _unfused(config, score_dtype)
 
@@ -207,7 +220,8 @@ def _fused(config: Config) -> tuple[Phase, ...]:
     )
     if not config.bwd:
         return forward
-    gradients = tensors.gradients - query - key - value  # without those of dV, dP, dQ, dK
+    # the other gradient bytes; those of Q, K and V belong to the phases dV, dP, dQ and dK
+    gradients = tensors.gradients - query - key - value
     delta = 2 * heads * config.seq_len_q * config.value_dim
     return (
         *forward,
@@ -223,7 +237,7 @@ def _fused(config: Config) -> tuple[Phase, ...]:
 
 def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
     tensors = tensor_bytes(config)
-    whole = tensor_bytes(replace(config, causal=False))  # causal saves nothing
+    whole = tensor_bytes(replace(config, causal=False))  # a causal mask does not reduce the bytes
     key, value, matrix = whole.key, whole.value, matrix_bytes(config, dtype)
     scores = _all_scores(config)
     widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes

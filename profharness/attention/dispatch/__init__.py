@@ -1,1 +1,1 @@
-"""PyTorch's dispatch rules as data: which backend it selects, and the reasons against the others."""
+"""PyTorch's dispatch rules as data: which backend PyTorch selects, and why it refuses the others."""

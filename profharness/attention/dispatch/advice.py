@@ -1,5 +1,6 @@
-"""Find the smallest change of a config that lets a backend compute it, by a search that queries an
-oracle for every candidate.
+"""Find the smallest change of a config that lets a backend compute it.
+
+The search asks an oracle whether the backend accepts each candidate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ConfigChange:
 
     name: str
     codes: tuple[str, ...]
-    """Reason codes that it may remove."""
+    """The reason codes that this change may remove."""
     apply: Callable[[Config], Config | None]
     """Return the changed config, or None if the change does not apply."""
     text: str
@@ -31,11 +32,13 @@ class ConfigChange:
     exact: bool = True
     """Whether the output stays equal within the dtype's error."""
     group: str | None = None
-    """In a group, only the first change that removes the reason is used."""
+    """The name of a group. Of the changes in a group, only the first that removes the reason is
+    used.
+    """
 
 
 def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
-    """Pad the head dims, and keep the scale of the original head_dim."""
+    """Return the config with padded head dims. The scale stays that of the original head_dim."""
     scale = config.scale
     if head_dim != config.head_dim and scale is None:
         scale = config.head_dim**-0.5
@@ -74,7 +77,8 @@ def _sixteenth(config: Config) -> Config | None:
     return replace(config, dropout=nearest) if config.dropout else None
 
 
-# In order of preference: first changes that keep the output, then those with a cost.
+# The changes in order of preference: first those that keep the output, then those that change the
+# output or take something away.
 CHANGES = (
     ConfigChange("contiguous", ("last_dim_stride",), Config.contiguous,
            "make the last dimension of q, k and v contiguous (a copy of each)"),
@@ -132,9 +136,9 @@ CHANGES = (
 
 
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
-    """Return Python code that has the tensors of `before` and makes the call of `after`. Its output
-    has the shape and dtype of `before`. With `backend`, only the backends that this name permits
-    may run it (`sdpa_kernel`).
+    """Return Python code that starts with the tensors of `before` and makes the call of `after`.
+    Its output has the shape and dtype of the output of `before`. If `backend` is not `auto`, the
+    code permits only the backends that this name stands for (`sdpa_kernel`).
     """
     imports = ["import torch", "import torch.nn.functional as F"]
     contexts = ["torch.inference_mode()"] if before.bwd and not after.bwd else []
@@ -184,7 +188,8 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
     if before.deterministic and not after.deterministic:
         yield "torch.use_deterministic_algorithms(False)  # or (True, warn_only=True)"
     if before.contiguous() != before and after.contiguous() == after:
-        # contiguous() returns the same tensor if only its storage offset is odd
+        # contiguous() returns the same tensor if only its storage offset is not a multiple of the
+        # alignment
         copy = "clone" if before.layout == "offset1" else "contiguous"
         yield f"q, k, v = (each.{copy}() for each in (q, k, v))"
     queries, keys = after.seq_len_q - before.seq_len_q, after.seq_len_kv - before.seq_len_kv
@@ -238,19 +243,21 @@ class Advice:
     """A change that lets a backend compute a config."""
 
     change: str
-    """A sentence."""
+    """A sentence that describes the change."""
     code: str
     """Python code that makes the change."""
     config: str | None = None
     """Label of the changed config. None if the grammar cannot express it."""
     verified: bool | None = None
-    """Whether the backend was eligible for the changed config. None if it could not be queried."""
+    """Whether the oracle accepted the changed config for this backend. None if the oracle could not
+    be asked.
+    """
     choice: str | None = None
-    """Backend that `auto`, or the requested setting, then selects."""
+    """The backend that `auto` or the requested setting selects after the change."""
     gain: float | None = None
     """Time before divided by time after, if both were measured."""
     steps: tuple[str, ...] = ()
-    """Names of the changes."""
+    """Names of the changes, in order."""
 
 
 @dataclass(frozen=True)
@@ -269,13 +276,13 @@ class _State:
 def advise(
     config: Config, backend: str, oracle: Oracle, choose: ChoiceFunction, asked: str = AUTO
 ) -> tuple[Advice, ...]:
-    """Return at most three changes that let a backend compute a config, with the fewest steps
+    """Return at most three ways to let a backend compute a config, each with as few steps as
     possible.
 
-    `asked` is `auto` or the setting under which `choose` selects a backend; the code then sets it
-    too. The config must have a dtype. Changes that the grammar cannot express come last and have
-    verified None. Return nothing if the backend runs without a change, if nothing is known, or if
-    no change helps.
+    `choose` selects a backend under `asked`, which is `auto` or a setting. If it is a setting, the
+    code in the advice sets it too. The config must have a dtype. Changes that the grammar cannot
+    express come last, and their `verified` is None. Return nothing if PyTorch already selects the
+    backend, if its eligibility is unknown, or if no change helps.
     """
     answer = oracle(config, backend)
     if answer.eligible is None:
@@ -292,8 +299,9 @@ def advise(
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
-    """Search breadth-first, so that the fewest changes come first. A step must remove the first
-    reason, because PyTorch stops there.
+    """Search for accepted configs breadth-first, so that the configs with the fewest changes are
+    found first. Each step must remove the first reason against the backend, because PyTorch stops
+    there.
     """
     seen = {start.config}
     level = [start]
@@ -309,7 +317,7 @@ def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
 
 def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config]) -> list[_State]:
     states: list[_State] = []
-    served: set[str] = set()  # groups in which one change has removed the reason
+    served: set[str] = set()  # groups from which a change has already removed the reason
     for change in CHANGES:
         if before.code not in change.codes or change.group in served:
             continue
@@ -326,7 +334,9 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
 
 
 def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, asked: str) -> Advice:
-    """If another backend is selected even after the change, the code also requests the wanted one."""
+    """Return the advice for a config that the search found. If PyTorch selects another backend even
+    after the change, the code also requests the wanted backend.
+    """
     choice = choose(state.config)
     named = asked if choice == backend else backend
     sentences = list(state.sentences)
@@ -343,7 +353,9 @@ def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, as
 
 
 def _name_it(config: Config, backend: str, asked: str) -> Advice:
-    """Return the advice for a backend that is eligible but not selected: request it with sdpa_kernel."""
+    """Return the advice for a backend that is eligible but not selected, which is to request the
+    backend with sdpa_kernel.
+    """
     return Advice(
         change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow {backend} alone with "
         "sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the others as a fallback, with "
@@ -385,7 +397,7 @@ def _four_d(config: Config, _: str) -> Advice:
     return Advice("give 3-D inputs a batch dimension", code, steps=("four_d",))
 
 
-# Reasons with a remedy that a config cannot express.
+# Reason codes whose remedy cannot be expressed as a change of a config.
 OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
     "mask": _flex,
     "runtime_disabled": _switch,
@@ -400,24 +412,26 @@ class BackendAnswer:
 
     backend: str
     eligible: bool | None
-    """None if unknown."""
+    """None if the eligibility is unknown."""
     reasons: tuple[Refusal, ...] = ()
-    """All reasons against it. PyTorch stops at the first."""
+    """All reasons against the backend. PyTorch itself reports only the first."""
     advice: tuple[Advice, ...] = ()
     can_use: bool | None = None
-    """Result of `can_use_*_attention`. None if the function does not exist or was not called."""
+    """The result of `can_use_*_attention`. None if PyTorch has no such function or if it was not
+    called.
+    """
 
 
 @dataclass(frozen=True)
 class LiveAnswer:
-    """The answers for one config."""
+    """PyTorch's answers for one config."""
 
     cell: str
-    """Id of the question."""
+    """Id of the cell that asked for the answers."""
     config: str
     """Label of the config."""
     choice: str | None = None
-    """A backend, or `none` if PyTorch raises."""
+    """The backend that PyTorch selects, or `none` if PyTorch raises."""
     priority_order: tuple[str, ...] = ()
     backends: tuple[BackendAnswer, ...] = ()
     error: str | None = None

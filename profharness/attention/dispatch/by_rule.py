@@ -1,5 +1,5 @@
-"""Why PyTorch chooses a backend: the records of `explain`, and explanations by rule for a GPU, a
-PyTorch release and a cuDNN version.
+"""Explanations of why PyTorch selects a backend: the records of `explain`, and explanations by rule
+for a GPU, a PyTorch release and a cuDNN version.
 """
 
 from __future__ import annotations
@@ -48,23 +48,24 @@ SCHEMA = "profharness.explain/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The explanation of one config. predicted, choice and observed are a backend, `none` (PyTorch
-    raises) or `unknown`.
+    """The explanation of one config. The fields predicted, choice and observed contain the name of
+    a backend, `none` (PyTorch raises) or `unknown`.
     """
 
     config: str
     source: str  # `live` (queried from PyTorch) or `rules`
     environment: dict[str, Any]
     priority_order: tuple[str, ...]  # empty if unknown
-    predicted: str | None  # by the rules
-    choice: str | None = None  # by PyTorch; None if it was not queried
-    observed: str | None = None  # by the op or kernels of a stored run
-    agree: bool | None = None  # whether the known ones are equal
+    predicted: str | None  # the backend that the rules predict
+    choice: str | None = None  # the backend that PyTorch reports; None if PyTorch was not queried
+    observed: str | None = None  # the backend that the op or the kernels of a stored run show
+    agree: bool | None = None  # whether those of the three that are known are equal
     backends: tuple[BackendAnswer, ...]
-    caveats: tuple[str, ...] = ()  # sentences with reasons for doubt
+    caveats: tuple[str, ...] = ()  # sentences that say why the explanation may be wrong
     error: str | None = None
     asked: str = AUTO  # `auto`, or the set or order of backends that the call allows
-    prediction: dict[str, Any] | None = None  # time and best backend by the machine's atlas
+    # the time and the best backend that the atlas of the machine predicts
+    prediction: dict[str, Any] | None = None
 
 
 FIELDS = tuple(field.name for field in fields(Explanation))
@@ -81,8 +82,8 @@ def explanation_record(answer: Explanation) -> dict[str, Any]:
 
 
 def flat_record(answer: Explanation) -> dict[str, Any]:
-    """Return one flat row for a data frame, with `<backend>_eligible` and `<backend>_reasons`
-    (codes).
+    """Return the explanation as a flat row for a data frame. Each backend has the columns
+    `<backend>_eligible` and `<backend>_reasons` (reason codes).
     """
     environment = answer.environment
     facts = ("torch", "device_type", "gpu", "capability", "cudnn")
@@ -104,7 +105,7 @@ def flat_record(answer: Explanation) -> dict[str, Any]:
 
 
 def environment_text(answer: Explanation) -> str:
-    """Return `torch 2.8.0, RTX A6000, cuDNN 91002, by rule`."""
+    """Return a text such as `torch 2.8.0, RTX A6000, cuDNN 91002, by rule`."""
     environment = answer.environment
     parts = [f"torch {environment['torch']}"] if environment.get("torch") else []
     device = environment.get("gpu") or {"cpu": "CPU"}.get(str(environment.get("device_type")))
@@ -115,13 +116,15 @@ def environment_text(answer: Explanation) -> str:
 
 
 def chosen(answer: Explanation) -> str:
-    """Return PyTorch's own choice, or that of the rules if only these were used."""
+    """Return the backend that PyTorch reports, or the backend that the rules predict if the
+    explanation is by rule.
+    """
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
 
 
 def settle(answer: Explanation) -> Explanation:
-    """Return the explanation with `agree` set: whether all known choices are equal, or None if
-    fewer than two are known.
+    """Return the explanation with the field `agree` set. It says whether all known choices are
+    equal, and is None if fewer than two choices are known.
     """
     witnesses = (answer.predicted, answer.choice, answer.observed)
     names = [name for name in witnesses if name not in (None, "unknown")]
@@ -134,13 +137,16 @@ class Platform:
 
     machine: Machine
     device: str
-    gpu: str | None  # its name; None for the CPU
-    # cuDNN's version is that of the release's build for this CUDA, not a given one
+    gpu: str | None  # the name of the GPU; None for the CPU
+    # Whether the cuDNN version is that of the release's build for this CUDA, and was not given by
+    # the user.
     pinned: bool = True
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Return flat keys, named as in a run's environment. None if unknown."""
+        """The platform as a flat dictionary, with the keys of a run's environment. Unknown values
+        are None.
+        """
         machine = self.machine
         environment: dict[str, Any] = {
             "torch": release_text(machine.torch),
@@ -153,7 +159,7 @@ class Platform:
 
     @property
     def text(self) -> str:
-        """`torch 2.8.0, RTX A6000 (sm 8.6), cuDNN 91002, CUDA 12.8`."""
+        """A text such as `torch 2.8.0, RTX A6000 (sm 8.6), cuDNN 91002, CUDA 12.8`."""
         machine = self.machine
         release = f"torch {release_text(machine.torch)}"
         if not is_gpu(self.device):
@@ -171,12 +177,16 @@ def named_platforms(
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
 ) -> list[Platform]:
-    """Return the platforms that the options name, one per release, oldest first. Return None if
-    neither `torch` nor `gpu` is given, which selects PyTorch itself. `torch` is `2.8`, `2.9.1`,
-    `2.5..2.15` or `2.8,2.10`; None is the installed release. A single release may be unknown to the
-    rules. `gpu` is a name, a capability such as sm90, or `cpu`; None is this machine's GPU by NVML.
-    `cudnn` is the version at run time, `cudnn_compiled` the one that PyTorch was built with. Raise
-    UsageError for an invalid version, an unknown GPU, and cuDNN or CUDA without `torch` or `gpu`.
+    """Return the platforms that the options name, one per release, oldest first. If neither `torch`
+    nor `gpu` is given, return an empty list, which means that PyTorch itself is queried.
+
+    `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. None means the installed release. A single
+    release may be unknown to the rules. `gpu` is a name, a capability such as sm90, or `cpu`. None
+    means the GPU of this machine, which NVML reports. `cudnn` is the version at run time, and
+    `cudnn_compiled` is the version that PyTorch was built with.
+
+    Raise UsageError for an invalid version, for an unknown GPU, and if a cuDNN or CUDA version is
+    given without `torch` and `gpu`.
     """
     versions = {"cudnn": cudnn, "cuda": cuda, "cudnn-compiled": cudnn_compiled}
     given = [option for option, version in versions.items() if version is not None]
@@ -216,7 +226,9 @@ def named_platforms(
 
 
 def _installed() -> tuple[int, ...]:
-    """Return the installed torch's release from its package metadata, without importing torch."""
+    """Return the release of the installed torch. It is read from the package metadata, so torch is
+    not imported.
+    """
     try:
         return parse_release(metadata.version("torch"))
     except metadata.PackageNotFoundError:
@@ -236,17 +248,19 @@ FACTS = {
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """The explanation for one release, compared with the release before."""
+    """The explanation for one release, and its differences from the explanation for the previous
+    release.
+    """
 
     explanation: Explanation
-    flips: bool = False  # the choice differs
-    changes: tuple[str, ...] = ()  # other differences, as sentences
+    flips: bool = False  # whether the selected backend differs from that of the previous release
+    changes: tuple[str, ...] = ()  # the differences, as sentences
 
 
 def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the setting that backends name (`flash+math`, `cudnn>flash`, else `auto`), and the
-    backends that limit the advice. Raise UsageError for several settings, and for anything but
-    PyTorch's own backends.
+    """Return the setting among the names of backends (`flash+math` or `cudnn>flash`, else `auto`),
+    and the single backends among them, which limit the advice. Raise UsageError for several
+    settings, and for a name that is not one of PyTorch's own backends.
     """
     settings = [setting_name(name) for name in names if pytorch_chooses(name)]
     if len(settings) > 1:
@@ -271,8 +285,8 @@ def explain_by_rule(
     advice: bool = True,
     asked: str = AUTO,
 ) -> Explanation:
-    """Explain a config on a platform by the rules, for `auto` or a setting. `backends` limits the
-    advice.
+    """Explain by the rules which backend PyTorch selects for a config on a platform, under `auto`
+    or a setting. If `backends` is given, there is advice only for these backends.
     """
     config = config.resolve(platform.device)
     machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
@@ -315,7 +329,9 @@ def _sets_no_order(asked: str, machine: Machine) -> bool:
 
 
 def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendAnswer]:
-    """Return the backends of a prediction, with the reason at which PyTorch stops listed first."""
+    """Return the answer for each backend of a prediction. The reason at which PyTorch stops is
+    listed first.
+    """
     sides = []
     for name in names:
         verdict = prediction.backends[name]
@@ -326,7 +342,7 @@ def sides_by_rule(prediction: Prediction, names: Sequence[str]) -> list[BackendA
 
 
 def choices_by_rule(configs: Sequence[Config], platform: Platform, asked: str = AUTO) -> list[str]:
-    """Return only the choice of `auto` or a setting, one per config."""
+    """Return the backend that `auto` or a setting selects for each config, without explanations."""
     if _sets_no_order(asked, platform.machine):
         return ["unknown"] * len(configs)
     choose = rule_choice(platform.machine, platform.device, sdpa_setting(asked))
@@ -346,7 +362,9 @@ def matrix(config: Config, platforms: Sequence[Platform], asked: str = AUTO) -> 
 
 
 def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
-    """Return the differences, the likely cause of another choice first."""
+    """Return the differences between two explanations, as sentences. If the choice differs, that
+    comes first.
+    """
     changes = []
     if before.predicted != after.predicted:
         changes.append(f"choice {before.predicted} → {after.predicted}")
@@ -384,7 +402,9 @@ LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
 def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """Yield uncertain assumptions of the rules, and caveats that apply whenever PyTorch chooses."""
+    """Yield the assumptions of the rules that may be wrong, and the caveats that always apply if
+    PyTorch selects the backend.
+    """
     machine, on_gpu = platform.machine, is_gpu(platform.device)
     release = release_text(machine.torch)
     if not machine.known:
@@ -411,8 +431,8 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
 
 
 def unread(answers: Iterable[Explanation]) -> str | None:
-    """Return one sentence about releases that the rules do not know, if any explanation by rule has
-    one.
+    """Return a sentence about the releases whose rules are unknown. Return None if there are none
+    among the explanations by rule.
     """
     releases = [
         parse_release(answer.environment["torch"]) for answer in answers if answer.source == "rules"
@@ -421,11 +441,11 @@ def unread(answers: Iterable[Explanation]) -> str | None:
     return _unread(missing) if missing else None
 
 
-LISTED = 6  # releases in one sentence
+LISTED = 6  # maximum number of releases in one sentence
 
 
 def skipped_text(releases: Sequence[str]) -> str:
-    """Return one sentence about the releases of a range that have no explanation."""
+    """Return a sentence about the releases of a range that have no explanation."""
     names = join_few(releases, LISTED)
     return f"left out of the answer: the rules of PyTorch {names} were not read"
 
@@ -440,7 +460,7 @@ def _unread(missing: Sequence[Release]) -> str:
 
 
 def _gaps(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """Yield what must be known to decide."""
+    """Yield sentences that say what is missing for a decision."""
     if not prediction.priority_order:
         facts = " and ".join(FACTS[name] for name in undecided(params, platform.machine))
         yield f"the order of the backends hangs on {facts}"

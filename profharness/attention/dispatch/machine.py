@@ -35,7 +35,8 @@ class Wheel(NamedTuple):
     """The constant that CUDAHooks::versionCuDNN() returns."""
 
 
-# Releases whose binaries were read. Other releases are unknown, never guessed from their neighbours.
+# The releases whose binaries were read. The rules of all other releases count as unknown and are
+# never guessed from neighbouring releases.
 RELEASES: dict[Release, Wheel] = {
     (2, 5, 0): Wheel("12.4", 90100, 90100),
     (2, 5, 1): Wheel("12.4", 90100, 90100),
@@ -55,8 +56,9 @@ RELEASES: dict[Release, Wheel] = {
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
 OLDEST: Release = (2, 5)
-# Builds for a CUDA version other than the PyPI wheel's. The cu130 build of 2.9 is known to try cuDNN
-# first, so it was compiled with 9.9 or newer; PyTorch's build scripts pin its cuDNN to 9.13.0.
+# Builds for CUDA versions other than that of the PyPI wheel. The cu130 build of 2.9 is known to try
+# cuDNN first, so it was compiled with cuDNN 9.9 or newer. PyTorch's build scripts pin its cuDNN to
+# 9.13.0.
 OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
     (2, 9, 1): (Wheel("13.0", 91300, 90900),),
 }
@@ -72,10 +74,12 @@ class Machine:
     """Runtime version as an integer: 9.19.0 is 91900."""
     cuda: str | None = None
     cudnn_compiled: int | None = None
-    """The version that PyTorch was built with, or the oldest possible one."""
+    """The cuDNN version that PyTorch was built with, or the oldest version that it may have been
+    built with.
+    """
     cudnn_preferred: bool | None = None
-    """False if TORCH_CUDNN_SDPA_DEPRIORITIZED=1 (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0
-    (2.9) is set. None for the default.
+    """False if the environment lowers the priority of cuDNN, with TORCH_CUDNN_SDPA_DEPRIORITIZED=1
+    (2.10 and newer) or TORCH_CUDNN_SDPA_PREFERRED=0 (2.9). None means PyTorch's default.
     """
 
     @property
@@ -104,11 +108,11 @@ def machine_for(
     cuda: str | None = None,
     cudnn_compiled: int | str | None = None,
 ) -> Machine:
-    """Return the machine with this GPU and the release's build for this CUDA.
+    """Return the machine that has this GPU and the release's build for this CUDA version.
 
-    If `cuda` is None, the build is the PyPI wheel. `cudnn` and `cudnn_compiled` override the build's
-    versions. Unknown versions of a build are None, and an unknown release returns a machine that is
-    not `known`. Raise UsageError for an unknown GPU.
+    If `cuda` is None, the build is the PyPI wheel. `cudnn` and `cudnn_compiled` replace the
+    versions of the build. Versions that are not known are None. If the release is unknown, the
+    returned machine is not `known`. Raise UsageError for an unknown GPU.
     """
     number = parse_release(release) if isinstance(release, str) else release
     wheel = build_of(number, cuda)
@@ -123,7 +127,9 @@ def machine_for(
 
 
 def build_of(release: Release, cuda: str | None = None) -> Wheel | None:
-    """Return a release's build for a CUDA version such as 13.0 or 13.0.1 (None: the PyPI wheel)."""
+    """Return the build of a release for a CUDA version such as 13.0 or 13.0.1. If `cuda` is None,
+    return the PyPI wheel. Return None if the build is unknown.
+    """
     wheel = RELEASES.get(release)
     if wheel is None or cuda is None:
         return wheel
@@ -148,8 +154,8 @@ def parse_cudnn(value: int | str) -> int:
 def parse_release(text: str) -> Release:
     """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`.
 
-    A version without a patch number is the newest known patch release, or .0 if none is known.
-    Raise UsageError if the text is not a version.
+    If the text has no patch number, return the newest patch release that is known, or .0 if none is
+    known. Raise UsageError if the text is not a version.
     """
     match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
     if not match:
@@ -161,10 +167,12 @@ def parse_release(text: str) -> Release:
 
 
 def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
-    """Return the releases from `first` to `last`, with and without known rules. `2.5` starts at
-    2.5.0, `2.15` ends at its newest patch.
+    """Return the releases from `first` to `last` whose rules are known, and the releases in this
+    range whose rules are unknown. `2.5` as the first release means 2.5.0, and `2.15` as the last
+    release means its newest patch release.
 
-    Raise UsageError for an empty range, a range without a known release, and a start before 2.5.
+    Raise UsageError for an empty range, for a range without a known release, and for a range that
+    starts before 2.5.
     """
     low, high = _supported(parse_release(first)), parse_release(last)
     low = low if first.count(".") > 1 else (*low[:2], 0)
@@ -178,7 +186,7 @@ def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
     unknown = {low, high} - RELEASES.keys()
     newest = max(RELEASES)
     if high[0] == newest[0]:
-        # The patches of minor versions after the newest known one are unknown.
+        # It is unknown which patch releases exist of minor versions after the newest known release.
         unknown |= {(high[0], minor, 0) for minor in range(newest[1] + 1, high[1])}
     return releases, unknown
 
@@ -193,7 +201,9 @@ def _supported(release: Release) -> Release:
 
 
 def _parse_parts(text: str) -> Iterator[tuple[list[Release], set[Release]]]:
-    """Yield the releases of each comma-separated part. A single release counts as known."""
+    """Yield the releases of each comma-separated part, as `_parse_range` returns them. A single
+    release is never reported as unknown.
+    """
     for part in text.split(","):
         first, dots, last = part.partition("..")
         yield _parse_range(first, last) if dots else ([_supported(parse_release(part))], set())
@@ -201,10 +211,10 @@ def _parse_parts(text: str) -> Iterator[tuple[list[Release], set[Release]]]:
 
 def parse_releases(text: str) -> list[Release]:
     """Parse `2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or
-    a mix. Return the releases, oldest first.
+    a combination of these. Return the releases, oldest first.
 
-    Raise UsageError for a release before 2.5, and for a range that is empty or contains no known
-    release.
+    Raise UsageError for a release before 2.5, for an empty range, and for a range that contains no
+    known release.
     """
     return sorted({release for known, _ in _parse_parts(text) for release in known})
 
@@ -259,7 +269,7 @@ class AttentionParams:
     kv_heads_v: int | None = None
     head_dim_v: int | None = None
     ndim: int = 4
-    """Dimensions of query, key and value."""
+    """The number of dimensions of query, key and value."""
     enable_gqa: bool = False
     is_causal: bool = False
     mask: Mask | None = None
@@ -269,12 +279,12 @@ class AttentionParams:
     last_stride: int = 1
     batch_stride_zero: bool = False
     storage_offset_bytes: int = 0
-    """Offset of query, key and value in their storages."""
+    """The storage offset of query, key and value, in bytes."""
     deterministic: str = "off"
     enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
     """Backends whose runtime flag is on."""
     priority: tuple[str, ...] = ()
-    """Backends that the caller put first (`set_priority=True`)."""
+    """The backends that the caller put first (`set_priority=True`), in order."""
     flash_impl: str = "FA2"
 
     def __post_init__(self) -> None:
@@ -322,8 +332,8 @@ class AttentionParams:
 
 
 def from_config(config: Config, device: str = CUDA) -> AttentionParams:
-    """Return the call that the worker makes for `config` on `device` (`cuda` or `cpu`), with all
-    flags at their defaults. Grouped heads set enable_gqa.
+    """Return the parameters of the call that the worker makes for `config` on `device` (`cuda` or
+    `cpu`). All flags have their default values. If heads are grouped, enable_gqa is set.
     """
     dtype = str(config.resolve(device).dtype)
     mask = None
@@ -358,11 +368,14 @@ def from_config(config: Config, device: str = CUDA) -> AttentionParams:
     )
 
 
-SETS_PRIORITY: Release = (2, 6)  # first release whose sdpa_kernel has set_priority
+# the first release in which sdpa_kernel has the parameter set_priority
+SETS_PRIORITY: Release = (2, 6)
 
 
 def permitted(params: AttentionParams, setting: SdpaSetting | None) -> AttentionParams:
-    """Return the call under a setting of sdpa_kernel, or unchanged if `setting` is None."""
+    """Return the call with only the backends of a setting enabled. Return it unchanged if `setting`
+    is None.
+    """
     if setting is None:
         return params
     priority = setting.backends if setting.ordered else ()
@@ -370,7 +383,9 @@ def permitted(params: AttentionParams, setting: SdpaSetting | None) -> Attention
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """Return the machine of a recorded environment. Unreadable values are unknown."""
+    """Return the machine that a recorded environment describes. Values that cannot be read are
+    unknown.
+    """
     try:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:
@@ -378,7 +393,7 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     cuda = _of_kind(environment.get("torch_cuda"), str)
     build = build_of(release, cuda) if cuda else None
     variables: Mapping[str, Any] = _of_kind(environment.get("env"), dict) or {}
-    # 2.9 reads one variable to lower cuDNN's priority, newer releases read another.
+    # PyTorch 2.9 and later releases use different variables to lower the priority of cuDNN.
     variable, off = ("TORCH_CUDNN_SDPA_PREFERRED", "0")
     if release >= (2, 10):
         variable, off = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
@@ -406,7 +421,9 @@ def rules_know(environment: Mapping[str, Any]) -> bool:
 
 
 def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
-    """Return a function that sets the runtime flags and the flash implementation of a run's process."""
+    """Return a function that sets the runtime flags and the flash implementation in the parameters
+    of a call, as they were in the process of the recorded run.
+    """
     on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)
     activated = str(environment.get("flash_attention_impl"))
     impl = activated if activated in ALLOWED["flash_impl"] else "FA2"

@@ -1,7 +1,7 @@
-"""Find every property of a config that prevents a backend.
+"""Find every property of a config that prevents a backend from computing it.
 
-PyTorch stops at its first failing check. Therefore each property is tried alone on a config that is
-otherwise easy, then pairs and larger sets.
+PyTorch stops at its first failing check. Therefore each property is tried alone, on a config whose
+other properties are accepted by every backend. Then pairs and larger sets of properties are tried.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ EASY_HEADS = 8
 EASY_GROUP = 4
 LARGEST_SET = 3
 Oracle = Callable[[Config, str], Eligibility]
-"""Return the verdict on a config and a backend, with the first reason first. Implemented by PyTorch
-or the rules.
+"""A function that returns whether a backend accepts a config. PyTorch's first reason against the
+backend comes first. An oracle queries either PyTorch or the rules.
 """
 ChoiceFunction = Callable[[Config], str]
-"""Return the backend that `auto` selects for a config, `none` or `unknown`."""
+"""A function that returns the backend that `auto` selects for a config, `none` (PyTorch raises) or
+`unknown`.
+"""
 
 
 @dataclass(frozen=True)
 class Blocker:
-    """A set of properties that together prevent a backend. Empty if even the easy config is
-    refused, so that no change of the config can help.
+    """A set of properties that together prevent a backend. The set is empty if the backend refuses
+    even the easy config, because then no change of the config can help.
     """
 
     properties: tuple[str, ...]
@@ -40,12 +42,14 @@ class Blocker:
 
 
 def rounded_up(number: int, multiple: int = 8) -> int:
-    """Round up to the next multiple, 100 to 104."""
+    """Round a number up to a multiple, for example 100 to 104."""
     return -(-number // multiple) * multiple
 
 
 def with_dims(config: Config, head_dim: int, value_dim: int) -> Config:
-    """Set both head dims. Equal ones are written as in the grammar."""
+    """Return the config with these head dims. If they are equal, head_dim_v is None, as in a parsed
+    config.
+    """
     return replace(
         config, head_dim=head_dim, head_dim_v=None if value_dim == head_dim else value_dim
     )
@@ -57,14 +61,16 @@ def _easy_remainder(config: Config) -> Config:
 
 
 def _easy_size(config: Config) -> Config:
-    """Set head_dim to 64, or to 128 if head_dim_v is 64. Its remainder modulo 8 is kept."""
+    """Return the config with a head_dim of 57 to 64, or of 121 to 128 if head_dim_v is 64. The
+    remainder of head_dim modulo 8 is kept.
+    """
     easy = EASY_DIM * (2 if config.head_dim_v == EASY_DIM else 1)
     head_dim = easy - (-config.head_dim % 8)
     return with_dims(config, head_dim, config.head_dim_v or head_dim)
 
 
 def _easy_heads(config: Config) -> Config:
-    """Reduce to at most 8 heads, and keep grouping."""
+    """Return the config with at most 8 heads. Grouped heads stay grouped."""
     if config.num_heads <= EASY_HEADS:
         return config
     kv_heads = min(config.num_kv_heads, 2)
@@ -72,8 +78,8 @@ def _easy_heads(config: Config) -> Config:
     return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
 
 
-# In the order in which a config is made easy: the remainder is read before the size is changed. The
-# order also decides which of several reasons comes first.
+# The order is that in which a config is made easy: the remainder of head_dim is read before its
+# size is changed. The order also decides which of several reasons comes first.
 PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "dtype": lambda c: replace(c, dtype="fp16"),
     "mask": lambda c: replace(c, mask="none", mask_shape=None, mask_strides=None),
@@ -95,7 +101,7 @@ PROPERTIES: dict[str, Callable[[Config], Config]] = {
 
 
 def make_easy(config: Config, names: Collection[str]) -> Config:
-    """Return the config with these properties made easy."""
+    """Return the config with each of these properties set to its easy value."""
     for name, ease in PROPERTIES.items():
         if name in names:
             config = ease(config)
@@ -103,7 +109,7 @@ def make_easy(config: Config, names: Collection[str]) -> Config:
 
 
 def keep_only(config: Config, names: Collection[str]) -> Config:
-    """Return an easy config with only these properties of `config`."""
+    """Return the config with all properties except these set to their easy values."""
     return make_easy(config, PROPERTIES.keys() - set(names))
 
 
@@ -113,11 +119,11 @@ def difficult_properties(config: Config) -> tuple[str, ...]:
 
 
 def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...]:
-    """Return everything that prevents `backend`, starting with PyTorch's first reason. With all
-    these properties made easy, the backend is no longer refused.
+    """Return everything that prevents `backend`, starting with PyTorch's first reason. If all of
+    these properties are made easy, the backend accepts the config.
 
-    Each reason refers to the config without the other blockers. Return nothing if the backend is
-    eligible or if that is unknown.
+    The reason of each blocker is the one that applies if the properties of all other blockers are
+    made easy. Return nothing if the backend is eligible, or if its eligibility is unknown.
     """
     verdict = oracle(config, backend)
     if verdict.eligible is not False:
@@ -130,8 +136,8 @@ def blockers(config: Config, backend: str, oracle: Oracle) -> tuple[Blocker, ...
         answer = oracle(changed, backend)
         return _first(answer) if answer.eligible is False else None
 
-    # A set counts only if the config is still refused for it without the other sets: a reason
-    # against an fp16 config may not exist in fp32.
+    # A set is kept only if the backend still refuses the config after the properties of all other
+    # sets are made easy. For example, a reason against an fp16 config may not exist in fp32.
     sets = _alone(config, refusal)
     involved = {name for names in sets for name in names}
     standing_blockers = [
@@ -160,7 +166,9 @@ def _first(answer: Eligibility) -> Refusal:
 
 
 _Ask = Callable[[Config], Refusal | None]
-"""Return why the backend refuses a config, or None if it does not or if that is unknown."""
+"""A function that returns why the backend refuses a config. It returns None if the backend accepts
+the config or if its eligibility is unknown.
+"""
 
 
 def _alone(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
@@ -180,8 +188,9 @@ def _alone(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
 
 
 def _left_over(config: Config, gone: set[str], refusal: _Ask) -> Iterator[Blocker]:
-    """Yield the reasons that remain without all sets found so far. Properties are made easy one
-    after another while the refusal persists.
+    """Yield the reasons that remain after the properties found so far are made easy. To find the
+    cause of a reason, make the other properties easy one by one, as long as the backend still
+    refuses the config.
     """
     while (reason := refusal(make_easy(config, gone))) is not None:
         needed = [name for name in difficult_properties(config) if name not in gone]
@@ -201,7 +210,9 @@ def rule_oracle(
     device: str = CUDA,
     adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
 ) -> Oracle:
-    """Return the rules as an oracle. `adjust` may set properties that a config lacks, such as flags."""
+    """Return an oracle that applies the rules. `adjust` can set parameters that a config does not
+    contain, such as runtime flags.
+    """
 
     def ask(config: Config, backend: str) -> Eligibility:
         verdict = judge(backend, adjust(from_config(config, device)), machine)
@@ -213,5 +224,7 @@ def rule_oracle(
 def rule_choice(
     machine: Machine, device: str = CUDA, setting: SdpaSetting | None = None
 ) -> ChoiceFunction:
-    """Return the function that predicts the backend of `auto`, or of a call under a setting."""
+    """Return a function that predicts which backend PyTorch selects under `auto`, or under
+    `setting` if it is given.
+    """
     return lambda config: predict(permitted(from_config(config, device), setting), machine).choice

@@ -36,7 +36,8 @@ from profharness.attention.dispatch.rules import (
 from profharness.device_types import CPU, CUDA
 from profharness.rows import Refusal
 
-# Earlier orders of PyTorch's checks: first release, first release without the order, checks.
+# The order of PyTorch's checks in earlier releases. A row has the first release with this order,
+# the first release without it, and the checks.
 EARLIER_ORDER: dict[str, tuple[tuple[Release, Release, tuple[str, ...]], ...]] = {
     "cudnn": (
         ((2, 5), (2, 7), ("runtime_disabled", "nonzero_lengths", "last_stride", "on_device",
@@ -65,7 +66,7 @@ _HEADER = re.compile(
     r"^(memory efficient kernel|flash attention kernel|cudnn attention kernel) not used because:$",
     re.IGNORECASE,
 )
-# Fragments of refusal texts in lower case, and their codes. The first match wins.
+# Lower-case fragments of PyTorch's refusal messages, and their reason codes. The first match wins.
 CODES: tuple[tuple[str, str], ...] = (
     ("has been runtime disabled", "runtime_disabled"),
     ("requires a cuda device", "not_on_cuda"),
@@ -115,7 +116,7 @@ CODES: tuple[tuple[str, str], ...] = (
 
 @lru_cache(maxsize=1024)
 def active_rules(device: str, backend: str, release: Release) -> tuple[Rule, ...]:
-    """Return the rules of a release in the order of its checks."""
+    """Return the rules that apply in a release, in the order in which the release checks them."""
     rules = [rule for rule in TABLES[device, backend] if rule.since <= release < rule.until]
     for since, until, names in EARLIER_ORDER.get(backend, ()) if device == CUDA else ():
         if since <= release < until:
@@ -139,12 +140,14 @@ def code(text: str) -> str:
     return next((code for fragment, code in CODES if fragment in lowered), "unknown")
 
 
-# One cuDNN version from each interval between the versions in the rules.
+# One cuDNN version from each of the intervals into which the versions in the rules divide all
+# versions.
 CUDNN_POINTS = (
     *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402, 92501),
     92600,
 )
-# Fields of Machine that may be unknown and decide the order, with values on both sides of each limit.
+# The fields of Machine that may be unknown and that the order of the backends depends on. Their
+# values are on both sides of each limit in the rules.
 MISSING: dict[str, tuple[object, ...]] = {
     "cudnn": CUDNN_POINTS,
     "cuda": ("12.9", "13.0"),
@@ -165,11 +168,13 @@ class Eligibility(NamedTuple):
     """None if unknown."""
     reasons: tuple[Refusal, ...] = ()
     certain: tuple[Refusal, ...] = ()
-    """The reasons that are known to apply. PyTorch stops at the first and reports no other."""
+    """The reasons that certainly apply. PyTorch stops at the first of them and reports no other."""
 
 
 class Prediction(NamedTuple):
-    """The predicted choice for a call, and each backend's verdict."""
+    """The backend that PyTorch is predicted to select for a call, and whether each backend accepts
+    the call.
+    """
 
     choice: str
     """A backend, `none` if PyTorch raises, or `unknown`."""
@@ -181,7 +186,9 @@ class Prediction(NamedTuple):
 
 
 class Priority(NamedTuple):
-    """The order of a span of releases: `preferred` on machines that `prefers` selects."""
+    """The order in which a range of releases tries the backends. It is `preferred` on machines for
+    which `prefers` returns True, and `otherwise` on all other machines.
+    """
 
     since: Release
     until: Release
@@ -194,7 +201,8 @@ def _newer_cudnn(machine: Machine) -> bool:
     return (machine.cudnn or 0) > 91500 and machine.major in (9, 10)
 
 
-# The overrideable backend that 2.9 appended is omitted: on CUDA, PyTorch raises when it reaches it.
+# The overrideable backend, which 2.9 added at the end of the order, is omitted: on CUDA, PyTorch
+# raises an exception when it reaches this backend.
 PRIORITIES = (
     Priority((2, 5, 0), (2, 5, 1), lambda m: m.major >= 9,
              otherwise=("flash", "cudnn", "efficient", "math")),
@@ -208,7 +216,9 @@ PRIORITIES = (
 
 
 def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibility:
-    """Return whether a backend (`flash efficient cudnn math`) accepts the call, with all reasons."""
+    """Return whether a backend (`flash`, `efficient`, `cudnn` or `math`) accepts the call, and all
+    reasons against it.
+    """
     if not machine.known:
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} were not read."
@@ -229,18 +239,22 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
 
 
 def raises_later(verdict: Eligibility) -> bool:
-    """Return whether the dispatcher selects the backend, whose own code then raises."""
+    """Return whether the dispatcher would select the backend although the code of the backend then
+    raises.
+    """
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
 def priority_order(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the backends in the order in which PyTorch tries them, empty if unknown."""
+    """Return the backends in the order in which PyTorch tries them. Return an empty tuple if the
+    order is unknown.
+    """
     orders = _orders(params, machine)
     return orders[0] if len(orders) == 1 else ()
 
 
 def predict(params: AttentionParams, machine: Machine) -> Prediction:
-    """Predict the result of torch._fused_sdp_choice, without torch and without a GPU."""
+    """Predict the result of torch._fused_sdp_choice. This needs neither torch nor a GPU."""
     verdicts = {backend: judge(backend, params, machine) for backend in SDPA_BACKENDS}
     orders = _orders(params, machine)
     choices = {choice for order in orders for choice in _choices(order, verdicts)}
@@ -276,9 +290,10 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
 def every_refusal(
     config: Config, backend: str, refusals: Sequence[Refusal], environment: Mapping[str, Any]
 ) -> tuple[Refusal, ...]:
-    """Return a refused cell's refusals, with the further reasons that the rules find.
+    """Return the refusals of a refused cell, followed by further reasons that the rules find.
+    PyTorch itself stops at the first reason.
 
-    PyTorch stops at the first reason. If the rules do not cover the cell, return `refusals` alone.
+    If the rules do not cover the cell, return only `refusals`.
     """
     if backend not in SDPA_BACKENDS or not refusals or not rules_know(environment):
         return tuple(refusals)
@@ -292,7 +307,9 @@ def every_refusal(
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set[str]:
-    """Return every backend that may be the first eligible one, and `none` if the call may raise."""
+    """Return every backend that may be the first eligible backend, and also `none` if the call may
+    raise.
+    """
     choices: set[str] = set()
     for backend in order:
         eligible = verdicts[backend].eligible
@@ -306,8 +323,8 @@ def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set
 
 
 def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """Return the possible orders: several if a property of the machine is unknown, none for an
-    unknown release. PyTorch's order for the CPU is fixed.
+    """Return the possible orders of the backends. There are several if a property of the machine is
+    unknown, and none if the release is unknown. On a CPU, PyTorch's order is fixed.
     """
     if not machine.known:
         return ()
@@ -318,7 +335,7 @@ def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...],
 
 
 def _default_orders(machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """Return the possible default orders on CUDA."""
+    """Return the possible default orders of the backends on CUDA."""
     row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
     if machine.cudnn_preferred is False and machine.torch >= (2, 9):
         return (row.otherwise,)
@@ -327,8 +344,8 @@ def _default_orders(machine: Machine) -> tuple[tuple[str, ...], ...]:
 
 
 def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the unknown fields of a Machine (`cudnn cuda cudnn_compiled`) that decide the priority
-    order of a call. Empty if the order is certain.
+    """Return the unknown fields of a Machine (`cudnn`, `cuda` or `cudnn_compiled`) that the order
+    of the backends for a call depends on. Return an empty tuple if the order is certain.
     """
     if len(_orders(params, machine)) < 2:
         return ()
@@ -349,7 +366,7 @@ def _missing(machine: Machine) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def _completions(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, ...]:
-    """Return the machine with every combination of values of its missing fields."""
+    """Return copies of the machine, one for every combination of values of its missing fields."""
     return tuple(
         replace(machine, **dict(zip(missing, values, strict=True)))  # type: ignore[arg-type]
         for values in itertools.product(*(MISSING[name] for name in missing))
@@ -357,8 +374,8 @@ def _completions(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, .
 
 
 def _evaluate(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
-    """Evaluate a rule. If a cuDNN version is unknown, return the result only if it is the same for
-    all versions, else None.
+    """Evaluate the condition of a rule. If a cuDNN version is unknown, try all versions, and return
+    None if the results differ.
     """
     versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
     missing = tuple(name for name in versions if getattr(machine, name) is None)

@@ -1,9 +1,9 @@
 """Dispatch rules: one table per backend, in the order in which PyTorch checks them.
 
-Sources: the dispatch functions in the binaries of the releases in machine.RELEASES, PyTorch's
-public source of sdp_utils, measurements on an H200 (2.11) and on a CPU (2.13). To add a release,
-add a row to machine.RELEASES and edit the conditions and tables here where the release differs.
-`predict.py` applies the rules.
+The rules come from the dispatch functions in the binaries of the releases in machine.RELEASES, from
+the public source of PyTorch's sdp_utils, and from measurements on an H200 (2.11) and on a CPU
+(2.13). To add a release, add a row to machine.RELEASES, and edit the conditions and tables here
+where the release differs. `predict.py` applies the rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES, HALF
 
 Condition = Callable[[AttentionParams, Machine], bool | None]
-"""A condition of a check: True (refused), False (accepted) or None (unknown)."""
+"""The condition of a check. It returns True if the backend refuses the call, False if it accepts
+the call, and None if this is unknown.
+"""
 CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
 # The newest architecture that a release's fused backends accept.
 NEWEST_SM: tuple[tuple[Release, tuple[int, int]], ...] = (
@@ -35,7 +37,7 @@ def compiled_cudnn(machine: Machine) -> int:
 
 
 class HeadDimLimit(NamedTuple):
-    """The largest head_dim that cuDNN accepts in a span of releases on some architectures."""
+    """The largest head_dim that cuDNN accepts in a range of releases on some architectures."""
 
     since: Release
     until: Release
@@ -44,9 +46,11 @@ class HeadDimLimit(NamedTuple):
     min_cudnn: int
     fits: Callable[[Machine], bool]
     only: tuple[int, int] | None = None
-    """The one pair of (head_dim, head_dim_v) that the limit applies to."""
+    """The only pair (head_dim, head_dim_v) that the limit applies to. None means that the limit
+    applies to every pair.
+    """
     version: Callable[[Machine], int] = runtime_cudnn
-    """The version that the release compares with `min_cudnn`."""
+    """A function that returns the cuDNN version that the release compares with `min_cudnn`."""
 
 
 def sm90(machine: Machine) -> bool:
@@ -58,14 +62,17 @@ def sm90_or_10x(machine: Machine) -> bool:
 
 
 def takes_d256(machine: Machine) -> bool:
-    """Return whether 2.14 and newer allow cuDNN a head_dim of 256. cuDNN 9.25.1 added sm 10.7."""
+    """Return whether PyTorch 2.14 and newer accept a head_dim of 256 for cuDNN. On sm 10.7, this
+    needs cuDNN 9.25.1 or newer.
+    """
     too_new = machine.capability == (10, 7) and (machine.cudnn or 0) <= 92500
     return sm90_or_10x(machine) and not too_new
 
 
 NEVER = (99,)
-# The first matching row decides; without one the limit is 128. Up to 2.9.0 the binaries call
-# versionCuDNN(), the build's version, from 2.9.1 on cudnnGetVersion(). The 2.9.0 wheels stop at 128.
+# The first matching row decides. If no row matches, the limit is 128. The binaries up to 2.9.0 call
+# versionCuDNN(), which returns the version of the build. Binaries from 2.9.1 on call
+# cudnnGetVersion(). In the 2.9.0 wheels, the limit is therefore always 128.
 CUDNN_HEAD_DIM = (
     HeadDimLimit((2, 8), (2, 9), 256, 90501, sm90, version=compiled_cudnn),
     HeadDimLimit((2, 9), (2, 9, 1), 256, 91000, sm90, version=compiled_cudnn),
@@ -114,31 +121,36 @@ def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
 
 
 def outside(oldest: tuple[int, int]) -> Condition:
-    """Return a check that the GPU is older than `oldest` or newer than the release supports."""
+    """Return a condition that refuses GPUs that are older than `oldest` or newer than the release
+    supports.
+    """
     return lambda _, machine: not oldest <= machine.capability <= newest_sm(machine)
 
 
 def low_precision(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the 16-bit dtypes: bf16 from sm80 on."""
+    """Return the 16-bit dtypes that a GPU supports: fp16, and from sm80 on also bf16."""
     return HALF if machine.major >= 8 else ("fp16",)
 
 
 def flash_dtypes(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the dtypes of flash, with fp8 if FA3 is active on sm90 and newer (from 2.11 on)."""
+    """Return the dtypes that flash accepts. They include fp8 if FA3 is active on sm90 or newer
+    (from release 2.11 on).
+    """
     fa3 = params.flash_impl == "FA3" and machine.major >= 9 and machine.torch >= (2, 11)
     return ("fp8_e4m3", *HALF) if fa3 else low_precision(params, machine)
 
 
 def efficient_dtypes(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the dtypes of the efficient kernels: bf16 from sm80 on."""
+    """Return the dtypes that the efficient kernels accept: fp16, fp32, and from sm80 on also bf16."""
     return ("fp16", "fp32", "bf16") if machine.major >= 8 else ("fp16", "fp32")
 
 
 def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether flash's backward lacks shared memory for the head_dim.
+    """Return whether the backward pass of flash has too little shared memory for the head_dim.
 
-    On sm86 to sm89 (from 2.7 on also sm120, from 2.15 on sm121) it does for head_dim in (192, 224],
-    and for larger ones with dropout.
+    This affects sm86 to sm89, from release 2.7 on also sm120, and from 2.15 on also sm121. On these
+    GPUs the memory is too small for a head_dim in (192, 224], and with dropout also for a larger
+    head_dim.
     """
     newest = 1 if machine.torch >= (2, 15) else 0
     small = (8, 6) <= machine.capability <= (8, 9) or (
@@ -149,7 +161,9 @@ def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
 
 
 def heads_differ(gqa: bool) -> Condition:
-    """Return a check for unequal heads. With `gqa`, enable_gqa allows them."""
+    """Return a condition that refuses unequal numbers of heads. If `gqa` is true, they are accepted
+    when enable_gqa is set.
+    """
 
     def check(params: AttentionParams, machine: Machine) -> bool:
         # 2.14 and newer broadcast a single key and value head without enable_gqa.
@@ -160,16 +174,18 @@ def heads_differ(gqa: bool) -> Condition:
 
 
 def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
-    """Return whether enable_gqa is set and the key or value heads do not divide the query heads."""
+    """Return whether enable_gqa is set although the number of key or value heads does not divide
+    the number of query heads.
+    """
     groups = (params.kv_heads, params.value_heads)
     return params.enable_gqa and any(params.heads % max(heads, 1) for heads in groups)
 
 
 def strided(singleton_ok: bool, mask_matters: bool = True) -> Condition:
-    """Return a check for a last dimension with a stride other than 1.
+    """Return a condition that refuses a last dimension whose stride is not 1.
 
-    With `singleton_ok`, a head_dim of 1 may have any stride. With `mask_matters`, the check includes
-    attn_mask.
+    If `singleton_ok` is true, a head_dim of 1 may have any stride. If `mask_matters` is true, the
+    condition also checks attn_mask.
     """
 
     def check(params: AttentionParams, _: Machine) -> bool:
@@ -203,7 +219,9 @@ def misaligned(params: AttentionParams, machine: Machine) -> bool:
 
 
 def cudnn_backward_dims(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether cuDNN has no backward for the head dims. Above 128, (192, 128) and (256, 256) do."""
+    """Return whether cuDNN has no backward pass for the head dims. If one of them exceeds 128, only
+    the pairs (192, 128) and (256, 256) have a backward pass.
+    """
     pair = (params.head_dim, params.value_dim)
     has_backward = max(pair) <= 128 or pair in ((192, 128), (256, 256))
     supported = takes_d256(machine) and (machine.cudnn or 0) > 92200
@@ -218,22 +236,24 @@ def decode_disabled(params: AttentionParams, machine: Machine) -> bool:
 
 
 def non_finite_gradients(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether cuDNN can produce non-finite gradients: before 9.26 on SM90, in non-causal training
-    with seq_kv 64 modulo 128.
+    """Return whether cuDNN can produce non-finite gradients. This happens before 9.26 on SM90, in
+    non-causal training with a seq_kv of 64 modulo 128.
     """
     shape = not params.is_causal and params.seq_kv % 128 == 64
     return params.requires_grad and sm90(machine) and shape and (machine.cudnn or 0) < 92600
 
 
 def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
-    """Return whether FA4 is active on an unsupported architecture. It is unknown if 10.3 is supported."""
+    """Return whether FA4 is active on an architecture that it does not support. Return None for
+    other GPUs with major version 9 or 10, such as 10.3, because their support is unknown.
+    """
     if params.flash_impl != "FA4" or machine.capability in ((9, 0), (10, 0)):
         return False
     return None if machine.major in (9, 10) else True
 
 
 class Hazard(NamedTuple):
-    """A known failure of a backend in a span of releases."""
+    """A known failure of a backend in a range of releases."""
 
     backend: str
     since: Release
@@ -243,7 +263,8 @@ class Hazard(NamedTuple):
     text: str
 
 
-# Seen on an H200 with 2.11. The dispatcher checks the alignment from 2.13 on.
+# These failures were observed on an H200 with 2.11. From 2.13 on, the dispatcher checks the
+# alignment itself.
 HAZARDS = (
     Hazard("efficient", (2, 5), (2, 13), misaligned,
            "The storage offset is not aligned: the efficient kernel can die with `CUDA error: misaligned address`, "
@@ -255,7 +276,9 @@ HAZARDS = (
 
 
 def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the known failures of a call that the dispatcher accepts, each with a remedy."""
+    """Return descriptions of the known failures of a call that the dispatcher accepts. Each
+    contains a remedy.
+    """
     if params.device != CUDA:
         return ()
     return tuple(
@@ -267,7 +290,7 @@ def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[st
     )
 
 
-GRID_LIMIT = 65_535  # of a CUDA grid's second and third dimension
+GRID_LIMIT = 65_535  # maximum size of the second and third dimension of a CUDA grid
 
 RuleMessage = str | Callable[[AttentionParams, Machine], str]
 
@@ -281,7 +304,9 @@ class Rule(NamedTuple):
     """The PyTorch function that contains the condition."""
     refuses: Condition
     message: RuleMessage
-    """PyTorch's text: a format string over `p` (params) and `m` (machine), or a function."""
+    """The text of PyTorch's message. It is a function, or a format string over `p` (the params) and
+    `m` (the machine).
+    """
     since: Release = OLDEST
     until: Release = NEVER
     """The first release without the rule."""
@@ -294,7 +319,8 @@ class Rule(NamedTuple):
 
 
 _SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
-# Until 2.14, the text about heads is worded differently from the one about batches.
+# Up to 2.14, the message about the number of heads is worded differently from the message about the
+# batch size.
 _HEADS_SIZES = "Query.sizes(): {p.query_sizes}, Key sizes(): {p.key_sizes}, Value sizes(): {p.value_sizes} instead."
 _DENSE_HEADS = (
     "For dense input, both fused kernels require query, key and value to have the same num_heads. "
@@ -381,8 +407,8 @@ def stride(singleton_ok: bool, mask_matters: bool = True) -> Rule:
 def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> tuple[Rule, ...]:
     """Return the rules of check_batch_size_and_num_heads_dense.
 
-    The backend considers enable_gqa from release `gqa` on. With `same_kv`, key and value must then
-    have the same number of heads.
+    The backend takes enable_gqa into account from release `gqa` on. If `same_kv` is true, key and
+    value must then have the same number of heads.
     """
 
     def differ(params: AttentionParams, machine: Machine) -> str:
@@ -444,7 +470,8 @@ FLASH = (
          "FA4 requires compute capability 9.0 or 10.0.", (2, 15)),
     Rule("dropout", "fa4_constraints", lambda p, _: p.flash_impl == "FA4" and p.dropout > 0,
          "FA4 does not support dropout.", (2, 15)),
-    Rule("head_dim", "fa4_constraints", lambda p, _: None if p.flash_impl == "FA4" else False,  # not read
+    # it is unknown which head dims FA4 supports
+    Rule("head_dim", "fa4_constraints", lambda p, _: None if p.flash_impl == "FA4" else False,
          "FA4 does not support the provided head dimensions.", (2, 15)),
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim or p.head_dim > 256,
          "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
@@ -533,8 +560,9 @@ CUDNN = (
 )  # fmt: skip
 
 
-# The dispatcher does not check this: it selects math, whose own code raises. The fused backends apply
-# both the mask and is_causal (measured on an H100 with 2.11 and on a CPU with 2.13).
+# The dispatcher does not check this condition. It selects math, whose own code then raises. The
+# fused backends apply both the mask and is_causal (measured on an H100 with 2.11 and on a CPU with
+# 2.13).
 RAISED_LATER = "causal_mask"
 CAUSAL_MASK = (
     "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
