@@ -1,5 +1,5 @@
-"""The registry of backends, and the search for a backend by name. The worker contains the parts
-that call torch; `libraries` contains those of other packages.
+"""The registry of backends, and the search for a backend by name. The code of the backends that
+calls torch is in the worker. The code that calls other packages is in `libraries`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SOURCES_FILE = "sources.json"
 
 
 def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
-    """Return a call of a function of worker/attention.py, which imports torch and is loaded on the
-    call.
+    """Return a function that calls a function of worker/attention.py. That module imports torch, so
+    it is loaded only when the returned function is called.
     """
 
     def call() -> Any:
@@ -98,10 +98,11 @@ DEFAULT_BACKENDS = {
     )
     for device in DEVICE_TYPES
 }
-"""Backends of a run without --backend, by the type of its device."""
+"""The backends that a run uses if --backend is not given, by the type of the device."""
 TORCH_ROWS = (
-    # On a CPU Inductor could write C++ for flex: no Triton kernel, half a minute to compile, no
-    # backward. Uncompiled it is no fused kernel at all. Neither is what is asked for.
+    # On a CPU, Inductor could compile flex to C++, but this would run no Triton kernel, take half a
+    # minute to compile, and have no backward. Without compilation, flex is not a fused kernel.
+    # Neither is what a user of this backend expects.
     GpuBackend(
         "flex",
         "flex_attention under torch.compile (Triton); causal as a block mask",
@@ -141,7 +142,8 @@ TORCH_ROWS = (
         "pip install flash-attn-4",
         (9, 10),
     ),
-    # On a CPU Inductor writes C++: other kernels than those asked for, as for flex above.
+    # On a CPU, Inductor writes C++, so other kernels would run than the user expects, as for flex
+    # above.
     GpuBackend(
         NAIVE_COMPILED,
         "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
@@ -157,14 +159,15 @@ BACKENDS: dict[str, Backend] = {
 
 
 def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Return the named backends without duplicates. `all` stands for PyTorch's own backends on the
-    device, `kernels` for every implementation in `kernels/` folders and entry points. Raise
-    UsageError for unknown names.
+    """Return the named backends without duplicates. Raise UsageError for unknown names.
+
+    `all` stands for PyTorch's own backends on the device, and `kernels` for every implementation in
+    `kernels/` folders and entry points.
     """
     names: dict[str, None] = {}
     for name in named:
         if name == KERNELS:
-            # the file, where the registry has another backend of that name
+            # use the path of the file if the registry has another backend with that name
             names |= dict.fromkeys(
                 f"{KERNELS}/{own}.py" if own in BACKENDS else own for own in implementation_names()
             )
@@ -179,11 +182,13 @@ def expand_backends(named: Sequence[str], default: Sequence[str]) -> list[str]:
 
 
 def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend:
-    """Find a backend by name: a known source, the registry, a set or an order of SDPA's backends,
-    `kernels/NAME.py`, an entry point, `file.py:function` or `package.module:function`. Raise
-    UsageError that lists the known ones.
+    """Find a backend by its name. Raise UsageError, which lists the known names, if there is no
+    such backend.
+
+    The name can be a key of `sources`, a name in the registry, a set or an order of SDPA's
+    backends, `kernels/NAME.py`, an entry point, `file.py:function` or `package.module:function`.
     """
-    # first: a worker takes the file that its run was planned with
+    # check the sources first, so that a worker uses the file that its run was planned with
     if sources and text in sources:
         return from_source(text, sources[text])
     if text in BACKENDS:
@@ -201,7 +206,9 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
 
 
 def _of_setting(setting: SdpaSetting) -> Backend:
-    """Return SDPA with several of its backends permitted, or tried in an order."""
+    """Return the backend that calls SDPA with several of its backends permitted, either as a set or
+    in an order.
+    """
     names = list(setting.backends)
     summary = f"PyTorch's choice among {' and '.join(names)}"
     if setting.ordered:
@@ -212,8 +219,8 @@ def _of_setting(setting: SdpaSetting) -> Backend:
 
 
 def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
-    """Return the backends by name, in that order. Raise UsageError if two of them have the same
-    name.
+    """Return the backends by name, in the order of `texts`. Raise UsageError if two different
+    backends have the same name.
     """
     backends: dict[str, Backend] = {}
     for backend in map(find_backend, texts):
@@ -227,21 +234,23 @@ def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
 
 
 def stored_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of backends in cells. `all` means no filter, and a file has its reduced
-    name.
+    """Return the names that these backends have in stored cells, in which the name of a file is
+    shortened. Return an empty tuple, which means no filter, if `all` is among the names.
     """
     reduced = []
     for name in () if ALL in names else names:
         try:
             reduced.append(find_backend(name).name)
         except UsageError:
-            reduced.append(name)  # of another machine, perhaps; the store knows
+            # the backend may exist only on another machine, so keep its name and let the store look
+            # for it
+            reduced.append(name)
     return tuple(reduced)
 
 
 def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
-    """Return the code version of each backend that has one: `sha256:…` of a file, or a package's
-    version.
+    """Return the version of the code of each backend for which it is known: `sha256:…` of a file,
+    or the version of a package.
     """
     versions = {backend.name: fingerprint(backend) for backend in backends}
     return {name: version for name, version in versions.items() if version is not None}
@@ -254,8 +263,8 @@ def commits(backends: Iterable[Backend]) -> dict[str, str]:
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
-    """Write the paths of implementations into a run folder for its worker. They are not in run.json
-    because they belong to this machine.
+    """Write the paths of implementations into a run folder, where the worker reads them. They are
+    not part of run.json, because they are valid on this machine only.
     """
     sources = {backend.name: backend.source for backend in backends if backend.source}
     if sources:
@@ -263,9 +272,11 @@ def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
 
 
 def read_sources(folder: Path) -> dict[str, str]:
-    """Read the file of `write_sources`. Empty if it is missing."""
+    """Read the file that `write_sources` wrote. Return an empty dictionary if the file does not
+    exist.
+    """
     try:
         return msgspec.json.decode((folder / SOURCES_FILE).read_bytes(), type=dict[str, str])
-    # none was written where all backends are built in
+    # no file is written if all backends are built in
     except FileNotFoundError:
         return {}

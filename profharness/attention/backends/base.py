@@ -20,14 +20,17 @@ from profharness.errors import ProfharnessError
 from profharness.rows import Refusal
 
 Attention = Callable[..., Any]
-"""attention(q, k, v, *, is_causal, scale, enable_gqa) on tensors in SDPA's layout: q [B, Hq, Sq,
-D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]. Returns [B, Hq, Sq, Dv] in q's dtype on q's device.
-is_causal has SDPA's meaning: row i attends to columns 0..i, even if Sq and Skv differ.
+"""A function attention(q, k, v, *, is_causal, scale, enable_gqa) on tensors in SDPA's layout: q is
+[B, Hq, Sq, D], k is [B, Hkv, Skv, D] and v is [B, Hkv, Skv, Dv]. It returns a tensor [B, Hq, Sq,
+Dv] with the dtype and the device of q. is_causal has the same meaning as in SDPA: row i attends to
+columns 0 to i, even if Sq and Skv differ.
 """
 
 
 class RefusedError(ProfharnessError):
-    """A backend refuses a config. `code` is `absent` or `unsupported`; the text is the reason."""
+    """The backend refuses a config. `code` is `absent` or `unsupported`, and the text of the
+    exception is the reason.
+    """
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -50,38 +53,46 @@ class Backend:
     name: str
     summary: str
     devices: tuple[str, ...]
-    """Device types that it can run on."""
+    """The device types that the backend can run on."""
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Opens the state in which the call runs."""
+    """Return a context manager. The call runs inside this context."""
     load: Callable[[], Attention] | None = None
-    """Return the callable (in the worker). Without it, the call is `scaled_dot_product_attention`
-    with all its arguments.
+    """Return the function that computes attention. It is called in the worker. If `load` is None,
+    the backend calls `scaled_dot_product_attention` with all arguments of the config.
     """
     supports: Callable[[Config], str | None] = no_reason
-    """Return why it cannot compute a config, or None."""
+    """Return why the backend cannot compute a config, or None if it can."""
     absent: Callable[[], str | None] = no_reason
-    """Return why it is not available, or None (in the worker)."""
+    """Return why the backend is not available, or None if it is available. This function is called
+    in the worker.
+    """
     tuning: Callable[[], Any] = no_reason
-    """Return the parameters of the last call, if the loaded function has no `tuning` of its own."""
+    """Return the tuning parameters of the last call. This function is used if the loaded function
+    has no `tuning` of its own.
+    """
     refuses: tuple[type[Exception], ...] = ()
-    """Exceptions in the first call that are refusals. Others are errors."""
+    """The exceptions that count as a refusal if the first call raises them. All other exceptions
+    are errors.
+    """
     source: str | None = None
     """Location of an implementation: `/folder/file.py:function` or `package.module:function`."""
     file: Path | None = None
     """The implementation's file."""
     packages: tuple[str, ...] = ()
-    """Distributions that it depends on."""
+    """The distributions that the backend depends on."""
     isolated: bool = False
-    """Whether it runs code that is not PyTorch's, so that its cells need their own process."""
+    """Whether the backend runs code that is not part of PyTorch. If so, its cells need a process of
+    their own.
+    """
 
 
 GpuBackend = functools.partial(Backend, devices=(CUDA,), refuses=(Exception,))
-"""A backend of a library. Every exception in its first call is a refusal."""
+"""A backend of a library. Every exception that its first call raises counts as a refusal."""
 
 
 def outside_contract(config: Config) -> str | None:
-    """Return why no `Attention` can compute the config, or None. Its arguments include no mask and
-    no dropout.
+    """Return why no `Attention` function can compute the config, or None if such a function can.
+    The arguments of an `Attention` function include no mask and no dropout.
     """
     if config.mask != "none":
         return f"an attention mask (mask={config.mask}) cannot be passed; causal can"
@@ -103,8 +114,8 @@ def check_limits(
 ) -> Callable[[Config], str | None]:
     """Return a `supports` function that checks common limits.
 
-    `square_causal` is for causal masks that are undefined, or not aligned to the top left like
-    SDPA's, if seq_q and seq_kv differ.
+    Set `square_causal` if the causal mask of the backend is undefined for different seq_q and
+    seq_kv, or is then not aligned to the top left like SDPA's mask.
     """
 
     def supports(config: Config) -> str | None:
@@ -129,7 +140,9 @@ def check_limits(
 
 
 def needs_module(module: str, install: str) -> Callable[[], str | None]:
-    """Return an `absent` function that checks for a module. `install` is the remedy."""
+    """Return an `absent` function that checks whether a module is installed. `install` is the
+    command that installs it.
+    """
 
     def absent() -> str | None:
         if find_module(module) is not None:
@@ -140,11 +153,13 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Return the spec of a module, or None. Nothing is imported, not even its parent packages."""
+    """Return the spec of a module, or None if it is not installed. Nothing is imported, not even
+    the parent packages of the module.
+    """
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
-    except ValueError:  # an imported module without a spec
+    except ValueError:  # an imported module that has no spec
         return None
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
@@ -154,7 +169,9 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def refuse_if_unloadable(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
-    """Wrap `load` so that its failure is an `absent` refusal: installed, but not usable here."""
+    """Return a function that calls `load` and turns its exceptions into an `absent` refusal, which
+    says that the package is installed but cannot be loaded.
+    """
 
     def wrapped() -> Attention:
         try:

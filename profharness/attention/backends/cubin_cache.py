@@ -19,9 +19,10 @@ from profharness.errors import UsageError
 from profharness.files import atomic_file, read_input
 
 MAGIC = b"profharness-1"
-SOURCE_BYTES = 16_000_000  # of a file of source code
+SOURCE_BYTES = 16_000_000  # maximum size of a source file, in bytes
 _SPLICE = re.compile(rb"\\[ \t]*\r?\n")
-# An include that names its file, and anything that may be an include: with a comment, or of a macro.
+# The first pattern matches an include that contains a file name. The second matches anything that
+# may be an include, also one with a comment or a macro.
 _INCLUDE = re.compile(
     rb'(?:(?:#|%:)[ \t\v\f]*include(?:_next)?|__has_include(?:_next)?[ \t]*\()[ \t\v\f]*["<]([^">\n]+)[">]'
 )
@@ -36,7 +37,7 @@ class CompiledSource:
 
     cubin: bytes
     names: Mapping[str, str]
-    """The mangled name of each name expression."""
+    """The mangled name of each C++ name expression."""
     arch: str
     nvrtc: str
     """The compiler's version, such as `13.0`."""
@@ -44,7 +45,7 @@ class CompiledSource:
 
 
 class _Trailer(msgspec.Struct, frozen=True):
-    """The data that follows the cubin in a cache file. sha256 is the hash of the cubin."""
+    """The data that follows the cubin in a cache file. `sha256` is the hash of the cubin."""
 
     names: dict[str, str]
     arch: str
@@ -53,26 +54,29 @@ class _Trailer(msgspec.Struct, frozen=True):
 
 
 def cache_folder() -> Path:
-    """Return `profharness/cuda` in $XDG_CACHE_HOME, or in `~/.cache`."""
+    """Return the folder of the cache: `profharness/cuda` in $XDG_CACHE_HOME, or in `~/.cache` if
+    the variable is not set.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(base) / "profharness" / "cuda"
 
 
 def is_source(path: Path) -> bool:
-    """Return whether a path is a regular file small enough to be source code."""
+    """Return whether a path is a regular file that is small enough to be source code."""
     return path.is_file() and path.stat().st_size <= SOURCE_BYTES
 
 
 def local_files(
     source: Path, text: bytes, folders: Sequence[Path] = (), before: Sequence[str] = ()
 ) -> tuple[dict[Path, bytes], bool]:
-    """Return the contents of the source (`text`) and of all local files that it may include, and
-    whether these are all.
+    """Return the contents of the source and of all local files that it may include, and whether the
+    list of files is complete. `text` is the content of the source.
 
-    `folders` are searched besides that of the including file and that of the source. `before` are
-    the names of files that are included first. As the compiler's order depends on the kind of
-    include, the result contains each file that a name may mean. Names in no folder are omitted: the
-    compiler reports them, or a macro disables the include.
+    Includes are searched in the folder of the including file, in the folder of the source, and in
+    `folders`. `before` contains the names of files that are included before the source. The search
+    order of the compiler depends on the kind of include. Therefore the result contains every file
+    that a name may refer to. A name that is in none of the folders is left out: either the compiler
+    reports it, or a macro disables the include.
     """
     files: dict[Path, bytes] = {}
     complete = True
@@ -80,11 +84,11 @@ def local_files(
     todo = [source, *(Path.cwd() / name for name in before)]
     todo += [folder / name for folder in places for name in before]
     while todo:
-        # One key per file, regardless of how its includes spell the path.
+        # Each file has one key, even if includes spell its path differently.
         path = Path(os.path.normpath(spelled := todo.pop()))
         if path in files or not (path.exists() or path == source):
             continue
-        # After a link, `..` leads to another folder.
+        # If the path contains a link, `..` may lead to another folder.
         complete &= path == spelled or (spelled.exists() and path.samefile(spelled))
         if path != source and not is_source(path):
             complete &= path.is_dir()
@@ -98,7 +102,9 @@ def local_files(
 
 
 def cache_key(files: Mapping[Path, bytes], parts: Iterable[str]) -> str:
-    """Hash the files, their paths (line information contains them) and the parts to 32 hex digits."""
+    """Return a hash of 32 hex digits of the files, their paths and the parts. The paths are
+    included because line information contains them.
+    """
     digest = hashlib.sha256(MAGIC)
     texts = [part.encode() for part in parts]
     # The order of the includes must not change the key.
@@ -111,12 +117,13 @@ def cache_key(files: Mapping[Path, bytes], parts: Iterable[str]) -> str:
 
 
 def distrust_reason(path: Path) -> str | None:
-    """Return why another user may have written a cache file, based on the owner and mode of the file
-    and its folder. Return None if only this user can write it, or if it is missing.
+    """Return why another user may have written a cache file. The check uses the owner and the mode
+    of the file and of its folder. Return None if only this user can write the file, or if it does
+    not exist.
     """
     for place in (path.parent, path):
         try:
-            # lstat: the owner of a link can change its target.
+            # Use lstat, because the owner of a link can change its target.
             state = place.lstat()
         except OSError:
             return None

@@ -13,9 +13,12 @@ from profharness.attention.backends.base import ImplementationError
 from profharness.attention.backends.cubin_cache import CompiledSource
 
 PORTABLE_CLUSTER = 8
-"""The largest cluster that every GPU with clusters supports (CUDA C++ Programming Guide)."""
+"""The largest cluster size that every GPU with clusters supports, in blocks (CUDA C++ Programming
+Guide).
+"""
 DEFAULT_SHARED_BYTES = 48 * 1024
-"""Dynamic shared memory that a kernel can use without opting in to more."""
+"""The amount of dynamic shared memory, in bytes, that a kernel can use without opting in to more.
+"""
 Dim = int | tuple[int, ...]
 INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 # Errors that make all later calls in the context fail.
@@ -69,14 +72,17 @@ class CudaKernel:
         cooperative: bool = False,
         overlap: bool = False,
     ) -> None:
-        """Launch on torch's current stream of the kernel's device, without waiting.
+        """Launch the kernel on torch's current stream of its device, and return without waiting for
+        it.
 
-        `grid` counts blocks, also with clusters, and must be a multiple of the cluster. With
-        `cooperative`, all blocks are resident together, or the launch is refused. With `overlap`,
-        blocks may start while the previous kernel in the stream ends, so the kernel must execute
-        griddepcontrol.wait before it accesses memory. A tensor is passed as its pointer, None as a
-        null pointer, bool and int as int32, float as float32, numpy scalars as they are. Raise
-        LaunchError if the arguments do not match the kernel's, or if the driver refuses the launch.
+        `grid` always counts blocks. If the kernel uses clusters, `grid` must be a multiple of the
+        cluster. If `cooperative` is true, all blocks are resident at the same time, or the launch
+        is refused. If `overlap` is true, blocks may start before the previous kernel in the stream
+        has ended, so the kernel must execute griddepcontrol.wait before it accesses memory.
+
+        A tensor is passed as its pointer, None as a null pointer, bool and int as int32, float as
+        float32, and a numpy scalar as its own type. Raise LaunchError if the arguments do not match
+        those of the kernel, or if the driver refuses the launch.
         """
         types = tuple(map(type, args))
         converters = self._converters.get(types) or self._learn(types, args)
@@ -89,7 +95,7 @@ class CudaKernel:
             except Exception as error:
                 if INVALID_CONTEXT not in str(error):
                     raise
-                # A thread that has not used the GPU yet, such as one of autograd's.
+                # The current thread has not used the GPU yet. It may be a thread of autograd.
                 self._core.Device(self.device).set_current()
                 self._core.launch(stream, self._config(*shape), self._kernel, *values)
         except Exception as error:  # cuda.core's exception types are private
@@ -97,7 +103,7 @@ class CudaKernel:
             raise LaunchError(f"{what}, {self.shared_bytes} B shared: {reason(error)}") from error
 
     def _core_stream(self, handle: int) -> Any:
-        """Return torch's stream as cuda.core's. torch calls the default stream 0."""
+        """Return the cuda.core object for a stream handle of torch. Handle 0 is the default stream."""
         stream = self._streams.get(handle)
         if stream is None:
             legacy, wrap = self._core.LEGACY_DEFAULT_STREAM, self._core.Stream.from_handle
@@ -105,24 +111,29 @@ class CudaKernel:
         return stream
 
     def max_active_clusters(self, grid: Dim, block: Dim, cluster: Dim) -> int:
-        """Return how many clusters of such a launch fit on the device at once."""
+        """Return how many clusters of a launch with this grid, block and cluster fit on the device
+        at once.
+        """
         config = self._config(grid, block, cluster, False, False)
         stream = self._core.LEGACY_DEFAULT_STREAM
         return int(self._kernel.occupancy.max_active_clusters(config, stream=stream))
 
     def blocks_per_sm(self, block: Dim) -> int:
-        """Return how many blocks of that many threads fit on one SM at once."""
+        """Return how many blocks of this size fit on one SM at once."""
         x, y, z = _three(block)
         occupancy = self._kernel.occupancy
         return int(occupancy.max_active_blocks_per_multiprocessor(x * y * z, self.shared_bytes))
 
     def _learn(self, types: tuple[type, ...], args: Sequence[Any]) -> list[Convert]:
-        """Return the converters for a new row of types. Compare their sizes with the kernel's."""
+        """Return the converters for a new sequence of argument types, after comparing the sizes of
+        the arguments with those that the kernel takes. Raise LaunchError if they differ.
+        """
         pairs = [converter(index, arg) for index, arg in enumerate(args)]
         given = [size for size, _ in pairs]
         try:
             sizes = [info.size for info in self._kernel.arguments_info]
-        except (NotImplementedError, RuntimeError):  # a driver older than CUDA 12.4
+        # a driver older than CUDA 12.4 does not report the sizes
+        except (NotImplementedError, RuntimeError):
             sizes = given
         if sizes != given:
             raise LaunchError(
@@ -138,7 +149,7 @@ class CudaKernel:
         key = (grid, block, cluster, cooperative, overlap)
         config = self._configs.get(key)
         if config is None:
-            # A program may use any number of grids.
+            # A program may use any number of grids, so the cache needs a limit.
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
             clusters = _three(self.cluster if cluster is None else cluster)
@@ -156,7 +167,9 @@ class CudaKernel:
 def load_kernel(
     compiled: CompiledSource, name: str, device: int, shared_bytes: int, cluster: int
 ) -> CudaKernel:
-    """Load a kernel of a cubin on a device, and raise its limits of shared memory and cluster size."""
+    """Load a kernel of a cubin on a device. If necessary, raise the kernel's limits of shared
+    memory and cluster size.
+    """
     import torch
     from cuda import core
 
@@ -177,7 +190,9 @@ def load_kernel(
 
 
 def _set_attribute(kernel: Any, device: int, name: str, value: int) -> None:
-    """Set an attribute, which cuda.core 1.2 can only read. Raise LaunchError if the driver refuses."""
+    """Set an attribute of a kernel through the driver, because cuda.core 1.2 can only read
+    attributes. Raise LaunchError if the driver refuses the value.
+    """
     from cuda.bindings import driver
 
     attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
@@ -188,13 +203,17 @@ def _set_attribute(kernel: Any, device: int, name: str, value: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of cuda.core's error. Errors that end the context start with `CUDA error`."""
+    """Return the text of an error of cuda.core. The text starts with `CUDA error` if the error
+    makes the CUDA context unusable.
+    """
     text = str(error)
     return f"CUDA error: {text}" if any(name in text for name in _STICKY) else text
 
 
 def clusters_in(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Convert a grid of blocks to one of clusters. Raise LaunchError if it is not a multiple."""
+    """Convert a grid size from blocks to clusters. Raise LaunchError if the grid is not a multiple
+    of the cluster.
+    """
     if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
         raise LaunchError(f"grid {grid} is not a multiple of the cluster {cluster}")
     x, y, z = (blocks // size for blocks, size in zip(grid, cluster, strict=True))
@@ -202,9 +221,11 @@ def clusters_in(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> tu
 
 
 def _stream_getter() -> Callable[[int], int]:
-    """Return a function from a device to the handle of torch's current stream.
+    """Return a function that takes the number of a device and returns the handle of torch's current
+    stream on it.
 
-    torch's private function takes 0.1 µs, the public one is the fallback.
+    The function is a private one of torch that takes 0.1 µs. If torch does not have it, the
+    function uses torch's public interface.
     """
     import torch
 
@@ -221,10 +242,11 @@ def _three(dim: Dim) -> tuple[int, int, int]:
 
 
 def converter(index: int, arg: Any) -> tuple[int, Convert]:
-    """Return the size of a kernel argument in bytes, and its conversion for cuda.core.
+    """Return the size of a kernel argument in bytes, and a function that converts such arguments
+    for cuda.core.
 
-    Raise LaunchError for a type that no kernel takes. The conversion raises it for a number that does
-    not fit.
+    Raise LaunchError if a kernel cannot take arguments of this type. The returned function raises
+    LaunchError if a number does not fit.
     """
     import numpy as np
 

@@ -1,4 +1,6 @@
-"""Compile CUDA sources at run time with NVRTC: no ATen, no link step, no host compiler."""
+"""Compile CUDA sources at run time with NVRTC. This needs neither ATen nor a link step nor a host
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -29,39 +31,44 @@ __all__ = ["CompileError", "CompiledSource", "CudaSource"]
 
 LOG = logging.getLogger(__name__)
 REMEDY = install_command("kernels")
-PRECOMPILED = ("pch", "create_pch", "use_pch")  # options that read or write precompiled headers
+# options of NVRTC that read or write precompiled headers
+PRECOMPILED = ("pch", "create_pch", "use_pch")
 LOG_MARK = "compilation log:"
 
 
 class CompileError(ImplementationError):
-    """A CUDA source does not compile. The text is the compiler's, with file and line."""
+    """A CUDA source does not compile. The text of the exception is the output of the compiler,
+    which contains files and lines.
+    """
 
 
 class CudaSource:
-    """A `.cu` file, or CUDA text in a Python file. Creating one imports and compiles nothing.
+    """A CUDA source, which is a `.cu` file or text in a Python file. Creating a CudaSource imports
+    and compiles nothing.
 
-    If `text` is a string literal in the Python file `path`, errors contain the lines of that file.
-    `options` are those of cuda.core's ProgramOptions, such as `{"max_register_count": 128}` or
-    `{"define_macro": [("TILE", "64")]}`. The defaults are -std=c++17 and -lineinfo. Files in the
-    source's folder can be included as `"name.cuh"`. Loaded kernels stay loaded: an edit of the
-    source takes effect in the next process.
+    If `text` is a string literal in the Python file `path`, error messages contain the lines of
+    that file. `options` are options of cuda.core's ProgramOptions, such as `{"max_register_count":
+    128}` or `{"define_macro": [("TILE", "64")]}`. The default options are -std=c++17 and -lineinfo.
+    The source can include files in its folder as `"name.cuh"`. Loaded kernels stay loaded, so an
+    edit of the source takes effect in the next process.
     """
 
     def __init__(
         self, path: Path, options: Mapping[str, Any] | None = None, *, text: str | None = None
     ) -> None:
-        # -lineinfo stores the path, and ncu opens the source by it, so it must be absolute.
+        # The path must be absolute, because -lineinfo stores it and ncu opens the source with it.
         self.path = Path(path).resolve()
         self._given = text
         self._options: dict[str, Any] = {"std": "c++17", "lineinfo": True, **(options or {})}
         self._kernels: dict[tuple[int, str, int, int], CudaKernel] = {}
 
     def cubin(self, names: Sequence[str], arch: str) -> CompiledSource:
-        """Compile kernels for an architecture such as `sm_90a`, or read them from the cache.
+        """Compile kernels for an architecture such as `sm_90a`, or read them from the cache. This
+        needs neither a GPU nor a driver.
 
-        `names` are C++ name expressions (`tile<float, 64>`) or names of `extern "C"` kernels. No GPU
-        or driver is needed. Raise CompileError with the compiler's output, or RefusedError
-        (`absent`) without cuda-core or NVRTC.
+        `names` are C++ name expressions (`tile<float, 64>`) or names of `extern "C"` kernels. Raise
+        CompileError, which contains the output of the compiler, if the source does not compile.
+        Raise RefusedError (`absent`) if cuda-core or NVRTC is not installed.
         """
         version = nvrtc_version()
         try:
@@ -98,9 +105,9 @@ class CudaSource:
     def kernel(self, name: str, *, shared_bytes: int = 0, cluster: int = 1) -> CudaKernel:
         """Compile and load a kernel for torch's current device. Later calls return the same object.
 
-        `shared_bytes` is the dynamic shared memory of every launch. Clusters have (cluster, 1, 1)
-        blocks unless a launch overrides it. Raise the errors of `cubin`, and LaunchError if the
-        device refuses the kernel.
+        `shared_bytes` is the size of the dynamic shared memory of every launch. Clusters have
+        (cluster, 1, 1) blocks, unless a launch specifies another size. Raise the same errors as
+        `cubin`, and LaunchError if the device refuses the kernel.
         """
         import torch
 
@@ -121,7 +128,8 @@ class CudaSource:
             return content
         text = self._given.encode()
         at = content.find(text)
-        if at < 0:  # generated text, or a literal with escapes: its lines are unknown
+        # the text was generated or contains escapes, so its lines in the file are unknown
+        if at < 0:
             return text
         line = content[:at].count(b"\n") + 1
         return f'#line {line} "{self.path}"\n'.encode() + text
@@ -156,19 +164,23 @@ class CudaSource:
         )
 
     def _explained(self, text: str, arch: str) -> str:
-        """Return the compiler's text with file names relative to the source's folder."""
+        """Return the output of the compiler, with file names relative to the folder of the source."""
         log = text.split(LOG_MARK, 1)[-1].replace("\0", "").strip()
         log = log.replace(f"{self.path.parent}{os.sep}", "")
         return f"{self.path.name} does not compile for {arch}:\n{log}"
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's name of an architecture: `sm_90a` for 9.0 (wgmma needs the `a`), else `sm_XY`."""
+    """Return NVRTC's name of an architecture. This is `sm_90a` for 9.0, because wgmma needs the
+    `a`, and `sm_XY` for all others.
+    """
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
 def nvrtc_version() -> str:
-    """Return NVRTC's version, such as `13.0`. Raise RefusedError (`absent`) without NVRTC."""
+    """Return the version of NVRTC, such as `13.0`. Raise RefusedError (`absent`) if NVRTC cannot be
+    loaded.
+    """
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -196,7 +208,7 @@ def _compiler() -> tuple[Any, Any]:
 
 
 def _texts(option: str | Sequence[str] | None) -> list[str]:
-    """Return the texts of an option that is one text or several."""
+    """Return an option as a list. Its value may be a single text, several texts or None."""
     return [option] if isinstance(option, str) else list(option or ())
 
 

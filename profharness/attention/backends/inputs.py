@@ -1,5 +1,7 @@
-"""The tensors of a config and the arguments of its call, in operations that work on tensors and on
-source text: the worker creates tensors with them, `repro` writes a script.
+"""The tensors of a config and the arguments of its call.
+
+The operations used here work on tensors and on source text. The worker uses them to create tensors,
+and `repro` uses them to write a script.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from typing import Any
 from profharness.attention.config import Config
 
 Fill = Callable[..., Any]
-"""A new tensor of the sizes that it is called with."""
+"""A function that returns a new tensor. Its arguments are the sizes of the dimensions."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """query [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv]; the config's mask, or
-    None; grad of the output's shape [B, Hq, Sq, Dv], or None.
+    """The tensors of one call. query is [B, Hq, Sq, D], key is [B, Hkv, Skv, D] and value is [B,
+    Hkv, Skv, Dv]. grad has the shape of the output, [B, Hq, Sq, Dv]. grad and mask are None if the
+    config has no backward or no mask.
     """
 
     query: Any
@@ -28,8 +31,10 @@ class Inputs:
 
 
 def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = True) -> Inputs:
-    """Return the inputs, drawn in the order of the fields. `kept` fills a bool mask. Without
-    `written`, the tensors have no values and there is no grad.
+    """Return the inputs. Their values are drawn in the order of the fields.
+
+    `normal` fills tensors with numbers, and `kept` fills a bool mask. If `written` is false, the
+    tensors have no values and `grad` is None.
     """
 
     def tensor(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Any:
@@ -48,14 +53,16 @@ def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = Tr
 
 
 def output_shape(config: Config) -> tuple[int, int, int, int]:
-    """Return [B, Hq, Sq, Dv]."""
+    """Return the shape of the output, [B, Hq, Sq, Dv]."""
     return config.output_batch, config.num_heads, config.seq_len_q, config.value_dim
 
 
 def laid_out(
     layout: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, fill: Fill
 ) -> Any:
-    """Return a tensor of a shape with the given strides, else in the given layout."""
+    """Return a tensor with the given shape. It has the given strides, or the given layout if
+    `strides` is None.
+    """
     if strides:
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         return fill(elements).as_strided(shape, strides)
@@ -79,17 +86,19 @@ def _mask(config: Config, normal: Fill, kept: Fill, written: bool) -> Any:
     mask = laid_out("contiguous", shape, strides, fill) if strides else fill(*shape)
     if fill is normal:
         return mask.requires_grad_() if config.mask == "float_grad" else mask
-    if strides:  # a dimension of stride 0 cannot be written as a whole
+    # a dimension with stride 0 has only one element in memory, so write to that element alone
+    if strides:
         stored = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
         mask = mask.as_strided(stored, strides)
     if written:
-        mask[..., 0] = True  # a row with nothing to attend to would be NaN by definition
+        # without a key to attend to, the result of a row would be NaN by definition
+        mask[..., 0] = True
     return mask.as_strided(shape, strides) if strides else mask
 
 
 def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
-    """Return the keyword arguments of the call. With `own` they are those of an `Attention`, whose
-    contract has no mask.
+    """Return the keyword arguments of the call. If `own` is true, return those of an `Attention`
+    function, which takes no mask and no dropout.
     """
     grouped = config.num_kv_heads != config.num_heads
     arguments: dict[str, Any] = {"is_causal": config.causal, "scale": config.scale}
@@ -107,5 +116,5 @@ def choice_arguments(config: Config, mask: Any) -> dict[str, Any]:
 
 
 def leaf_names(config: Config) -> list[str]:
-    """Return the inputs that have a gradient if the config has a backward pass."""
+    """Return the names of the inputs that receive a gradient in the backward pass."""
     return ["query", "key", "value", *(["mask"] if config.mask == "float_grad" else [])]

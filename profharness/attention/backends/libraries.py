@@ -1,7 +1,8 @@
-"""Attention of other packages: one adapter and one table row each.
+"""Backends that call the attention functions of other packages. Each has one adapter and one row in
+a table.
 
-An adapter converts SDPA's layout to the package's layout and back as views. It copies only where
-its docstring says so.
+An adapter converts the tensors from SDPA's layout to the layout of the package and back. The
+conversions are views. An adapter copies a tensor only where its docstring says so.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ def flash_attn() -> Attention:
 
 
 def xformers() -> Attention:
-    """Adapt memory_efficient_attention(query, key, value, attn_bias, p, scale) on [B, S, H, D].
+    """Adapt memory_efficient_attention(query, key, value, attn_bias, p, scale), which takes [B, S,
+    H, D].
 
-    For grouped queries it takes [B, S, Hkv, Hq / Hkv, D] with expanded key and value. Its lower
-    triangle is aligned to the top left, like SDPA's.
+    For grouped queries, the function takes [B, S, Hkv, Hq / Hkv, D] with expanded key and value.
+    Its lower-triangular mask is aligned to the top left, like SDPA's causal mask.
     """
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 

@@ -1,6 +1,6 @@
-"""Implementations of attention by users: where they are, and how the worker loads them.
+"""Attention functions that users wrote: where they are, and how the worker loads them.
 
-The parent only searches files and names. Only the worker imports them.
+The parent process only looks for files and names. Only the worker imports the files.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from profharness.processes import run_briefly
 GROUP = "profharness.attention.backends"
 FOLDER = "kernels"
 _PACKAGE = Path(__file__).resolve().parents[2]
-# where setup.py puts the folder in a wheel; beside site-packages there may be a foreign `kernels`
+# setup.py puts the folder here in a wheel, because a folder `kernels` beside the package in
+# site-packages may belong to another package
 _IN_WHEEL = _PACKAGE / "_kernels"
 SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
-GIT_S = 5.0  # that git may take
+GIT_S = 5.0  # maximum duration of a git command, in seconds
 NESTED = "an expression may be nested too deeply for Python"
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
@@ -52,9 +53,12 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def parts_of(file: Path) -> dict[Path, bytes]:
-    """Yield a file and its dependencies with their contents: modules in its folder that it imports,
-    the CUDA source of the same name, those that a string names, and their `"..."` includes. Raise
-    OSError for an unreadable file.
+    """Return the contents of a file and of its dependencies. Raise OSError if a file cannot be
+    read.
+
+    The dependencies of a Python file are the modules in its folder that it imports, the CUDA source
+    of the same name, the CUDA sources whose names are string literals in it, and the files that
+    these include with `"..."`.
     """
     parts: dict[Path, bytes] = {}
     todo = [file]
@@ -62,7 +66,7 @@ def parts_of(file: Path) -> dict[Path, bytes]:
         path = todo.pop()
         if path in parts:
             continue
-        # CUDA text in a Python file includes as a .cu file does
+        # CUDA text in a Python file may contain includes, like a .cu file
         files, _ = local_files(path, read_input(path, limit=SOURCE_BYTES))
         for part, content in files.items():
             if parts.setdefault(part, content) is content and part.suffix == ".py":
@@ -71,11 +75,11 @@ def parts_of(file: Path) -> dict[Path, bytes]:
 
 
 def _named(path: Path, content: bytes) -> Iterator[Path]:
-    """Yield the paths that a Python file may refer to, whether they exist or not."""
+    """Yield the paths of all files that a Python file may refer to. The files may not exist."""
     yield path.with_suffix(".cu")
     try:
         tree = ast.parse(content)
-    # a file that Python cannot compile; loading it will say so
+    # Python cannot compile the file; the error is reported when the file is loaded
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
@@ -93,7 +97,9 @@ def _named(path: Path, content: bytes) -> Iterator[Path]:
 
 
 def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
-    """Yield the possible paths of `a.b.c`: each of its packages, and `c` as a file or a folder."""
+    """Yield the possible paths of the module `a.b.c`. Each package may be a file or a folder, and
+    `c` too.
+    """
     for part in parts:
         yield folder / f"{part}.py"
         folder = folder / part
@@ -101,13 +107,14 @@ def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
 
 
 def is_source_name(text: str) -> bool:
-    """Return whether the name of a backend is a file or a module."""
+    """Return whether the name of a backend has the form of a file name or a module name."""
     return ".py:" in text or text.endswith(".py") or _MODULE.fullmatch(text) is not None
 
 
 def find_implementation(text: str) -> Backend | None:
-    """Return the implementation for a name, `file.py`, `file.py:function` or
-    `package.module:function`, or None if the name is unknown. Raise UsageError for a missing file.
+    """Return the backend for the name of an implementation, `file.py`, `file.py:function` or
+    `package.module:function`. Return None if the name is unknown. Raise UsageError if the file does
+    not exist.
     """
     path, colon, function = text.rpartition(":") if ".py:" in text else (text, "", FUNCTION)
     if path.endswith(".py"):
@@ -120,15 +127,17 @@ def find_implementation(text: str) -> Backend | None:
 
 
 def implementation_names() -> Iterable[str]:
-    """Return the names in `kernels/` folders and entry points, without duplicates."""
-    # a folder lists its files in any order
+    """Return the names of the implementations in `kernels/` folders and entry points, without
+    duplicates.
+    """
+    # the order of the files in a folder is arbitrary
     files = (path.stem for folder in _folders() for path in sorted(folder.glob("*.py")))
     points = (point.name for point in metadata.entry_points(group=GROUP))
     return dict.fromkeys([*filter(_NAME.fullmatch, files), *points])
 
 
 def from_source(name: str, source: str, summary: str = "") -> Backend:
-    """Return the backend for a `Backend.source`."""
+    """Return the backend for the value of `Backend.source`."""
     path = source.rpartition(":")[0]
     return Backend(
         name,
@@ -137,7 +146,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         load=lambda: _implementation(source).attention,
         supports=lambda config: _supports(source, config),
         tuning=lambda: _implementation(source).tuning(),
-        # whatever else a user's own code raises is a fault in it
+        # all other exceptions are faults in the user's code
         refuses=(NotImplementedError,),
         source=source,
         file=Path(path) if path.endswith(".py") else _file_of(path),
@@ -146,7 +155,9 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
 
 
 def fingerprint(backend: Backend) -> str | None:
-    """Return the hash of a backend's file and its dependencies, or its packages' versions, or None."""
+    """Return the hash of a backend's file and its dependencies. If the backend has no file, return
+    the versions of its packages, or None if no package is installed.
+    """
     if backend.file is not None and backend.file.is_file():
         return f"sha256:{_digest(backend.file)}"
     versions = []
@@ -159,8 +170,9 @@ def fingerprint(backend: Backend) -> str | None:
 
 
 def commit(file: Path) -> str | None:
-    """Return the commit that is checked out at a file, with `, changed` if the file or a dependency
-    differs from it. Return None outside of a git work tree, or if git fails.
+    """Return the git commit that is checked out in the work tree of a file. Append `, changed` if
+    the file or one of its dependencies differs from the commit. Return None if the file is not in a
+    git work tree, or if git fails.
     """
     if not file.is_file():
         return None
@@ -174,30 +186,35 @@ def commit(file: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's output, or None if it is missing, fails or takes too long."""
-    # fsmonitor is a program of the work tree's choice; status would else lock the index
+    """Return the output of git, or None if git is missing, fails or takes too long."""
+    # core.fsmonitor would run a program that the work tree configures, and without the variable
+    # `git status` would lock the index
     argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
     done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
     return done.stdout.strip() if done is not None and done.returncode == 0 else None
 
 
 def _digest(file: Path) -> str:
-    """Return 16 hex digits, of the content alone if there is only one file."""
+    """Return the hash of a file and its dependencies, in 16 hex digits. If there are no
+    dependencies, hash only the content.
+    """
     parts = parts_of(file)
     if len(parts) == 1:
         return hashlib.sha256(parts[file]).hexdigest()[:16]
-    # relative: the same files in another folder are the same code
+    # relative paths, because the same files in another folder are the same code
     named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
     digest = hashlib.sha256()
     for name in sorted(named):
         for text in (os.fsencode(name), named[name]):
-            # the lengths keep `ab`, `c` apart from `a`, `bc`
+            # the lengths distinguish `ab`, `c` from `a`, `bc`
             digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()[:16]
 
 
 def where(error: BaseException, file: Path | None) -> str:
-    """Return ` (file.py, line 12)`: the innermost line of the file in an exception's traceback."""
+    """Return text such as ` (file.py, line 12)`, which names the innermost line of the file in the
+    traceback of an exception. Return an empty string if the traceback does not contain the file.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and frame.filename == str(file)]
     return f" ({file.name}, line {lines[-1]})" if file and lines else ""
@@ -205,7 +222,9 @@ def where(error: BaseException, file: Path | None) -> str:
 
 @dataclass(frozen=True)
 class _Implementation:
-    """The function in a source. `tuning` may belong to the module that defines it."""
+    """The functions of an implementation. `tuning` may come from the module that defines the
+    attention function, if that is another module than the one loaded.
+    """
 
     attention: Attention
     supports: Callable[[Config], Any] | None
@@ -213,8 +232,8 @@ class _Implementation:
 
 
 def _of_file(path: Path, function: str, text: str) -> Backend:
-    """Return a backend named by the given text, without the folder if it is outside the working
-    one.
+    """Return the backend for a file. Its name is the given text, without the folder if the file may
+    be outside the working directory.
     """
     file = path
     if not path.is_file() and path.parent == Path(FOLDER):
@@ -252,13 +271,15 @@ def _by_name(name: str) -> Backend | None:
 
 
 def _folders() -> list[Path]:
-    """Return `kernels/` in the working directory and the one of profharness."""
+    """Return the `kernels/` folder of the working directory and the one that comes with
+    profharness, if they exist.
+    """
     folders = dict.fromkeys([(Path.cwd() / FOLDER).resolve(), SHIPPED])
     return [folder for folder in folders if folder.is_dir()]
 
 
 def _file_of(dotted: str) -> Path | None:
-    """Return the file of a module, or None if there is none."""
+    """Return the file of a module, or None if the module has no file."""
     spec = find_module(dotted)
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
@@ -285,19 +306,19 @@ def _implementation(source: str) -> _Implementation:
 
 @functools.cache
 def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
-    """Load a source once per process. Failures are cached too, so that a slow compilation fails
-    once.
+    """Load an implementation, once per process. Return the exception if this fails. Failures are
+    cached too, so that a slow compilation does not fail again and again.
     """
     place, _, function = source.rpartition(":")
     file = Path(place) if place.endswith(".py") else None
     shown = file.name if file else place
     try:
         module = _module_of_file(file) if file else importlib.import_module(place)
-    # a script without a main guard may leave by sys.exit
+    # a script that has no main guard may call sys.exit
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return RefusedError("absent", f"{shown} needs Triton (pip install triton)")
-        # before Python 3.13, a parser whose stack is full raises an exception without a text
+        # before Python 3.13, the parser raises an exception without a text if its stack is full
         text = str(error) or (NESTED if isinstance(error, MemoryError) else "")
         return ImplementationError(
             f"{shown} cannot be imported: {type(error).__name__}: {text}{where(error, file)}"
@@ -318,8 +339,8 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Import a file under a unique name, so that it cannot shadow an installed package. Its folder
-    is importable meanwhile, after all others.
+    """Import a file under a unique name, so that it cannot shadow an installed package. During the
+    import, its folder is the last entry of sys.path.
     """
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     name = "_".join(("_profharness", re.sub(r"\W", "_", path.stem), digest))
@@ -327,7 +348,8 @@ def _module_of_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path.name} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # before it runs: dataclasses look their module up while they are made
+    # add the module before its code runs, because dataclasses look up their module while they are
+    # created
     sys.modules[name] = module
     folder = str(path.parent)
     sys.path.append(folder)
@@ -337,7 +359,7 @@ def _module_of_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        # the last one: a file may have added the same folder by itself
+        # remove the last occurrence, because the file itself may have added the same folder
         for index in range(len(sys.path) - 1, -1, -1):
             if sys.path[index] == folder:
                 del sys.path[index]

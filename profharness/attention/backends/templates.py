@@ -1,4 +1,6 @@
-"""Templates for implementations of attention. Each is correct as it stands, and has a test."""
+"""Templates for the files that `new-kernel` writes. Each template is a correct implementation of
+attention and has a test.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def supports(config: Config) -> str | None:
         return "takes one head_dim up to 256"
     return None
 '''
-"""Content of `NAME.py`, with `{name}` and `{signature}` to be replaced."""
+"""The content of `NAME.py`. `{name}` and `{signature}` are placeholders."""
 
 
 CUDA_CHECK = """
@@ -104,7 +106,7 @@ def test_it_compiles_without_a_gpu(arch):
     names = list(implementation["KERNELS"].values())
     assert set(implementation["SOURCE"].cubin(names, arch).names) == set(names)
 """
-"""Additional content of its test."""
+"""Additional content of the test of a CUDA implementation."""
 KINDS = ("torch", "triton", "cuda")
 _SIGNATURE = '''def attention(
     q: torch.Tensor,
@@ -307,7 +309,7 @@ _TEST_PARTS = {
 
 
 def kernel_text(name: str, kind: str) -> str:
-    """Return the content of `NAME.py` for one of KINDS."""
+    """Return the content of `NAME.py` for a kind of implementation, which is one of KINDS."""
     return _KERNELS[kind].replace("{signature}", _SIGNATURE).replace("{name}", name)
 
 

@@ -427,7 +427,7 @@ class LiveAnswer:
     """PyTorch's answers for one config."""
 
     cell: str
-    """Id of the cell that asked for the answers."""
+    """Id of the cell that the answers belong to."""
     config: str
     """Label of the config."""
     choice: str | None = None
