@@ -1,1 +1,1 @@
-"""Measured times: their intervals, doubts, best backends and sweeps."""
+"""The evaluation of measured times: intervals, doubts, best backends and sweeps."""

@@ -1,6 +1,8 @@
-"""Which backend ran, by four witnesses: the rules, PyTorch's own choice, the op in the trace, and
-the kernels' families. Also the gate of `kernels --expect`, what torch.compile replaced, and a
-comparison of kernels between profilers.
+"""Compare four sources that say which backend ran, which are called witnesses: the rules, the
+backend that PyTorch reports, the op in the trace, and the families of the kernels.
+
+This module also has the gate of `kernels --expect`, detects what torch.compile replaced, and
+compares kernels between profilers.
 """
 
 from __future__ import annotations
@@ -29,19 +31,21 @@ from profharness.rows import (
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
-# Kernel families that compute attention -> their backend.
+# The kernel families that compute attention, and the backend of each.
 FAMILY_BACKENDS = {
     **dict.fromkeys(("flash", "flash_splitkv", "flash_combine", "flash_bwd"), "flash"),
     **dict.fromkeys(("efficient", "efficient_bwd"), "efficient"),
     **dict.fromkeys(("cudnn", "cudnn_bwd"), "cudnn"),
     "flex": "flex",
     "triton": "triton",
-    # from libraries other than PyTorch; the name has the library
+    # from libraries other than PyTorch; the name of the kernel contains the library
     **dict.fromkeys(("fmha", "fmha_combine", "fmha_bwd"), "fmha"),
 }
 EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
-_MATH_FAMILIES = {"gemm", "softmax"}  # math has no kernels of its own
-# Kernels that only finish another family's work: expecting one allows the other.
+# families of the kernels that the math backend runs, which has no kernels of its own
+_MATH_FAMILIES = {"gemm", "softmax"}
+# Families whose kernels only finish the work of another family. If the other family is expected,
+# they are accepted too.
 _IMPLIED = {"flash_splitkv": ("flash_combine",)}
 _SDPA_OP = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)?_?attention(_math)?")
 _BUILT_IN = "pytorch_flash"  # the namespace of the flash kernels that are part of PyTorch
@@ -51,7 +55,9 @@ _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 def predicted_rows(
     path: Path, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """Return the selected kernels and cells with `predicted` filled in. Raise NotFoundError."""
+    """Return the selected kernels and cells, with the field `predicted` of the cells filled in.
+    Raise NotFoundError if the selection is empty.
+    """
     with open_store(path) as store:
         run = store.find_runs(selection, *needs)
         rows, cells = store.rows(replace(selection, run=run), by_op=by_op)
@@ -70,7 +76,9 @@ def predicted_rows(
 
 
 def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
-    """Return a store's cells with `predicted` filled in. Equal cells of one run are evaluated once."""
+    """Return cells of a store with the field `predicted` filled in. Equal cells of one run are
+    evaluated only once.
+    """
     environment = lru_cache(maxsize=256)(store.environment)
 
     @lru_cache(maxsize=4096)
@@ -90,15 +98,17 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
 
 def of_pytorch(backend: str) -> bool:
-    """Return whether PyTorch's dispatcher decides what runs: one of SDPA's own backends, or
-    several.
+    """Return whether PyTorch's dispatcher decides which backend runs. This is so for SDPA's own
+    backends, and for settings that permit several of them.
     """
     return backend in SDPA_BACKENDS or pytorch_chooses(backend)
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The backends that `rules`, `choice`, `op`, `kernels` or `status` names. `none`: nothing ran."""
+    """The backends that one source of evidence names. The source is `rules`, `choice`, `op`,
+    `kernels` or `status`. The backend `none` means that nothing ran.
+    """
 
     name: str
     backends: frozenset[str]
@@ -106,8 +116,8 @@ class Witness:
 
 
 def backend_of_op(op: str | None) -> str | None:
-    """Return the SDPA backend of an ATen op: `aten::_scaled_dot_product_flash_attention_for_cpu` ->
-    flash.
+    """Return the SDPA backend of an ATen op, such as flash for
+    `aten::_scaled_dot_product_flash_attention_for_cpu`.
     """
     match = _SDPA_OP.search(op or "")
     if match is None:
@@ -116,24 +126,30 @@ def backend_of_op(op: str | None) -> str | None:
 
 
 def backend_that_ran(cell: CellRow) -> str | None:
-    """Return the backend of the op in the trace, or without a trace the one that PyTorch chose."""
+    """Return the backend of the op in the trace. If there is no trace, return the backend that
+    PyTorch chose.
+    """
     return backend_of_op(cell.sdpa_op) or cell.choice
 
 
 def is_another(backend: str, cell: CellRow) -> bool:
-    """Return whether a backend is neither the one requested by the cell nor the one that ran."""
+    """Return whether a backend is neither the backend that the cell requested nor the backend that
+    ran.
+    """
     return backend not in (cell.backend, backend_that_ran(cell))
 
 
 def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
-    """Return the backends of the kernels' families. Empty for math, which has no kernels of its
-    own.
+    """Return the backends to which the families of the kernels belong. The result is empty for
+    math, which has no kernels of its own.
     """
     return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}
 
 
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
-    """Return the witnesses of a cell that have a result, from the prediction to the kernels."""
+    """Return the witnesses of a cell that name a backend, in the order from the prediction to the
+    kernels.
+    """
     clauses = {
         "rules": _predicted_clause(cell),
         "choice": _choice(cell),
@@ -147,7 +163,9 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
 
 
 def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """Return one line per disagreement between a cell's witnesses, naming both sides."""
+    """Return one line for each disagreement between the witnesses of a cell. The line names both
+    sides.
+    """
     clauses = []
     for _, group in groupby(witnesses(cell, rows), lambda witness: witness.backends):
         *most, last = [witness.text for witness in group]
@@ -160,7 +178,9 @@ _Clause = tuple[set[str], str]  # the backends of a witness, and its text
 
 
 def _predicted_clause(cell: CellRow) -> _Clause | None:
-    """Return the prediction. A forced backend without one is compared with its own name."""
+    """Return what the rules predict. If there is no prediction for a forced backend, return that
+    backend itself.
+    """
     if pytorch_chooses(cell.backend):
         if cell.predicted is None:
             return None
@@ -206,8 +226,8 @@ def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
 
 
 def _failure_clause(cell: CellRow) -> _Clause | None:
-    """Return the clause of a failed cell of a known backend. Running out of memory is no evidence
-    about the choice.
+    """Return the clause of a cell that failed, if PyTorch's dispatcher selects its backend. A cell
+    that ran out of memory has no clause, because this says nothing about the choice.
     """
     if not of_pytorch(cell.backend):
         return None
@@ -219,8 +239,8 @@ def _failure_clause(cell: CellRow) -> _Clause | None:
 
 
 def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """Report FlashAttention-3 or -4 under PyTorch's flash op: the right backend, but not its own
-    kernels.
+    """Return a line for each FlashAttention-3 or -4 that ran under PyTorch's flash op. In this case
+    the backend is right, but its kernels are not PyTorch's own.
     """
     if backend_of_op(cell.sdpa_op) != "flash" or not of_pytorch(cell.backend):
         return []
@@ -233,7 +253,7 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     )
     if not names:
         return []
-    # the patterns of kernel_names take 20 ms to load, and most queries do not need them
+    # loading the patterns of kernel_names takes 20 ms, and most queries do not need them
     from profharness.traces.kernel_names import parse_kernel_name
 
     others = dict.fromkeys(parse_kernel_name(name).backend for name in names)
@@ -245,12 +265,15 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     ]
 
 
-# Evidence of what computed attention: backend, family of kernels (None for an op), and text.
+# Evidence of what computed attention: the backend, the family of the kernels (None for an op) and a
+# text.
 Sign = tuple[str, str | None, str]
 
 
 def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
-    """Return each op and each attention family, or gemm and softmax kernels for math."""
+    """Return the evidence of what computed attention, which is each op and each attention family.
+    If there are none, gemm and softmax kernels are evidence of math.
+    """
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
     families = dict.fromkeys(row.family for row in rows)
     signs: list[Sign] = [
@@ -267,8 +290,8 @@ def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
 
 
 def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
-    """Return whether this was expected. A backend covers its op and its families, a family covers
-    itself and its op.
+    """Return whether a backend or family was expected. The name of a backend covers its op and its
+    families. The name of a family covers the family itself and the op of its backend.
     """
     return any(
         name in (backend, family)
@@ -288,8 +311,9 @@ def check_expected_names(expected: Sequence[str]) -> None:
 def unmet_expectations(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
-    """Return one line per cell, or range of a foreign trace, in which something else ran. Refused
-    and failed cells do not count. A gate that could check nothing fails.
+    """Return one line for each cell in which something else ran than expected. For a foreign trace,
+    return one line per range. Refused and failed cells are ignored. If nothing at all could be
+    checked, return a line that says so, so that the gate fails.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -317,7 +341,7 @@ def unmet_expectations(
     return lines
 
 
-SHOWN = 3  # configs in one sentence about replacements
+SHOWN = 3  # maximum number of configs in a sentence about replacements
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,16 +350,17 @@ class Replacement:
 
     backend: str
     config: str
-    took: str | None  # None if only Inductor's counter shows it
+    took: str | None  # None if the counter of Inductor is the only evidence of the replacement
 
 
 def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | None:
-    """Return what replaced a cell's attention. None without evidence in its op, its kernels
-    (`rows`) or its `tuning`.
+    """Return what replaced the attention of a cell. Return None if there is no evidence of a
+    replacement in the op, the kernels (`rows`) or the `tuning` of the cell.
     """
     if cell.backend != NAIVE_COMPILED or cell.status != "ok":
         return None
-    # `triton` is the kernel that Inductor generates for the plain form itself
+    # `triton` is the family of the kernel that Inductor generates if it does not replace the
+    # attention
     ran = {backend_of_op(_op_of(cell, rows)), *ran_backends(rows)} - {None, "triton"}
     if not ran and not (cell.tuning or {}).get(REPLACEMENTS):
         return None
@@ -348,13 +373,17 @@ def replacements(cells: Iterable[CellRow]) -> tuple[Replacement, ...]:
 
 
 def replacement_text(took: str | None) -> str:
-    """Return one sentence about a replacement by a backend, None if it is unknown."""
+    """Return a sentence about a replacement. `took` is the backend that SDPA then selected, or None
+    if it is unknown.
+    """
     which = f", which took {took}" if took else ""
     return f"torch.compile replaced it by scaled_dot_product_attention{which}"
 
 
 def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
-    """Return (cells, sentence) for each backend and way: `naive-compiled at b1-…-fp16`."""
+    """Return pairs of a text that names the cells, such as `naive-compiled at b1-…-fp16`, and a
+    sentence about them. There is one pair for each backend and each backend that replaced it.
+    """
     configs: dict[tuple[str, str | None], list[str]] = {}
     for entry in replaced:
         configs.setdefault((entry.backend, entry.took), []).append(entry.config)
@@ -366,8 +395,10 @@ def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
 
 MAX_TIME_RATIO = 1.25
 MIN_TIME_DIFFERENCE_NS = 2000
-UNSEEN_BY_NCU = ("memcpy", "memset", "op")  # ncu profiles kernels only
-# What all profilers must agree on: the row's field, the code of a disagreement, and its name.
+# kinds of rows that ncu does not see, because it profiles kernels only
+UNSEEN_BY_NCU = ("memcpy", "memset", "op")
+# The values on which all profilers must agree: the field of the row, the code of a disagreement,
+# and the name of the value.
 _COMPARED = (
     ("launches_per_call", "launches", "launches per call"),
     ("registers_per_thread", "registers", "registers per thread"),
@@ -386,7 +417,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class JoinedKernel:
-    """One kernel of one cell as each profiler recorded it."""
+    """One kernel of one cell, as each of the profilers recorded it."""
 
     config: str | None
     backend: str | None
@@ -398,19 +429,24 @@ class JoinedKernel:
     disagreements: tuple[Disagreement, ...] = ()
 
     def value(self, name: str) -> Any:
-        """Return a field of the first profiler that recorded it, in the order of TRACE_PROFILERS."""
+        """Return the value of a field from the first profiler that recorded it, in the order of
+        TRACE_PROFILERS.
+        """
         return next(iter(_values(self.rows, name).values()), None)
 
     def metric(self, name: str) -> float | None:
-        """Return a counter of ncu's row."""
+        """Return the value of a counter, or None if ncu did not collect it for this kernel."""
         row = self.rows.get(NCU)
         return row.metrics[name][0] if row is not None and name in row.metrics else None
 
 
 def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
-    """Join the kernels of all cells on canonical name, grid and block, in the order of their first
-    row. For each profiler, the newest run with a config on a backend counts; `rows` start with the
-    newest. Several rows of one key pair in the order of their first launch.
+    """Join the kernels of all cells across profilers. Two rows belong together if they have the
+    same canonical name, grid and block. The result is in the order of the first row of each kernel.
+
+    For each profiler, only the newest run that has a config on a backend is used. `rows` must start
+    with the newest run. If a profiler has several rows with the same key, they are joined in the
+    order of their first launch.
     """
     runs: dict[tuple[str | None, str | None, str], str] = {}
     places: dict[tuple[Any, ...], int] = {}
@@ -448,15 +484,18 @@ def _joined_kernel(key: _Key, rows: dict[str, KernelRow], profilers: set[str]) -
 
 
 def _values(rows: dict[str, KernelRow], name: str) -> dict[str, Any]:
-    """Return the known values of a field by profiler, in the order of TRACE_PROFILERS."""
+    """Return the values of a field by profiler, in the order of TRACE_PROFILERS. Values that are
+    None are left out.
+    """
     ordered = [profiler for profiler in TRACE_PROFILERS if profiler in rows]
     values = {profiler: getattr(rows[profiler], name) for profiler in ordered}
     return {profiler: value for profiler, value in values.items() if value is not None}
 
 
 def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
-    """Compare times of nsys and torch in both directions. ncu counts only if it is faster, because
-    its cold caches slow a kernel down.
+    """Compare the kernel times of the profilers. A difference between nsys and torch is reported in
+    both directions. ncu is reported only if its time is shorter, because its cold caches make
+    kernels slower.
     """
     torch, nsys, ncu = rows.get(TORCH), rows.get(NSYS), rows.get(NCU)
     points = []
@@ -472,7 +511,9 @@ def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
 
 
 def cold_ratios(joined: Sequence[JoinedKernel]) -> list[float]:
-    """Return the ratios of ncu's kernel times to torch's, else nsys's."""
+    """Return the ratio of ncu's time to torch's time for each kernel. If torch has no time, nsys's
+    time is used.
+    """
     return [
         ncu.duration_ns / warm.duration_ns
         for kernel in joined

@@ -1,5 +1,5 @@
-"""Sweeps along one axis of a bench: which backend leads, where another overtakes it, where a rate
-drops, how dtypes compare, and how peak memory grows with the length.
+"""Sweeps along one axis of a bench. They show which backend leads, where another overtakes it,
+where a rate drops, how dtypes compare, and how peak memory grows with the length.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from profharness.dtypes import CONFIG_DTYPES
 from profharness.measurements.measurements import BenchRow
 
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
-Ran = Mapping[tuple[str, str], str | None]  # what ran, by config and backend
-DROP = 1.5  # smallest ratio of neighbouring rates that is reported
-BENT = 0.3  # smallest difference of the exponents at both ends that is reported
+Ran = Mapping[tuple[str, str], str | None]  # the backend that ran, by config and backend
+DROP = 1.5  # minimum ratio of the rates at neighbouring values for which a drop is reported
+BENT = 0.3  # minimum difference between the exponents at both ends for which both are reported
 MIB = 1 << 20
 
 
@@ -28,7 +28,7 @@ class Axis(NamedTuple):
 
     key: str
     title: str
-    token: str  # its part of a config's label
+    token: str  # a pattern that matches the axis in the label of a config
     value: Callable[[Config], int]
 
 
@@ -43,13 +43,13 @@ DTYPE_TOKEN = rf"-(?:{'|'.join(CONFIG_DTYPES)})(?=-|$)"
 
 
 def family(label: str, token: str) -> str:
-    """Return the label of a config without one axis."""
+    """Return the label of a config without the part that `token` matches."""
     return re.sub(token, "", label, count=1)
 
 
 def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
-    """Group configs that differ in this axis only: shared label -> value -> config label, in
-    ascending order. Each group has at least two values.
+    """Group configs that differ in this axis only. The result maps the shared part of the label to
+    the labels of the configs by value, in ascending order. Each group has at least two values.
     """
     groups: dict[str, dict[int, str]] = {}
     for label in dict.fromkeys(labels):
@@ -61,8 +61,8 @@ def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
 class AxisEvent:
     """A change between two neighbouring values of an axis."""
 
-    # `crossover`: `backend` overtakes `other`. `end`: `backend` replaces `other`, which has no
-    # figure. `drop`: the rate of `backend` falls by `factor`.
+    # `crossover` means that `backend` overtakes `other`. `end` means that `backend` replaces
+    # `other`, which has no figure. `drop` means that the rate of `backend` falls by `factor`.
     kind: str
     backend: str
     before: int
@@ -73,7 +73,7 @@ class AxisEvent:
 
     @property
     def mark(self) -> str:
-        """The text of its mark in a chart: `math 3.1x slower than at 1,024`."""
+        """The text that marks the event in a chart, such as `math 3.1x slower than at 1,024`."""
         if self.kind == "crossover":
             return f"{self.backend} overtakes {self.other}"
         if self.kind == "end":
@@ -82,24 +82,26 @@ class AxisEvent:
 
     @property
     def place(self) -> float:
-        """The position of its mark on a logarithmic axis."""
+        """The position of the event's mark on a logarithmic axis."""
         between = math.sqrt(self.before * self.after)
         return float(self.after) if self.kind == "drop" else between
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Peak memory of a backend over the length, fitted by a power."""
+    """The growth of a backend's peak memory with the length, to which a power function is fitted."""
 
     backend: str
     points: tuple[tuple[int, int], ...]  # (length, bytes)
     order: float  # the exponent of the power
-    first: float  # exponent between the first two points
-    last: float  # exponent between the last two points
+    first: float  # exponent of the power between the first two points
+    last: float  # exponent of the power between the last two points
 
     @property
     def text(self) -> str:
-        """`math S^1.94, 2.1 to 512 MiB`, with a doubt if a power is unknown or does not fit."""
+        """A text such as `math S^1.94, 2.1 to 512 MiB`. It says so if there are too few points for
+        a power function, or if the function does not fit.
+        """
         low, high = (size / MIB for _, size in (self.points[0], self.points[-1]))
         sizes = f"{low:,.4g} to {high:,.4g} MiB"
         if len(self.points) == 2:
@@ -116,7 +118,7 @@ class Sweep:
 
     axis: str
     title: str
-    name: str  # what the configs share
+    name: str  # the part of the label that all configs share
     values: tuple[int, ...]
     labels: tuple[str, ...]
     events: tuple[AxisEvent, ...]
@@ -125,7 +127,9 @@ class Sweep:
 
 
 def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[Sweep, ...]:
-    """Return the sweeps over the rows of one measurement, by axis, the longest of an axis first."""
+    """Return the sweeps over the rows of one measurement. They are sorted by axis, and the longest
+    sweep of an axis comes first.
+    """
     ranked = [row for row in rows if row.ranked and row.median_ns]
     places = {(row.config, row.backend): row for row in ranked}
     found = []
@@ -145,11 +149,11 @@ def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[S
     return tuple(found)
 
 
-Lines = dict[str, dict[int, BenchRow]]  # by backend, by value
+Lines = dict[str, dict[int, BenchRow]]  # rows by backend and by value of the axis
 
 
 def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow]) -> Lines:
-    """Return the rows of each backend that has two values or more."""
+    """Return the rows of each backend that was measured at two or more values."""
     backends = dict.fromkeys(backend for _, backend in places)
     lines = {
         backend: {
@@ -163,8 +167,9 @@ def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow])
 
 
 def _rivals(lines: Lines, ran: Ran) -> Lines:
-    """Return the lines without values at which a setting ran a backend that has a figure there
-    itself. The two are one backend, measured twice.
+    """Return the lines without duplicate measurements. If a setting lets PyTorch choose, and
+    PyTorch chose a backend that was measured at the same value, both are one backend that was
+    measured twice. The row of the setting is then left out.
     """
 
     def is_another(row: BenchRow, value: int) -> bool:
@@ -192,8 +197,8 @@ def _ns(row: BenchRow) -> float:
 
 
 def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[AxisEvent]:
-    """Return the events at which the fastest backend changes, because the samples on both sides
-    show it or because it has no figure.
+    """Return the events at which the fastest backend changes. The backend changes because the
+    samples on both sides show it, or because the previous leader has no figure.
     """
 
     def ahead(one: str, other: str, value: int) -> bool:
@@ -220,7 +225,7 @@ def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Axis
 
 
 def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
-    """Return the events at which the samples show a much lower rate than at the value before, the
+    """Return the events at which the samples show a much lower rate than at the previous value, the
     largest drop first.
     """
     events = []
@@ -242,17 +247,20 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
 
 
 def _scaled(samples: Sequence[int], factor: float) -> stats.Series:
-    """Return the samples for `factor` times the work at the same rate."""
+    """Return the samples that `factor` times the work would have at the same rate."""
     turns = samples.turns if isinstance(samples, stats.Series) else ()
     return stats.Series.of((round(sample * factor) for sample in samples), turns)
 
 
 SHOWN_EVENTS = 4
-SUMMIT = 1.05  # smallest ratio of an inner maximum of the rate to both ends that is reported
+# minimum ratio of an inner maximum of the rate to the rates at both ends for which it is reported
+SUMMIT = 1.05
 
 
 def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
-    """Return one or two sentences: who leads at which values and rates, and the events."""
+    """Return one or two sentences about which backend leads at which values, about the rates, and
+    about the events.
+    """
     leaders = _leaders(rivals)
     values = list(leaders)
     crossings = [event for event in events if event.kind != "drop"]
@@ -281,7 +289,9 @@ def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
 
 
 def _growths(lines: Lines) -> tuple[Growth, ...]:
-    """Return the growth of peak memory of each backend that has it at two lengths or more."""
+    """Return the growth of peak memory of each backend whose peak memory is known at two or more
+    lengths.
+    """
     found = []
     for backend, line in lines.items():
         points = tuple(
@@ -294,7 +304,9 @@ def _growths(lines: Lines) -> tuple[Growth, ...]:
 
 
 def _exponent(points: Sequence[tuple[int, int]]) -> float:
-    """Return the slope of a least-squares line through the logarithms."""
+    """Return the exponent of the points, which is the slope of a least-squares line through their
+    logarithms.
+    """
     xs, ys = ([math.log(value) for value in values] for values in zip(*points, strict=True))
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
@@ -320,7 +332,7 @@ WORDS: dict[str, str] = {
 
 
 def dtype_pairs(rows: Sequence[BenchRow], samples_of: SamplesOf) -> tuple[DtypePair, ...]:
-    """Compare every dtype with those before it in CONFIG_DTYPES."""
+    """Compare every dtype with each dtype that comes before it in CONFIG_DTYPES."""
     cells: dict[tuple[str, str], dict[str, BenchRow]] = {}
     for row in rows:
         if row.ranked and row.backend not in OWN_CHOICE:

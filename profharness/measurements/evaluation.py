@@ -1,5 +1,5 @@
-"""Evaluate a bench: winners, the cost of `auto`, and sentences about them; also the configs and
-backends that a query about a bench selects.
+"""Evaluate a bench: the winners, the cost of `auto`, and sentences about both. This module also
+determines which configs and backends a query about a bench selects.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from profharness.store import Need, Selection, Store
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
-    """Parse a baseline: a config if the text looks like one, else the name of a backend. Raise
-    UsageError if it is neither.
+    """Parse a baseline. The text is a config if it looks like one, else the name of a backend.
+    Raise UsageError if it is neither.
     """
     if text is None or "," in text or re.match(r"\d|b\d+-h\d+-", text):
         return None if text is None else parse_config(text)
@@ -72,9 +72,10 @@ def bench_configs(
     baseline: Baseline | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """Return the configs in each of the dtypes, starting with a config that is the baseline. With
-    `device_type`, a missing dtype and the device's default are the same config. Raise UsageError
-    for an unknown dtype or no config at all.
+    """Return the configs in each of the dtypes. If the baseline is a config, it comes first.
+
+    If `device_type` is given, a config without a dtype and the same config with the device's
+    default dtype count as one. Raise UsageError for an unknown dtype, or if there is no config.
     """
     _check_dtypes(dtypes)
     if not configs:
@@ -91,8 +92,8 @@ def bench_configs(
 def stored_configs(
     store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
 ) -> list[Config] | None:
-    """Return the configs that a query about a stored run selects. None selects all. Raise
-    UsageError for an unknown dtype, NotFoundError if the run has none of the configs.
+    """Return the configs of a stored run that a query selects. None means that it selects all.
+    Raise UsageError for an unknown dtype, and NotFoundError if the run has no config in a dtype.
     """
     if configs:
         return bench_configs(configs, dtypes)
@@ -110,7 +111,7 @@ def stored_configs(
 
 
 def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
-    """Return the backends that a query about a stored run selects. None selects all."""
+    """Return the backends of a stored run that a query selects. None means that it selects all."""
     if not names:
         return None
     held = {cell.backend for cell in store.cells(run)}
@@ -129,13 +130,14 @@ def _check_dtypes(names: Sequence[str]) -> None:
 
 
 def backend_of_cell(cell: CellRow) -> str | None:
-    """Return the backend of a cell. For a setting that lets PyTorch choose, return the backend that
-    ran, or None if that is unknown.
+    """Return the backend of a cell. If the cell lets PyTorch choose, return the backend that ran,
+    or None if that is unknown.
     """
     return backend_that_ran(cell) if pytorch_chooses(cell.backend) else cell.backend
 
 
-TIMED: tuple[Need, ...] = ("times", "run")  # the latest run with times, else any run
+# selects the latest run that has times, or the latest run if no run has times
+TIMED: tuple[Need, ...] = ("times", "run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +147,11 @@ class Winner:
     config: str
     backend: str
     median_ns: float
-    ties: tuple[str, ...]  # within the threshold
-    code: str  # Python that selects it
-    open: tuple[str, ...] = ()  # no significant difference from it
-    why_open: str = ""  # why there is none
+    ties: tuple[str, ...]  # other backends whose difference is within the threshold
+    code: str  # Python code that selects the backend
+    # other backends for which the samples show no significant difference
+    open: tuple[str, ...] = ()
+    why_open: str = ""  # why the samples show no significant difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +164,17 @@ class Loss:
     best: Annotated[str, column("fastest other", meaning="the fastest correct other backend")]
     best_ns: Annotated[float, column("µs", "us", meaning="its median")]
     regret: Annotated[float, column("regret%", "percent", meaning="ratio of the medians, minus 1")]
-    # the samples show that `auto` is slower, and it ran another backend than the best one
+    # Whether the samples show that `auto` is slower, and `auto` ran another backend than the best
+    # one.
     real: bool
     code: str
     verdict: stats.Speed = "same"
     why_open: str = ""
-    best_ran: str | None = None  # what the best one ran
+    best_ran: str | None = None  # the backend that ran in the cell of `best`
 
     @property
     def same_backend(self) -> bool:
-        """Whether the best one is what `auto` ran, under another name."""
+        """Whether the best backend is the one that `auto` ran, so that both are the same."""
         return self.choice is not None and self.choice == self.best_ran
 
     @property
@@ -180,7 +184,7 @@ class Loss:
 
     @property
     def remark(self) -> Annotated[str, column(meaning="why `auto` may not be slower")]:
-        """Why `auto` is not shown to be slower. Empty if it is."""
+        """Why the samples do not show that `auto` is slower. The text is empty if they show it."""
         if self.real:
             return ""
         if self.same_backend:
@@ -199,13 +203,13 @@ class BenchResult:
     run: str
     rows: tuple[BenchRow, ...]
     cells: tuple[CellRow, ...]
-    ranking: str  # the measurement that ranks
+    ranking: str  # the measurement by which backends are ranked
     convention: str
     precision: float
     peaks: Peaks | None
     environment: dict[str, Any]
     winners: tuple[Winner, ...]
-    losses: tuple[Loss, ...]  # the largest first
+    losses: tuple[Loss, ...]  # in descending order of regret
     conclusions: tuple[str, ...]
     samples: Samples = field(default_factory=dict)
     created: str = ""
@@ -220,11 +224,13 @@ class BenchResult:
         return self.environment.get("gpu") if on_gpu(self.environment) else None
 
     def ranking_rows(self) -> list[BenchRow]:
-        """Return one row per cell by the ranking measurement, including cells without samples."""
+        """Return the row of each cell for the ranking measurement. Cells without samples are
+        included.
+        """
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
     def figures(self) -> list[BenchRow]:
-        """Return the ranking rows that have a figure. `n of m figures` counts these."""
+        """Return the ranking rows that have a median. `n of m figures` counts these rows."""
         return [row for row in self.ranking_rows() if row.median_ns is not None]
 
     def is_wide(self, row: BenchRow) -> bool:
@@ -232,12 +238,14 @@ class BenchResult:
         return row.is_wide(self.precision)
 
     def other_doubts(self, row: BenchRow) -> tuple[str, ...]:
-        """Return the row's doubts except that of a wide interval, which every short run has."""
+        """Return the doubts about a row, without the doubt that its interval is wide, which applies
+        to every short run.
+        """
         return row.doubts[:-1] if self.is_wide(row) else row.doubts
 
 
 def check_convention(name: str) -> None:
-    """Raise UsageError for an unknown way to count FLOPs."""
+    """Raise UsageError if the convention for counting FLOPs is unknown."""
     if name not in CONVENTIONS:
         raise UsageError(f"no convention {name!r}; known are {', '.join(CONVENTIONS)}")
 
@@ -253,9 +261,9 @@ def evaluate_bench(
     backends: Sequence[str] | None = None,
     rank_by: Sequence[str] | None = None,
 ) -> BenchResult:
-    """Evaluate a stored run (None: the latest). With None, `precision` and `rank_by` are those of
-    the run. Raise NotFoundError for a missing config or backend, UsageError for an unknown
-    convention.
+    """Evaluate a stored run, or the latest run if `run` is None. If `precision` or `rank_by` is
+    None, use the value that the run was made with. Raise NotFoundError for a missing config or
+    backend, and UsageError for an unknown convention.
     """
     stored = _timed_run(store, run)
     name = stored.run
@@ -302,7 +310,9 @@ def evaluate_bench(
 
 
 def _timed_run(store: Store, ref: str | None) -> RunRow:
-    """Return the run of a reference (None: the latest). Raise NotFoundError if it has no cells."""
+    """Return the run that a reference names, or the latest run if it is None. Raise NotFoundError
+    if the run has no cells.
+    """
     name = store.find_run(Selection(ref), *TIMED)
     stored = next(row for row in store.runs() if row.run == name)
     if not stored.cells:
@@ -331,7 +341,9 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
 
 
 def _losses(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> list[Loss]:
-    """Return the loss of `auto` on one config. Empty if it was not timed, or was the only backend."""
+    """Return the loss of `auto` on one config. Return an empty list if `auto` was not timed or if
+    no other backend was timed.
+    """
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
     if chosen is None or not others:
@@ -361,7 +373,7 @@ def _best(rows: Sequence[BenchRow]) -> BenchRow:
 
 
 def selecting(row: BenchRow) -> str:
-    """Return Python code that computes a config with the row's backend."""
+    """Return Python code that computes the row's config with its backend."""
     config = parse_config(row.config)
     if row.backend == CHOSEN:
         return call_code(config, config)
@@ -378,8 +390,8 @@ WITHIN = f"{stats.THRESHOLD:.0%}"
 
 
 def why_open(left: BenchRow, right: BenchRow) -> str:
-    """Return why the verdict on two rows is `unknown`. With enough samples the reason is their
-    overlap.
+    """Return why the verdict on two rows is `unknown`. The reason is either that there are too few
+    samples, or that the samples overlap.
     """
     few = min(left.samples, right.samples) < stats.MIN_SAMPLES
     if few:
@@ -396,8 +408,9 @@ def conclude(
     ran: Ran,
     baseline: Baseline | None = None,
 ) -> list[str]:
-    """Return sentences that follow from the rows of the ranking measurement. `losses` are sorted in
-    descending order. `baseline` is the base of speed-ups, if one was named.
+    """Return the sentences that follow from the rows of the ranking measurement. `losses` must be
+    in descending order. `baseline` is the config or backend that speed-ups refer to, if the user
+    named one.
     """
     ranked = [row for row in figures if row.ranked]
     sentences = []
@@ -452,7 +465,9 @@ def _fastest(winner: Winner) -> str:
 
 
 def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[str]:
-    """Report configs on which the plain reference is, or seems, faster than `auto`."""
+    """Return a sentence for each config on which the plain reference implementation is faster than
+    `auto`, or seems to be.
+    """
     by_cell = {(row.config, row.backend): row for row in ranked}
     sentences = []
     for row in ranked:
@@ -475,8 +490,9 @@ def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[st
 def _against_backend(
     ranked: Sequence[BenchRow], baseline: str, samples_of: SamplesOf, ran: Ran
 ) -> list[str]:
-    """Return one sentence per backend: on how many configs it is faster or slower than the
-    baseline. Rows on which both ran the same backend have no verdict: it was measured twice.
+    """Return one sentence per backend, which says on how many configs it is faster or slower than
+    the baseline. If the backend and the baseline ran the same backend on a config, there is no
+    verdict, because one backend was measured twice.
     """
     plain = {row.config: row for row in ranked if row.backend == baseline}
     sentences = []
@@ -502,8 +518,8 @@ def _against_backend(
 
 
 def _without_speedup(ranked: Sequence[BenchRow], baseline: Baseline | None) -> list[str]:
-    """Report how many figures lack a speed-up because the baseline has no figure. Empty without a
-    named baseline.
+    """Return a sentence that says how many figures have no speed-up because the baseline has no
+    figure. Return an empty list if the user named no baseline.
     """
     lost = [row for row in ranked if row.speedup is None]
     if baseline is None or not lost:
@@ -524,7 +540,9 @@ _WORDS: dict[str, str] = {
 
 
 def _furthest(rows: Sequence[BenchRow], verdict: str) -> str:
-    """Name the config on which a backend differs most from the baseline. Empty if it does not."""
+    """Return a text that names the config on which a backend differs most from the baseline. Return
+    an empty text if the verdict is not `faster` or `slower`.
+    """
     if verdict not in ("faster", "slower"):
         return ""
     row = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
@@ -552,7 +570,7 @@ def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
             f"config(s): {reasons}{most}"
         )
     if not real and not unproven:
-        # the medians of one backend that was measured twice may differ
+        # if one backend was measured twice, the two medians may differ
         apart = any(loss.same_backend and loss.verdict != "same" for loss in losses)
         alike = "took the fastest backend, or is as fast," if apart else _AS_FAST
         sentences.append(f"auto {alike} on all {count} config(s)")

@@ -1,5 +1,5 @@
-"""The rows of a bench, and doubts about a measurement: changed clocks, throttling, samples that
-disagree, a figure above the device's limits.
+"""The rows of a bench, and the doubts about a measurement. A measurement is doubtful if the clocks
+changed or were throttled, if the samples disagree, or if a rate is above the limits of the device.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from profharness.rows import (
 from profharness.store import Store
 
 CLOCK_MOVED = 0.05
-BUSY = 0.1  # share of the time in which the worker waited for a CPU
-UNKNOWN = 1.0  # half width of an interval over its median, from which the median is meaningless
+# from this share of time in which the worker waited for a CPU, the machine is reported as busy
+BUSY = 0.1
+# from this ratio of an interval's half width to the median, the median is meaningless
+UNKNOWN = 1.0
 UNSTEADY = (
     "machine too busy for this figure: half its 95 % interval is wider than the median; measure "
     "again when nothing else runs"
 )
 FEW_SAMPLES = 5
 SHOWN_NAMES = 8
-# Bits of NVML's clocks event reasons (nvml.h, nvmlClocksEventReason*) that reduce a clock.
+# The bits of NVML's clocks event reasons that say that a clock was reduced (nvml.h,
+# nvmlClocksEventReason*).
 THROTTLES = {
     0x4: "the power limit (software power cap)",
     0x8: "a hardware slowdown",
@@ -49,12 +52,12 @@ THROTTLES = {
 
 
 class Rates(NamedTuple):
-    """The rates of a call, its work, and the limits."""
+    """The rates of a call, the work that they are computed from, and the limits of the device."""
 
     flops_per_s: float | None
     bytes_per_s: float | None
     efficiency: float | None
-    against: str | None  # the peak that binds
+    against: str | None  # the peak that limits the call
     flops: int
     moved_bytes: int
     peaks: Peaks | None
@@ -69,8 +72,8 @@ def doubts(
     rates: Rates,
     precision: float,
 ) -> tuple[str, ...]:
-    """Return one sentence per doubt, the most serious first. `precision` is the relative half width
-    from which an interval is wide.
+    """Return one sentence for each doubt about a measurement, the most serious doubt first. An
+    interval is wide if its half width is more than `precision` times the median.
     """
     texts = [*rates_above_ceiling(measurement, rates), *clock_doubts(cell.clocks)]
     texts += host_doubts(cell, measurement)
@@ -87,7 +90,9 @@ def doubts(
 
 
 def rates_above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
-    """Report rates above the device's limits, with an explanation."""
+    """Return a sentence for each rate that is above the limit of the device. The sentence contains
+    an explanation.
+    """
     peaks, texts = rates.peaks, []
     if peaks is None:
         return ()
@@ -108,7 +113,9 @@ def rates_above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
 
 
 def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
-    """Explain a rate above the memory's: data in the L2 is not read from memory."""
+    """Explain why a rate can be above that of the memory, which is that data in the L2 cache is not
+    read from memory.
+    """
     moved, l2_bytes = rates.moved_bytes, rates.peaks.l2_bytes if rates.peaks else None
     size = f"the working set of {moved / MB:,.1f} MB"
     if l2_bytes is None:
@@ -125,7 +132,7 @@ def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
 
 
 def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the doubts that follow from a cell's clocks and throttle reasons."""
+    """Return the doubts that follow from the clocks of a cell and from its reasons for throttling."""
     texts = []
     low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
     if low and high and (high - low) / high > CLOCK_MOVED:
@@ -138,7 +145,9 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
-    """Return doubts about a measurement that includes host time: parallel lanes and a busy CPU."""
+    """Return the doubts about a measurement that includes host time: lanes that ran in parallel,
+    and a busy CPU.
+    """
     if measurement not in HOSTED:
         return ()
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
@@ -148,15 +157,16 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
 
 
 def half_width(low: float, high: float, median: float) -> float:
-    """Return half an interval over its median."""
+    """Return the ratio of an interval's half width to the median."""
     return (high - low) / 2 / max(median, 1.0)  # samples are whole nanoseconds
 
 
 CHOSEN = "auto"
-# (config, backend) -> measurement -> ns per call
+# By (config, backend) and measurement: the nanoseconds per call of each sample.
 Samples = dict[tuple[str, str], dict[str, tuple[int, ...]]]
 Baseline = Config | str  # a config, or the name of a backend
-REFERENCES = ("naive", "math")  # without a baseline, speed-ups use the first of these
+# if no baseline is given, speed-ups refer to the first of these that was measured
+REFERENCES = ("naive", "math")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +188,20 @@ class BenchRow:
     min_ns: float | None = None
     flops_per_s: float | None = None
     bytes_per_s: float | None = None
-    efficiency: float | None = None  # share of the peak in `against`
+    efficiency: float | None = None  # share of the peak that `against` names
     against: str | None = None
-    speedup: float | None = None  # median of `baseline` over this median
+    speedup: float | None = None  # the median of `baseline` divided by this median
     baseline: str | None = None
-    regret: float | None = None  # median over that of the fastest correct backend, minus 1
+    # this median divided by the median of the fastest correct backend, minus 1
+    regret: float | None = None
     verified: bool | None = None  # None if nothing was verified
     doubts: tuple[str, ...] = ()
-    # Median of the host's own time per eager call, only on the row of `eager`.
+    # Median of the host's own time per eager call. Only the row of `eager` has this value.
     host_ns: float | None = None
     p90_ns: float | None = None
     p99_ns: float | None = None
-    queries_per_s: float | None = None  # query rows of all heads
-    sequences_per_s: float | None = None  # sequences of the batch
+    queries_per_s: float | None = None  # query rows per second, counted over all heads
+    sequences_per_s: float | None = None  # sequences per second, counted over the batch
     peak_memory_bytes: int | None = None
     processes: int | None = None
     between_turns_ns: float | None = None  # half width of the interval from turns alone
@@ -198,17 +209,21 @@ class BenchRow:
 
     @property
     def ranked(self) -> bool:
-        """Whether it can be compared with others: it ran, and no check found it wrong."""
+        """Whether the row can be compared with others: the cell ran, and no check found its output
+        wrong.
+        """
         return self.status == "ok" and self.verified is not False and self.median_ns is not None
 
     def is_wide(self, precision: float) -> bool:
-        """Return whether the last doubt is that the interval is wide."""
+        """Return whether the interval is wider than `precision` allows. If so, this is the last of
+        the doubts.
+        """
         half = self.half
         return self.samples >= FEW_SAMPLES and half is not None and precision < half <= UNKNOWN
 
     @property
     def half(self) -> float | None:
-        """Half the interval over the median."""
+        """The ratio of the interval's half width to the median."""
         if self.low_ns is None or self.high_ns is None or self.median_ns is None:
             return None
         return half_width(self.low_ns, self.high_ns, self.median_ns)
@@ -223,7 +238,7 @@ def bench_rows(
     precision: float,
     baseline: Baseline | None,
 ) -> list[BenchRow]:
-    """Return the rows of a run's cells in order. Speed-ups as in `with_speedup`."""
+    """Return the rows of the cells of a run, in order. `with_speedup` describes the speed-ups."""
     peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
     right = store.verdicts(run)
     rows = []
@@ -268,7 +283,7 @@ def bench_rows(
 
 
 def host_ns(cell: CellRow) -> float | None:
-    """Return the median of the host's own time of an eager call, or None if it was not measured."""
+    """Return the median of the host's own time per eager call, or None if it was not measured."""
     values = cell.samples.get(HOST)
     return stats.summarize(values).median if values else None
 
@@ -280,8 +295,9 @@ def run_cells(
     backends: Sequence[str] | None = None,
     baseline: Baseline | None = None,
 ) -> list[CellRow]:
-    """Return the cells of a run on the selected configs and backends, and of the baseline. The
-    first of several equal cells counts. Raise NotFoundError for anything that the run lacks.
+    """Return the cells of a run on the selected configs and backends, and those of the baseline. If
+    there are several equal cells, return the first. Raise NotFoundError if the run has no cell of a
+    config or backend.
     """
     cells: dict[tuple[str, str], CellRow] = {}
     for cell in with_predictions(store, store.cells(run)):
@@ -314,8 +330,9 @@ def run_cells(
 
 
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
-    """Return the cells' samples. `kernel` is the time of all kernels of a profiled call. In a run
-    of an older version, only the torch traces contain it for the first process.
+    """Return the samples of the cells. The measurement `kernel` is the time of all kernels of a
+    profiled call. If the run was made with an older version, its samples of the first process are
+    taken from the torch traces.
     """
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
@@ -342,7 +359,9 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
 def rates_of(
     config: Config, median_ns: float, peaks: Peaks | None, convention: str, *, tf32: bool = False
 ) -> Rates:
-    """Return the rates of a call, and their share of the peak that would take longer on its own."""
+    """Return the rates of a call. Its efficiency is relative to the peak that limits the call,
+    which is the one that would take longer on its own.
+    """
     work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
     seconds = median_ns / 1e9
     if seconds <= 0:
@@ -361,8 +380,9 @@ def rates_of(
 
 
 def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> list[BenchRow]:
-    """Return the rows with speed-ups: against a backend on the same config, against a config on
-    `auto` or the row's backend, else against `naive` or `math`.
+    """Return the rows with their speed-ups. If `baseline` is a backend, they are relative to this
+    backend on the same config. If it is a config, they are relative to this config on `auto`, or on
+    the row's own backend. Otherwise they are relative to `naive` or `math` on the same config.
     """
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked
@@ -384,7 +404,9 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
 
 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return the rows with their cost relative to the fastest correct backend of the config."""
+    """Return the rows with their regret, which is the cost relative to the fastest correct backend
+    on the same config.
+    """
     fastest: dict[tuple[str, str | None], float] = {}
     for row in rows:
         if row.ranked and row.median_ns:

@@ -1,4 +1,4 @@
-"""Verdicts on two compared sides, and the differences of their environments."""
+"""The verdicts of a comparison of two sides, and the differences between their environments."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ RESOLUTION_NS = 64  # two ticks of the 32 ns clock of device timestamps
 
 @dataclass(frozen=True, slots=True)
 class EnvChange:
-    """A key of the environments that differs."""
+    """A key whose values differ between two environments."""
 
     key: str
     baseline: Any
     candidate: Any
-    explains: str | None  # what such a change can cause; None: nothing
+    explains: str | None  # what such a change can cause; None if it explains nothing
 
 
-# What a change of a key can cause, in order of weight. The sentences describe PyTorch's dispatch on
-# CUDA: its order of backends and the checks of their constraints.
+# What a change of a key can cause, the most important keys first. The sentences describe how
+# PyTorch dispatches on CUDA: the order of the backends and the checks of their constraints.
 _EXPLAINS = {
     "device_type": "another kind of device runs other kernels; times do not compare",
     "gpu|capability|num_sms": "the GPU decides which backends are allowed, whether cuDNN comes first,"
@@ -61,9 +61,9 @@ _EXPLAINS = {
 }
 EXPLAINS = tuple((re.compile(pattern), sentence) for pattern, sentence in _EXPLAINS.items())
 
-# Keys of the trace file, not of the machine.
+# Keys that describe the trace file instead of the machine.
 OF_A_FILE = frozenset({"schemaVersion", "trace_id", "traceName", "displayTimeUnit"})
-# Which of several equal GPUs it was. GPUs of two models differ in more keys than these.
+# Keys that say which of several equal GPUs was used. Different GPU models differ in other keys too.
 OF_ONE_GPU = frozenset({"gpu_key", "env.CUDA_VISIBLE_DEVICES"})
 UNIMPORTANT = re.compile(
     r"^(created|run|note|path|time(stamp)?|profharness|python|platform|host\w*)$"
@@ -73,10 +73,12 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Return every key other than OF_A_FILE and OF_ONE_GPU whose value differs, with nested dicts
-    flattened to dotted keys. A key that a side lacks is no difference, except in a section that
-    both have, such as `env`: there it is None. Keys that can explain other kernels or times come
-    first.
+    """Return every key whose value differs between two environments. Keys that can explain other
+    kernels or times come first.
+
+    Nested dicts are flattened to dotted keys. The keys in OF_A_FILE and OF_ONE_GPU are ignored. A
+    key that one side does not have is ignored too, unless it is in a section that both sides have,
+    such as `env`. There, the missing value is None.
     """
     both = base_env.keys() & cand_env.keys()
     base, cand = ({key: env[key] for key in both} for env in (base_env, cand_env))
@@ -90,8 +92,8 @@ def environment_changes(
 
 
 def _weight(key: str) -> tuple[int, str | None]:
-    """Return the position of a key in the order of weight, and what a change of it can cause, if
-    known.
+    """Return the position of a key in the order of importance, and what a change of the key can
+    cause, or None if that is unknown.
     """
     for weight, (pattern, sentence) in enumerate(EXPLAINS):
         if pattern.fullmatch(key):
@@ -100,8 +102,8 @@ def _weight(key: str) -> tuple[int, str | None]:
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to dotted keys. Tuples become lists, so that a stored and a fresh
-    environment are equal.
+    """Flatten nested dicts to dotted keys. Tuples become lists, so that a stored environment equals
+    one that was just read.
     """
     flat: dict[str, Any] = {}
     for key, value in environment.items():

@@ -1,4 +1,4 @@
-"""Hardware counters of one kernel as figures, from the presets of `--metrics`."""
+"""The hardware counters of one kernel, which the presets of `--metrics` collect."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Value = float | None
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """ncu's counters of a kernel launch. None if a counter was not collected. Pipes and throughputs
-    are shares of the peak, 0 to 1.
+    """The values of ncu's counters for a kernel launch. None means that a counter was not
+    collected. Pipes and throughputs are shares of the peak, from 0 to 1.
     """
 
     tensor_pipe: Annotated[Value, column("tensor%", "percent", meaning="share of cycles")] = None
@@ -57,7 +57,7 @@ class Counters:
         None
     )
     issue_active: Annotated[Value, column("issue%", "percent", meaning="share of cycles")] = None
-    # Shares of the time of all resident warps, in descending order.
+    # The share of each state in the time of all resident warps, in descending order.
     warp_states: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -66,13 +66,13 @@ class Counters:
     ) -> Annotated[
         str | None, column("most stalled by", meaning="what most resident warps wait for")
     ]:
-        """The state of most resident warps that do not issue, with its share."""
+        """The most frequent state of resident warps that do not issue, with its share."""
         state = next((name for name in self.warp_states if name != "selected"), None)
         return state and f"{state} {self.warp_states[state]:.0%}"
 
 
 def read_counters(metrics: Metrics) -> Counters:
-    """Return the figures of a kernel's metrics, which have ncu's names."""
+    """Return the counters of a kernel. The keys of `metrics` are ncu's names."""
     tensor = _share(metrics, TENSOR_PIPE_OF_ADA)
     return Counters(
         tensor_pipe=_share(metrics, TENSOR_PIPE) if tensor is None else tensor,
@@ -109,7 +109,9 @@ def _ratio(metrics: Metrics, part: str, whole: str) -> float | None:
 
 
 def _of_requests(metrics: Metrics, name: str, requests: str) -> float | None:
-    """Return sectors per request. None if the kernel made no such request, for which ncu reports 0."""
+    """Return the number of sectors per request. Return None if the kernel made no such request,
+    because ncu then reports 0.
+    """
     return metric(metrics, name) if metric(metrics, requests) else None
 
 

@@ -1,4 +1,6 @@
-"""Gates on the map of a program's attention: `--fail-on`, and `--expect flash@'model.layers.*'`."""
+"""Gates that check the map of a program's attention: `--fail-on`, and `--expect
+flash@'model.layers.*'`.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ from profharness.program.layer_map import (
     any_length,
 )
 
-THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls that go through PyTorch's choice
+THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One of the backends must compute every call of the modules that match a glob."""
+    """The requirement that one of the backends computes every call of the modules that match a glob
+    pattern.
+    """
 
     text: str  # as the user wrote it
     backends: tuple[str, ...]
@@ -32,7 +36,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """The requested gates. False if there are none."""
+    """The gates that the user requested. The object is false if there are none."""
 
     fail_on: tuple[str, ...] = ()
     expected: tuple[Expectation, ...] = ()
@@ -63,15 +67,15 @@ def _expectation(text: str) -> Expectation:
 
 
 def require_recorded(layers: LayerMap, gates: Gates) -> None:
-    """Raise UsageError for a gate on something that the run does not record."""
+    """Raise UsageError if a gate needs something that the run does not record."""
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
             raise UsageError(f"--fail-on {name}: run {layers.run} does not tell it, {why}")
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
-    """Raise GateError that lists all failures, and what the run does not record. A gate on what ran
-    also fails if that is unknown for every call.
+    """Raise GateError if a gate fails. The error lists all failures, and what the run does not
+    record. A gate that checks what ran also fails if this is unknown for every call.
     """
     lines: list[str] = []
     blind = OF_WHAT_RAN if all(row.ran is None for row in layers.rows) else ()
@@ -89,18 +93,22 @@ def check_gates(layers: LayerMap, gates: Gates) -> None:
 
 
 def _why_missing(gate: str, layers: LayerMap) -> str | None:
-    """Return why a run records nothing for a gate. None if it does for some call."""
+    """Return why a run records nothing that a gate can check. Return None if the run records it for
+    at least one call.
+    """
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
         return "which a recorded step alone shows, and none was recorded"
     has_answer = _HAS_ANSWER.get(gate)
-    # of an observed program, each call without the information is listed
+    # for an observed program, each call that lacks the information is listed instead
     if has_answer is None or layers.processes or any(map(has_answer, layers.rows)):
         return None
     return "a trace alone cannot; run the program with `profharness observe`"
 
 
 def _missing(gate: str, layers: LayerMap) -> Iterator[str]:
-    """Yield the calls of an observed program that lack the information for a gate."""
+    """Yield a line for each call of an observed program that lacks the information that a gate
+    needs.
+    """
     for row in layers.rows:
         seen = row.calls is None or row.site is not None
         because = f" ({row.reasons[0]})" if row.calls is None and row.reasons else ""
@@ -132,8 +140,8 @@ def _parts(row: LayerRow) -> set[str]:
 
 
 def _matches(row: LayerRow, glob: str) -> bool:
-    """Return whether the full name of one of its modules matches, or the innermost part of it. Only
-    `*` matches a call without a module.
+    """Return whether a glob pattern matches the full name of one of the row's modules, or the last
+    part of such a name. A call without a module is matched by `*` only.
     """
     names = [part for name in row.names for part in (name, name.rpartition(".")[2])]
     return any(fnmatchcase(name, glob) for name in names or [""])
@@ -146,7 +154,9 @@ def _place(row: LayerRow) -> str:
 
 
 def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Report math, unless it was the only requested backend."""
+    """Yield the calls that ran as math, unless math was the only backend that the program
+    requested.
+    """
     for row in rows:
         if "math" in _parts(row) and row.asked != "math":
             reasons = "; ".join(row.reasons)
@@ -154,7 +164,9 @@ def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _eager(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Report attention in plain products, which includes flex_attention without torch.compile."""
+    """Yield the calls whose attention is computed by separate products, which includes
+    flex_attention without torch.compile.
+    """
     unfused = "flex", "eager"
     return (_place(row) for row in rows if row.kind == "eager" or (row.kind, row.mode) == unfused)
 
@@ -164,7 +176,9 @@ def _noop(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Report calls that ran on a backend that was not allowed, or not on PyTorch's choice."""
+    """Yield the calls that ran on a backend that the program did not allow, or that PyTorch did not
+    choose.
+    """
     for row in rows:
         if not row.ran or not row.asked:
             continue
@@ -175,8 +189,8 @@ def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
 
 
 def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Report modules whose equal calls ran on several backends. Without modules, all equal calls
-    count as one.
+    """Yield the modules whose equal calls ran on different backends. Calls without a module are
+    compared with all other such calls.
     """
     alike: dict[object, list[tuple[str, LayerRow]]] = defaultdict(list)
     for row in rows:
@@ -188,7 +202,7 @@ def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
                 )
     changes: dict[str, None] = {}
     for group in alike.values():
-        # the order of a set differs from run to run
+        # the iteration order of a set differs from run to run
         ran = sorted({str(row.ran) for _, row in group})
         if len(ran) > 1:
             name, row = group[0]
@@ -209,7 +223,7 @@ GATES: dict[str, Callable[[Sequence[LayerRow]], Iterator[str]]] = {
     "unseen": _unseen,
 }
 OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
-# The values that a gate needs of some row, if a trace alone does not record them.
+# The values that a gate needs from at least one row, if a trace alone does not record them.
 _HAS_ANSWER: dict[str, Callable[[LayerRow], bool]] = {
     "noop-mask": lambda row: row.mask is not None,
     "asked-not-ran": lambda row: row.asked is not None,

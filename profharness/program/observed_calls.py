@@ -1,5 +1,7 @@
-"""Match the observer's templates with the attention calls of traces: which calls belong to a
-template, which are in no trace, and how often each was made.
+"""Match the templates that the observer recorded with the attention calls in traces.
+
+A template describes calls that are equal except for their lengths. The matching determines which
+calls belong to a template, which calls are in no trace, and how often each call was made.
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ from dataclasses import replace
 from profharness.attention.config import Config, parse_config
 from profharness.rows import UNTRACED, CallRow, CallSignature
 
-Lengths = tuple[int | None, ...]  # batch, queries, keys; keys are None in decoding
-MOST_POINTS = 16  # largest number of configs that represent the calls of one row
-KindLengths = tuple[int, Lengths | None]  # a kind, and lengths; None for a call in no trace
+# the batch size and the numbers of queries and keys; the number of keys is None in decoding
+Lengths = tuple[int | None, ...]
+MOST_POINTS = 16  # maximum number of configs that represent the calls of one row
+# the number of a kind, and its lengths, which are None for a call that is in no trace
+KindLengths = tuple[int, Lengths | None]
 
 
 class ObservedCalls:
-    """The observed calls of a run. Equal templates of several processes are one kind, with the
-    number of the first template. `traced` are the calls of the run's traces.
+    """The observed calls of a run. Equal templates of several processes form one kind of call,
+    whose number is that of the first template. `traced` are the calls in the traces of the run.
     """
 
     def __init__(self, templates: Iterable[CallSignature], traced: Sequence[CallRow]) -> None:
-        self._kinds: dict[int, CallSignature] = {}  # by the number of each template
+        self._kinds: dict[int, CallSignature] = {}  # kinds by the number of each of their templates
         alike: dict[str, list[CallSignature]] = {}
         self.processes = 0
         pids = set()
@@ -45,12 +49,13 @@ class ObservedCalls:
         return bool(self._kinds)
 
     def kind(self, call: CallRow) -> CallSignature | None:
-        """Return the kind of a call. None if nothing was observed of it."""
+        """Return the kind of a call, or None if the observer recorded nothing about the call."""
         return None if call.template is None else self._kinds[call.template]
 
     def common_field(self, call: CallRow, name: str) -> str | None:
-        """Return a field of a call's kind. A fused call in compiled code may belong to any kind
-        there, so return the value only if all those kinds share it.
+        """Return the value of a field of a call's kind. A fused call in compiled code may belong to
+        any kind of call in compiled code. For such a call, return the value only if all those kinds
+        have the same value.
         """
         kinds: Iterable[CallSignature | None] = [self.kind(call)]
         if call.compiled and call.template is None and call.kind == "inner":
@@ -59,11 +64,13 @@ class ObservedCalls:
         return values.pop() if len(values) == 1 else None
 
     def hidden(self) -> list[CallSignature]:
-        """Return calls in compiled code that cannot be matched with those in a trace."""
+        """Return the kinds of calls in compiled code, which cannot be matched with the calls in a
+        trace.
+        """
         return [kind for kind in self._distinct() if kind.compiled and self._compiled]
 
     def untraced(self) -> list[CallRow]:
-        """Return one call for each kind of which some calls are in no trace."""
+        """Return one call for each kind that has calls that are in no trace."""
         linked = {number for number, _ in self._shown}
         return [
             _as_call(kind)
@@ -73,13 +80,13 @@ class ObservedCalls:
         ]
 
     def lengths(self, group: Iterable[CallRow]) -> list[int]:
-        """Return the numbers of keys of calls that are in no trace."""
+        """Return the numbers of keys of those calls in a group that are in no trace."""
         kinds = (self.kind(call) for call in group if call.trace == UNTRACED)
         return [key[2] for kind in kinds if kind for key in self._untraced_lengths(kind) if key]
 
     def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
-        """Return the configs of a row's calls that are in no trace, with the number of calls that
-        each represents.
+        """Return the configs of those calls in a group that are in no trace. Each config comes with
+        the number of calls that it represents.
         """
         made = Counter[Config]()
         for call in group:
@@ -92,8 +99,9 @@ class ObservedCalls:
         return tuple((config.label, calls) for config, calls in _representatives(made))
 
     def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
-        """Return how often the whole program made the calls of each group. None if unknown, as for
-        CUDA graph replays, and for calls of one kind and lengths in several groups.
+        """Return how often the whole program made the calls of each group. Return None for a group
+        if the number is unknown, as for replays of a CUDA graph, and for calls that are in several
+        groups.
         """
         places = [{self._place(call) for call in group} for group in groups]
         groups_with = Counter(place for group in places for place in group)
@@ -115,11 +123,11 @@ class ObservedCalls:
         return kind.template, None if call.trace == UNTRACED else _key(kind, _lengths(call))
 
     def _counted(self, place: KindLengths) -> bool:
-        """Return whether the number of calls is known. It is not for compiled code."""
+        """Return whether the number of calls is known. The number is unknown for compiled code."""
         return not self._kinds[place[0]].compiled
 
     def _untraced_lengths(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
-        """Return the lengths, with counts, of calls that are in no trace."""
+        """Return the lengths of calls of a kind that are in no trace, with the number of calls."""
         return {
             key: count
             for key, count in kind.lengths
@@ -134,7 +142,9 @@ class ObservedCalls:
 
 
 def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
-    """Return the config with other lengths. Strides are not recorded for these."""
+    """Return the config with other lengths. The result has no strides if the lengths differ,
+    because strides are recorded only for the first call.
+    """
     own = (config.batch, config.seq_len_q, config.seq_len_kv)
     if lengths in ((), own) or config.kv_batch is not None:
         return config
@@ -144,7 +154,10 @@ def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
 
 
 def _representatives(made: Counter[Config]) -> list[tuple[Config, int]]:
-    """Return at most MOST_POINTS configs. The middle one represents calls of similar size."""
+    """Return at most MOST_POINTS configs, each with the number of calls that it represents. If
+    there are more configs, calls of similar size form a group, and the middle config of the group
+    represents them.
+    """
     ordered = sorted(made.items(), key=lambda item: (_size(item[0]), item[0].label))
     whole, before = made.total(), 0
     groups: dict[int, list[tuple[Config, int]]] = {}
@@ -170,7 +183,7 @@ def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
 
 
 def _lengths(call: CallRow) -> tuple[int, ...]:
-    """Return the lengths as the observer's recorder defines them."""
+    """Return the lengths of a call, as the observer defines them."""
     query, key = (dims or () for dims in call.dims[:2])
     if len(query) < 3 or len(key) < 3:
         return ()
@@ -178,7 +191,9 @@ def _lengths(call: CallRow) -> tuple[int, ...]:
 
 
 def _as_call(kind: CallSignature) -> CallRow:
-    """Return a call of the kind that is in no trace. Its config is that of the first call."""
+    """Return a call that represents the calls of a kind that are in no trace. Its config is that of
+    the first call.
+    """
     return CallRow(
         run="",
         trace=UNTRACED,
