@@ -1,4 +1,7 @@
-"""Parse profilers' files. `open_trace` selects the parser by a file's content and name."""
+"""Parse the files of profilers.
+
+`open_trace` selects the parser for a file by its name and its content.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ _PLAIN_SUFFIXES = {
 }  # fmt: skip
 SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
 STARTS: dict[bytes, str] = {
-    b"SQLite format 3\0": "nsys",  # other SQLite files are refused there
+    b"SQLite format 3\0": "nsys",  # the parser raises an error for any other SQLite file
     b"NVR\0": "ncu",
 }
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # PowerShell's `>` writes it
-MAX_LINE = 1 << 22  # characters in a line of ncu's output
-SNIFFED = 1 << 20  # bytes searched for ncu's header, which may follow the program's own output
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; `>` writes UTF-16 in PowerShell
+MAX_LINE = 1 << 22  # maximum length of a line in ncu's output, in characters
+# Number of bytes in which to search for ncu's header. It may follow the output of the profiled program.
+SNIFFED = 1 << 20
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 EXPECTED = (
     "a Kineto trace (.json), an Nsight Systems export or report (.sqlite, .nsys-rep), "
@@ -37,16 +41,20 @@ EXPECTED = (
 
 
 def load_parser(name: str) -> Callable[[Path], Trace]:
-    """Import and return the parser registered as `name`. Raise KeyError for any other name."""
+    """Import and return the parser that is registered as `name`.
+
+    Raise KeyError if no parser has that name.
+    """
     module, attribute = PARSERS[name].split(":")
     parser: Callable[[Path], Trace] = getattr(importlib.import_module(module), attribute)
     return parser
 
 
 def sniff(path: Path) -> str | None:
-    """Return the name of the parser for a file, by suffix or else by first bytes, or None.
+    """Return the name of the parser for a file, or None if no parser can read the file.
 
-    Raise TraceFormatError if the file cannot be read.
+    The suffix of the file determines the parser. If the suffix is unknown, the first bytes determine
+    it. Raise TraceFormatError if the file cannot be read.
     """
     lower = path.name.lower()
     head = first_bytes(path, 64)
@@ -63,10 +71,11 @@ def sniff(path: Path) -> str | None:
 
 
 def is_trace(path: Path) -> bool:
-    """Return whether a file found in a folder is a trace. A CSV counts only if ncu wrote it.
+    """Return whether a file in a folder is a trace that should be read.
 
-    An nsys report does not count if its export is in the same folder. A gzip file does not count if
-    the unpacked file is.
+    A CSV is a trace only if ncu wrote it. A report of nsys does not count if the folder also contains
+    its export. A compressed file does not count if the folder also contains the unpacked file, except
+    for a `.json.gz`.
     """
     lower = path.name.lower()
     plain = path.with_name(path.name[:-3]) if lower.endswith(".gz") else path
@@ -80,10 +89,10 @@ def is_trace(path: Path) -> bool:
 
 
 def open_trace(path: Path) -> Trace:
-    """Parse a trace file, plain or gzip.
+    """Parse a trace file, which may be compressed with gzip.
 
-    Raise TraceFormatError, which names the file as given, if no parser matches or the parser
-    refuses the file.
+    Raise TraceFormatError if no parser can read the file. The message contains the path as it was
+    given.
     """
     name = sniff(path)
     if name is None:
@@ -95,16 +104,19 @@ def open_trace(path: Path) -> Trace:
 
 
 def is_ncu_csv(path: Path) -> bool:
-    """Return whether ncu's header line is in the first MiB of a file. Raise TraceFormatError."""
+    """Return whether the first MiB of a file contains the header line of ncu's CSV.
+
+    Raise TraceFormatError if the file cannot be read.
+    """
     lines = re.split(r"[\n\r]", decode_text(first_bytes(path, SNIFFED)))
     return any(map(NCU_HEADER.match, lines))
 
 
 def lines_of(source: str | Path, path: Path) -> Iterator[str]:
-    """Yield the lines of a text, or of a file in UTF-8 or UTF-16. Only line feeds end a line.
+    """Yield the lines of a text or of a file. Only a line feed ends a line.
 
-    Raise TraceFormatError, which names `path`, if the file cannot be read or a line exceeds
-    MAX_LINE.
+    The encoding of the file must be UTF-8 or UTF-16. Raise TraceFormatError if the file cannot be
+    read or a line is longer than MAX_LINE. The message contains `path`.
     """
     if isinstance(source, str):
         yield from (match[0] for match in re.finditer(r"[^\n]*\n|[^\n]+", source))
@@ -124,7 +136,10 @@ def lines_of(source: str | Path, path: Path) -> Iterator[str]:
 
 
 def decode_text(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark, with replacement characters for bad bytes."""
+    """Decode data in UTF-8, or in UTF-16 if it starts with a byte order mark.
+
+    Invalid bytes become replacement characters.
+    """
     if data.startswith(UTF_16):
         return data.decode("utf-16", errors="replace")
     return data.decode("utf-8-sig", errors="replace")

@@ -1,4 +1,8 @@
-"""int64 columns in an unlinked temporary file, with all strings interned."""
+"""Store rows as int64 columns in a temporary file.
+
+All strings are replaced by integer ids. The file is unlinked as soon as it is open, so it disappears
+when the process ends.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ MAX_KEY_BITS = 62
 
 
 class GpuRows(NamedTuple):
-    """Kernels, memcpys and memsets. `kernel` and `config` are ids, times are in ns."""
+    """Kernels, memcpys and memsets. `kernel` and `config` contain ids. Times are in ns."""
 
     start: Ints
     duration: Ints
@@ -39,7 +43,7 @@ class GpuRows(NamedTuple):
 
 
 class LaunchRows(NamedTuple):
-    """Runtime and driver calls. `api` and `thread` are ids."""
+    """Calls of the CUDA runtime and driver API. `api` and `thread` contain ids."""
 
     correlation: Ints
     api: Ints
@@ -48,7 +52,7 @@ class LaunchRows(NamedTuple):
 
 
 class OpRows(NamedTuple):
-    """ATen ops. `thread` and `name` are ids."""
+    """ATen ops. `thread` and `name` contain ids."""
 
     start: Ints
     end: Ints
@@ -57,8 +61,10 @@ class OpRows(NamedTuple):
 
 
 class EvaluationRows(NamedTuple):
-    """Ops in which autograd evaluates its nodes. `thread` is an id, `sequence` autograd's number
-    or -1.
+    """Ops in which autograd evaluates its nodes.
+
+    `thread` contains ids. `sequence` contains autograd's sequence numbers, or -1 if a number is
+    unknown.
     """
 
     start: Ints
@@ -68,7 +74,7 @@ class EvaluationRows(NamedTuple):
 
 
 class Ids(dict[Any, int]):
-    """Ids of values in order of first use. Looking up a new value assigns the next id."""
+    """Assigns ids to values in the order of first use. Looking up a new value assigns the next id."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)
@@ -81,9 +87,11 @@ class Ids(dict[Any, int]):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of rows in a spool file: `columns` columns of int64, one after the other.
+    """Describes a block of rows in a spool file.
 
-    `low` and `high` are the bounds of the correlation, or of the ops' start and end.
+    A block consists of `columns` int64 columns, one after the other. `low` and `high` are the
+    smallest and the largest correlation in the block. If the rows are ops, they are the earliest
+    start and the latest end.
     """
 
     offset: int
@@ -95,8 +103,10 @@ class Block:
 
 @dataclass(slots=True)
 class RangeColumns:
-    """Ranges in the order of the file. Times are in ns, `thread` is an index. `wide` is 1 for a
-    start/end range, which NVTX applies to the whole process.
+    """The ranges of a trace, in the order of the file.
+
+    Times are in ns. `thread` contains ids. `wide` is 1 for a start/end range of NVTX, which applies to
+    the whole process.
     """
 
     names: list[str] = field(default_factory=list)
@@ -115,28 +125,29 @@ class RangeColumns:
 
 @dataclass(slots=True)
 class Arrows:
-    """Ends of arrows between two moments, in blocks of the columns key, begins, thread and t.
+    """The starts and ends of arrows. An arrow connects two points in time.
 
-    `begins` is 1 at the start of an arrow and 0 at its end. A key that is no number from 0 on is
-    replaced by -1 minus its index in `odd`.
+    Each block has the columns key, begins, thread and t. The start and the end of an arrow have the
+    same key. `begins` is 1 for a start and 0 for an end. If a key is not an integer from 0 to
+    2**62 - 1, it is replaced by -1 minus its id in `odd`.
     """
 
     blocks: list[Ints] = field(default_factory=list)
     odd: Ids = field(default_factory=Ids)
 
     def keys(self, values: list[int | str]) -> Ints:
-        """Return the keys as numbers."""
+        """Return a number for each key."""
         numbers = (key if whole(key) is not None else -1 - self.odd[key] for key in values)
         return np.fromiter(numbers, np.int64, len(values))
 
     def columns(self) -> Ints:
-        """Return all blocks as an array of four rows."""
+        """Return the columns of all blocks as an array that has four rows."""
         return np.concatenate([np.empty((4, 0), np.int64), *self.blocks], axis=1)
 
 
 @dataclass(slots=True)
 class Tables:
-    """The result of a scan: interned strings, row blocks, ranges and counts."""
+    """The result of a scan: the ids of strings, the blocks of rows, the ranges and the counts."""
 
     threads: Ids = field(default_factory=Ids)
     kernels: Ids = field(default_factory=Ids)
@@ -153,11 +164,11 @@ class Tables:
     arrows: Arrows = field(default_factory=Arrows)
     events: int = 0
     skipped: int = 0
-    negative: int = 0  # events skipped for their negative duration
+    negative: int = 0  # number of events that were skipped because their duration is negative
 
 
 class Spool:
-    """Rows in an unlinked temporary file."""
+    """A temporary file that contains blocks of rows."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -165,15 +176,15 @@ class Spool:
 
     @classmethod
     def temporary(cls, stack: ExitStack) -> Spool:
-        """Return a new empty file that lives until the stack is closed."""
+        """Create an empty file. It exists until the stack is closed."""
         with without_room():
             file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
         return cls(cast(BinaryIO, stack.enter_context(file)))
 
     def write(self, columns: Iterable[Ints]) -> int:
-        """Append columns of equal length and return their offset.
+        """Append columns of equal length to the file, and return their offset.
 
-        Raise ProfharnessError if the disk is full.
+        Raise ProfharnessError if the file cannot be written, for example because the disk is full.
         """
         offset = self.size
         with without_room():
@@ -191,7 +202,10 @@ class Spool:
 
 
 def distinct(values: Ints) -> list[int]:
-    """Return the distinct values of a sorted array. np.unique would import numpy.ma, at 10 ms."""
+    """Return the distinct values of an array, in ascending order.
+
+    np.unique is not used, because it would import numpy.ma, which takes 10 ms.
+    """
     ordered = np.sort(values)
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
@@ -206,7 +220,10 @@ def hashed(columns: Sequence[Ints]) -> Ints:
 
 
 def pack(columns: Sequence[Ints]) -> Ints:
-    """Return a key per row of columns with values >= -1. Keys compare as the rows do."""
+    """Return an int64 key for each row of the columns.
+
+    The keys have the same order as the rows. All values in the columns must be at least -1.
+    """
     key = np.zeros(len(columns[0]), np.int64)
     used = 0
     for column in columns:

@@ -1,6 +1,6 @@
-"""The compiled parts of the parsers, which are None if they were not built at installation."""
+"""Import the compiled parts of the parsers. They are None if they were not built at installation."""
 
-FORM = 3  # version of the arguments and results, as in scanner.c
+FORM = 3  # version of the arguments and results; it must be the same as in scanner.c
 try:
     from profharness.traces._scanner import FORM as COMPILED
     from profharness.traces._scanner import Scanner, parents
@@ -14,5 +14,5 @@ __all__ = ["Scanner", "is_compiled", "parents"]
 
 
 def is_compiled() -> bool:
-    """Return whether the scanner was compiled from this source at installation."""
+    """Return whether the compiled scanner is available and matches this source."""
     return Scanner is not None

@@ -1,4 +1,4 @@
-"""Demangle names in bounded time and memory, whatever their demangled text would be."""
+"""Demangle names in bounded time and memory, even if the demangled text would be huge."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from collections.abc import Iterable, Mapping
 from profharness.processes import start_python
 from profharness.traces.kernel_names import canonical
 
-# Possible length up to which a name is demangled in this process, see `_expands`
+# A name is demangled in this process if its demangled text cannot be longer than this. `_expands`
+# estimates the length.
 SAFE_CHARACTERS = 1 << 22
-CHILD_SECONDS = 20.0  # for all names, if single limits fail
-NAME_SECONDS = 0.2  # processor time per name
+CHILD_SECONDS = 20.0  # maximum time for a child, in case that the limit for a single name fails
+NAME_SECONDS = 0.2  # maximum processor time for a name
 CHILD_BYTES = 512 * 1024 * 1024
-MAX_DEMANGLED = 65536  # characters; a name that would become longer stays mangled
+MAX_DEMANGLED = 65536  # maximum length of a demangled name; longer names stay mangled
 MAX_CHILDREN = 4
-MAX_THIRDS = 600  # more references change no decision
+MAX_THIRDS = (
+    600  # maximum number of references to count; more references do not change the decision
+)
 
 CHILD = "from profharness.traces.demangle import main; main()"
 
@@ -27,10 +30,11 @@ _REFERENCE = re.compile(r"S[0-9A-Z]*_|T[0-9]*_")
 
 
 def canonical_names(mangled: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Return canonical names by mangled name, and warnings.
+    """Return a dict that maps mangled names to canonical names, and warnings.
 
-    Names whose back references could multiply without bounds are demangled in a child process with
-    limits on time and memory. A name that exceeds the limits stays mangled and is counted.
+    If the back references in a name could make its demangled text huge, the name is demangled in a
+    child process that has limits on time and memory. A name that exceeds these limits stays mangled.
+    A warning counts such names.
     """
     names = {name: name if _expands(name) else canonical(name) for name in mangled}
     names.update(_demangle_apart([name for name in names if _expands(name)]))
@@ -44,10 +48,10 @@ def canonical_names(mangled: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _expands(name: str) -> bool:
-    """Return whether a name could demangle to more than a few MB.
+    """Return whether the demangled text of a name could be larger than a few MB.
 
-    Each reference repeats at most the text before it. k references multiply by at most 3 ** (k /
-    3).
+    A reference repeats at most the text before it. So k references multiply the length by at most
+    3 ** (k / 3).
     """
     if not name.startswith("_Z"):
         return False
@@ -56,7 +60,10 @@ def _expands(name: str) -> bool:
 
 
 def _demangle_apart(names: list[str]) -> Mapping[str, str]:
-    """Demangle names in child processes. A child that dies is followed by one that skips the name."""
+    """Demangle names in child processes.
+
+    If a child dies, the next child continues with the name after the one at which the child died.
+    """
     demangled: dict[str, str] = {}
     rest = [name for name in names if "\n" not in name]
     for _ in range(MAX_CHILDREN):
@@ -75,7 +82,7 @@ def _demangle_apart(names: list[str]) -> Mapping[str, str]:
 
 
 def main() -> None:
-    """Run the child: read names from stdin, and print one canonical name per line."""
+    """Run in the child process. Read names from stdin, and print one canonical name per line."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # the parent's limit still applies
         import resource
 

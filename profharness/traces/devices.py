@@ -1,4 +1,7 @@
-"""Numbers and GPUs as traces describe them. Impossible values are left out with a warning."""
+"""Check the numbers and the descriptions of GPUs in traces.
+
+Impossible values are left out. A warning reports them.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from typing import Any, cast
 from profharness.devices import Device
 
 MAX_NS = 1 << 61
-MAX_TEXT = 200  # characters in a text from a header
+MAX_TEXT = 200  # maximum number of characters of a text from a header
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
 LARGEST_OF_OTHERS = 1 << 24
 REPLACED = "\ufffd"  # the replacement character
-SHOWN = 40  # characters of a value in a message
+SHOWN = 40  # maximum number of characters of a value in a message
 
 
 def whole(value: object) -> int | None:
-    """Return a value if it is an integer from 0 to 2**62 - 1, else None."""
+    """Return the value if it is an integer from 0 to 2**62 - 1. Otherwise, return None."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
     return cast(int, value) if is_whole else None
 
@@ -25,9 +28,10 @@ def whole(value: object) -> int | None:
 def make_device(
     index: object, name: object, limits: Mapping[str, object]
 ) -> tuple[Device | None, list[str]]:
-    """Return a Device with the given fields, and warnings about impossible values.
+    """Return a Device with the given properties, and warnings about impossible values.
 
-    The Device is None if the index, the name or a core figure is missing. A missing value is None.
+    A property that is missing or impossible becomes None. If the index, the name or one of
+    CORE_FIELDS is missing or impossible, return None in place of the Device.
     """
     kept: dict[str, Any] = {field: _possible(field, value) for field, value in limits.items()}
     given = {**limits, "index": index, "name": name}
@@ -46,6 +50,6 @@ def make_device(
 
 
 def _possible(field: str, value: object) -> int | None:
-    """Return a value if a GPU may have it in that field, else None."""
+    """Return the value if a GPU can have that value in the field. Otherwise, return None."""
     number = whole(value)
     return None if number is None or number > LARGEST.get(field, LARGEST_OF_OTHERS) else number

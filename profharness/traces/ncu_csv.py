@@ -1,8 +1,9 @@
-"""The kernels of an Nsight Compute report, and the parser of ncu's CSV: the table of `--csv --page raw`,
-and the long form with one metric per line.
+"""Parse the CSV that Nsight Compute prints, and define the data structures of a report.
 
-The file is read line by line, because it may be large and the program's own output may interrupt
-the table. Numbers may be in any locale.
+ncu prints two forms: the table of `--csv --page raw`, which has one kernel per line, and the long
+form, which has one metric per line. The file is read line by line, because it may be large and
+because the output of the profiled program may interrupt the table. Numbers may be in the format of
+any locale.
 """
 
 from __future__ import annotations
@@ -37,33 +38,39 @@ EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
 AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
 
 DAMAGED = "{n} lines look like damaged rows and are left out"
-WITNESSES = 1000  # numbers that determine the decimal mark
-_MARKS = " \u00a0\u202f'\u2019\ufffd"  # thousands separators of locales, besides , and .
+WITNESSES = 1000  # maximum number of numbers that are examined to find the decimal mark
+_MARKS = " \u00a0\u202f'\u2019\ufffd"  # thousands separators of locales, in addition to , and .
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:[eE][+-]?\d+)?")
 _NO_MARKS = str.maketrans(dict.fromkeys(_MARKS))
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 _WHOLE = re.compile(r"\d{1,18}")  # an integer that the store can hold
 _TRIPLE = re.compile(r"\(\s*(\d{1,18}),\s*(\d{1,18}),\s*(\d{1,18})\s*\)")
 _NO_VALUE = re.compile(r"(?:\(!\)\s*)?(?:n/?a|[+-]?nan|[+-]?inf(?:inity)?|-*)", re.IGNORECASE)
-_PROFILED = '==PROF== Profiling "'  # ncu prints this per result, before the table
-ITEM_TAIL = 5  # parts between a range's name and its message: payload, colour, type of message
-MAX_DOMAIN_PARTS = 8  # parts of a domain's name, which may contain colons
-MOST = 0.9  # fraction of the kernels: a metric that so many have is missing in the others
+_PROFILED = '==PROF== Profiling "'  # ncu prints this before the table, once for each result
+# Number of parts between the name of a range and its message. They contain the payload, the colour and
+# the type of the message.
+ITEM_TAIL = 5
+MAX_DOMAIN_PARTS = 8  # maximum number of parts in a domain's name, which may contain colons
+# If at least this fraction of the kernels has a metric, the metric is reported as missing in the other
+# kernels.
+MOST = 0.9
 
 DEVICE_PREFIX = "device__attribute_"
-CONSTANTS = (DEVICE_PREFIX, "nvlink__")  # constants of the machine, the same for every kernel
-# Limits on the size of a report, in slots of 8 bytes: a multiple of the file's size, and a minimum.
+# Prefixes of metrics that are constants of the machine, and so have the same value for every kernel.
+CONSTANTS = (DEVICE_PREFIX, "nvlink__")
+# A report may use at most PLACES_A_BYTE slots of memory for each byte of the file, but MIN_PLACES slots
+# are always allowed. A slot has 8 bytes.
 PLACES_A_BYTE, MIN_PLACES = 0.25, 1 << 24
 LAUNCH_PLACES, RANGE_PLACES, ENTRY_PLACES = 48, 24, 16  # slots per launch, range and dict entry
-# Limits on the slots in a table of metrics: a multiple of the values, above which most kernels and
-# metrics of a report have nothing in common, and a minimum.
+# A table of metrics may use at most PLACES_A_VALUE slots for each value, but MIN_TABLE_PLACES slots are
+# always allowed. If a table needs more, its kernels have hardly any metrics in common.
 PLACES_A_VALUE, MIN_TABLE_PLACES = 64, 1 << 20
 
 Triple = tuple[int, int, int]
 
 
 class NvtxRange(NamedTuple):
-    """An NVTX range that was open at a launch."""
+    """An NVTX range that was open when a kernel was launched."""
 
     domain: str
     name: str
@@ -73,10 +80,11 @@ class NvtxRange(NamedTuple):
 class NcuLaunch:
     """A profiled kernel.
 
-    `name` is the mangled name, or ncu's demangled text if a CSV has no other. `values` are the
-    numeric metrics in the units of the report, `texts` the others. Device attributes are only in
-    the first launch of each device. `push_pop` has each domain's stack, outermost first. `grid` and
-    `block` are columns of a CSV, and None otherwise.
+    `name` is the mangled name. If a CSV does not contain the mangled name, it is the name that ncu
+    demangled. `values` contains the numeric metrics in the units of the report, and `texts` contains
+    the other metrics. Only the first launch on each device has the constants of the device.
+    `push_pop` contains the stack of each domain, outermost range first. `grid` and `block` come from
+    the columns of a CSV. They are None if the report is not a CSV.
     """
 
     name: str
@@ -92,10 +100,10 @@ class NcuLaunch:
 
 @dataclass(frozen=True, slots=True)
 class NcuReport:
-    """A report's kernels, and units by metric.
+    """The kernels in a report, and the unit of each metric.
 
-    `skipped` counts profiled ranges and graphs. `warnings` describe unreadable or incomplete parts
-    of the file.
+    `skipped` counts the results that belong to whole ranges or graphs instead of kernels. `warnings`
+    describes parts of the file that are unreadable or incomplete.
     """
 
     launches: list[NcuLaunch]
@@ -105,7 +113,11 @@ class NcuReport:
 
 
 class Values(Mapping[str, float]):
-    """The numeric metrics of a kernel, in slots that all kernels of a report share. NaN: no value."""
+    """A compact mapping of the numeric metrics of a kernel.
+
+    All kernels of a report share a dict that maps the name of a metric to its position in the array of
+    values. NaN in the array means that the kernel has no value for the metric.
+    """
 
     __slots__ = ("_places", "_row")
 
@@ -131,7 +143,7 @@ class Values(Mapping[str, float]):
 
 
 class LaunchCompactor:
-    """Converts launches to a compact form, and refuses a report that would fill the memory."""
+    """Converts launches to a compact form, and raises an error if a report needs too much memory."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -140,22 +152,26 @@ class LaunchCompactor:
         self._devices: set[int] = set()
 
     def allocate(self, places: int) -> None:
-        """Allocate slots. Raise TraceFormatError if none are left."""
+        """Count slots of memory as used. Raise TraceFormatError if the report uses too many."""
         self._left -= places
         if self._left < 0:
             message = f"more values than a report of its size has ({self._most:,} places are full)"
             raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
 
     def has(self, device: int) -> bool:
-        """Return whether a launch of the device was kept, so that its constants are known."""
+        """Return whether the constants of a device are known from an earlier launch."""
         return device in self._devices
 
     def compact(self, launch: NcuLaunch) -> NcuLaunch:
-        """Return the launch in its compact form."""
+        """Convert a launch to its compact form.
+
+        The first launch on each device is not changed. Raise TraceFormatError if the report uses too
+        much memory.
+        """
         ranges = len(launch.start_end) + len(launch.push_pop)
         self.allocate(LAUNCH_PLACES + ENTRY_PLACES * len(launch.texts) + RANGE_PLACES * ranges)
         if launch.device not in self._devices:
-            self._devices.add(launch.device)  # its first launch has all constants
+            self._devices.add(launch.device)  # this launch contains the constants of the device
             self.allocate(ENTRY_PLACES * len(launch.values))
             return launch
         values = Values(self._places, launch.values)
@@ -164,7 +180,10 @@ class LaunchCompactor:
 
 
 def check_shape(path: Path, kernels: int, metrics: int, filled: int) -> None:
-    """Raise TraceFormatError for a table of kernels and metrics that would be nearly empty."""
+    """Raise TraceFormatError if a table of kernels and metrics would be nearly empty.
+
+    `filled` is the number of values in the table.
+    """
     if kernels * metrics > max(MIN_TABLE_PLACES, PLACES_A_VALUE * filled):
         message = f"{kernels} kernels with {metrics} metrics, but {filled} values"
         raise TraceFormatError(path, message, expected="kernels that have most metrics in common")
@@ -172,21 +191,21 @@ def check_shape(path: Path, kernels: int, metrics: int, filled: int) -> None:
 
 @dataclass(slots=True)
 class TableWarnings:
-    """Doubtful findings in a table, each with its count and its first line, counted from the
-    header.
+    """Warnings about a table. Each warning has a count and the number of the first line that it
+    concerns. Lines are counted from the header.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     lines: dict[str, int] = field(default_factory=dict)
 
     def add(self, text: str, line: int | None = None) -> None:
-        """Count a finding. `{n}` in the text is replaced by the count."""
+        """Count a warning. `{n}` in its text is later replaced by the count."""
         self.counts[text] += 1
         if line is not None:
             self.lines.setdefault(text, line)
 
     def texts(self) -> tuple[str, ...]:
-        """Return a warning per kind of finding, in order of first occurrence."""
+        """Return the text of each warning, in the order of their first occurrence."""
         at = {text: f" (line {line} after the header)" for text, line in self.lines.items()}
         return tuple(
             text.replace("{n}", str(count)) + at.get(text, "")
@@ -195,17 +214,18 @@ class TableWarnings:
 
 
 class Row(NamedTuple):
-    """A row of the table, and its line counted from the header."""
+    """A row of the table. `line` is its line number, counted from the header."""
 
     line: int
     cells: list[str]
 
 
 def read_csv_text(source: str | Path, path: Path) -> NcuReport:
-    """Return the kernels of ncu's CSV output, given as a text or a file. Errors name `path`.
+    """Parse the CSV that ncu printed. `source` is the text itself or a file.
 
-    Raise TraceFormatError as `Table` does, and for metrics under labels, a device that is not a
-    number, and a report that would fill the memory.
+    Error messages contain `path`. Raise TraceFormatError if the table is damaged or truncated, if
+    metrics have labels instead of names, if a device is not a number, or if the report needs too much
+    memory.
     """
     table = Table(source, path)
     size = len(source) if isinstance(source, str) else source.stat().st_size
@@ -230,17 +250,18 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a CSV file in UTF-8 or UTF-16. Raise TraceFormatError if it cannot be
-    read.
+    """Return the text of a CSV file whose encoding is UTF-8 or UTF-16.
+
+    Raise TraceFormatError if the file cannot be read.
     """
     return "".join(lines_of(path, path))
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of ncu's table. All rows have the header's columns.
+    """Return the header and the rows of ncu's table. All rows have as many cells as the header.
 
-    The first row contains the units and has no ID, except in the long form. Raise TraceFormatError
-    if the header, the units or a row are missing or truncated.
+    The first row contains the units and has no ID. The long form has no such row. Raise
+    TraceFormatError if the header, the units or a row are missing or truncated.
     """
     table = Table(text, path)
     first = [] if table.is_long else [table.first.cells]
@@ -248,9 +269,10 @@ def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 class Lines:
-    """The lines of ncu's output, each with whether it ends with a line break.
+    """Iterates over the lines of ncu's output.
 
-    `profiled` counts the kernels that ncu reports as profiled so far.
+    Each element is a line without its line break, and whether the line ended with a line break.
+    `profiled` counts the kernels that ncu said it profiled, in the lines read so far.
     """
 
     def __init__(self, source: str | Path, path: Path) -> None:
@@ -266,7 +288,10 @@ class Lines:
 
 
 def _overwritten(line: str) -> Iterator[str]:
-    """Yield the parts of a line between carriage returns outside quotes. Progress bars write them."""
+    """Divide a line at carriage returns, which progress bars write.
+
+    Carriage returns inside quotes do not count.
+    """
     parts: list[str] = []
     quotes = 0
     for part in line.split("\r"):
@@ -280,9 +305,12 @@ def _overwritten(line: str) -> Iterator[str]:
 
 
 class Table:
-    """ncu's table in a text or a file. `rows` reads the rows after the row of units on demand.
+    """The table that ncu printed, in a text or a file.
 
-    Raise TraceFormatError if the header, the units or, in `rows`, a row are missing or truncated.
+    `rows` is an iterator over the rows after the row of units. It reads the file as needed.
+
+    Raise TraceFormatError if the header or the units are missing or truncated. The iterator raises
+    TraceFormatError if a row is truncated.
     """
 
     def __init__(self, source: str | Path, path: Path) -> None:
@@ -310,8 +338,10 @@ class Table:
         self.rows = chain([first], rows) if self.is_long else rows
 
     def units(self) -> tuple[dict[str, str], list[int]]:
-        """Return the units of the wide form's metrics, and the positions of the metrics. The last
-        of several columns with one name counts.
+        """Return the units of the metrics, and the positions of their columns.
+
+        Call this only for the form that has one kernel per line. If several columns have the same
+        name, the last of them is used.
         """
         place = {name: index for index, name in enumerate(self.columns)}
         if len(place) < len(self.columns):
@@ -326,19 +356,21 @@ class Table:
 
 
 def decimal_mark(cells: Iterable[str]) -> str:
-    """Return the decimal mark, `.` or `,`, that all numbers of a file agree with, by default `.`.
+    """Return the decimal mark of the numbers in a file, which is `.` or `,`.
 
-    `1.234,5` and `0,25` are unambiguous, `84,480` is not.
+    Numbers such as `1.234,5` and `0,25` show which mark the file uses. A number such as `84,480` does
+    not. Return `.` if no number shows the mark.
     """
     marks = Counter(islice(filter(None, map(_mark, cells)), WITNESSES))
     return "," if marks[","] > marks["."] else "."
 
 
 def number(text: str, mark: str = ".") -> float | None:
-    """Parse a number with the given decimal mark. Return None for anything else, and for
-    infinities.
+    """Parse a number with the given decimal mark.
+
+    Return None if the text is not a number or the number is infinite.
     """
-    # Nearly all numbers; the rest of this function takes five times as long
+    # Nearly all numbers match here. The rest of this function takes five times as long.
     if mark == "." and _PLAIN.fullmatch(text):
         return _finite(text)
     bare = text.strip().translate(_NO_MARKS)
@@ -358,8 +390,9 @@ def _finite(text: str) -> float | None:
 
 @lru_cache(maxsize=64)
 def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
-    """Return the ranges of an NVTX cell, in its order. `numbered`: each starts with its start/end
-    id.
+    """Return the ranges that an NVTX cell describes, in the order of the cell.
+
+    `numbered` says that the text of each range starts with its id, as for start/end ranges.
     """
     body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
     ranges = []
@@ -371,10 +404,11 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
 
 
 def _nvtx_range(parts: list[str]) -> NvtxRange | None:
-    """Return the range of an item, given its parts between colons.
+    """Return the range that an item of an NVTX cell describes, or None if the range has no name.
 
-    A name may contain colons. The message at the end repeats the name; if it does not, the name is
-    as long as possible.
+    `parts` are the parts of the item between colons. The name may contain colons, too. Usually, the
+    message at the end repeats the name, which shows how long the name is. Otherwise, the name is
+    assumed to be as long as possible.
     """
     for domain in range(1, min(len(parts) - ITEM_TAIL, MAX_DOMAIN_PARTS + 1)):
         count, odd = divmod(len(parts) - ITEM_TAIL - domain, 2)
@@ -390,8 +424,10 @@ def _cells(line: str) -> list[str]:
 
 
 def _is_open(line: str) -> bool:
-    """Return whether a line ends inside a cell: a quote is open, or the last of quoted cells has
-    none.
+    """Return whether a line ends inside a cell.
+
+    This is the case if a quote is open, or if the line starts with a quote but does not end with a
+    quote.
     """
     line = line.rstrip()
     return line.count('"') % 2 == 1 or (line.startswith('"') and not line.endswith('"'))
@@ -405,11 +441,13 @@ def _records(
     *,
     header: str,
 ) -> Iterator[Row]:
-    """Yield the unit row and the rows of kernels. Other lines are skipped; those that resemble a
-    row are counted.
+    """Yield the row of units and the rows of kernels.
 
-    ncu quotes every cell, a spreadsheet may not. Unquoted rows are recognized once the header or a
-    row is unquoted.
+    Other lines are skipped. If a skipped line resembles a row, it is counted as damaged.
+
+    ncu quotes every cell, but a spreadsheet may remove the quotes. If the header or an earlier row has
+    no quotes, a line that has no quotes and too few columns is an error. Otherwise, the profiled
+    program is assumed to have printed such a line.
     """
     bare = not header.startswith('"')
     for count, (line, ended) in enumerate(lines, start=1):
@@ -437,7 +475,7 @@ def _records(
         if not (quoted or whole or (bare and len(cells) > 1)):
             if _resembles(line, columns, bare=bare):
                 doubts.add(DAMAGED, count)
-            continue  # numbers printed by the program
+            continue  # the profiled program printed numbers
         if (quoted and _is_open(line)) or not (quoted or ended or line.endswith('"')):
             raise _bad_row(path, count, "is cut off")
         if not whole:
@@ -447,7 +485,9 @@ def _records(
 
 
 def _resembles(line: str, columns: list[str], *, bare: bool) -> bool:
-    """Return whether a line that is not a row has enough cell borders to be a damaged one."""
+    """Return whether a line that is not a row contains so many cell borders that it may be a damaged
+    row.
+    """
     quoted = line.count('","') >= max(3, len(columns) // 2)
     return quoted or (bare and line.count(",") >= max(5, len(columns) - 2))
 
@@ -458,7 +498,11 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
 
 
 class KernelCells(NamedTuple):
-    """A kernel: the cells of ncu's own columns, and names and cells of its metrics."""
+    """The cells of a kernel.
+
+    `own` contains the cells of ncu's own columns by name. `metrics` contains the name and the cell of
+    each metric.
+    """
 
     line: int
     id: int
@@ -467,7 +511,10 @@ class KernelCells(NamedTuple):
 
 
 def _distinct(rows: Iterable[Row], doubts: TableWarnings) -> Iterator[Row]:
-    """Yield the rows except exact copies of earlier ones, which a file written twice contains."""
+    """Yield the rows that are not exact copies of earlier rows.
+
+    A file contains copies if it was written twice.
+    """
     seen: set[int] = set()
     for row in rows:
         if (key := hash(tuple(row.cells))) in seen:
@@ -480,7 +527,7 @@ def _distinct(rows: Iterable[Row], doubts: TableWarnings) -> Iterator[Row]:
 def _blocks(
     table: Table, rows: Iterable[Row], places: list[int], ids: list[int]
 ) -> Iterator[KernelCells]:
-    """Yield the kernels of the wide form. Append their numbers to `ids`."""
+    """Yield the kernels of a table that has one kernel per line. Append their IDs to `ids`."""
     own = [(index, name) for index, name in enumerate(table.columns) if name in OWN_COLUMNS]
     names = [table.columns[place] for place in places]
     for line, cells in rows:
@@ -492,8 +539,9 @@ def _blocks(
 def _gathered(
     table: Table, rows: Iterable[Row], compactor: LaunchCompactor
 ) -> tuple[dict[str, str], list[KernelCells]]:
-    """Return the units and kernels of the long form. Rows without a metric are advice and left
-    out.
+    """Return the units and the kernels of the long form.
+
+    Rows that have no metric are left out, because they contain ncu's advice to the user.
     """
     place = {name: index for index, name in enumerate(table.columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
@@ -537,8 +585,9 @@ def _gathered(
 
 
 def _check_metrics(kernels: list[dict[str, str]], doubts: TableWarnings) -> None:
-    """Report kernels that lack metrics that nearly all others have, such as the last of a
-    truncated file.
+    """Add a warning if kernels lack metrics that nearly all other kernels have.
+
+    The last kernel in a truncated file is an example.
     """
     have = Counter(name for metrics in kernels for name in metrics)
     enough = max(2, min(len(kernels) - 1, MOST * len(kernels)))
@@ -549,7 +598,10 @@ def _check_metrics(kernels: list[dict[str, str]], doubts: TableWarnings) -> None
 
 
 def _doubt_ids(ids: list[int], profiled: int) -> TableWarnings:
-    """Report gaps and repetitions in the ids, and fewer kernels than ncu profiled."""
+    """Return warnings about gaps and repetitions in the IDs of the kernels.
+
+    Also warn if the table contains fewer kernels than ncu profiled.
+    """
     doubts = TableWarnings()
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
@@ -598,8 +650,9 @@ def _device(block: KernelCells, path: Path) -> int:
 def _launch(
     block: KernelCells, mark: str, device: int, left_out: frozenset[str], doubts: TableWarnings
 ) -> NcuLaunch:
-    """Return the launch of a kernel. `left_out`: metrics already in an earlier launch of the
-    device.
+    """Convert the cells of a kernel to a launch.
+
+    `left_out` contains the metrics to ignore because an earlier launch on the device has them.
     """
     values: dict[str, float] = {}
     texts: dict[str, str] = {}
@@ -644,7 +697,7 @@ def _triple(block: KernelCells, column: str, doubts: TableWarnings) -> Triple | 
 
 
 def _mark(text: str) -> str | None:
-    """Return the decimal mark that a number implies, or None."""
+    """Return the decimal mark that a number uses, or None if the number does not show it."""
     bare = text.strip().translate(_NO_MARKS)
     if ("." not in bare and "," not in bare) or not _NUMBER.fullmatch(bare):
         return None

@@ -1,8 +1,12 @@
-"""Read an .ncu-rep with the `ncu_report` package, else with the same module inside Nsight Compute,
-else with ncu itself.
+"""Read an .ncu-rep with the first of these readers that is available and can read it:
 
-A damaged report can make NVIDIA's module abort, run forever or use all memory, and the module frees no
-memory. So child processes load it. Each child writes its part of the report as msgpack.
+1. the `ncu_report` package
+2. the `ncu_report` module in the installation folder of Nsight Compute
+3. ncu itself
+
+A damaged report can make NVIDIA's module abort, run forever or use all memory. Besides, the module
+never frees memory. So the module is loaded only in child processes. Each child reads a part of the
+report and writes it as msgpack.
 """
 
 from __future__ import annotations
@@ -52,17 +56,20 @@ COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
 
 
 def report_to_csv(report: Path, output: Path) -> None:
-    """Write an .ncu-rep as `ncu --csv --page raw --print-units base --print-kernel-base mangled`
-    prints it. `parse_ncu` reads the same launches and metrics from the CSV.
+    """Convert an .ncu-rep to a CSV in the format of ncu.
 
-    Doubles are written in full, whereas ncu rounds to two decimals. Process ids and the threads of
-    ranges are 0, process and host names are empty. Raise the errors of `read_report`.
+    The format is that of `ncu --csv --page raw --print-units base --print-kernel-base mangled`.
+    `parse_ncu` reads the same launches and metrics from the CSV as from the .ncu-rep.
+
+    Doubles are written with all digits, whereas ncu rounds them to two decimals. The ids of processes
+    and the threads of ranges are 0. The names of processes and hosts are empty. Raise the errors of
+    `read_report`.
     """
     write_csv(read_report(report, check_file(report)), output)
 
 
 def write_csv(report: NcuReport, output: Path) -> None:
-    """Write kernels as `report_to_csv` does."""
+    """Write the kernels of a report to a CSV, in the format that `report_to_csv` describes."""
     names = sorted({name for row in report.launches for name in (*row.values, *row.texts)})
     constants: dict[int, NcuLaunch] = {}
     with output.open("w", encoding="utf-8", newline="") as file:
@@ -110,8 +117,10 @@ def _dims(launch: NcuLaunch, what: str, triple: Triple | None) -> str:
 
 
 def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
-    """Return an NVTX cell: domain, name, four unknown fields, the message's type, and the name
-    again.
+    """Return the text of an NVTX cell.
+
+    Each range consists of its domain, its name, four fields that are unknown, the type of the
+    message, and the name again.
     """
     return "  ".join(
         f'"{f"{place}:" if numbered else ""}{item.domain}:{item.name}:none:none:none:none:ASCII:{item.name}"'
@@ -135,10 +144,10 @@ class MissingReaderError(MissingExtraError):
 
 
 def read_report(path: Path, file: NcuFile) -> NcuReport:
-    """Return the kernels of a report. `file` is the result of `check_file`.
+    """Read the kernels of a report. `file` is the result of `check_file`.
 
-    Raise TraceFormatError if no reader understands the report, and MissingReaderError if there is
-    no reader.
+    Raise TraceFormatError if no reader can read the report, and MissingReaderError if no reader is
+    available.
     """
     if not file.results:
         return NcuReport([], {})
@@ -159,8 +168,9 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
 
 
 def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
-    """Yield the name of each available reader, and its report or a description of its failure,
-    which is "" if the reader does not know the file.
+    """Yield the name of each available reader, and the report or a description of the failure.
+
+    The description is "" if the reader does not recognize the file.
     """
     if has_package() and (report := read_native(path)) is not None:
         yield "ncu_report", report
@@ -175,7 +185,9 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
 
 
 def _counted(report: NcuReport, file: NcuFile) -> NcuReport:
-    """Return the report, with a warning if the file's blocks count more results than were read."""
+    """Return the report. Add a warning if the file says that it contains a different number of
+    results than were read.
+    """
     readable = len(report.launches) + report.skipped
     if readable == file.results:
         return report
@@ -210,21 +222,25 @@ EXTRAS = Path("extras", "python", f"{MODULE}.py")
 CHILD = "from profharness.traces.ncu_readers import main; main()"
 KERNEL = 0  # IAction.workload_type(); from 1 on ranges, command lists and graphs
 STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # IMetric.kind()
-MAX_INDEX = 1 << 31  # of a device or stream; larger values are -1 in an unsigned field
-MAX_NAMES = 1 << 16  # ranges open at one launch
+# The index of a device or stream must be less than this. A larger value means that -1 was stored in an
+# unsigned field.
+MAX_INDEX = 1 << 31
+MAX_NAMES = 1 << 16  # maximum number of ranges per launch and domain
 
-# A real report of 1.2 MB takes 0.4 s of processor time and 180 MB, 120 of them for the library.
+# A real report of 1.2 MB takes 0.4 s of processor time and 180 MB of memory. The library itself uses
+# 120 MB of them.
 CPU_S, CPU_S_PER_MB = 12.0, 4.0
-ENOUGH_KIB, MOST_BYTES = (
-    240 << 10,
-    450 << 20,
-)  # memory at which a child leaves the rest to the next, and its limit
-WAITING = 4  # wall time per processor time, for a child that sleeps or shares its processor
+# A child that uses ENOUGH_KIB of memory leaves the rest of the report to the next child. MOST_BYTES is
+# the maximum memory of a child.
+ENOUGH_KIB, MOST_BYTES = 240 << 10, 450 << 20
+# Ratio of the limit on wall time to the limit on processor time. A child may sleep, or share its
+# processor with other processes.
+WAITING = 4
 NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
 
 class _Launch(msgspec.Struct, array_like=True):
-    """A kernel. `values` and `texts` are keyed by the metric's index in `_Report.names`."""
+    """A kernel. The keys of `values` and `texts` are indices into `_Report.names`."""
 
     name: str
     device: int
@@ -236,18 +252,18 @@ class _Launch(msgspec.Struct, array_like=True):
 
 
 class _Report(msgspec.Struct, array_like=True):
-    """The message that the child writes."""
+    """The part of a report that a child has read."""
 
     names: list[str]
     units: list[str]
     launches: list[_Launch]
     skipped: int
     unreadable: int
-    rest: int | None  # the first result left to the next child
+    rest: int | None  # index of the first result that the next child must read, or None
 
 
 def has_package() -> bool:
-    """Return whether a module `ncu_report` is installed, without importing it."""
+    """Return whether the package `ncu_report` is installed. The package is not imported."""
     try:
         return importlib.util.find_spec(MODULE) is not None
     except (ImportError, ValueError):
@@ -255,7 +271,10 @@ def has_package() -> bool:
 
 
 def find_extras(ncu: Path) -> Path | None:
-    """Return the folder of the `ncu_report` module that belongs to an ncu, or None."""
+    """Return the folder of the `ncu_report` module that was installed together with an ncu.
+
+    Return None if there is no such folder.
+    """
     for folder in ncu.resolve().parents[:5]:
         if (folder / EXTRAS).is_file():
             return (folder / EXTRAS).parent
@@ -263,10 +282,11 @@ def find_extras(ncu: Path) -> Path | None:
 
 
 def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | None:
-    """Read a report through the installed module, or through that in `folder`.
+    """Read a report with the installed `ncu_report` module, or with the module in `folder`.
 
-    Return None if the module cannot be imported, "" if it finds nothing, as it does for unknown
-    files, else the report or a description of the failure.
+    Return the report. Return None if the module cannot be imported. Return "" if the module finds
+    nothing in the file, which is the case if it does not recognize the file. Return a description of
+    the failure if anything else goes wrong.
     """
     size = path.stat().st_size
     seconds = math.ceil(CPU_S + CPU_S_PER_MB * size / 1e6)
@@ -289,13 +309,16 @@ def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | Non
 
 
 def _children_s() -> float:
-    """Return the processor time of all children that have ended."""
+    """Return the processor time that all ended child processes have used, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Report | str | None:
-    """Return the results from `first` on that a child reads, or a failure as `read_native` does."""
+    """Let a child read the results from the index `first` on, and return what it has read.
+
+    If that fails, return the same values as `read_native`.
+    """
     limits = (str(seconds), str(MOST_BYTES), str(first))
     with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as name:
         output = Path(name) / "output"
@@ -329,7 +352,7 @@ def _failure(code: int | None, seconds: int) -> str:
 def _unpacked(report: _Report, compactor: LaunchCompactor) -> Iterator[NcuLaunch]:
     names = report.names
     for launch in report.launches:
-        # each child reads the constants of a device again
+        # each child has read the constants of the device again
         left_out = CONSTANTS if compactor.has(launch.device) else ()
         kept = [place for place in launch.values if not names[place].startswith(left_out)]
         yield NcuLaunch(
@@ -348,7 +371,7 @@ def _unpacked(report: _Report, compactor: LaunchCompactor) -> Iterator[NcuLaunch
 
 
 def main() -> None:
-    """Run the child with the arguments REPORT OUTPUT SECONDS BYTES FIRST [FOLDER]."""
+    """Run in the child process. The arguments are REPORT OUTPUT SECONDS BYTES FIRST [FOLDER]."""
     report, output, seconds, size, first, *folder = sys.argv[1:]
     with contextlib.suppress(ValueError, OSError):  # the parent's limit still applies
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -369,13 +392,19 @@ def main() -> None:
 
 
 def _peak_kib() -> int:
-    """Return the peak memory of this process. `ru_maxrss` would include that of the parent before exec."""
+    """Return the peak memory of this process, in KiB.
+
+    `ru_maxrss` is not used, because it may include the memory of the parent process.
+    """
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 class _Reader:
-    """Reads a report through the module. Results that the module returns as None are counted."""
+    """Reads a report with NVIDIA's module.
+
+    `unreadable` counts the names and metrics that the module could not return.
+    """
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
@@ -384,7 +413,7 @@ class _Reader:
         self.unreadable = 0
 
     def read(self, context: Any, first: int) -> _Report:
-        """Return the results from `first` on, until the memory limit."""
+        """Read the results from the index `first` on, until the process uses ENOUGH_KIB of memory."""
         parts = [context.range_by_idx(place) for place in range(context.num_ranges())]
         results = [(part, index) for part in parts for index in range(part.num_actions())]
         launches: list[_Launch] = []
@@ -437,7 +466,10 @@ class _Reader:
         return [(title, self._text(name) or "") for name in list(names)[:MAX_NAMES]]
 
     def _text(self, value: object) -> str | None:
-        """Return a text without lone surrogates, which SWIG makes of bytes that are not UTF-8."""
+        """Return a text without lone surrogates, or None if the value is not a text.
+
+        SWIG converts bytes that are not UTF-8 to lone surrogates.
+        """
         if not isinstance(value, str):
             self.unreadable += 1
             return None

@@ -596,8 +596,8 @@ class NeededCalls:
     def take(self, key: Ints) -> tuple[Flags, Flags]:
         """Return for each API call whether it is needed, and whether no activity has its key.
 
-        A call is needed if an activity has its key and no earlier call had that key. `key` must not
-        contain -1. Afterwards, the calls count as found.
+        A call is needed if an activity has its key and that key was in no earlier `take`. `key` must
+        not contain -1. Afterwards, the calls count as found.
         """
         if self.all:
             return np.ones(len(key), np.bool_), np.zeros(len(key), np.bool_)

@@ -1,7 +1,8 @@
-"""Names of ops whose arguments are kept: attention, the plain ops that make up attention, and the
-ops that show where its backward ran.
+"""Define which ops the parsers store as objects, together with their arguments.
 
-Op names and positions are those of PyTorch's native_functions.yaml, 2.5 to 2.13.
+These are the attention ops, the ops that eager attention consists of, and the ops that show where the
+backward of attention ran. The names and the positions of arguments are those in the
+native_functions.yaml of PyTorch 2.5 to 2.13.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ INNER = re.compile(
     r"aten::_scaled_dot_product_(?:flash|efficient|cudnn|fused|attention_math)\w*"
     r"|aten::_(?:flash|efficient|cudnn)_attention_forward"
 )
-UNFUSED_FLEX = "FlexAttentionAutogradOp"  # flex_attention with a gradient, not compiled
+UNFUSED_FLEX = "FlexAttentionAutogradOp"  # flex_attention that has a gradient and is not compiled
 FLEX = re.compile(rf"triton_\w*flex_attention\w*|flex_attention\w*|{UNFUSED_FLEX}")
 PACKAGES = re.compile(
     r"FlashAttn\w*Func|flash_attn\w*::\w+|(?:xformers\w*|_?vllm\w*|sglang|sgl_kernel|flashinfer"
@@ -27,7 +28,7 @@ PACKAGES = re.compile(
 BACKWARD = re.compile(r"(?i)\S*(?:backward|bwd)\w*")
 PRODUCTS = ("aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum")
 SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
-LINEAR = "aten::linear"  # its products are not attention's
+LINEAR = "aten::linear"  # the matrix products inside this op do not belong to attention
 EVALUATION = "autograd::engine::evaluate_function: "
 REGION = re.compile(r"Torch-Compiled Region.*|CompiledFunction\w*|## Call CompiledFxGraph .*")
 GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*|triton_\w*flex_attention_backward\w*")
@@ -39,19 +40,19 @@ MODULE = "nn.Module: "
 
 
 def is_fused(name: str | None) -> bool:
-    """Return whether an op is PyTorch's fused attention, whose backward is a single op."""
+    """Return whether an op is one of PyTorch's fused attention ops. Their backward is a single op."""
     return bool(name and INNER.fullmatch(name)) and "math" not in str(name)
 
 
 @cache
 def is_detailed(name: str) -> bool:
-    """Return whether an op is kept as an object in addition to its row in the columns."""
+    """Return whether an op is stored as an object, in addition to its row in the columns."""
     return name == LINEAR or bool(REGION.fullmatch(name)) or has_arguments(name)
 
 
 @cache
 def has_arguments(name: str) -> bool:
-    """Return whether the arguments of an op are kept."""
+    """Return whether the arguments of an op are stored."""
     if name in (OUTER, LAYER, FAST, *PRODUCTS, *SOFTMAX):
         return True
     return any(rule.fullmatch(name) for rule in (INNER, FLEX, PACKAGES, GRADIENT))
@@ -59,8 +60,10 @@ def has_arguments(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpArguments:
-    """The recorded arguments of an op, by position. Parsers share one object among ops with equal
-    arguments. Objects compare and hash by identity, so that they can be keys.
+    """The arguments of an op that the trace records, by position.
+
+    Ops that have equal arguments share one object. Objects are compared and hashed by identity, so
+    that they can be the keys of a dict.
     """
 
     dims: Sequence[Any] = ()
@@ -73,18 +76,24 @@ NO_ARGUMENTS = OpArguments()
 
 
 class HostSpan(NamedTuple):
-    """A span of a CPU thread that is kept as an object: an op, the call of a module, or a range."""
+    """A time span on a CPU thread, such as an op, the call of an nn.Module or a range."""
 
     name: str
     start: int  # ns
     end: int  # ns
-    thread: int  # index
+    thread: int  # index of the thread
     arguments: OpArguments = NO_ARGUMENTS
-    sequence: int = -1  # autograd's number, the same for the forward and the backward op
+    sequence: int = (
+        -1
+    )  # autograd's sequence number, which a forward and a backward op have in common
 
 
 class Flow(NamedTuple):
-    """An arrow from a forward op to its backward op, given by a thread and a time in each."""
+    """An arrow from a forward op to its backward op.
+
+    `thread` and `start` are a thread and a time at which the forward op runs. `to_thread` and `end` are
+    a thread and a time at which the backward op runs.
+    """
 
     thread: int
     start: int

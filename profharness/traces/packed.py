@@ -1,4 +1,7 @@
-"""Read files that may be gzip: their first bytes, a stream, or an unpacked copy."""
+"""Read files that may be compressed with gzip.
+
+A caller can read only the first bytes, read the content as a stream, or unpack it to a temporary file.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ from profharness.files import InputFile, open_input
 
 GZIP = b"\x1f\x8b"
 SUFFIX = ".gz"
-# Traces compress 10 to 40 times, the most repetitive ones 150 times; the limit of gzip is 1030.
+# The maximum ratio of the unpacked size to the size of the file. gzip makes traces 10 to 40 times
+# smaller, and the most repetitive traces 150 times. The highest ratio that gzip can reach is 1030.
 MAX_RATIO = 200
-# Bytes, whatever the file's size: an empty nsys export compresses 700 times
+# This number of bytes is unpacked even if the ratio is higher than MAX_RATIO, because gzip makes an empty
+# nsys export 700 times smaller.
 ALWAYS_UNPACKED = 16 << 20
 _INPUT = 64 * 1024
 _WHOLE = "a whole gzip file"
@@ -26,21 +31,21 @@ _Damage = cast("type[Exception]", igzip_lib.error)  # isal's stubs declare an in
 
 
 class GzipReader:
-    """The content of a gzip file. The checksum of every member is verified."""
+    """Reads the content of a gzip file, and verifies the checksum of every member."""
 
     def __init__(self, path: Path, raw: InputFile) -> None:
         self._path = path
         self._raw = raw
         self._limit = max(ALWAYS_UNPACKED, MAX_RATIO * raw.size)
         self._member = self._new_member()
-        self._next = b""  # input that no member has consumed
+        self._next = b""  # input that has not been decompressed yet
         self._done = 0
 
     def read(self, size: int) -> bytes:
-        """Return up to `size` more bytes, none at the end.
+        """Return up to `size` more bytes. Return no bytes at the end.
 
-        Raise TraceFormatError for damage, for data other than gzip after a member, and for more
-        than MAX_RATIO times the file's size.
+        Raise TraceFormatError if the file is damaged, if something other than gzip follows a member,
+        or if the content exceeds MAX_RATIO times the size of the file.
         """
         data = b""
         while not data:
@@ -72,7 +77,10 @@ class GzipReader:
             raise self._error(f"the gzip stream is damaged {place}: {error}") from None
 
     def _start_member(self) -> bool:
-        """Start the next member. Return False at the end, which zeros may pad."""
+        """Start to read the next member. Return False at the end of the file.
+
+        The file may be padded with zeros.
+        """
         rest = self._member.unused_data.lstrip(b"\0")
         while len(rest) < len(GZIP) and (more := self._input()):
             rest = (rest + more).lstrip(b"\0")
@@ -98,9 +106,9 @@ class GzipReader:
 
 
 def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
-    """Open a file. Return its content, and whether it was gzip, whatever its name.
+    """Open a file. Return a reader of its content, and whether the file is compressed with gzip.
 
-    Raise TraceFormatError if `open_input` cannot open it.
+    The name of the file does not matter. Raise TraceFormatError if the file cannot be opened or read.
     """
     try:
         raw = open_input(path)
@@ -116,20 +124,24 @@ def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
 
 
 def is_packed(path: Path) -> bool:
-    """Return whether a file is gzip, whatever its name. Raise TraceFormatError."""
+    """Return whether a file is compressed with gzip. The name of the file does not matter.
+
+    Raise TraceFormatError if the file cannot be opened or read.
+    """
     file, packed = open_file(path)
     file.close()
     return packed
 
 
 def first_bytes(path: Path, size: int) -> bytes:
-    """Return the first `size` bytes of the content, fewer if the file is short or damaged.
+    """Return the first `size` bytes of the unpacked content of a file.
 
-    Raise TraceFormatError as `open_file` does.
+    Return fewer bytes if the content is shorter or the file is damaged. Raise TraceFormatError if the
+    file cannot be opened.
     """
     file, _ = open_file(path)
     data = b""
-    # Reading the whole file reports the error
+    # If the file is damaged, the error is reported later, when the whole file is read
     with closing(file), suppress(TraceFormatError, OSError):
         while len(data) < size and (more := file.read(size - len(data))):
             data += more
@@ -138,9 +150,11 @@ def first_bytes(path: Path, size: int) -> bytes:
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """Yield the file itself, or the unpacked content as a temporary file named without `.gz`.
+    """Yield the path of an unpacked file.
 
-    Errors raised in the block name `path`. Raise TraceFormatError for a damaged or unreadable file.
+    If the file is not compressed, this is `path` itself. Otherwise, it is a temporary file whose name
+    lacks the `.gz`. Errors that are raised inside the `with` block name `path` instead of the
+    temporary file. Raise TraceFormatError if the file is damaged or cannot be read.
     """
     file, packed = open_file(path)
     with closing(file), ExitStack() as stack:
@@ -161,7 +175,10 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def without_room() -> Iterator[None]:
-    """Raise ProfharnessError if a temporary file cannot be written."""
+    """Convert an OSError inside the `with` block to ProfharnessError.
+
+    The block must only write a temporary file. The message suggests another folder for such files.
+    """
     try:
         yield
     except OSError as error:

@@ -1,5 +1,7 @@
-"""Derive the config that replays an attention call from its tensors and flags in a trace, and the
-reasons why there is none.
+"""Derive the config that replays an attention call.
+
+The config is derived from the tensors and the flags of the call that a trace contains. If there is no
+such config, this module determines the reason.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from profharness.errors import UsageError
 from profharness.trace import TensorArgument
 from profharness.traces.ops import OUTER, HostSpan
 
-SCALE_DIGITS = 1e-4  # a trace prints a scale with six digits
+SCALE_DIGITS = (
+    1e-4  # relative tolerance for a scale, because a trace contains only six digits of it
+)
 
-# Positions of query, key, value, mask (one letter each) and flags in the arguments of each op.
+# The positions of the arguments of each op. In the text, the letters q, k, v and m stand for query,
+# key, value and mask. The dict contains the positions of the flags.
 _INNER = "_scaled_dot_product_"
 POSITIONS: dict[str, tuple[str, dict[str, int]]] = {
     OUTER: ("qkvm", {"dropout": 4, "causal": 5, "scale": 6, "gqa": 7}),
@@ -45,7 +50,10 @@ def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
 
 
 def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
-    """Return the integers of one argument, or an empty tuple if it is not a list of integers."""
+    """Return the integers of the argument at a position.
+
+    Return an empty tuple if the argument is not a list of integers from 0 to 2**62 - 1.
+    """
     given = lists[place] if 0 <= place < len(lists) else None
     if not isinstance(given, list | tuple):
         return ()
@@ -54,7 +62,10 @@ def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
 
 
 def flag(op: HostSpan, place: int) -> Any:
-    """Return a flag as bool or a number as float, or None if it is None or not recorded."""
+    """Return the value of the argument at a position, as a bool or a float.
+
+    Return None if the argument is None or is not recorded.
+    """
     text = op.arguments.values[place] if place < len(op.arguments.values) else ""
     if text in ("True", "False"):
         return text == "True"
@@ -73,9 +84,10 @@ def replay_config(
     gqa: bool | None = None,
     backward: bool = False,
 ) -> Config:
-    """Return the config that replays a call on query, key, value and mask.
+    """Return the config that replays a call.
 
-    Raise UsageError if no config describes the call.
+    `tensors` contains the query, key, value and mask. Raise UsageError if no config describes the
+    call.
     """
     query, key, value, mask = tensors
     if query is None or key is None or value is None:
@@ -118,7 +130,7 @@ def _dtype(*tensors: TensorArgument) -> str | None:
 
 
 def _in_order(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose dims are stored in `order`, outermost first."""
+    """Return the strides of a contiguous tensor. `order` contains its dims, outermost first."""
     strides, stride = [0] * len(dims), 1
     for place in reversed(order):
         strides[place] = stride
@@ -127,7 +139,10 @@ def _in_order(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_stored(tensor: TensorArgument, order: Sequence[int]) -> bool:
-    """Return whether a tensor is stored in `order`. A dim of size 1 may have any stride."""
+    """Return whether a tensor is contiguous if its dims are in the order `order`, outermost first.
+
+    The stride of a dim of size 1 does not matter. Return True if the strides are unknown.
+    """
     if tensor.strides is None:
         return True
     wanted = _in_order(tensor.dims, order)
@@ -151,7 +166,8 @@ def _mask_tokens(mask: TensorArgument, dtype: str, whole: Sequence[int]) -> Iter
     for letter, size, dim in zip("kqhb", whole[::-1], mask.dims[::-1], strict=False):
         if dim not in (1, size):
             raise UsageError(f"a mask of {_joined(mask.dims)}")
-        # The grammar's own shapes write q and k for a dim of 1 that broadcasts, other shapes 1.
+        # If the dim and the size are both 1, the grammar of configs expects q and k, but 1 in place
+        # of h and b.
         letters = (letter if dim == size and (dim > 1 or letter in "qk") else "1") + letters
     if len(mask.dims) not in (2, 3, 4):
         raise UsageError(f"a mask of {len(mask.dims)} dims")
@@ -171,7 +187,7 @@ UNREADABLE = "the shapes in the trace are not those of query, key and value"
 NO_STRIDES = "the trace does not tell the strides of query, key and value"
 NO_CAUSAL = "the trace does not tell is_causal"
 BY_ITSELF = "{op} was called by itself; a config replays scaled_dot_product_attention"
-CUMULATED = 4  # position of the cumulated lengths in the ops for packed sequences
+CUMULATED = 4  # position of the cumulative lengths in the arguments of ops for packed sequences
 
 ORPHANS = (
     "no arrow leads from a forward in the trace to {n} backward ops of attention: their time is in no "
@@ -184,20 +200,23 @@ OVERLAPS = "{n} calls of modules begin in another and end after it: the layers m
 
 
 def is_packed(op: HostSpan) -> bool:
-    """Return whether an op's tensors are sequences of unequal length, packed into one."""
+    """Return whether the tensors of an op contain several sequences of unequal length."""
     return bool(sizes(op.arguments.dims, CUMULATED))
 
 
 def is_unlike_sdpa(reason: str | None) -> bool:
-    """Return whether the arguments of a call are not those of scaled_dot_product_attention."""
+    """Return whether a reason says that the arguments of a call do not have the form that
+    scaled_dot_product_attention expects.
+    """
     return reason == VARLEN or bool(reason and reason.endswith(BY_ITSELF.format(op="")))
 
 
 def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
-    """Return the argument of an op that a config would have to guess, or None.
+    """Return why a config cannot be derived from the recorded arguments of an op, or None.
 
-    `names` has a letter per position (query, key, value, mask), `places` the positions of the
-    flags. nsys records only dims, so the missing dtype is reported elsewhere.
+    `names` contains the letter of the tensor at each position, and `places` contains the positions of
+    the flags, as in POSITIONS. If only the dims are recorded, as nsys does, return None, because
+    `replay_config` reports that the dtype is missing.
     """
     if not op.arguments.dims:
         return NO_SHAPES
@@ -222,8 +241,10 @@ def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
 def warnings(
     reasons: Sequence[str | None], counted: Mapping[str, int], overlaps: int
 ) -> tuple[str, ...]:
-    """Return a warning per kind of doubt, with its count. `reasons` has one entry per call, `overlaps`
-    counts overlapping modules.
+    """Return one warning for each kind of problem, with its count.
+
+    `reasons` has one element for each call. `counted` contains further warnings and their counts.
+    `overlaps` is the number of calls of modules that overlap.
     """
     counts = {
         text: f"{count:,} attention calls" for text, count in Counter(reasons).items() if text
