@@ -1,4 +1,4 @@
-"""The record of a run in its folder: run.json and its parts, options, and plans.
+"""Read and write the record of a run in its folder, and describe the options and plans of a run.
 
 run.json contains what was planned, the results, and which raw traces belong to the run. The worker
 appends one `JournalEntry` per line to journal.jsonl, and run.json is rewritten from time to time. A
@@ -37,18 +37,18 @@ from profharness.rows import ALIASES, GPU_MEASUREMENTS, TORCH, WALL, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
-CAMPAIGN_FILE = "campaign.json"  # in the folder of a run whose cells are cut into groups
-GROUPS_FOLDER = "groups"  # in the same folder, with a run folder per group
+CAMPAIGN_FILE = "campaign.json"  # exists in the folder of a run whose cells are cut into groups
+GROUPS_FOLDER = "groups"  # exists in the same folder, and contains a run folder per group
 GROUP_NAME = re.compile(r"\w[\w-]*")
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
-GPU = "gpu"  # instead of a profiler in a Problem that makes times doubtful but fails no run
+GPU = "gpu"  # stands for the profiler in a Problem that makes times doubtful but fails no run
 EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folder
 UNWRITABLE = "the run folder cannot be written to: "  # that worker prints this and the reason
 BENCH_FILE = "bench.json"
-PYTHON_FILE = "python"  # path of another interpreter, while the run is unfinished
+PYTHON_FILE = "python"  # contains the path of another interpreter until the run is finished
 PART_BYTES = (
-    16_000_000  # limit of campaign.json, bench.json and the parts of run.json but its cells
+    16_000_000  # maximum size of campaign.json, bench.json and of each part of run.json but cells
 )
 PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised by msgspec
@@ -63,7 +63,10 @@ STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of a verified cell with the fp64 reference; fields as in `VerificationRow`."""
+    """One comparison of a verified cell with the fp64 reference.
+
+    `VerificationRow` describes the fields.
+    """
 
     what: str
     passed: bool | None
@@ -83,8 +86,8 @@ class Cell:
     backend: str
     status: str = "pending"
     message: str | None = None
-    choice: str | None = None  # PyTorch's `_fused_sdp_choice` in the backend's own context
-    iterations: int = 0  # profiled calls
+    choice: str | None = None  # the backend that PyTorch's `_fused_sdp_choice` returned
+    iterations: int = 0  # number of profiled calls
     # Measurement (`rows.MEASUREMENTS`, or `host`) -> ns per call.
     samples: dict[str, list[int]] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
@@ -92,14 +95,14 @@ class Cell:
     duration_ns: int | None = None
     clocks: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    compile_ns: int | None = None  # loading and the first call, except PyTorch's own backends
+    compile_ns: int | None = None  # time to load and first call it; None for PyTorch's backends
     case: str | None = None  # name of the case of a verified cell
     asked: str | None = None  # label of the config from which the case was derived
     checks: tuple[Check, ...] = ()
     tuning: dict[str, Any] | None = None  # the implementation's `tuning()` after the last call
-    # Measurement -> process, turn and number of samples, in the order of the samples.
+    # Measurement -> (process, turn, number of samples), in the order of the samples.
     turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    process: int = 0  # the last process that timed it, from 0
+    process: int = 0  # number of the last process that timed the cell, counted from 0
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,14 @@ class TraceFile:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a profiler failed to do, or what may have disturbed the times."""
+    """A failure of a profiler, or a disturbance that makes the times doubtful."""
 
-    profiler: str  # or GPU, for a disturbance
-    code: str  # stable; docs/nsight.md lists all
+    profiler: str  # name of the profiler, or GPU for a disturbance
+    code: str  # does not change between versions; docs/nsight.md lists all codes
     message: str
     remedy: str
     raw: str = ""  # output of the tool
-    cells: tuple[str, ...] = ()  # those without the profiler's rows; empty for all
+    cells: tuple[str, ...] = ()  # cells that lack the profiler's rows; empty for all cells
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,9 @@ class Protocol:
     timeout_s: float = 120.0  # per cell
     seed: int = 0
     device: str = "auto"
-    metrics: tuple[str, ...] = ()  # of ncu, besides the default ones
-    sections: tuple[str, ...] = ()  # of ncu
-    processes: int = 1  # worker processes that time each cell
+    metrics: tuple[str, ...] = ()  # metrics that ncu collects besides the default ones
+    sections: tuple[str, ...] = ()  # sections that ncu collects
+    processes: int = 1  # number of worker processes that time each cell
 
 
 DEVICES = ("auto", *DEVICE_TYPES)
@@ -175,9 +178,9 @@ def require_number(
     whole: bool = False,
     above: bool = False,
 ) -> None:
-    """Raise UsageError if the value is no finite number between the limits, inclusive.
+    """Raise UsageError if the value is not a finite number between `low` and `high`, inclusive.
 
-    `above` makes the lower one exclusive.
+    If `above` is set, the value must be larger than `low`. If `whole` is set, it must be an integer.
     """
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     fits = is_number and low <= value <= high and value != math.inf  # type: ignore[operator]
@@ -200,28 +203,32 @@ class Run:
     profilers: tuple[str, ...]
     protocol: Protocol
     cells: tuple[Cell, ...]
-    environment: dict[str, Any] = field(default_factory=dict)  # of `environment.collect()`
+    environment: dict[str, Any] = field(default_factory=dict)  # from `environment.collect()`
     traces: tuple[TraceFile, ...] = ()
     note: str | None = None
     profharness: str = ""
     schema: str = SCHEMA
     problems: tuple[Problem, ...] = ()
-    kind: str | None = None  # the command that made it, one of KINDS
+    kind: str | None = None  # the command that made the run, one of KINDS
     bench: BenchPlan | None = None
 
 
 @cache
 def _parts_type() -> Any:
-    """Return a type for the undecoded parts of a run record besides its cells.
+    """Return a type that holds the parts of a run record other than its cells, undecoded.
 
-    It is made on first use, because a worker in a Python without msgspec imports this module too.
+    The type is created on first use, because a worker also imports this module in a Python that does
+    not have msgspec.
     """
     names = [each.name for each in fields(Run) if each.name != "cells"]
     return msgspec.defstruct("_Parts", [(name, msgspec.Raw, msgspec.Raw()) for name in names])
 
 
 def run_kind(folder: Path, run: Run) -> str:
-    """Return the command that made a run. Derive it from the folder if the record lacks it."""
+    """Return the command that made a run.
+
+    If the record does not contain the command, derive it from the cells and the run folder.
+    """
     if run.kind in KINDS:
         return run.kind
     if any(cell.case is not None for cell in run.cells):
@@ -230,7 +237,7 @@ def run_kind(folder: Path, run: Run) -> str:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write run.json atomically. Raise UnwritableError."""
+    """Write run.json atomically. Raise UnwritableError if the folder cannot be written to."""
     # a random name, because hosts that share a folder may use the same process ids
     temporary = folder / f".{RUN_FILE}.{os.urandom(6).hex()}"
     try:
@@ -253,7 +260,8 @@ def unwritable(folder: Path, why: str | None) -> UnwritableError:
 def read_part(path: Path, kind: type[T], what: str, limit: int = PART_BYTES) -> T:
     """Decode a JSON file of a run folder.
 
-    Raise FileNotFoundError, and TraceFormatError if the file is not `what`.
+    Raise FileNotFoundError if the file does not exist, and TraceFormatError if its content is not
+    `what`.
     """
     try:
         return read_json(path, kind, limit=limit, within=path.parent)
@@ -273,7 +281,10 @@ def _check_parts(path: Path, parts: msgspec.Struct) -> None:
 
 
 def read_record(folder: Path) -> Run:
-    """Read run.json of a run folder, without newer results. Raise TraceFormatError."""
+    """Read run.json of a run folder, without newer results in the journal or in groups.
+
+    Raise TraceFormatError if the file is missing or invalid.
+    """
     path = folder / RUN_FILE
     try:
         what = f"a run record of schema {SCHEMA}"
@@ -291,7 +302,7 @@ def read_record(folder: Path) -> Run:
 def read_run(folder: Path) -> Run:
     """Read a run folder, including its journal and the groups of a campaign.
 
-    Raise TraceFormatError.
+    Raise TraceFormatError if a file is missing or invalid.
     """
     run = _with_journal(folder, read_record(folder))
     return _with_groups(folder, run) if (folder / CAMPAIGN_FILE).is_file() else run
@@ -332,9 +343,10 @@ def _merge_environments(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_result(cell: Cell, result: Cell) -> Cell:
-    """Return the cell with its first result, or with what a later process adds to it.
+    """Return the cell with a result added to it.
 
-    Ignore any other result.
+    A pending cell takes the result of its first process. A cell that is `ok` then takes the samples
+    of each later process. Any other result is ignored.
     """
     if cell.status == "pending":
         return result if result.process == 0 else cell
@@ -363,8 +375,8 @@ def _append_lists(first: dict[str, list[T]], more: dict[str, list[T]]) -> dict[s
 def _merge_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Merge the clocks of two processes.
 
-    Take the extremes and all throttle reasons of both, and weight the medians by the number of
-    readings.
+    Keep the minimum, the maximum and the throttle reasons of both processes. Average their medians,
+    weighted by the number of readings.
     """
     merged, counts = first | more, (first.get("readings", 1), more.get("readings", 1))
     for name in first.keys() & more.keys():
@@ -403,9 +415,9 @@ def observed_journals(folder: Path) -> list[Path]:
 
 
 def counts_file(journal: Path) -> Path:
-    """Return the file in which a process counts calls, next to its journal.
+    """Return the path of the file in which a process counts calls, next to its journal.
 
-    Old journals have none.
+    The file does not exist for old journals.
     """
     return journal.with_suffix(".counts")
 
@@ -413,8 +425,8 @@ def counts_file(journal: Path) -> Path:
 def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the events in a journal of an observed process, then the counts of its calls.
 
-    Yield None for a line that is no event, such as one that a crash cut short. Raise
-    TraceFormatError for a file that cannot be read.
+    Yield None for a line that is no event, such as a line that a crash cut short. Raise
+    TraceFormatError if a file cannot be read.
     """
     counts = counts_file(path)
     try:
@@ -433,7 +445,11 @@ def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _counts(numbers: bytes) -> list[Any]:
-    """Return template, calls, and calls by lengths from the rows of the observer's `Counts`."""
+    """Return the numbers of calls that an observer's `Counts` contain.
+
+    Each element contains the number of a template (a kind of call), its number of calls, and a list
+    of the calls by sequence lengths.
+    """
     found: dict[int, list[list[int]]] = {}
     for template, *lengths, calls in struct.iter_unpack("=5q", numbers[: len(numbers) // 40 * 40]):
         if template:
@@ -461,7 +477,7 @@ class Plan:
     cells: tuple[Cell, ...]
     protocol: Protocol
     profilers: tuple[str, ...]
-    parent: int  # the worker ends when this process ends
+    parent: int  # id of the process with which the worker ends
     wrapped: bool = False  # a tool watches the worker, which must therefore exit normally
 
 
@@ -469,14 +485,14 @@ class Plan:
 class BenchPlan:
     """What a benchmark measures, and how precisely."""
 
-    # The first one ranks. On a CPU, wall-clock time replaces them all.
+    # The first measurement ranks the backends. On a CPU, `wall` replaces all measurements.
     measurements: tuple[str, ...] = GPU_MEASUREMENTS
-    precision: float = PRECISION  # half the width of the 95 % interval over the median
-    max_time_s: float = 10.0  # of sampling, per cell
-    iterations: int | None = None  # samples per measurement, instead of a precision
+    precision: float = PRECISION  # half the width of the 95 % interval, divided by the median
+    max_time_s: float = 10.0  # maximum time to sample each cell
+    iterations: int | None = None  # number of samples per measurement, instead of a precision
 
     def part(self, process: int, processes: int) -> BenchPlan:
-        """Return the share of one of several processes."""
+        """Return the part of the plan that one of several processes carries out."""
         count = self.iterations
         if count is not None:
             count = count // processes + (process < count % processes)
@@ -532,7 +548,7 @@ def parse_seconds(text: str) -> float:
 
 
 def turn_order(seed: int, config: str, round_number: int, count: int) -> list[int]:
-    """Return the numbers 0 to count - 1 in the pseudo-random order of one round."""
+    """Return the numbers from 0 to count - 1, in a pseudo-random order for one round."""
     order = list(range(count))
     random.Random(f"{seed}/{config}/{round_number}").shuffle(order)
     return order
@@ -562,7 +578,7 @@ def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names in such texts. Raise UsageError for an empty one."""
+    """Split texts such as `H100,H200` into names. Raise UsageError if a name is empty."""
     texts = (given,) if isinstance(given, str) else tuple(given)
     names = tuple(name.strip() for text in texts for name in text.split(","))
     if not all(map(class_word, names)):
@@ -581,7 +597,7 @@ def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
 
 
 def class_word(gpu: str) -> str:
-    """Return a GPU class as a part of a run id: lower case, without blanks."""
+    """Return the form of a GPU class that is used in run ids, in lower case and without blanks."""
     return re.sub(r"[^a-z0-9_.]+", "", gpu.casefold())
 
 
@@ -594,10 +610,10 @@ class CaptureOptions:
     protocol: Protocol = field(default_factory=Protocol)
     note: str | None = None
     bench: BenchPlan | None = None  # time the backends of each config in turns
-    kind: str = "capture"  # the command, unless `bench` or `cases` is set
+    kind: str = "capture"  # the command that makes the run, unless `bench` or `cases` is set
     python: str | None = None  # path of another interpreter whose torch is measured
     fleet: Fleet = Fleet()
-    # Verify these cases of each config, without profilers and the protocol's counts of calls.
+    # Verify these cases of each config. No profilers and no numbers of calls are used.
     cases: tuple[str, ...] = ()
     grad: bool = False  # verify gradients too
 
@@ -607,8 +623,8 @@ class ObserveOptions:
     """Options for observing a program."""
 
     profiler: str = TORCH  # or `nsys` or `none`
-    steps: int = 3  # recorded
-    warmup: int = 3  # steps without a call of a new kind, before those recorded
+    steps: int = 3  # number of recorded steps
+    warmup: int = 3  # number of steps without a new kind of call before the recorded steps
     rank: str = "0"  # the rank to record, or `all`
     out: Path = RUNS_FOLDER
     note: str | None = None
@@ -624,7 +640,7 @@ class BenchOptions:
     baseline: str | None = None
     dtypes: tuple[str, ...] = ()
     measurements: tuple[str, ...] = ()
-    precision: float | None = None  # default: that of the stored run, or 1 %
+    precision: float | None = None  # None selects the precision of the stored run, or 1 %
     max_time_s: float = BenchPlan.max_time_s
     iterations: int | None = None
     warmup: int = 10
@@ -646,7 +662,7 @@ def write_plan(folder: Path, plan: BenchPlan) -> None:
 def read_plan(folder: Path) -> BenchPlan | None:
     """Read a benchmark's plan from a run folder.
 
-    Return None for a run that is no benchmark. Raise TraceFormatError.
+    Return None if the run is no benchmark. Raise TraceFormatError if the plan is invalid.
     """
     try:
         return read_part(folder / BENCH_FILE, BenchPlan, "the plan of a bench")

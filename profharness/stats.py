@@ -1,5 +1,6 @@
-"""Statistics over raw samples: summaries, an interval of the median that accounts for turns and
-processes, and the comparison of two sets of samples.
+"""Summarize raw samples, estimate the uncertainty of their median, and compare two sets of samples.
+
+The uncertainty of a median includes the differences between turns and between processes.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from typing import Any, Literal, NamedTuple
 Speed = Literal["same", "faster", "slower", "unknown"]
 
 ALPHA = 0.05
-THRESHOLD = 0.03  # the smallest relative change of the median that is worth a word
+THRESHOLD = 0.03  # relative change of the median above which it counts as a change
 MIN_SAMPLES = 5
 MIN_SAMPLES_CI = 3
-NOISY_IQR = 0.10  # interquartile range over median from which samples are called noisy
-# Variance that two clusters must explain (0.64 for a normal, 0.75 for a uniform distribution).
+NOISY_IQR = 0.10  # samples are noisy if interquartile range / median is at least this
+# Minimum share of the variance that the two clusters of a bimodal distribution explain. Two clusters
+# explain 0.64 of a normal distribution and 0.75 of a uniform one.
 BIMODAL_SHARE = 0.85
-BIMODAL_DISTANCE = 0.10  # distance of the two cluster means over the median
+BIMODAL_DISTANCE = 0.10  # minimum distance of the two cluster means, divided by the median
 BIMODAL_MIN_SAMPLES = 10
 BOOTSTRAP_RESAMPLES = 2000
 SEED = 0
 
 
 class Turn(NamedTuple):
-    """The number of samples of one turn of one process. Turn and process count from 0."""
+    """The number of samples that a process took in one turn. Processes and turns count from 0."""
 
     process: int
     turn: int
@@ -34,13 +36,13 @@ class Turn(NamedTuple):
 
 
 class Series(tuple[int, ...]):
-    """Samples in their order, and their turns, if known."""
+    """Samples in the order in which they were taken, with their turns if these are known."""
 
     turns: tuple[Turn, ...] = ()
 
     @classmethod
     def of(cls, samples: Iterable[int], turns: Iterable[Sequence[int]] = ()) -> Series:
-        """Return the samples. Turns that do not add up to them are ignored."""
+        """Make a series of samples. Ignore the turns if their numbers of samples do not add up."""
         series = cls(samples)
         known = tuple(Turn(*turn) for turn in turns)
         if sum(turn.samples for turn in known) == len(series):
@@ -50,8 +52,11 @@ class Series(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The 95 % interval of a median. `between_turns` and `between_processes` are the half widths by
-    each source alone, or None if there is only one turn or process, or it is unknown.
+    """The 95 % interval of a median.
+
+    `between_turns` and `between_processes` are half the width of the interval that follows only from
+    the differences between turns or between processes. They are None if there is only one turn or
+    process, or if the turns are unknown.
     """
 
     low: float
@@ -63,8 +68,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Location and spread of n samples, in their own unit. `std` is the sample's (n - 1), 0 for
-    one.
+    """Location and spread of n samples, in the unit of the samples.
+
+    `std` is the sample standard deviation, with n - 1 degrees of freedom. It is 0 for one sample.
     """
 
     n: int
@@ -81,9 +87,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of a candidate with a baseline. `ratio` is that of the medians (above 1:
-    slower), None without samples. `p_value` is that of the two-sided Mann-Whitney U test, or None
-    without a test. `reason` explains the verdict.
+    """The comparison of a candidate with a baseline.
+
+    `ratio` is the candidate's median divided by the baseline's median, or None if there are no
+    samples. The candidate is slower if the ratio is above 1. `p_value` is the largest p-value of
+    the tests, or None if no test was made. `reason` explains the verdict.
     """
 
     ratio: float | None
@@ -106,8 +114,9 @@ def _scipy_stats() -> Any:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Return the summary of at least one sample. Percentiles interpolate linearly. Raise ValueError
-    without samples.
+    """Return the summary of samples. Percentiles are interpolated linearly.
+
+    Raise ValueError if there are no samples.
     """
     if not len(samples):
         raise ValueError("no samples to summarize")
@@ -129,7 +138,10 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the bootstrap interval of the median, None below three samples. It is deterministic."""
+    """Return the bootstrap interval of the median, or None for fewer than three samples.
+
+    Equal samples always give the same interval.
+    """
     if len(samples) < MIN_SAMPLES_CI:
         return None
     np = _numpy()
@@ -147,11 +159,13 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def interval(samples: Sequence[int]) -> Interval | None:
-    """Return the interval that contains the median of similar runs in 95 % of cases, as far as the
-    samples cover several turns and processes. Return None below three samples. It is deterministic.
+    """Return the interval that contains the median of similar runs in 95 % of cases.
 
-    Turns are resampled within each process (a block bootstrap). Processes are few, so they use
-    Student's distribution. The interval covers both and is never below 0.
+    This holds if the samples come from several turns and processes. The turns are resampled within
+    each process (a block bootstrap). Processes are few, so their medians are assumed to follow
+    Student's distribution. The interval covers the results of both methods, and it is never below 0
+    if there are several processes. Equal samples always give the same interval. Return None for
+    fewer than three samples.
     """
     if len(samples) < MIN_SAMPLES_CI:
         return None
@@ -174,7 +188,10 @@ def interval(samples: Sequence[int]) -> Interval | None:
 
 
 def process_medians(samples: Sequence[float]) -> list[float]:
-    """Return the median of each process in order. Empty if the processes are unknown."""
+    """Return the median of each process, in order.
+
+    Return an empty list if the processes are unknown.
+    """
     parts: dict[int, list[float]] = {}
     begin = 0
     for turn in samples.turns if isinstance(samples, Series) else ():
@@ -184,7 +201,7 @@ def process_medians(samples: Sequence[float]) -> list[float]:
 
 
 def of_first_process(samples: Sequence[float]) -> bool:
-    """Return whether the samples include some of the first process, as far as known."""
+    """Return whether the samples are known to include samples of the first process."""
     turns = samples.turns if isinstance(samples, Series) else ()
     return any(turn.process == 0 for turn in turns)
 
@@ -217,10 +234,11 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
     return middle - scale * (middle - low), middle + scale * (high - middle)
 
 
-@lru_cache(maxsize=4)  # the cells of a run have as many turns as each other
+@lru_cache(maxsize=4)  # most cells of a run have the same number of turns
 def _draws(sizes: tuple[int, ...]) -> Any:
-    """Return how often each block is drawn, one row per resample. `sizes` are the blocks per
-    process.
+    """Draw blocks with replacement, and return how often each block is drawn in each resample.
+
+    The result has one row per resample. `sizes` contains the number of blocks of each process.
     """
     np = _numpy()
     random = np.random.default_rng(SEED)
@@ -229,10 +247,15 @@ def _draws(sizes: tuple[int, ...]) -> Any:
 
 
 def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
-    """Return the median of x for each row of counts, which contains how often each block is drawn."""
+    """Return the median of `x` for each resample.
+
+    `blocks` contains the block of each sample, and a row of `counts` contains how often each block
+    was drawn in a resample.
+    """
     np = _numpy()
     values, places = np.unique(x, return_inverse=True)
-    # how many samples of each block are at most each value; times are told in steps, so values are few
+    # table[i, b] is the number of samples of block b that are at most values[i]. There are few distinct
+    # values, because clocks have a coarse resolution.
     table = np.zeros((len(values), counts.shape[1]), dtype=np.int32)
     np.add.at(table, (places, blocks), 1)
     table = table.cumsum(axis=0, dtype=np.int32)
@@ -242,7 +265,10 @@ def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
 
 
 def _first(counts: Any, table: Any, need: Any) -> Any:
-    """Return for each row of counts the first row of `table` with that many samples, by bisection."""
+    """Find, by bisection, the first row of `table` in which each resample has `need` samples.
+
+    `need` contains a number of samples for each row of `counts`.
+    """
     np = _numpy()
     low, high = np.zeros(len(counts), dtype=np.int64), np.full(len(counts), len(table) - 1)
     while (low < high).any():
@@ -254,14 +280,16 @@ def _first(counts: Any, table: Any, need: Any) -> Any:
 
 @cache
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's distribution."""
+    """Return the 97.5 % quantile of Student's distribution with the given degrees of freedom."""
     return float(_scipy_stats().t.ppf(0.975, freedom))
 
 
 def is_bimodal(samples: Sequence[float]) -> bool:
-    """Return whether two clusters with at least a fifth of the samples each explain nearly all of
-    the variance. The split is Otsu's (largest between-class variance). Fewer than ten samples are
-    never bimodal.
+    """Return whether the samples form two distinct clusters.
+
+    Each cluster must contain at least a fifth of the samples, and both together must explain nearly
+    all of the variance. The samples are split by Otsu's method, which maximizes the variance between
+    the clusters. Fewer than ten samples are never bimodal.
     """
     if len(samples) < BIMODAL_MIN_SAMPLES:
         return False
@@ -286,9 +314,11 @@ def compare(
 ) -> Comparison:
     """Compare two independent sets of times.
 
-    A change of the medians within `threshold` is `same` regardless of the tests. A larger change
-    that they do not support at 5 % is `unknown`, as are fewer than five samples on a side. If both
-    sides have several processes, Student's test of the processes' medians must support it too.
+    The verdict is `same` if the medians differ by no more than `threshold`, whatever the tests say.
+    A larger difference is `faster` or `slower` if the Mann-Whitney U test is significant at 5 %. If
+    both sides have several processes, Student's test of the medians of the processes must be
+    significant too. Otherwise the verdict is `unknown`. It is also `unknown` if a side has fewer
+    than five samples.
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"
@@ -312,8 +342,9 @@ def compare(
 
 
 def beyond(ratio: float, threshold: float) -> bool:
-    """Return whether a ratio differs from 1 by more than `threshold`. A ratio and its inverse
-    agree.
+    """Return whether a ratio differs from 1 by more than `threshold`.
+
+    The result is the same for a ratio and its inverse.
     """
     return ratio > 1 + threshold or ratio * (1 + threshold) < 1
 
@@ -341,15 +372,17 @@ def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> floa
     a, b = np.log(baseline), np.log(candidate)
     if a.min() == a.max() and b.min() == b.max():
         return float(a[0] == b[0])
-    # from their moments: ttest_ind warns where the medians of one side are all alike
+    # ttest_ind would print a warning if all medians of one side are equal
     sides = [(side.mean(), side.std(ddof=1), len(side)) for side in (a, b)]
     return float(_scipy_stats().ttest_ind_from_stats(*sides[0], *sides[1]).pvalue)
 
 
 def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> float | None:
-    """Return the largest ratio above 1 between one process of each side in 95 % of the cases
-    without a change, by Student's distribution and the pooled spread of the processes' medians.
-    Return None if a side has fewer than two.
+    """Return by which factor two processes, one of each side, may differ without a change.
+
+    In 95 % of cases without a change, the ratio of their medians does not exceed this factor. It is
+    computed from Student's distribution and the pooled spread of the medians of the processes.
+    Return None if a side has fewer than two processes.
     """
     if min(len(baseline), len(candidate)) < 2:
         return None

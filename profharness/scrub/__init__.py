@@ -1,4 +1,4 @@
-"""Copies of runs and traces that contain only what is known to be harmless, and their audit."""
+"""Make copies of runs and traces that contain only harmless data, and audit such copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The contents that are known to be harmless: words of software, small numbers, a few whole forms."""
+"""Decide which texts are known to be harmless.
+
+They consist of known words of software and of small numbers, or match one of a few patterns.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from profharness.traces.demangle import canonical_names
 
 REPLACEMENT = "removed_"  # followed by a number; also a valid name of a kernel or a module
 MAX_TEXT = 1 << 16
-MAX_DIGITS = 5  # of a number
+MAX_DIGITS = 5  # maximum number of digits of a number
 MAX_DIGITS_IN_NAME = 6
-MAX_SHORT = 3  # one- and two-letter words in one part of a name
+MAX_SHORT = 3  # maximum number of one- and two-letter words in one part of a name
 _OLD = "path|name|variable|secret|url|host|address|mail|command|uuid|bus|removed"
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Split a text into its words."""
     return frozenset(text.split())
 
 
@@ -32,7 +35,8 @@ def _load_words() -> tuple[frozenset[str], frozenset[str]]:
 
 WORDS, NUMBERED_WORDS = _load_words()
 
-# Letters by case, and digits: `CompiledFxGraph2` is `Compiled`, `Fx`, `Graph`, `2`.
+# Words that begin with a capital letter, and groups of digits. For example, `CompiledFxGraph2`
+# consists of `Compiled`, `Fx`, `Graph` and `2`.
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _EXTENTS = re.compile(r"[1-9][0-9]{0,4}(?:x[0-9]{1,5})+")
 _CONFIG = re.compile(
@@ -55,9 +59,12 @@ _NUMBER = re.compile(
     r"[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,2}/[0-9]{1,2}"
     rf"|[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?|[0-9]{{1,4}}\.[0-9]{{1,3}}\.[0-9]{{1,3}}"
 )
-_ALONE = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?")  # the whole text
+_ALONE = re.compile(
+    rf"[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?"
+)  # a number that may be the whole text
 _SPELLED = re.compile(r"(?<![A-Za-z0-9])(?:[A-Za-z][^A-Za-z0-9]{1,3}){5,}[A-Za-z](?![A-Za-z0-9])")
-# A chunk with `w` for a name, `n` for a number and `f` for a fraction: these make an address, a path or a date.
+# Shapes of chunks that may be an address, a path or a date. In a shape, `w` stands for a name, `n` for
+# a whole number and `f` for a number with a decimal point.
 _UNSAFE = re.compile(
     r"[nf][-:.+/]+[-+]?[nf]|f,f|w\+w|\.\.+/|//|(?:\A|[^wnf)\]>*])/+[wnf.<]|w[.:]n[.:]n|n\.w.*n\.w|n-w-n"
     r"|:f|\A(?!\.\.\.\Z|--\Z)[.-]{2,}\Z|\[\.|&#|(?<![\[(<,n])n(?:,n){3}|%w|\Aw?:/"
@@ -71,7 +78,7 @@ _INDUCTOR = r"[a-z2-7]{51,52}"
 _VERSION = re.compile(
     r"[0-9]{1,4}(?:\.[0-9]{1,4}){1,2}(?:[a-z]{1,3}[0-9]{1,8})?(?:\+[a-z]{2,4}[0-9]{0,4})?"
 )
-# Forms that only one key has.
+# Patterns of values that are harmless only under a certain key.
 BY_KEY = {
     "torch_git": HASH,
     "backend_code": HASH,
@@ -87,11 +94,12 @@ BY_KEY = {
     "run": re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}"),
     "created": re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(?:\.[0-9]{1,6})?(?:\+00:00|Z)"),
 }
-# The tail that PyTorch gives to an NVTX range, and the key of a compiled graph.
+# Text that PyTorch appends to the name of an NVTX range.
 _TAIL = re.compile(
     r"(?:, seq = [0-9]{1,12})?(?:, op_id = [0-9]{1,12})?(?:, sizes = [][0-9, ]*)?"
     r"(?:, input_op_ids = [][()0-9, -]*)?\Z"
 )
+# Name of the range around a compiled graph, which contains the key of the graph.
 _GRAPH = re.compile(rf"## Call CompiledFxGraph {_INDUCTOR} ##")
 _PACKAGES = re.compile(r"[^\s\"'(]*?[/\\](?:site-packages|dist-packages|lib/python3\.[0-9]+)[/\\]+")
 
@@ -118,14 +126,14 @@ def _is_known_part(part: str) -> bool:
 
 
 def _may_follow(before: str, token: str) -> bool:
-    """Return whether a number or a word is known, and may follow another."""
+    """Return whether a token is a known word or a small number that may follow the token before it."""
     if token.isdigit():
         return len(token) <= MAX_DIGITS_IN_NAME and (len(before) < 2 or before in NUMBERED_WORDS)
     return (len(token) == 1 or token in WORDS) and not _HEX.fullmatch(before + token)
 
 
 def _shape(chunk: str) -> str | None:
-    """Return the shape of a chunk, or None if part of it is not known."""
+    """Return the shape of a chunk, or None if it has an unknown part or its shape is unsafe."""
     shape = []
     at = 0
     while at < len(chunk):
@@ -137,7 +145,7 @@ def _shape(chunk: str) -> str | None:
             if not is_known_name(text):
                 return None
             if text[0].isdigit() and at and chunk[at - 1] in ".-:":
-                return None  # a part of an address or an id
+                return None  # it may be a part of an address or an id
             shape.append("w")
         elif kind == "number":
             if not _NUMBER.fullmatch(text):
@@ -152,9 +160,9 @@ def _shape(chunk: str) -> str | None:
 
 def _unknown_at(text: str) -> int:
     """Return the position of the first unknown chunk, or the length of the text."""
-    number = ""  # the last chunk, if it was a number
+    number = ""  # the shape of the previous chunk if that was a number
     word_before = False
-    depth = 0  # of brackets: only in them, and after a comma, may a number follow a number
+    depth = 0  # of open brackets; only within brackets may a number follow a number and a comma
     for match in re.finditer(r"[^ \t\n]+", text):
         shape = _shape(match[0])
         if shape is None:
@@ -179,9 +187,10 @@ def _word_follows(text: str, at: int) -> bool:
 
 @lru_cache(maxsize=1 << 15)
 def known_length(text: str, key: str = "") -> int:
-    """Return how many characters of a text, from its start, are known to be harmless.
+    """Return how many characters at the start of a text are known to be harmless.
 
-    `key` is the member, column or argument that contains it. Some forms are known only under one key.
+    `key` is the name of the member, column or argument that contains the text. Some patterns are
+    harmless only under a certain key.
     """
     form = BY_KEY.get(key)
     if not text or (form is not None and form.fullmatch(text)) or _GRAPH.fullmatch(text):
@@ -204,5 +213,8 @@ def _known_start(text: str) -> int:
 
 
 def without_package_roots(text: str) -> str:
-    """Return the text with paths of installed packages relative to where packages are installed."""
+    """Return the text with each path of an installed package shortened.
+
+    The shortened path is relative to the folder in which packages are installed.
+    """
     return _PACKAGES.sub("", text) if "/" in text or "\\" in text else text

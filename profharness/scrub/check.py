@@ -1,4 +1,4 @@
-"""Audit files: report everything that a scrubbed copy would replace or drop."""
+"""Audit files: report everything that `scrub` would replace or drop."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from profharness.traces.packed import GZIP, SUFFIX, unpacked
 
 Writer = Callable[[Path, IO[bytes], Scrubber], None]
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
-MAX_JSON = 1 << 28  # bytes; a larger document that is no trace is read by lines
+MAX_JSON = 1 << 28  # maximum bytes of a document; a larger one that is no trace is read by lines
 
 
 class PrivateDataError(ProfharnessError):
-    """A copy contained something that is not known to be harmless, and was deleted."""
+    """A copy contained something that is not known to be harmless. The copy was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,17 @@ def writer_of(path: Path) -> Writer:
 
 
 def as_plain_file(path: Path) -> contextlib.AbstractContextManager[Path]:
-    """Return the file itself, or an unpacked export or CSV. The Kineto reader unpacks by itself."""
+    """Return a context manager that yields the file, or an unpacked copy of a packed export or CSV.
+
+    A packed Kineto trace is not unpacked, because its reader does that.
+    """
     return (
         contextlib.nullcontext(path) if path.name.lower().endswith(".json.gz") else unpacked(path)
     )
 
 
 def audit(path: Path) -> list[Finding]:
-    """Return what `scrub` would replace in a file, or in all files below a folder and their names.
+    """Return what `scrub` would replace in a file, or in the files below a folder and in their names.
 
     Raise TraceFormatError for files that cannot be read.
     """
@@ -118,13 +121,16 @@ def _check(path: Path, scrubber: Scrubber) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     with path.open("rb") as plain:
-        packed = plain.read(len(GZIP)) == GZIP  # whatever the suffix is
+        packed = plain.read(len(GZIP)) == GZIP  # the suffix may be wrong
     with gzip.open(path, "rb") if packed else path.open("rb") as file:
         yield cast("IO[bytes]", file)
 
 
 def _json_of(file: IO[bytes]) -> tuple[bool, Any]:
-    """Return whether a file is a Kineto trace, and else the content of the JSON document."""
+    """Return whether a file is a Kineto trace. If it is another JSON document, also return its content.
+
+    The content is None if the file is a Kineto trace, is too large or is no JSON.
+    """
     file.seek(0)
     head = file.read(1 << 16)
     if head.lstrip()[:1] not in (b"{", b"["):

@@ -1,4 +1,4 @@
-"""A copy of a run folder or a trace that is fit to publish."""
+"""Copy a run folder or a trace so that the copy can be published."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _Journals = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """The result of `scrub`. All names are relative.
+    """The result of `scrub`.
 
-    `files` are those of the copy, `left_out` those of the source that it lacks. `replaced` pairs each
-    raw report with the export that replaces it.
+    `files` are the files of the copy, and `left_out` the files of the source that were not copied.
+    `replaced` pairs each raw report with the export that replaces it. The names are relative to the
+    folder.
     """
 
     output: Path
@@ -48,7 +49,11 @@ class Scrubbed:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """The file to read (an export for a raw report), and the trace's name in the source and copy."""
+    """A trace to copy.
+
+    `source` is the file to read, which is an export if the trace is a raw report. `original` is the
+    name of the trace in the source, and `name` its name in the copy.
+    """
 
     original: str
     source: Path
@@ -56,7 +61,10 @@ class _Trace:
 
 
 def default_output(source: Path) -> Path:
-    """Return `<name>-scrubbed` beside the source, with its suffix or that of a report's export."""
+    """Return the path `<name>-scrubbed` beside the source.
+
+    It has the suffix of the source. If the source is a raw report, it has the suffix of an export.
+    """
     source = source.resolve()
     if source.is_dir():
         return source.with_name(f"{source.name}-scrubbed")
@@ -65,7 +73,7 @@ def default_output(source: Path) -> Path:
 
 
 def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> Scrubbed:
-    """Copy a run folder or a trace without what is not known to be harmless.
+    """Copy a run folder or a trace, and replace or drop everything not known to be harmless.
 
     The source is never changed. `force` replaces an existing output (a folder only if it is a run
     folder). Raise UsageError for an invalid output, TraceFormatError for a source that cannot be read,
@@ -94,7 +102,7 @@ def _scrub_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     run = read_run(source)
     traces = {trace.path: _trace(source, trace.path, work) for trace in run.traces}
     own = {trace.name: trace for trace in traces.values() if trace.name == trace.original}
-    # a report and its export have one name in the copy: the run's own export counts
+    # a report and its export have the same name in the copy, and the export of the run is preferred
     single = {trace.name: own.get(trace.name, trace) for trace in traces.values()}
     journals = _journals(source, run)
     scrubber = Scrubber()
@@ -105,7 +113,9 @@ def _scrub_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     for name, rows in journals.items():
         lines = (msgspec.json.encode(scrubber.value(row)) + b"\n" for row in rows)
         (copy / name).write_bytes(b"".join(lines))
-    counts = {counts_file(source / name).name for name in journals}  # are in the journals now
+    counts = {
+        counts_file(source / name).name for name in journals
+    }  # the copied journals contain them
     used = {RUN_FILE, *traces, *journals, *counts, *single}
     there = {str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()}
     renamed = ((each.original, each.name) for each in traces.values())
@@ -143,7 +153,7 @@ def _scrub_run(run: Run, scrubber: Scrubber) -> Run:
 
 
 def _trace(folder: Path, name: str, work: Path) -> _Trace:
-    """Return what to read for a trace of the folder; raw reports are exported first."""
+    """Find the file to read for a trace of the folder. Export a raw report first."""
     source = folder / name
     if not source.resolve().is_relative_to(folder.resolve()):
         raise TraceFormatError(
@@ -161,7 +171,7 @@ def _trace(folder: Path, name: str, work: Path) -> _Trace:
 
 
 def _merged(traces: tuple[TraceFile, ...], read: dict[str, _Trace]) -> tuple[TraceFile, ...]:
-    """Return the traces by their names in the copy; a report and its export become one."""
+    """Return the traces under their names in the copy. A report and its export become one trace."""
     merged: dict[str, TraceFile] = {}
     for trace in traces:
         name = read[trace.path].name
@@ -179,7 +189,10 @@ def _scrub_trace(trace: _Trace, target: Path, scrubber: Scrubber) -> None:
 
 @contextmanager
 def _created(target: Path) -> Iterator[IO[bytes]]:
-    """Open a new file, compressed without name and time: one source always gives the same bytes."""
+    """Open a new file for writing, and compress it if its suffix is .gz.
+
+    The compressed file contains no name and no time, so equal sources give equal bytes.
+    """
     with target.open("xb") as file:
         if target.suffix != ".gz":
             yield file

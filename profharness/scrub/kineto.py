@@ -49,7 +49,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def scrub_kineto(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
-    """Write the copy as plain JSON, one event per line.
+    """Write a scrubbed copy of a Kineto trace as uncompressed JSON, with one event per line.
 
     Raise TraceFormatError if the file is no Kineto trace or is cut short.
     """
@@ -74,7 +74,10 @@ def _head(header: dict[str, Any], scrubber: Scrubber) -> bytes:
 
 
 def _tail(window: Window, scrubber: Scrubber) -> bytes:
-    """Return the known members behind the events; the window is at the closing bracket."""
+    """Return the known members that follow the events, as JSON without braces.
+
+    The window must be at the closing bracket of the events.
+    """
     data = window.rest()[1:]
     at = skip_space(data, 0)
     mark, tail = data[at : at + 1], data[at + 1 :]
@@ -134,14 +137,14 @@ def _events(window: Window, layout: Layout) -> Iterator[bytes]:
 
 
 class _Events:
-    """Scrubs events. Each distinct value is examined once."""
+    """Scrubs events, and caches the cleaned values."""
 
     def __init__(self, scrubber: Scrubber) -> None:
         self.scrubber = scrubber
         self.cleaned: dict[tuple[str, bytes], msgspec.Raw] = {}
 
     def scrub(self, data: bytes) -> bytes:
-        """Return the event with known keys and cleaned texts."""
+        """Return the event with only its known keys, and with cleaned texts."""
         try:
             event = _only(_decode(data), EVENT_KEYS, self.scrubber)
             args = event.get("args", msgspec.Raw(b"null"))
@@ -152,8 +155,8 @@ class _Events:
                 event["args"] = msgspec.Raw(_encode(self._members(_decode(args))))
             return bytes(_encode(self._members(event)))
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            # NaN or a control character: the parser reads such an event, so it is kept; its numbers
-            # may lose digits.
+            # The event contains NaN or a control character. It is kept, because the parser of traces
+            # reads it too. Its numbers may lose digits.
             return bytes(_encode(self._lenient(decode_lenient(data))))
 
     def _lenient(self, event: Any) -> Any:
@@ -171,7 +174,7 @@ class _Events:
 
     def _value(self, key: str, value: msgspec.Raw) -> msgspec.Raw:
         if key == "args":
-            return value  # is clean by now
+            return value  # it has already been cleaned
         data = bytes(value)
         if (key, data) not in self.cleaned:
             decoded = msgspec.json.decode(data)
@@ -183,7 +186,7 @@ class _Events:
         return self.cleaned[key, data]
 
     def _metadata(self, name: msgspec.Raw | None, args: Any) -> Any:
-        """Return the args of a metadata event, with only the names that Kineto makes up."""
+        """Return the arguments of a metadata event, with only the names that Kineto itself generates."""
         kind = bytes(name or b"").strip(b'"')
         if not isinstance(args, dict):
             return {}

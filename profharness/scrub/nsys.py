@@ -1,7 +1,8 @@
-"""Scrub an nsys SQLite export: write a new file with all its tables and columns, and allowed contents.
+"""Scrub an nsys SQLite export: write a new file that has only the allowed tables, columns and rows.
 
-TABLES marks each column: no mark for a number, `$` for a text, `@` for a key of StringIds, `#` for a
-serialized process and thread id, `%` for a process id.
+A column name in TABLES begins with a mark for the contents of the column: `$` for a text, `@` for a
+key of the table StringIds, `#` for a serialized process and thread id, and `%` for a process id. A
+column without a mark contains numbers.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ TYPE = re.compile(r"[A-Za-z ]{0,30}")
 DIAGNOSTICS = re.compile(r"Number of [A-Za-z ]{1,40} events collected: [\d,]{1,15}\.?")
 _NUMBER = re.compile(r"[0-9]{1,5}")
 _VERSION = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,3}){0,2}")
-# Rows of names and values: the names that are copied, and what their values look like.
+# In a table of names and values, a row is copied only if its name is one of these keys and its value
+# matches the pattern.
 VALUES = {
     "EXPORT_PRODUCT_NAME": re.compile("NVIDIA Nsight Systems"),
     "EXPORT_PRODUCT_VERSION": re.compile(
@@ -115,11 +117,14 @@ PID_MASK = (1 << PID_SHIFT) - 1
 BATCH = 10_000
 _TEXT = re.compile(rb"[ -~]{12,200}")
 _PLAIN_TABLES = "type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' AND name NOT LIKE 'sqlite_%'"
-_Kept = dict[str, dict[str, str]]  # table to column to mark
+_Kept = dict[str, dict[str, str]]  # table -> column -> mark
 
 
 def columns_of(table: str) -> dict[str, str] | None:
-    """Return column to mark for a table that may be copied, also one named with `_V2`, else None."""
+    """Return the columns of a table and their marks, or None if the table must not be copied.
+
+    The name of the table may end with a version such as `_V2`.
+    """
     base = re.sub(r"_V\d+$", "", table)
     text = ENUM_COLUMNS if re.fullmatch(r"ENUM_[A-Z0-9_]+", table) else TABLES.get(base)
     if text is None:
@@ -128,7 +133,7 @@ def columns_of(table: str) -> dict[str, str] | None:
 
 
 def row_allowed(table: str, row: dict[str, object]) -> bool:
-    """Return whether a row may be copied. For tables of which only some rows may be."""
+    """Return whether a row may be copied. In most tables, all rows may be copied."""
     if table == "DIAGNOSTIC_EVENT":
         return DIAGNOSTICS.fullmatch(str(row.get("text"))) is not None
     if table not in NAMED_VALUES:
@@ -138,10 +143,10 @@ def row_allowed(table: str, row: dict[str, object]) -> bool:
 
 
 def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
-    """Write the copy. Raise TraceFormatError for a file that is no export of nsys.
+    """Write a scrubbed copy of an nsys export.
 
-    Process and thread ids become small numbers, the same in every table. Texts that no copied row
-    refers to are left out.
+    Replace process and thread ids with small numbers that are the same in all tables. Do not copy
+    texts to which no copied row refers. Raise TraceFormatError if the file is no export of nsys.
     """
     with _opened(path) as source, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
         kept = _kept(source)
@@ -160,7 +165,9 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    with opened(path, path) as export:  # refuses what is foreign, cut off or being written
+    with opened(
+        path, path
+    ) as export:  # raises an error if the file is foreign, cut off or being written
         try:
             yield export.connection
         except (sqlite3.Error, OverflowError) as error:
@@ -191,7 +198,7 @@ def _kept(source: sqlite3.Connection) -> _Kept:
 
 
 class _Export:
-    """One export on its way into a new file."""
+    """Copies the allowed contents of an export into a new file."""
 
     def __init__(
         self,
@@ -309,7 +316,10 @@ class _Export:
             self.scrubber.record("column", "a column that is not known", shown)
 
     def _numbers(self) -> dict[int, int]:
-        """Number process and thread ids 1, 2, …; a process and its first thread share an id."""
+        """Return the number 1, 2, … that replaces each process or thread id.
+
+        A process and its first thread have the same id, and get the same number.
+        """
         ids = {0}
         for table, columns in self.kept.items():
             for column in [column for column, mark in columns.items() if mark in ("#", "%")]:
@@ -327,7 +337,10 @@ def _pid(value: int) -> int:
 
 
 def _renumbered(value: object, numbers: dict[int, int]) -> int | None:
-    """Return a serialized id with other process and thread numbers; the machine's 16 bits stay."""
+    """Return a serialized id with the new process and thread numbers.
+
+    Its 16 bits for the machine are unchanged. Return None if the value is no integer.
+    """
     if not isinstance(value, int):
         return None
     machine = value >> (2 * PID_SHIFT)
@@ -336,10 +349,11 @@ def _renumbered(value: object, numbers: dict[int, int]) -> int | None:
 
 
 def _has_deleted(path: Path, copy: Path) -> bool:
-    """Return whether free parts of the pages contain a text that the copy does not.
+    """Return whether the unused parts of an SQLite file contain a text that the copy lacks.
 
-    See the SQLite file format, sections 1.5 and 1.6. When SQLite moves a row, its old bytes remain;
-    such a text is in the copy, or is the end of one text before the start of another.
+    Sections 1.5 and 1.6 of the SQLite file format describe these parts. The old bytes of a row
+    remain in them when SQLite moves the row. Such a text does not count as deleted: the copy
+    contains it, or contains both of the texts into which it can be cut.
     """
     found: set[bytes] = set()
     with path.open("rb") as file:
@@ -362,7 +376,12 @@ def _has_deleted(path: Path, copy: Path) -> bool:
 
 def _free_parts(page: bytes, start: int) -> Iterator[bytes]:
     kind = page[start]
-    if kind not in (2, 5, 10, 13):  # not of a table or index: a free page, or the end of a long row
+    if kind not in (
+        2,
+        5,
+        10,
+        13,
+    ):  # no page of a table or index, but a free page or the end of a long row
         yield b"" if kind == 0 and any(page[:4]) else page
         return
     block, cells, content = (

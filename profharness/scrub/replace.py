@@ -1,4 +1,4 @@
-"""Replacement of every text, or end of a text, that is not known to be harmless."""
+"""Replace each text, or the end of a text, that is not known to be harmless."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from profharness.scrub.allowed import (
 
 EXCERPT = 80
 MAX_KEY = 24
-# Objects whose keys are names of backends: an unknown key is replaced, not dropped.
+# The keys of these objects are names of backends. An unknown key is replaced and not dropped.
 BY_BACKEND = frozenset({"backend_code", "backend_commit", "implementations"})
 _BACKEND = re.compile(r"(?P<file>.+\.(?:py|cu|ptx)):(?P<function>\w+)")
 
@@ -26,14 +26,17 @@ _BACKEND = re.compile(r"(?P<file>.+\.(?:py|cu|ptx)):(?P<function>\w+)")
 class Scrubber:
     """Replaces texts, and records each replacement once.
 
-    The same private text gets the same number wherever it occurs in one copy. The number says
-    nothing about the text, which a hash of a short text would.
+    A private text gets the same number wherever it occurs in one copy. Unlike the hash of a short
+    text, the number reveals nothing about the text.
     """
 
     changes: dict[tuple[str, str, str], None] = field(default_factory=dict)
-    """Where, what kind, and a text without the private part, of at most EXCERPT characters."""
+    """Each key consists of the place, the kind of change, and an excerpt without the private part.
+
+    The excerpt has at most EXCERPT characters.
+    """
     where: str = ""
-    looks_for_deleted: bool = False  # texts in pages of SQLite; a new file has none
+    looks_for_deleted: bool = False  # whether to look for deleted texts in SQLite pages
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def record(self, kind: str, text: str, where: str = "") -> None:
@@ -63,7 +66,7 @@ class Scrubber:
     def value(self, value: Any, key: str = "") -> Any:
         """Return a JSON value with cleaned texts and without members whose keys are unknown.
 
-        key is the nearest key around the value.
+        `key` is the name of the innermost member that contains the value.
         """
         if isinstance(value, str):
             return self.clean(value, key)
@@ -88,7 +91,7 @@ class Scrubber:
         return bool(key) and (key in BY_KEY or known_length(key) == len(key))
 
     def is_known_name(self, name: str) -> bool:
-        """Return whether the name of a table or column is one known identifier."""
+        """Return whether the name of a table or column consists of known words."""
         return re.fullmatch(r"\w{1,80}", name, re.ASCII) is not None and is_known_name(name)
 
     def drop(self, key: str) -> None:

@@ -1,4 +1,7 @@
-"""Replace raw reports of nsys and ncu, which contain the environment of their process, by exports."""
+"""Replace raw reports of nsys and ncu with exports, and scrub exports of ncu.
+
+A raw report contains the environment of its process.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ _TRIPLE = re.compile(r"\([0-9]{1,10}, [0-9]{1,10}, [0-9]{1,10}\)")
 
 
 def scrub_ncu(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
-    """Write only the table, without host and process names, with numbered processes and cleaned texts.
+    """Write a scrubbed copy of a CSV file of ncu.
 
-    Raise TraceFormatError for another kind of CSV, and for one that is cut off.
+    The copy contains only the table. Host and process names are emptied, process ids are replaced
+    with small numbers, and texts are cleaned. Raise TraceFormatError if the file is another kind of
+    CSV or is cut off.
     """
     whole = read_text(path)
     head, rows = read_table(whole, path)
@@ -56,7 +61,7 @@ def scrub_ncu(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
 
 
 def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
-    """Return a cell with known texts. In an NVTX cell each domain and name is cleaned by itself."""
+    """Return the cleaned text of a cell. Clean each domain and name in an NVTX cell separately."""
     if column in NUMBERED or _TRIPLE.fullmatch(cell):
         return cell
     if NUMBER_CELL.fullmatch(cell) and column not in TEXTS and scrubber.is_known_key(column):
@@ -68,7 +73,7 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
     cleaned = cell
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         cleaned = cleaned.replace(text, scrubber.clean(text, where=column))
-    # without the names, only punctuation, numbers and words of ncu remain
+    # without the names, the cell may contain only punctuation, numbers and words of ncu
     left = cell
     for text in sorted(texts, key=len, reverse=True):
         left = left.replace(text, "")
@@ -77,14 +82,14 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
 
 NSYS_REPORT = ".nsys-rep"
 NCU_REPORT = ".ncu-rep"
-# Suffix of a report, packed or not, and the suffix of its export.
+# Suffix of a report, which may be packed -> suffix of its export.
 EXPORTS = {
     f"{NSYS_REPORT}{SUFFIX}": ".sqlite",
     f"{NCU_REPORT}{SUFFIX}": ".csv",
     NSYS_REPORT: ".sqlite",
     NCU_REPORT: ".csv",
 }
-# Suffixes of traces, longest first.
+# Suffixes that `split_name` recognizes.
 SUFFIXES = (".json.gz", ".sqlite.gz", ".csv.gz", *EXPORTS)
 
 
@@ -93,7 +98,10 @@ class StaleExportError(ProfharnessError):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return stem and suffix. Suffixes of reports and packed traces are returned in lower case."""
+    """Split a file name into its stem and suffix.
+
+    Return the suffix of a report or a packed trace in lower case.
+    """
     for suffix in SUFFIXES:
         if name.lower().endswith(suffix):
             return name[: -len(suffix)], suffix
@@ -117,10 +125,11 @@ def check_name(source: Path, output: Path) -> None:
 
 
 def exported(report: Path, made: Path) -> Path:
-    """Return the export beside the report if it is valid and newer, else a new one at `made`.
+    """Return the path of an export of a report.
 
-    Raise StaleExportError if the existing export is invalid and no new one can be made. Also raise as
-    the exporters do.
+    If the export beside the report is valid and not older than the report, return its path.
+    Otherwise export the report to `made`. Raise StaleExportError if the existing export is invalid
+    and no new one can be made, and the errors of the exporters.
     """
     stem, suffix = split_name(report.name)
     beside = report.with_name(f"{stem}{EXPORTS[suffix]}")
@@ -145,7 +154,7 @@ def exported(report: Path, made: Path) -> Path:
 
 
 def _doubt(export: Path, report: Path) -> str | None:
-    """Return why an export cannot be that of the report, or None."""
+    """Return why an export cannot have been made from the report, or None if it can."""
     if export.stat().st_mtime_ns < report.stat().st_mtime_ns:
         return "is older than the report"
     try:
