@@ -18,18 +18,19 @@ from profharness.program.matching import LayerSide, MatchedLayers, find_program,
 from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
 from profharness.store import Selection, Store
 
-SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # keys of an environment
+# keys of an environment that describe versions
+SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLayers:
     """One run and its device."""
 
-    name: str  # the device's, with the run if two have the same
+    name: str  # name of the device, followed by the run if two runs have the same device
     device: str
     layers: LayerMap
     attention_ns: float
-    changes: tuple[str, ...]  # versions that differ from those of the first run
+    changes: tuple[str, ...]  # versions that differ from the versions of the first run
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,9 @@ class LayersByGpu:
 def find_layers_by_gpu(
     store: Store, runs: Sequence[str], *, torch: str | None = None
 ) -> LayersByGpu:
-    """Compare several runs with the first. `torch` as in `find_layers`. Raise NotFoundError for a
-    run without attention calls, UsageError for a capture of configs.
+    """Compare several runs with the first run. `torch` has the same meaning as in `find_layers`.
+    Raise NotFoundError for a run without attention calls, and UsageError for a run that captured
+    configs instead of a program.
     """
     if captures := [run for run in runs if store.cells(run)]:
         remedy = "leave it out"
@@ -55,10 +57,10 @@ def find_layers_by_gpu(
 
 
 def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
-    """Compare those of the runs that are programs, which may be none or one."""
+    """Compare those of the runs that recorded programs. There may be only one such run, or none."""
     maps = []
     for run in runs:
-        with contextlib.suppress(NotFoundError):  # a trace without attention
+        with contextlib.suppress(NotFoundError):  # the run is a trace that contains no attention
             maps += [] if store.cells(run) else [find_layers(store, run)]
     return compare_maps(store, maps)
 
@@ -87,7 +89,9 @@ def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
 
 
 def software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the versions that differ between two environments, `torch 2.11.0 → 2.12.0`."""
+    """Return the versions that differ between two environments, in the form `torch 2.11.0 →
+    2.12.0`.
+    """
     return tuple(
         f"{each.key} {each.baseline} → {each.candidate}"
         for each in environment_changes(one, other)
@@ -97,17 +101,19 @@ def software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class BenchedCall:
-    """A layer in the bench on one GPU model. Times are ns per call, on average."""
+    """The times of a layer in the bench on one GPU model. They are average nanoseconds per call."""
 
-    # What runs there: on the program's own GPU what ran in it, else PyTorch's choice in the bench
-    # among the backends that the program allowed. None if unknown.
+    # The backend that runs on this GPU. On the program's own GPU, it is the backend that ran in the
+    # program. On any other GPU, it is the backend that PyTorch chose in the bench among those that
+    # the program allowed. None if unknown.
     backend: str | None = None
     ns: float | None = None
-    # the fastest correct backend, or what runs if none is shown to be faster
+    # the fastest correct backend, or the backend that runs if the samples show no other to be
+    # faster
     best: str | None = None
     best_ns: float | None = None
-    calls: float | None = None  # per step, else of the whole program
-    doubt: str | None = None  # what is unknown
+    calls: float | None = None  # calls per step, or of the whole program if no step was recorded
+    doubt: str | None = None  # a sentence about what is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +122,12 @@ class GpuBench:
 
     name: str
     device: str
-    run: str | None  # None, like measurement, if no bench ran on the program's GPU
+    run: str | None  # None if no bench ran on the program's GPU; measurement is then None too
     measurement: str | None
     # The map of the program that ran on this GPU model, with the savings of the fastest backends.
-    # None without such a program.
+    # None if no program ran on it.
     layers: LayerMap | None
-    changes: tuple[str, ...] = ()  # versions that differ from those of the first bench
+    changes: tuple[str, ...] = ()  # versions that differ from the versions of the first bench
     doubts: tuple[str, ...] = ()
 
 
@@ -131,16 +137,16 @@ class LayerBenches:
 
     classes: tuple[GpuBench, ...]
     rows: tuple[MatchedLayers, ...]
-    calls: tuple[tuple[BenchedCall, ...], ...]  # by layer, then by class
+    calls: tuple[tuple[BenchedCall, ...], ...]  # by layer, then by GPU
 
 
 _Pair = tuple[GpuLayers | None, BenchResult | None]
 
 
 def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> LayerBenches:
-    """Return each program with the bench on its GPU, or for a single program one class per bench.
-    Raise UsageError for benches that fit no program or ran on the same GPU, NotFoundError for one
-    without a time of the layers.
+    """Return each program together with the bench on its GPU. If there is only one program, return
+    each bench instead. Raise UsageError for a bench that fits no program, and for two benches on
+    the same GPU. Raise NotFoundError for a bench that has no time of the layers.
     """
     benches = _benches(store, names)
     several = len(programs.classes) > 1
@@ -162,7 +168,9 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> L
 
 
 def _benches(store: Store, names: Sequence[str]) -> list[BenchResult]:
-    """Return the stored benches, ranked by a measurement that all have, if there is one."""
+    """Return the stored benches. If possible, they are ranked by a measurement that all of them
+    have.
+    """
     runs = [store.find_run(Selection(name), *TIMED) for name in names]
     if twice := [run for run in runs if runs.count(run) > 1]:
         raise UsageError(f"--bench names run {twice[0]} twice; name it once")
@@ -203,7 +211,7 @@ def _by_bench(programs: LayersByGpu, benches: Sequence[BenchResult]) -> list[_Pa
 
 
 def _require_apart(benches: Sequence[BenchResult]) -> None:
-    """Raise UsageError for two benches of one class."""
+    """Raise UsageError if there are two benches of the same GPU."""
     if len(benches) > 1:
         one, other = benches[:2]
         raise UsageError(
@@ -217,13 +225,13 @@ def _fits(program: GpuLayers, bench: BenchResult) -> bool:
 
 
 def device_of(bench: BenchResult) -> str:
-    """Return the GPU of a bench, else its CPU."""
+    """Return the name of the GPU of a bench, or of its CPU if it ran on a CPU."""
     environment = bench.environment
     return device_name(environment) or "a CPU"
 
 
 def _require_times(bench: BenchResult, program: str, column: Sequence[BenchedCall]) -> None:
-    """Raise NotFoundError if a bench has no time of any layer."""
+    """Raise NotFoundError if a bench has no time of any of the layers."""
     if any(call.ns is not None or call.best_ns is not None for call in column):
         return
     doubts = "; ".join(dict.fromkeys(call.doubt for call in column if call.doubt))
@@ -238,7 +246,9 @@ def _require_times(bench: BenchResult, program: str, column: Sequence[BenchedCal
 def _bench_class(
     store: Store, program: GpuLayers | None, bench: BenchResult | None, first: BenchResult
 ) -> GpuBench:
-    """Return a class with its doubts. `first` is the bench to compare with."""
+    """Return the description of a bench and its GPU, with the doubts about it. `first` is the bench
+    whose versions it is compared with.
+    """
     layers = program.layers if program else None
     if bench is None:
         assert program is not None
@@ -266,8 +276,8 @@ def _bench_class(
 
 
 def _benched_call(side: LayerSide | None, bench: BenchResult | None, *, own: bool) -> BenchedCall:
-    """Return the result of a bench for equal calls. Empty without a bench or calls. With `own`, the
-    bench ran on the program's GPU.
+    """Return the result of a bench for equal calls. The result is empty if there is no bench or if
+    there are no calls. If `own` is true, the bench ran on the program's own GPU.
     """
     if side is None or bench is None:
         return BenchedCall()
@@ -301,7 +311,9 @@ def _per_call(ns: float | None, calls: float) -> float | None:
 
 
 def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | None:
-    """Return PyTorch's choice in the bench among the allowed backends, several if lengths differ."""
+    """Return the backend that PyTorch chose in the bench among the allowed backends, or several
+    backends if the choice depends on the length. Return None if it is unknown.
+    """
     labels = {label for label, _ in side.points}
     cells = [cell for cell in bench.cells if cell.backend == asked and cell.config in labels]
     taken = Counter(backend_of_cell(cell) for cell in cells)
@@ -309,7 +321,7 @@ def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | No
 
 
 def with_bench_maps(programs: LayersByGpu, benches: LayerBenches) -> LayersByGpu:
-    """Return the programs with the maps of their benches."""
+    """Return the programs, with their maps replaced by the maps of the benches on the same GPUs."""
     maps = {each.layers.run: each.layers for each in benches.classes if each.layers is not None}
     classes = tuple(
         replace(each, layers=maps.get(each.layers.run, each.layers)) for each in programs.classes

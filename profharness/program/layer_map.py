@@ -1,5 +1,5 @@
-"""The map of a program's attention: equal calls of equal layers as one row, with what ran, its
-time, the reasons, and possible improvements.
+"""The map of a program's attention. Equal calls of equal layers are one row, which contains the
+backend that ran, its time, the reasons, and possible improvements.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from profharness.rows import (
 from profharness.store import Store
 
 WHOLE_PROGRAM = "the whole program"
-NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # values of `LayerRow.mask`
+NO_MASK_EFFECT, NO_MASK = "nothing", "none"  # special values of `LayerRow.mask`
 NUMBER = re.compile(r"(?<![^._])\d+(?=\.|$)")
 EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
 )
 
-MODULES_SHOWN = 2  # modules around a call without --full
+MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
 UNFUSED = "flex_attention without torch.compile: plain products, which hold all scores"
 FUSE = "torch.compile(flex_attention): one fused kernel"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Equal calls of equal layers. calls and times are per step, on average over the selected
-    steps. They are None for calls of an observed program that no recorded step contains; config is
-    then that of the first call.
+    """Equal calls of equal layers. The number of calls and the times are per step, averaged over
+    the selected steps. They are None for calls of an observed program that are in no recorded step.
+    In this case, config is that of the first call.
     """
 
     run: Annotated[str, column(meaning="id of the run")]
@@ -164,17 +164,18 @@ class LayerRow:
 
     @property
     def kernel_ns(self) -> float:
-        """The time of all its kernels, 0 without any."""
+        """The time of all kernels of the row, or 0 if it has no kernels."""
         return (self.forward_ns or 0) + (self.backward_ns or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """The savings per step of the fastest correct backends. Forward and backward are None if some
-    forward was not timed alone, or nothing has a backward.
+    """The time per step that the fastest correct backends save. The forward and backward savings
+    are None if a forward pass was not timed on its own. The backward savings are also None if there
+    is no backward pass.
     """
 
-    run: str  # the bench
+    run: str  # id of the run of the bench
     measurement: str  # what was timed
     gpu: str | None
     saves_ns: float
@@ -183,13 +184,14 @@ class Regret:
     timed_calls: float
     untimed_calls: float
     launch_bound: bool
-    conclusions: tuple[str, ...]  # what follows, and what the bench does not cover
+    # sentences about what follows from the figures, and about what the bench does not cover
+    conclusions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerForecast:
-    """A row of a map on another GPU. Times are those of kernels, with the backward if the config
-    has `bwd`.
+    """The prediction of one row of a map for another GPU. Times are kernel times. They include the
+    backward pass if the config has `bwd`.
     """
 
     predicted_backend: Annotated[
@@ -240,25 +242,27 @@ class LayerForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """All rows on another GPU, in the order of the map's."""
+    """The predictions of all rows for another GPU, in the order of the rows of the map."""
 
     gpu: str
     torch: str
-    machine: str | None  # what its atlas was measured on; None without an atlas
-    of: str  # The unit of calls and times: `step`, or `program` if no step was recorded.
+    machine: str | None  # the machine that the atlas was measured on; None if there is no atlas
+    of: str  # what the calls and times refer to: `step`, or `program` if no step was recorded
     ns: float
     low_ns: float
     high_ns: float
     saves_ns: float
     calls: float
-    unpredicted_calls: float  # without a time
+    unpredicted_calls: float  # calls for which no time was predicted
     conclusions: tuple[str, ...]
     rows: tuple[LayerForecast, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Why a backend does not support a config, and the first change after which it does."""
+    """The reason why a backend does not support a config, and the first change after which the
+    backend supports it.
+    """
 
     backend: str
     reason: str
@@ -271,18 +275,20 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """The rows in descending order of time, their steps, the largest gaps, and caveats."""
+    """The map of one run: its rows in descending order of time, its steps, the largest gaps, and
+    caveats.
+    """
 
     run: str
     rows: tuple[LayerRow, ...]
     steps: tuple[StepRow, ...]
     gaps: tuple[GapRow, ...]
     caveats: tuple[str, ...]
-    platform: Platform | None = None  # where the rules apply; None if unknown
-    gpu: str | None = None  # None for a CPU
+    platform: Platform | None = None  # the platform that the rules are applied to; None if unknown
+    gpu: str | None = None  # name of the GPU; None for a CPU
     regret: Regret | None = None
     processes: int = 0  # number of observed processes
-    forecasts: tuple[Forecast, ...] = ()  # of other GPUs
+    forecasts: tuple[Forecast, ...] = ()  # predictions for other GPUs
 
     @property
     def busy_ns(self) -> float:
@@ -298,9 +304,10 @@ class LayerMap:
 def find_layers(
     store: Store, run: str, *, step: int | None = None, torch: str | None = None
 ) -> LayerMap:
-    """Return the map of a run. `step` selects a single one, counted from 0 over all its traces.
-    `torch` is the release for the rules if the run does not record it. Raise NotFoundError for a
-    run without attention calls or a missing step, UsageError for an unknown release.
+    """Return the map of a run. `step` selects a single step, counted from 0 over all traces of the
+    run. `torch` is the PyTorch release that the rules use if the run does not record it. Raise
+    NotFoundError if the run has no attention calls or no such step, and UsageError for an unknown
+    release.
     """
     calls = store.calls(run)
     observed = ObservedCalls(store.templates(run), calls)
@@ -320,7 +327,7 @@ def find_layers(
             there = f"{len(steps)} steps, 0 to {len(steps) - 1}" if steps else "no recorded step"
             raise NotFoundError(f"run {run} has {there}")
         (only,) = steps = [steps[step]]
-        # a trace without steps is one step, and its calls name none
+        # a trace without steps counts as one step, and its calls have no step
         inside = (only.step, None) if only.name == WHOLE_TRACE else (only.step,)
         calls = [call for call in calls if call.trace == only.trace and call.step in inside]
     platform = _platform(store, run, torch)
@@ -331,7 +338,7 @@ def find_layers(
         _row(run, name, group, steps, platform, observed, made)
         for group, made in zip(groups, counts, strict=True)
     ]
-    # descending by time; calls without times by their number
+    # sort by time in descending order, and calls without times by their number
     rows.sort(key=lambda row: (-row.kernel_ns, row.calls is None, -(row.program_calls or 0)))
     problems = [problem.message for problem in store.problems(run)]
     return LayerMap(
@@ -356,7 +363,7 @@ def find_layers(
 def group_calls(
     calls: Iterable[CallRow], observed: ObservedCalls | None = None
 ) -> list[list[CallRow]]:
-    """Group equal calls, in the order of the first of each group."""
+    """Group equal calls. The groups are in the order of their first calls."""
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
         kind = observed.kind(call) if observed else None
@@ -366,14 +373,16 @@ def group_calls(
 
 
 def _site(kind: CallSignature | None) -> str | None:
-    """Return text such as `model.py:18`."""
+    """Return the place of a call in the program, such as `model.py:18`, or None if it is unknown."""
     if kind is None or kind.file is None:
         return None
     return kind.file if kind.line is None else f"{kind.file}:{kind.line}"
 
 
 def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
-    """Return the machine of the program for the rules. None if its PyTorch is unknown."""
+    """Return the platform of the program, to which the rules are applied. Return None if its
+    PyTorch release is unknown.
+    """
     environment = store.environment(run)
     devices = store.devices(run)
     if torch is not None:
@@ -387,17 +396,21 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
     if not rules_know(environment):
         return None
     device = str(environment["device_type"])
-    # not pinned: the environment records cuDNN's version
+    # pinned is false, because the environment records the actual version of cuDNN
     return Platform(machine_of(environment), device, environment.get("gpu"), pinned=False)
 
 
 def module_name(call: CallRow) -> str | None:
-    """Return its dotted path, else the numbered classes around it."""
+    """Return the dotted path of the call's module. If it is unknown, return the numbered classes
+    around the call.
+    """
     return call.path or ".".join(call.modules) or None
 
 
 def _group_key(call: CallRow) -> tuple[Any, ...]:
-    """Return the key of equal calls. Decoding calls may differ in the number of keys."""
+    """Return a key that is the same for equal calls. Decoding calls are equal even if their numbers
+    of keys differ.
+    """
     config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
     shapes = call.dims if config is None else ()
     module = module_name(call)
@@ -409,14 +422,18 @@ def _group_key(call: CallRow) -> tuple[Any, ...]:
 
 
 def any_length(config: Config, phase: str | None) -> Config:
-    """Return the config. For decoding, drop what changes from token to token."""
+    """Return the config unchanged, or for a decoding call without the values that change from token
+    to token.
+    """
     if phase != "decode":
         return config
     return replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
 
 
 def phase_of(call: CallRow) -> str | None:
-    """Return the purpose of the call by its shapes. None if they are unknown."""
+    """Return the phase of the model that a call belongs to, based on its shapes. Return None if the
+    shapes are unknown.
+    """
     if call.backward or call.recompute:
         return "train"
     if call.config is None:
@@ -428,24 +445,28 @@ def phase_of(call: CallRow) -> str | None:
 
 
 def actual_backend(call: CallRow) -> str | None:
-    """Return the backend that computed a call: by its op, else by the families of its kernels."""
+    """Return the backend that computed a call. It is determined by the op, or by the families of
+    the kernels if the op does not show it.
+    """
     if call.kind in ("eager", "flex"):
         return call.kind
     by_op = backend_of_op(call.sdpa_op)
     if by_op and by_op != "fused":
         return by_op
     families = {FAMILY_BACKENDS.get(kernel.family) for kernel in call.kernels} - {None}
-    # the order of a set differs from run to run
+    # the iteration order of a set differs from run to run
     return " and ".join(sorted(map(str, families))) or None
 
 
 def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
-    """Return the modules of calls without duplicates."""
+    """Return the names of the modules of calls, without duplicates."""
     return tuple(dict.fromkeys(name for call in calls if (name := module_name(call))))
 
 
 def merge_numbered(names: Sequence[str]) -> str | None:
-    """Merge names that differ in numbers: `layers.{0-2}.attn`. None without names."""
+    """Merge names that differ only in numbers into one name, such as `layers.{0-2}.attn`. Return
+    None if there are no names.
+    """
     if not names:
         return None
     columns = [NUMBER.findall(name) for name in names]
@@ -454,7 +475,7 @@ def merge_numbered(names: Sequence[str]) -> str | None:
 
 
 def join_numbered(names: Iterable[str]) -> str:
-    """Merge names that differ in numbers, and join the rest by commas."""
+    """Merge names that differ only in numbers, and join the results by commas."""
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         alike.setdefault(NUMBER.sub("{}", name), []).append(name)
@@ -462,7 +483,7 @@ def join_numbered(names: Iterable[str]) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Return `3`, `{0-2}` or `{0-2,5}`."""
+    """Format sorted numbers as `3`, `{0-2}` or `{0-2,5}`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -536,9 +557,12 @@ def _row(
 
 
 def points_of(calls: Iterable[CallRow], count: int) -> tuple[tuple[str, float], ...]:
-    """Return the configs of the smallest, median and largest seq_kv of the calls of `count` steps,
-    weighted in calls per step. A call in between counts towards its two neighbours, in proportion
-    to its closeness. A recompute in the backward counts as a forward.
+    """Return the configs of the calls with the smallest, the median and the largest seq_kv. The
+    weight of a config is the number of calls per step that it represents, for calls from `count`
+    steps.
+
+    A call between two of these configs is divided between both. The closer config receives the
+    larger part. A call that is recomputed in the backward pass counts as a forward call.
     """
     configs = [
         replace(config, bwd=False) if call.recompute else config
@@ -567,7 +591,7 @@ def points_of(calls: Iterable[CallRow], count: int) -> tuple[tuple[str, float], 
 
 
 def median_config(configs: Sequence[Config]) -> Config | None:
-    """Return the config of median seq_kv, None without configs."""
+    """Return the config of median seq_kv, or None if there are no configs."""
     if not configs:
         return None
     ordered = sorted(configs, key=lambda config: config.seq_len_kv)
@@ -581,7 +605,7 @@ def _reasons_and_advice(
     ran_there: str | None,
     kind: CallSignature | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (reasons, advice) for a call."""
+    """Return the reasons why a call ran as it did, and the advice for it."""
     reasons = [call.reason] if call.reason else []
     advice: list[str] = []
     if kind:
@@ -603,7 +627,9 @@ def _reasons_and_advice(
 
 
 def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
-    """Yield differences between what was requested, chosen and ran, and masks without effect."""
+    """Yield sentences about differences between the backends that were allowed, chosen and used,
+    and about masks that have no effect.
+    """
     if ran_there == "math" and kind.asked not in (None, "math"):
         allowed = "any backend" if kind.asked == AUTO else kind.asked
         yield f"a silent fall-back: the program allowed {allowed}, and math ran"
@@ -618,7 +644,7 @@ def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
 def _without_mask(
     kind: CallSignature, config: Config | None, platform: Platform | None, ran_there: str | None
 ) -> Iterator[str]:
-    """Yield the change that makes a mask unnecessary, and PyTorch's choice then."""
+    """Yield the change that makes a mask unnecessary, and the backend that PyTorch then chooses."""
     change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}
     if kind.mask not in change:
         return
@@ -632,7 +658,9 @@ def _without_mask(
 
 
 def suggestions(config: Config, platform: Platform) -> list[Suggestion]:
-    """Return the backends other than math that the rules refuse for a config on a platform."""
+    """Return the backends that the rules refuse for a config on a platform, with the first change
+    after which each is accepted. The math backend is left out.
+    """
     return [
         Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
         for side in explain_by_rule(config, platform).backends
@@ -673,8 +701,8 @@ def _caveats(
 
 
 def replay_lines(layers: LayerMap) -> list[str]:
-    """Return the configs that replay the calls, one per line with the calls that it represents, for
-    `--configs`.
+    """Return the lines that `--configs` prints. Each line has a config that replays calls, and the
+    modules of these calls.
     """
     lines: dict[str, list[str]] = {}
     for row in layers.rows:
@@ -684,7 +712,9 @@ def replay_lines(layers: LayerMap) -> list[str]:
 
 
 def short_module(module: str | None) -> str | None:
-    """Return the innermost modules of a path. The number of a layer keeps the name of its list."""
+    """Return the innermost modules of a path. If this would start with the number of a layer, the
+    name of the list that contains the layer is kept too.
+    """
     parts = (module or "").split(".")
     if "{" in parts[0] or not module:
         return module

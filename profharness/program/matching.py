@@ -1,5 +1,5 @@
-"""Compare two programs: attention calls paired layer by layer, with what ran and its time on both
-sides.
+"""Compare the attention calls of two programs. The calls are paired layer by layer, with the
+backend that ran and its time on both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from profharness.program.observed_calls import ObservedCalls
 from profharness.rows import UNTRACED, CallRow, StepRow
 from profharness.store import Store
 
-# Wrappers around a model that are not layers of it: torch.compile, DistributedDataParallel.
+# Wrappers around a model that are not layers of the model, such as those of torch.compile and
+# DistributedDataParallel.
 WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParallel_\d+)(?=\.|$)")
 
 
@@ -36,67 +37,72 @@ WRAPPER = re.compile(r"(^|\.)(_orig_mod|OptimizedModule_\d+|DistributedDataParal
 class Program:
     """The attention calls of a program."""
 
-    calls: tuple[CallRow, ...]  # in traces
+    calls: tuple[CallRow, ...]  # the calls in traces
     steps: tuple[StepRow, ...] = ()
-    device: str | None = None  # name of its GPU, if known
-    # one call for each observed kind of which some calls are in no trace
+    device: str | None = None  # name of the program's GPU, if known
+    # one call for each observed kind that has calls that are in no trace
     untraced: tuple[CallRow, ...] = ()
     observed: ObservedCalls = field(default_factory=lambda: ObservedCalls((), ()))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSide:
-    """Equal calls of equal layers on one side. config, phase, mode and sdpa_op are those of the
-    call of median length.
+    """Equal calls of equal layers on one side. The fields config, phase, mode and sdpa_op are those
+    of the call of median length.
     """
 
-    module: str | None  # layer numbers in braces
+    module: str | None  # name of the module, with the numbers of equal layers in braces
     config: str | None
-    calls: float | None  # per step; None without a recorded step
+    calls: float | None  # calls per step; None if no step was recorded
     phase: str | None
     mode: str
     ran: str | None  # what computed the calls; None if unknown
     sdpa_op: str | None
-    forward_ns: float | None  # median of one call's kernels, like backward_ns
+    forward_ns: float | None  # median time of the kernels of one call; backward_ns too
     backward_ns: float | None
-    asked: str | None = None  # recorded by the observer, like choice, mask and program_calls
+    asked: str | None = None  # recorded by the observer only, as are choice, mask and program_calls
     choice: str | None = None
     mask: str | None = None
     program_calls: int | None = None
-    # The configs to time instead of the calls, with the number of calls per step, else of the whole
-    # program. Empty if no config replays them.
+    # The configs to time instead of the calls. Each comes with the number of calls that it
+    # represents, per step or, if no step was recorded, in the whole program. Empty if no config
+    # replays the calls.
     points: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedLayers:
-    """Equal layers of several programs, None for a program without them."""
+    """Equal layers of several programs. The side of a program that does not have these layers is
+    None.
+    """
 
     direction: str
     sides: tuple[LayerSide | None, ...]
-    call_ns: tuple[float | None, ...]  # medians of one call's kernels; None if unknown
-    basis: str | None  # what was timed on all that have times
-    reasons: tuple[tuple[str, ...], ...]  # differences of each from the first that has the layers
+    call_ns: tuple[float | None, ...]  # median time of the kernels of one call; None if unknown
+    basis: str | None  # what was timed in all programs that have times
+    # the differences between each program and the first program that has the layers
+    reasons: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """Equal layers on both sides, None for a side without them."""
+    """Equal layers on both sides. A side that does not have these layers is None."""
 
     direction: str
     baseline: LayerSide | None = None
     candidate: LayerSide | None = None
-    ratio: float | None = None  # time of a call, candidate over baseline
+    ratio: float | None = None  # time of a call of the candidate, divided by that of the baseline
     basis: str | None = None  # what was timed
-    verdict: Verdict = "unknown"  # `changed` if another backend or mode ran, else speed
-    speed: Verdict = "unknown"  # the verdict on the times
+    # `changed` if another backend or mode ran, else the same as `speed`
+    verdict: Verdict = "unknown"
+    speed: Verdict = "unknown"  # the verdict of the comparison of the times
     changed: bool = False
-    backend_changed: bool = False  # both are known and differ
+    backend_changed: bool = False  # whether both backends are known and differ
     reasons: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """The layers' module, else the config of their calls."""
+        """The module of the layers, or the config of their calls if the module is unknown."""
         side = self.baseline or self.candidate
         assert side is not None
         return side.module or side.config or "a call"
@@ -106,8 +112,9 @@ class LayerDiff:
 class _Site:
     """The calls of one layer with one shape and direction."""
 
-    name: str | None  # module without wrappers, else None
-    place: int  # number of the site among those of its config, for calls without a module
+    name: str | None  # name of the module without wrappers; None if unknown
+    # for calls without a module, the number of this site among the sites with the same config
+    place: int
     shape: Hashable
     core: Hashable
     direction: str
@@ -124,13 +131,14 @@ class _Site:
 
 
 SIDES = ("baseline", "candidate")
-RECORDED = ("asked", "choice", "mask")  # recorded by the observer only, for a group of calls
+# values that only the observer records, for a group of calls
+RECORDED = ("asked", "choice", "mask")
 _Times = tuple[int, int | None] | None
 _Pair = tuple[list[_Site], list[_Site]]
 
-# Keys by which sites pair, the strictest first. On one side a layer may be compiled, have another
-# mask or repeat its key-value heads. Names are ignored if one side has none or names of another
-# kind.
+# The keys that must be equal for two sites to be paired, the strictest key first. The later keys
+# are for layers that are compiled on one side only, have another mask, or repeat their key-value
+# heads. Names are ignored if one side has no names, or names of another kind.
 _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
     lambda site: (site.name or site.place, site.shape),
     lambda site: (site.pattern, site.shape),
@@ -141,7 +149,9 @@ _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
 
 
 def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
-    """Return the attention calls of a run without cells, restricted to these configs if any."""
+    """Return the attention calls of a run. If `configs` is not empty, return only the calls with
+    these configs. Return None if the run has cells, or if there are no such calls.
+    """
     if store.cells(run):
         return None
     calls = store.calls(run)
@@ -161,9 +171,9 @@ def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program |
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
-    """Return one row per group of equal layers of both sides, in the baseline's order. A layer of
-    one side is `added` or `removed`. `threshold` is the smallest relative change of a time that
-    counts.
+    """Return one row per group of equal layers of both sides, in the order of the baseline. A layer
+    that only one side has is `added` or `removed`. `threshold` is the minimum relative change of a
+    time that is reported as faster or slower.
     """
     whole = not (baseline.calls and candidate.calls)
     pairs, removed, added = _paired(_sites(baseline, whole), _sites(candidate, whole))
@@ -185,8 +195,8 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
-    """Match layers of several programs. Return one row per group of equal layers, in the order of
-    the first program that has them.
+    """Match the layers of several programs. Return one row per group of equal layers, in the order
+    of the first program that has them.
     """
     whole = not all(program.calls for program in programs)
     tracks: list[list[list[_Site]]] = []
@@ -196,7 +206,7 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
         pairs, _, added = _paired(heads, _sites(program, whole))
         for left, right in pairs:
             kept, *rest = (owners[id(head)] for head in left)
-            for track in rest:  # layers that their names do not distinguish are one row
+            for track in rest:  # layers whose names do not distinguish them become one row
                 kept[:] = [[*sites, *more] for sites, more in zip(kept, track, strict=True)]
             tracks = [track for track in tracks if not any(track is other for other in rest)]
             kept[place] += right
@@ -213,7 +223,7 @@ def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
 
 
 def _matched(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> MatchedLayers:
-    """Return equal layers of the programs as one row. `tracks` are the sites of each layer by
+    """Return one row for equal layers of the programs. `tracks` has the sites of each layer, by
     program.
     """
     calls = [_calls(chain.from_iterable(sites)) for sites in zip(*tracks, strict=True)]
@@ -237,8 +247,8 @@ def _matched(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -
 
 
 def _sites(program: Program, whole: bool) -> list[_Site]:
-    """Return the layers of a program, in the order of their first calls. With `whole`, calls
-    without a trace count too, because a side has no trace.
+    """Return the layers of a program, in the order of their first calls. If `whole` is true, calls
+    that are in no trace are included. This is necessary if one of the programs has no trace.
     """
     calls_by_site: dict[_Site, list[CallRow]] = {}
     seen: Counter[Hashable] = Counter()
@@ -259,8 +269,8 @@ def _sites(program: Program, whole: bool) -> list[_Site]:
 
 
 def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
-    """Return (the config without dtype and strides, its sizes without masks and groups). The number
-    of keys of a decoding call is left out.
+    """Return two keys of a call: its config without dtype and strides, and its sizes without masks
+    and grouped heads. For a decoding call, neither key contains the number of keys.
     """
     if config is None:
         dims = tuple(dims for dims in call.dims if dims is not None)
@@ -275,9 +285,11 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
 
 
 def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Site], list[_Site]]:
-    """Return (pairs in the baseline's order, sites of the baseline only, sites of the candidate
-    only). Sites with an equal key pair in order if both sides have the same number of them. If
-    their names cannot be compared, all of them are one pair.
+    """Return the pairs of sites in the order of the baseline, the sites that only the baseline has,
+    and the sites that only the candidate has.
+
+    Sites with an equal key are paired in order if both sides have the same number of them. If the
+    names of the two sides cannot be compared, all sites with an equal key form one pair.
     """
     pairs: list[_Pair] = []
     taken: set[int] = set()
@@ -293,10 +305,10 @@ def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Si
                 pairs += [([site], [other]) for site, other in zip(sites, others, strict=True)]
             else:
                 continue
-            # by identity, as sites of the two sides may compare equal
+            # compare by identity, because sites of the two sides may be equal
             taken |= {id(site) for site in chain(sites, others)}
         base, cand = ([site for site in sites if id(site) not in taken] for sites in (base, cand))
-    # the keys above are sets, which have no order of their own
+    # the order of the keys above is arbitrary, because they are in sets
     pairs.sort(key=lambda pair: (pair[0][0].calls[0].trace, pair[0][0].calls[0].call))
     return pairs, base, cand
 
@@ -315,8 +327,8 @@ def _by(
 
 
 def _named_apart(base: _Site, cand: _Site) -> bool:
-    """Return whether names of the two sides cannot match: one has none, or a path and the other
-    classes.
+    """Return whether the names of the two sites cannot be compared, because one site has no name,
+    or because one name is a path and the other consists of classes.
     """
     return base.name is None or cand.name is None or base.dotted != cand.dotted
 
@@ -335,13 +347,17 @@ def _dtype(call: CallRow) -> str | None:
 
 
 def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
-    """Return the backends of the calls, several if steps differ. None if unknown."""
+    """Return the backend that ran the calls, or several backends if steps differ. Return None if it
+    is unknown.
+    """
     names = (actual_backend(call) or program.observed.common_field(call, "ran") for call in calls)
     return " and ".join(sorted(set(filter(None, names)))) or None
 
 
 def _recorded(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
-    """Return a value that the observer recorded of the calls, several if they differ."""
+    """Return the value that the observer recorded for the calls, or several values if they differ.
+    Return None if nothing was recorded.
+    """
     values = (program.observed.common_field(call, name) for call in calls)
     return " and ".join(sorted(set(filter(None, values)))) or None
 
@@ -351,8 +367,8 @@ def _calls(sites: Iterable[_Site]) -> list[CallRow]:
 
 
 def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
-    """Return what equal calls of equal layers have in common. The call of median length represents
-    them.
+    """Return one side of a row, which describes equal calls of equal layers. The call of median
+    length represents them.
     """
     middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
     names = module_names(calls)
@@ -377,8 +393,8 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
 
 
 def _points(program: Program, calls: Sequence[CallRow]) -> tuple[tuple[str, float], ...]:
-    """Return the configs to time instead of the calls. Empty if one of them is not determined by
-    its config.
+    """Return the configs to time instead of the calls. Return nothing if the config of a call does
+    not describe the call completely.
     """
     if any(call.config is None or call.reason for call in calls):
         return ()
@@ -393,8 +409,8 @@ def _length(call: CallRow) -> int:
 
 
 def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
-    """Return (forward ns, backward ns) of a call's kernels. The second is None without a backward,
-    and the result is None without kernels.
+    """Return the forward time and the backward time of a call's kernels, in nanoseconds. The
+    backward time is None if there was no backward pass. Return None if the call has no kernels.
     """
     if not call.kernels:
         return None
@@ -440,8 +456,8 @@ def _row(
 
 
 def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
-    """Return differences other than backend and time. Values that only a program records count if
-    both sides have them.
+    """Return the differences between two sides other than the backend and the time. A value that
+    only the observer records is compared only if both sides have it.
     """
     steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
     told_alone: tuple[tuple[str, Any, Any], ...] = (
@@ -461,7 +477,7 @@ def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
 
 
 def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> list[LayerDiff]:
-    """Return the layers that only one side has."""
+    """Return the rows of the layers that only one side has."""
     here, there = ("baseline", "candidate") if verdict == "removed" else ("candidate", "baseline")
     groups: dict[Hashable, list[_Site]] = {}
     for site in sites:
@@ -475,7 +491,9 @@ def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> 
 
 
 def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
-    """Return the times of single calls, with or without those of their backward."""
+    """Return the times of single calls. If `both_ways` is true, the times include the backward
+    pass.
+    """
     measured = [pair for pair in times if pair is not None]
     if not both_ways:
         return [forward for forward, _ in measured]
@@ -485,8 +503,8 @@ def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
 def _speed(
     base: Sequence[int], cand: Sequence[int], threshold: float
 ) -> tuple[float | None, Verdict, str]:
-    """Return (ratio, verdict, reason) for the times of calls: by a rank test, or by their ranges if
-    there are few.
+    """Return the ratio of the times, the verdict and its reason. The verdict comes from a rank
+    test, or from the ranges of the times if there are few calls.
     """
     if not base or not cand or not median(base) or not median(cand):
         return None, "unknown", "no times of kernels on both sides"
@@ -510,7 +528,7 @@ def _speed(
 
 
 def _doubts(baseline: Program, candidate: Program) -> list[str]:
-    """Return why times of the two programs cannot be compared."""
+    """Return the reasons why the times of the two programs cannot be compared."""
     devices = baseline.device, candidate.device
     if None not in devices and devices[0] != devices[1]:
         return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
@@ -521,6 +539,8 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
 
 
 def _on_cpu(program: Program) -> bool | None:
-    """Return whether ops take the place of kernels. None without any."""
+    """Return whether the program ran on a CPU, where ops take the place of kernels. Return None if
+    there are neither ops nor kernels.
+    """
     names = [kernel.kernel for call in program.calls for kernel in call.kernels]
     return all(name.startswith("aten::") for name in names) if names else None

@@ -1,5 +1,6 @@
-"""The cost of a program's attention relative to the fastest correct backends: which configs to time
-instead of its calls, and the savings per step.
+"""The cost of a program's attention relative to the fastest correct backends. This module
+determines which configs must be timed instead of the program's calls, and how much time per step
+can be saved.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from profharness.measurements.evaluation import BenchResult
 from profharness.program.layer_map import LayerMap, LayerRow, Regret, Suggestion, suggestions
 from profharness.rows import COLD, KERNEL
 
-MEASUREMENTS = KERNEL, COLD  # of a bench; the first one ranks
-LAUNCH_BOUND = 0.9  # share of busy time in a step, below which the GPU often waits
-UNLIKE = 1.5  # ratio of a call's times in trace and bench from which a doubt is reported
+# measurements of a bench; the first that is available ranks the backends
+MEASUREMENTS = KERNEL, COLD
+# if the GPU is busy for less than this share of a step, the program counts as launch-bound
+LAUNCH_BOUND = 0.9
+# minimum ratio of the times of a call in the trace and in the bench for which a doubt is reported
+UNLIKE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTimes:
-    """Samples of a bench by config label and backend, for correct cells only."""
+    """The samples of a bench, by config label and backend. Only cells with correct output are
+    included.
+    """
 
     samples: dict[tuple[str, str], tuple[int, ...]]
 
@@ -50,7 +56,9 @@ class BenchTimes:
         return stats.summarize(values).median if values else None
 
     def total(self, points: Sequence[tuple[str, float]], backend: str) -> float | None:
-        """Return the nanoseconds per step of weighted configs. None if one was not timed."""
+        """Return the time of the weighted configs on a backend, in nanoseconds per step. Return
+        None if one of the configs was not timed.
+        """
         medians = [self.median(label, backend) for label, _ in points]
         timed = [ns for ns in medians if ns is not None]
         if len(timed) < len(points):
@@ -58,7 +66,10 @@ class BenchTimes:
         return sum(ns * weight for ns, (_, weight) in zip(timed, points, strict=True))
 
     def verdict(self, points: Sequence[tuple[str, float]], backend: str, than: str) -> stats.Speed:
-        """Compare two backends: `slower` if the samples show it on some point."""
+        """Compare `backend` with `than`. Return `slower` if the samples of at least one point show
+        that `backend` is slower, else `unknown` if the comparison of a point is undecided, else
+        `same`.
+        """
         verdicts = [
             stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
             for label, _ in points
@@ -67,28 +78,33 @@ class BenchTimes:
         return next((word for word in order if word in verdicts), "same")
 
     def everywhere(self, points: Sequence[tuple[str, float]]) -> list[str]:
-        """Return the backends that were timed on all points, except settings that let PyTorch
-        choose.
+        """Return the backends that were timed on all points. Settings that let PyTorch choose are
+        left out.
         """
         timed = set.intersection(*(self.backends(label) for label, _ in points))
         return sorted(timed - set(OWN_CHOICE))
 
     def best(self, points: Sequence[tuple[str, float]], ran: str) -> str:
-        """Return the fastest backend, or what ran if the samples do not show that it is slower. A
-        lower median alone may be noise.
+        """Return the fastest backend. Return the backend that ran if the samples do not show that
+        it is slower than the fastest, because a lower median alone may be noise.
         """
         fastest = self.fastest(points)
         return fastest if self.verdict(points, ran, than=fastest) == "slower" else ran
 
     def fastest(self, points: Sequence[tuple[str, float]]) -> str:
-        """Return the backend with the least time per step, among those timed on all points."""
-        # among equal times the result must be deterministic
+        """Return the backend with the shortest time per step, among those that were timed on all
+        points.
+        """
+        # the names are sorted, so that the result is deterministic if times are equal
         return min(self.everywhere(points), key=lambda backend: self.total(points, backend) or 0.0)
 
 
 def regret_configs(layers: LayerMap) -> list[Config]:
-    """Return the configs to time: those of calls that can be replayed, those after changes by the
-    rules, and the forward of each that has a backward. Raise NotFoundError if there are none.
+    """Return the configs that must be timed. Raise NotFoundError if there are none.
+
+    These are the configs of the calls that can be replayed, and the configs after the changes that
+    the rules suggest. For each config that has a backward pass, the config without it is included
+    too.
     """
     configs: dict[Config, None] = {}
     for row in layers.rows:
@@ -98,7 +114,7 @@ def regret_configs(layers: LayerMap) -> list[Config]:
         labels += [str(item.advice.config) for item in _changes(row, layers) if item.advice]
         for config in map(parse_config, labels):
             configs[config] = None
-            # the saving of a backward is the total minus the forward
+            # the savings in the backward pass are the total minus the savings in the forward pass
             configs[replace(config, bwd=False)] = None
     if not configs:
         reasons = dict.fromkeys(text for row in layers.rows for text in row.reasons)
@@ -110,8 +126,9 @@ def regret_configs(layers: LayerMap) -> list[Config]:
 
 
 def timed_configs(layers: LayerMap) -> list[Config]:
-    """Return the configs that a bench of the layers must time: regret_configs, or without a
-    recorded step the configs of the whole program's calls. Raise NotFoundError if there are none.
+    """Return the configs that a bench of the layers must time. These are the configs of
+    `regret_configs`, or if no step was recorded, the configs of the calls of the whole program.
+    Raise NotFoundError if there are none.
     """
     labels = dict.fromkeys(label for row in layers.rows for label, _ in row.program_points)
     if labels and all(row.calls is None for row in layers.rows):
@@ -120,7 +137,7 @@ def timed_configs(layers: LayerMap) -> list[Config]:
 
 
 def regret_backends(layers: LayerMap) -> list[str]:
-    """Return what ran, which must be timed whatever else is requested."""
+    """Return the backends that ran. They must be timed, regardless of which backends are requested."""
     return list(dict.fromkeys(str(row.ran) for row in layers.rows if _timeable(row)))
 
 
@@ -129,13 +146,17 @@ def _timeable(row: LayerRow) -> bool:
 
 
 def _median(row: LayerRow) -> Config:
-    """Return the config to time for the row's call of median length."""
+    """Return the config to time for the row's call of median length. A recomputed call is timed
+    without the backward pass.
+    """
     config = parse_config(str(row.config))
     return replace(config, bwd=False) if row.direction == "recompute" else config
 
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
-    """Return the changes with which backends support what ran as math, if a config expresses them."""
+    """Return the changes after which other backends support a row that ran as math. Changes that a
+    config cannot express are left out.
+    """
     if row.ran != "math" or row.config is None or layers.platform is None:
         return []
     changes = suggestions(_median(row), layers.platform)
@@ -143,8 +164,8 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
 
 
 def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
-    """Return the map with each row's savings per step, by a bench of its configs. Raise
-    NotFoundError for a bench on another device, or without a time of any row.
+    """Return the map with the savings of each row per step, according to a bench of its configs.
+    Raise NotFoundError if the bench ran on another device, or if it has no time of any row.
     """
     gpu = benched.gpu
     if gpu != layers.gpu:
@@ -190,7 +211,9 @@ def _launch_bound(layers: LayerMap) -> bool:
 def _with_best(
     row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes
 ) -> LayerRow:
-    """Return the row with its best backend, which is what ran if none is shown to be faster."""
+    """Return the row with its best backend. This is the backend that ran if the samples show no
+    other to be faster.
+    """
     if not _timeable(row):
         return row
     calls, actual = sum(weight for _, weight in row.points), str(row.ran)
@@ -218,7 +241,7 @@ def _with_best(
 
 
 def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
-    """Return how to select the best backend."""
+    """Return a sentence that says how to select the best backend and what this saves."""
     chosen = {
         backend_that_ran(cell)
         for cell in benched.cells
@@ -235,7 +258,9 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
-    """Return the row's advice by rule, with the gain of each change that was timed."""
+    """Return the advice that the rules give for a row. If a change was timed, the text includes its
+    gain.
+    """
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
     for item in _changes(row, layers):
@@ -253,7 +278,9 @@ def _saves(layers: LayerMap) -> str:
 
 
 def _saved_text(figures: LayerRow | Regret) -> str:
-    """Return `120.0 µs`, with forward and backward if a backward was timed."""
+    """Return the savings as text, such as `120.0 µs`. If a backward pass was timed, the text also
+    contains the forward and the backward savings.
+    """
     text = _time(figures.saves_ns or 0.0)
     forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
     if forward is None or backward is None:
@@ -293,7 +320,9 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
 
 
 def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -> list[str]:
-    """Return what the figures leave out, and where bench and trace differ."""
+    """Return sentences about the calls that were not timed, and about differences between the bench
+    and the trace.
+    """
     texts = []
     for row in rows:
         name = row.module or row.config or row.kind
@@ -323,9 +352,11 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
 
 
 def bench_doubts(benched: BenchResult) -> list[str]:
-    """Return what a bench does not show of kernels, and which part of it is left out."""
+    """Return sentences about what a bench does not show about kernels, and about the cells that are
+    left out.
+    """
     texts = []
-    # `wall` is a CPU's time, which has no launches
+    # `wall` is measured on a CPU, where there are no launches
     if benched.ranking not in ("kernel", "wall"):
         texts.append(
             f"run {benched.run} has no kernel times: {benched.ranking} counts launches too"

@@ -1,5 +1,6 @@
-"""The role of each kernel of a cell, decided by family, op stack and order. In a foreign trace, a
-kernel outside of attention is named after the op that launched it.
+"""The role of each kernel of a cell. It is determined by the kernel's family, its op stack and the
+order of the kernels. In a foreign trace, a kernel that is not part of attention is named after the
+op that launched it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from profharness.rows import KernelRow
 
-# In the order of a diff: what computes attention, then its parts, then auxiliary kernels.
+# The roles in the order in which a diff lists them: the kernels that compute attention, their
+# parts, and auxiliary kernels.
 ROLES = (
     *("attention", "attention_bwd", "combine", "bwd_preprocess", "bwd_postprocess"),
     *("qk", "softmax", "softmax_guard", "pv", "qk+pv", "mask", "scale", "dropout"),
@@ -33,8 +35,9 @@ _FRONT = "aten::scaled_dot_product_attention"
 _SPLIT_K = re.compile(r"splitKreduce")
 
 
-# Parts of the op stack of attention in a foreign trace. A batched product may belong to attention
-# that a program writes out; a linear layer's does not.
+# Parts of an op stack that show that a kernel belongs to attention, for foreign traces. A batched
+# product may belong to attention that a program computes with separate ops. The product of a linear
+# layer does not.
 _ATTENTION_PART = re.compile(
     r"^aten::(_?scaled_dot_product|_?softmax|_safe_softmax)|ScaledDot|Softmax"
 )
@@ -53,7 +56,8 @@ def _compiled(*rows: tuple[str, str]) -> _Table:
     return tuple((role, re.compile(pattern)) for role, pattern in rows)
 
 
-# By kernel name, the first match decides. These names are unambiguous in any op stack.
+# Roles by the name of the kernel. The first match decides. These names are unambiguous, regardless
+# of the op stack.
 _NAMED = _compiled(
     ("combine", r"splitkv_combine|FlashAttnFwdCombine|cudnn::fusion::lean_reduction"),
     ("combine", r"\bcombine_splits\b"),
@@ -74,7 +78,7 @@ _NAMED = _compiled(
 _BACKWARD_NAME = re.compile(r"bwd|backward|bprop|cutlassB_|_dk_?dv|_dq\b", re.IGNORECASE)
 
 
-# By the op directly below the attention op or the autograd node.
+# Roles by the op directly below the attention op, or by the autograd node.
 _OP_ROLES = _compiled(
     ("softmax_guard", r"aten::_safe_softmax|SafeSoftmaxBackward\d+"),
     ("softmax", r"aten::softmax|aten::_softmax|SoftmaxBackward\d+"),
@@ -93,7 +97,7 @@ _OP_ROLES = _compiled(
     ),
     ("reduce", r"(Expand|RepeatInterleave|IndexSelect|Repeat)Backward\d+|aten::sum"),
 )
-# By kernel name, without a recorded op stack (nsys, ncu).
+# Roles by the name of the kernel, for profilers that record no op stack (nsys, ncu).
 _BARE = _compiled(
     ("softmax_guard", r"isneginf|ReduceOp<bool"),
     ("mask", r"where_kernel|masked_fill|logical_not"),
@@ -106,8 +110,8 @@ _FILLS = ("aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros", "aten:
 
 
 def role(row: KernelRow) -> str:
-    """Return the role of one row on its own. Matrix products are `qk` or `gemm_bwd` until
-    assign_roles.
+    """Return the role of one row, without considering the other rows. All matrix products are `qk`
+    or `gemm_bwd` until assign_roles distinguishes them.
     """
     if row.kernel_kind in ("memcpy", "memset"):
         return "memory_bwd" if is_backward(row) else "memory"
@@ -125,8 +129,10 @@ def role(row: KernelRow) -> str:
 
 
 def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
-    """Return every row of one cell or foreign range (and one profiler) with its role, by first_ns."""
-    # rows with the same start need a deterministic order, else roles would vary
+    """Return the rows with their roles, sorted by first_ns. The rows must belong to one cell or one
+    foreign range, and to one profiler.
+    """
+    # rows that start at the same time need a deterministic order, or their roles would vary
     ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
     roles = [
         neutral_role(row) if row.cell is None and not shows_attention(row) else role(row)
@@ -139,8 +145,9 @@ def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
 
 
 def shows_attention(row: KernelRow) -> bool:
-    """Return whether a row of a foreign trace belongs to attention by its name, family or op stack.
-    A batched product without a stack may; the other kernels of its range decide.
+    """Return whether a row of a foreign trace belongs to attention, according to its name, its
+    family or its op stack. A batched product without an op stack may belong to attention, so return
+    True for it. The other kernels of its range then decide.
     """
     if row.family == "triton":
         if _ATTENTION_NAME.search(row.kernel):
@@ -157,8 +164,8 @@ def shows_attention(row: KernelRow) -> bool:
 
 
 def neutral_role(row: KernelRow) -> str:
-    """Return the op that launched a kernel outside of attention (`linear`, `layer_norm_bwd`), or
-    its family without an op stack.
+    """Return the name of the op that launched a kernel outside of attention, such as `linear` or
+    `layer_norm_bwd`. If there is no op stack, return the family of the kernel.
     """
     parts = [part.removeprefix(f"{AUTOGRAD}: ") for part in _path(row)]
     if not parts:
@@ -172,10 +179,12 @@ def neutral_role(row: KernelRow) -> str:
 
 
 def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str | None:
-    """Return the dtype in which score matrices were stored in memory. None if they were not: that
-    needs a separate softmax and no fused kernel. fp32 requires casts, and products whose names do
-    not contradict it. `inputs` is the dtype of the inputs, `kernels` are roles with the dtypes in
-    kernel names.
+    """Return the dtype in which score matrices were stored in memory. Return None if they were not
+    stored, which is so if there is a fused kernel or no separate softmax.
+
+    `inputs` is the dtype of the inputs. `kernels` contains roles, each with the dtype in the name
+    of the kernel. The result is fp32 only if there are casts, and if the names of the matrix
+    products do not contradict it.
     """
     roles = {role for role, _ in kernels}
     if not roles & set(SCORE_ROLES) or roles & set(FUSED_ROLES):
@@ -185,8 +194,8 @@ def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str |
 
 
 def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
-    """Group the rows of one cell (and one profiler) by role, in the order of the roles' first
-    launches.
+    """Group the rows of one cell and one profiler by role. The groups are in the order of their
+    first launches.
     """
     groups: dict[str, list[KernelRow]] = {}
     for name, row in assign_roles(rows):
@@ -195,28 +204,32 @@ def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
 
 
 def launches_per_call(row: KernelRow, calls: int) -> float:
-    """Return the row's launches per call. `calls` is the number of profiled calls, for a row
-    without one.
+    """Return the number of launches of a row per call. If the row does not have this number, it is
+    computed from `calls`, the number of profiled calls.
     """
     return row.launches_per_call or row.launches / max(1, calls)
 
 
 def call_ns(row: KernelRow, calls: int) -> float | None:
-    """Return the time of the row's launches per call. None if it was not measured."""
+    """Return the time of a row's launches per call. Return None if the time was not measured."""
     if row.total_ns is None:
         return None
     return row.total_ns / row.launches * launches_per_call(row, calls)
 
 
 def is_backward(row: KernelRow) -> bool:
-    """Return whether autograd launched the row, as far as its op stack or its family shows."""
+    """Return whether autograd launched the kernel, as far as this can be seen from its op stack or
+    its family.
+    """
     if row.family.endswith("_bwd"):
         return True
     return any(part.startswith(AUTOGRAD) for part in _path(row))
 
 
 def is_gemm(row: KernelRow) -> bool:
-    """Return whether the row is a matrix product, or the reduction of its split-K parts."""
+    """Return whether the row is a matrix product, or the reduction that adds the parts of a split-K
+    product.
+    """
     if row.kernel_kind == "op":
         return row.kernel in _GEMM_OPS
     return row.family in ("gemm", "gemv") or _SPLIT_K.search(row.kernel) is not None
@@ -236,7 +249,9 @@ def _backward_name(row: KernelRow) -> bool:
 
 
 def _helper_role(row: KernelRow) -> str:
-    """Return the role of an elementwise, copy, fill or reduce kernel, by the op that launched it."""
+    """Return the role of an elementwise, copy, fill or reduction kernel, according to the op that
+    launched it.
+    """
     path = _path(row)
     if not path:
         return _first(_BARE, row.kernel) or "helper"
@@ -257,7 +272,9 @@ def _helper_role(row: KernelRow) -> str:
 
 
 def _anchor(path: Sequence[str], backward: bool) -> str | None:
-    """Return the part below the attention op, or the autograd node. None outside of attention."""
+    """Return the op below the attention op, or the autograd node in the backward pass. Return None
+    for a kernel outside of attention.
+    """
     if backward:
         nodes = [part for part in path if not part.startswith(AUTOGRAD)]
         return nodes[0] if nodes else ""
@@ -271,7 +288,9 @@ def _anchor(path: Sequence[str], backward: bool) -> str | None:
 
 
 def _inner_bwd_role(path: Sequence[str]) -> str | None:
-    """Return the role inside the backward of a fused op: zeroed buffers, gradients made contiguous."""
+    """Return the role of an auxiliary kernel in the backward pass of a fused op, which sets buffers
+    to zero or makes gradients contiguous.
+    """
     if path[-1] in _FILLS:
         return "bwd_init"
     inner = [part for part in path if part.startswith("aten::") and "attention" not in part]
@@ -287,7 +306,7 @@ def _op_role(op: str) -> str | None:
 
 
 def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Name each matrix product by its position relative to the softmax of its direction."""
+    """Name each matrix product by its position before or after the softmax of its direction."""
     products = [n for n, row in enumerate(rows) if roles[n] in ("qk", "gemm_bwd")]
     softmax = _index(roles, "softmax")
     under_math = any(MATH_OP in _path(rows[n]) for n in products)
@@ -302,7 +321,7 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
         forward, backward = _split_bare(rows, roles, forward, softmax)
     calls = _calls(rows, roles)
     _name_phase(rows, roles, forward, softmax, (("qk",), ("pv",)), calls)
-    # autograd computes the second factor's gradient first
+    # autograd computes the gradient of the second factor first
     names = (("dV", "dP"), ("dK", "dQ"))
     _name_phase(rows, roles, backward, _index(roles, "softmax_bwd"), names, calls)
 
@@ -310,8 +329,8 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
 def _split_bare(
     rows: Sequence[KernelRow], roles: list[str], products: Sequence[int], softmax: int
 ) -> tuple[list[int], list[int]]:
-    """Separate forward and backward products by order alone: all after the first backward one are
-    backward.
+    """Separate forward and backward products by their order alone. All products after the first
+    backward product are backward products.
     """
     after = [n for n in products if n > softmax]
     cut = next((n for n in after[1:] if not _SPLIT_K.search(rows[n].kernel)), len(rows))
@@ -329,12 +348,12 @@ def _name_phase(
     names: tuple[tuple[str, ...], tuple[str, ...]],
     calls: int | None,
 ) -> None:
-    """Name the products of one direction, if their number per call is as expected."""
+    """Name the matrix products of one direction, if their number per call is the expected one."""
     main = [n for n in products if not _SPLIT_K.search(rows[n].kernel)]
     forward = len(names[0]) == 1
     fallback = "qk+pv" if forward else "gemm_bwd"
     counts = {n: _per_call(rows[n], calls) for n in main}
-    # in a foreign trace, attention's products are recognized by their number only
+    # in a foreign trace, only their number shows whether products belong to attention
     unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:
         foreign = rows[n].cell is None and MATH_OP not in _path(rows[n])
@@ -351,13 +370,15 @@ def _name_phase(
     for half, slots in zip(halves, names, strict=True):
         for slot, n in enumerate(half):
             roles[n] = slots[slot] if len(half) == len(slots) else "+".join(slots)
-    for n in products:  # a split-K reduction finishes the product before it
+    for n in products:  # a split-K reduction completes the product before it
         if n not in counts:
             roles[n] = next((roles[m] for m in reversed(main) if m < n), fallback)
 
 
 def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
-    """Return the number of calls for a trace that does not record it: softmax runs once per call."""
+    """Return the number of calls in a trace that does not record it, which is the number of
+    launches of the softmax. Return None if the trace records it.
+    """
     for name in ("softmax", "softmax_bwd"):
         place = _index(roles, name)
         if place is not None and not rows[place].launches_per_call:
@@ -372,8 +393,8 @@ def _per_call(row: KernelRow, calls: int | None) -> int:
 
 
 def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Name the steps of a cell that writes attention out with its own ops, by the outermost op of
-    each.
+    """Name the auxiliary kernels of a cell that computes attention with separate ops. Each kernel
+    is named after the outermost op in its op stack.
     """
     if "softmax" not in roles or set(roles) & set(FUSED_ROLES):
         return
@@ -384,13 +405,13 @@ def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
 
 
 def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """For a backend from outside PyTorch, name the longest kernel that no ATen op launched
-    attention.
+    """For a backend that is not part of PyTorch, name the longest kernel `attention`, among the
+    kernels that no ATen op launched.
     """
     if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
         return
     if any(row.cell is None for row in rows):
-        return  # a foreign trace is not known to contain attention
+        return  # a foreign trace may contain no attention
     own = [
         n
         for n, row in enumerate(rows)
