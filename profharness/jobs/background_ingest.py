@@ -20,8 +20,8 @@ from profharness.rows import COLD, EAGER, GRAPH
 from profharness.run import read_run
 from profharness.store.sources import ParsedTraceCache
 
-LEAVING_S = 5.0  # how long an interrupted job waits until the store is created
-ENOUGH_CPUS = 4  # with fewer, parsing would take time from the worker's own calls
+LEAVING_S = 5.0  # maximum time that an interrupted job waits for the store to be created
+ENOUGH_CPUS = 4  # with fewer CPUs, parsing would slow down the calls of the worker
 ON_GPU = frozenset((EAGER, COLD, GRAPH))
 LOWEST = 19  # the lowest priority of a thread
 
@@ -29,16 +29,19 @@ LOWEST = 19  # the lowest priority of a thread
 class BackgroundIngest:
     """A thread that runs during a capture.
 
-    It creates the store, whose imports and schema take as long as a cell. Then it parses the traces
-    of finished cells and groups into `parsed`, in memory only, so a killed process leaves nothing
-    behind. Errors are ignored here: ingesting the complete run folder reports them.
+    It creates the store, which takes as long as a cell because of the imports and the schema. Then
+    it parses the traces of finished cells and groups into `parsed`. That is in memory, so a killed
+    process leaves nothing behind. Errors are ignored here, because ingesting the complete run folder
+    reports them.
     """
 
     def __init__(self, store: Path) -> None:
         self.parsed = ParsedTraceCache()
         self._store = store
         self._ended: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self._taken: frozenset[int] | None = None  # cores of lanes; None without lanes
+        self._taken: frozenset[int] | None = (
+            None  # cores that the lanes use, or None if there are no lanes
+        )
         self._left = False
         self._parses = (os.cpu_count() or 1) >= ENOUGH_CPUS
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -47,8 +50,8 @@ class BackgroundIngest:
     def wrap_progress(self, progress: Progress | None) -> Progress:
         """Return a progress callback that forwards each step and queues the traces of its cell.
 
-        Only the traces of cells timed on a GPU are queued. Parsing would disturb times by the CPU's
-        clock.
+        Only the traces of cells that were timed on a GPU are queued. Parsing would disturb times that
+        the CPU measures.
         """
 
         def forward(step: Step) -> None:
@@ -61,7 +64,10 @@ class BackgroundIngest:
         return forward
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
-        """Yield to lanes, and avoid the cores that they are bound to if there are others."""
+        """Give lanes priority over the thread.
+
+        The thread then avoids the cores that lanes are bound to, if there are other cores.
+        """
         self._taken = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:
@@ -72,7 +78,8 @@ class BackgroundIngest:
     def finish(self) -> None:
         """Wait until the store is created and all traces are parsed. Interrupts are raised.
 
-        The remaining traces are parsed in this thread, because the other one may have low priority.
+        The calling thread parses the remaining traces, because the other thread may have a low
+        priority.
         """
         with contextlib.suppress(queue.Empty):
             while (path := self._ended.get_nowait()) is not None:
@@ -84,7 +91,7 @@ class BackgroundIngest:
             raise_deferred_signals()
 
     def leave(self) -> None:
-        """Stop parsing, and wait for at most LEAVING_S."""
+        """Stop parsing, and wait at most LEAVING_S for the thread to end."""
         self._left = True
         self._ended.put(None)
         self._thread.join(LEAVING_S)
@@ -103,7 +110,7 @@ class BackgroundIngest:
                 self.parsed.add(trace)
 
     def _step_back(self) -> None:
-        # other systems apply these calls to processes, not to threads
+        # on other systems, these calls affect the process and not only the thread
         if self._taken is not None and sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
@@ -112,9 +119,10 @@ class BackgroundIngest:
 
 
 def _traces_of(group: Path) -> list[Path]:
-    """Return the traces of a group with cells timed on a GPU.
+    """Return the traces of a group if any of its cells was timed on a GPU.
 
-    Traces of profilers that wrap the worker are omitted, because reading them runs their tools.
+    Traces of profilers that wrap the worker are omitted, because reading these traces runs the tools
+    of the profilers.
     """
     with contextlib.suppress(ProfharnessError, OSError):
         run = read_run(group)

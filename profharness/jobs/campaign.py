@@ -39,11 +39,11 @@ from profharness.run import (
 SCHEMA = "profharness.campaign/1"
 # Estimated work per group and process; starting a worker (5.5 s on an H200) adds at most a tenth.
 GROUP_S = 60.0
-SMALLEST_S = 20.0  # of the last groups, so that all lanes end at about the same time
-GROUPS_A_LANE = 20  # beyond that, groups get longer
-# Fixed overhead per cell in seconds.
+SMALLEST_S = 20.0  # minimum work of the last groups, so that all lanes end at about the same time
+GROUPS_A_LANE = 20  # maximum number of groups per lane; a larger campaign gets longer groups
+# Command -> fixed overhead per cell, in seconds.
 PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
-TURNS_S = 0.2  # of a benchmark measurement that becomes precise quickly
+TURNS_S = 0.2  # duration of a benchmark measurement that becomes precise quickly
 CALLS = {"bench": 60, "verify": 20}
 WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
 
@@ -52,9 +52,9 @@ WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
 class Group:
     """Cells that one lane runs in a row."""
 
-    group: str  # the hash of what is run and how
+    group: str  # hash of the work and of the way it is done
     cells: tuple[str, ...]
-    seconds: float  # estimated
+    seconds: float  # estimated duration
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def estimate_s(cell: Cell, run: Run) -> float:
 
 
 def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None) -> str:
-    """Hash what is run (configs, cases, backends and their code), how, and on which GPU class."""
+    """Hash the work of a group: its configs, cases, backends and their code, options and GPU class."""
     work = [(cell.config.label, cell.backend, cell.case) for cell in cells]
     used = {name: code[name] for name in sorted({cell.backend for cell in cells} & code.keys())}
     asked = work, used, run.profilers, run.protocol, run.bench, run.kind, gpu
@@ -129,7 +129,7 @@ def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None
 
 
 def write_campaign(folder: Path, campaign: Campaign) -> None:
-    """Turn a run folder into one of a campaign: write campaign.json atomically."""
+    """Turn a run folder into the folder of a campaign by writing campaign.json atomically."""
     (folder / GROUPS_FOLDER).mkdir(exist_ok=True)
     temporary = folder / f".{CAMPAIGN_FILE}.{os.urandom(6).hex()}"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(campaign), indent=1))
@@ -142,7 +142,7 @@ def is_campaign(folder: Path) -> bool:
 
 
 def read_campaign(folder: Path) -> Campaign:
-    """Read campaign.json of a run folder. Raise TraceFormatError."""
+    """Read campaign.json of a run folder. Raise TraceFormatError if it is missing or invalid."""
     path = folder / CAMPAIGN_FILE
     try:
         campaign = read_part(path, Campaign, f"a campaign of schema {SCHEMA}")
@@ -162,14 +162,14 @@ def group_folder(folder: Path, group: str) -> Path:
 
 
 def open_groups(folder: Path, campaign: Campaign) -> list[Group]:
-    """Return the groups that are not done, in order."""
+    """Return the groups that are not finished, in order."""
     return [group for group in campaign.groups if not group_folder(folder, group.group).is_dir()]
 
 
 def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> dict[str, Any]:
-    """Describe a group for a lane in plain values.
+    """Describe a group for a lane, as a dict of plain values.
 
-    `root` is the parent of the group's folder, `run` its record without any result.
+    `root` is the parent of the group's folder. `run` is the record of the group without any results.
     """
     wanted = set(group.cells)
     cells = tuple(cell for cell in run.cells if cell.cell in wanted)
@@ -212,7 +212,10 @@ def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
 
 
 def fullest_part(final: Path) -> Path | None:
-    """Return the part of a group with most results, or None if there is none."""
+    """Return the unfinished folder of a group that contains the most results.
+
+    Return None if the group has no unfinished folder.
+    """
     return max(final.parent.glob(f"{final.name}.*{PART}"), key=results_in, default=None)
 
 
@@ -224,7 +227,7 @@ def merge(folder: Path) -> Run:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what vanished lanes left of groups that others finished."""
+    """Remove what lanes that disappeared have left behind of groups that other lanes finished."""
     groups = folder / GROUPS_FOLDER
     for part in groups.glob(f"*{PART}"):
         if group_folder(folder, part.name.partition(".")[0]).is_dir():

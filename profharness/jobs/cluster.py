@@ -34,11 +34,12 @@ from profharness.processes import STEP_S, raise_deferred_signals
 from profharness.run import CAMPAIGN_FILE
 
 T = TypeVar("T")
-# What a client raises if its scheduler or worker is gone; AttributeError while it reconnects.
+# A Dask client raises these if its scheduler or worker is gone. While it reconnects, it raises
+# AttributeError.
 FAILURES = (OSError, TimeoutError, AttributeError, ValueError)
 CONNECT_S = 10.0
-LOOK_S = 1.0  # between two queries for the workers
-ANSWER_S = 30.0  # limit for answers of the scheduler, and for the first descriptions of workers
+LOOK_S = 1.0  # minimum time between two queries for the list of workers
+ANSWER_S = 30.0  # maximum time to wait for the scheduler, and for the first descriptions of workers
 LOOPBACK = "localhost"
 EXAMPLE = "as in tls://head:8786"
 TLS_SETTINGS = {
@@ -46,18 +47,18 @@ TLS_SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT": "tls_client_cert",
     "DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY": "tls_client_key",
 }
-"""Dask configuration variable -> attribute of `Security`, for all that a TLS client needs."""
+"""Dask configuration variable -> attribute of `Security`, for the files that a TLS client needs."""
 
 
 @dataclass
 class _Worker:
-    """A worker of the scheduler, as a lane."""
+    """A worker of the Dask scheduler, which is a lane."""
 
     address: str
     description: Plain
     scratch: str  # a folder on its host that outlives the worker
-    future: Future | None = None  # of its group
-    ends: int = 0  # how often `end` was called for that
+    future: Future | None = None  # future of the group that the worker runs
+    ends: int = 0  # how often `end` was called for this group
 
 
 class Cluster:
@@ -71,7 +72,9 @@ class Cluster:
         self._url = url
         self._lanes: dict[str, _Worker] = {}
         self._vanished: set[str] = set()  # names of vanished lanes
-        self._awaited: set[str] = set()  # addresses of workers without a description yet
+        self._awaited: set[str] = (
+            set()
+        )  # addresses of workers that have not sent their description yet
         self._descriptions: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[str, Future, Plain | None]] = queue.SimpleQueue()
         self._updated = 0.0
@@ -80,7 +83,7 @@ class Cluster:
     def lanes(self) -> list[Plain]:
         """Return the workers that are available now.
 
-        A worker that Dask has restarted is a new lane.
+        A worker that Dask has restarted counts as a new lane.
         """
         if not self._lanes or time.monotonic() - self._updated >= LOOK_S:
             self._update_lanes()
@@ -89,7 +92,8 @@ class Cluster:
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:  # noqa: ARG002
         """Send a group to a lane.
 
-        A lane that does not see the campaign's folder returns the finished folder packed.
+        If the lane cannot access the folder of the campaign, it returns the finished folder as an
+        archive.
         """
         name, home = lane["lane"], Path(spec["root"])
         worker = self._lanes[name]
@@ -101,7 +105,7 @@ class Cluster:
         }
         future = worker.future = self._client.submit(
             run_spec,
-            # text, because Dask searches all values of a dict for tasks, which takes 3 ms per cell
+            # as text, because Dask searches all values of a dict for tasks, which takes 3 ms per cell
             json.dumps(spec),
             key=f"profharness-{spec['group']}-{secrets.token_hex(4)}",
             workers=[worker.address],
@@ -120,7 +124,7 @@ class Cluster:
                 outcome = {"group": spec["group"], "error": _reason(error)}
             self._done.put((name, future, outcome))
 
-        # a thread per group: a worker that ends before its result is fetched never answers
+        # in a thread per group: if a worker ends before its result is fetched, result() never returns
         _in_thread(wait)
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
@@ -141,7 +145,7 @@ class Cluster:
         return name, outcome
 
     def _outcome(self, address: str, future: Future, home: Path) -> Plain | None:
-        """Wait for a group and unpack its folder, if packed, below `home`.
+        """Wait for a group. If its folder arrives as an archive, unpack it below `home`.
 
         Return its outcome, or None if the scheduler has forgotten the group.
         """
@@ -168,7 +172,10 @@ class Cluster:
         return outcome
 
     def end(self, lane: Plain) -> None:
-        """Terminate the group of a lane; kill it the second time. Dask cannot stop a running task."""
+        """Terminate the group of a lane. If called a second time, kill it.
+
+        Dask itself cannot stop a running task.
+        """
         worker = self._lanes.get(lane["lane"])
         if worker is not None:
             worker.ends += 1
@@ -183,7 +190,7 @@ class Cluster:
     def _update_lanes(self) -> None:
         """Update the lanes from the scheduler's list of workers.
 
-        Cancel the groups of vanished workers: they would wait for their address forever.
+        Cancel the groups of workers that have disappeared. Dask would wait for these workers forever.
         """
         try:
             here = _with_timeout(lambda: self._client.scheduler_info(n_workers=-1)["workers"])
@@ -220,26 +227,29 @@ class Cluster:
             self._awaited.discard(address)
 
     def _request_description(self, address: str) -> None:
-        """Query a worker's description in a thread, without waiting."""
+        """Ask a worker for its description in a thread, and do not wait for it."""
         self._awaited.add(address)
         _in_thread(lambda: self._descriptions.put((address, self._call(describe_lane, address))))
 
     def _unused_name(self, wanted: str) -> str:
-        """Return an unused name: Dask gives a restarted worker the name of its predecessor."""
+        """Return a lane name that no other worker has had.
+
+        Dask gives a restarted worker the name of its predecessor.
+        """
         names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
         return next(
             name for name in names if name not in self._lanes and name not in self._vanished
         )
 
     def _campaign_file(self, campaign: Path) -> str:
-        """Return the campaign file that a lane sees if it has the same storage."""
+        """Return the path of the campaign file, which a lane can read if it has the same storage."""
         return str(campaign / CAMPAIGN_FILE)
 
     def _call(self, function: Callable[..., Any], address: str, *given: Any) -> object:
         """Run a function on a worker, even while it runs a group, and return the result.
 
-        The result may be an exception, or None if the worker is gone. This may block forever: call
-        it in a thread.
+        The result may be an exception, or None if the worker is gone. This method may block forever,
+        so call it in a thread.
         """
         try:
             answers: dict[str, object] = self._client.run(
@@ -257,7 +267,7 @@ class Cluster:
 
 
 def check_address(url: str, *, insecure: bool) -> None:
-    """Raise UsageError for an invalid address, and for one without TLS that others can reach."""
+    """Raise UsageError if an address is invalid, or if other hosts can reach it without TLS."""
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
@@ -289,7 +299,7 @@ def _connect(url: str) -> Client:
                 f"--scheduler {url}: Dask's configuration names no certificate: set "
                 f"{', '.join(missing)}; docs/scale.md shows how to make one"
             )
-    # it logs tracebacks about connections, which are raised as errors below
+    # Dask logs tracebacks about failed connections, which are raised as errors below
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
@@ -305,17 +315,20 @@ def _connect(url: str) -> Client:
 
 
 def _as_description(answer: object) -> Plain:
-    """Return a worker's description, or a problem if it raised an exception."""
+    """Return a worker's description, or a description with a problem if the worker raised an error."""
     return answer if isinstance(answer, dict) else {"problems": [_reason(answer)]}
 
 
 def _in_thread(work: Callable[[], object]) -> None:
-    """Run work that may never end in a daemon thread."""
+    """Run a function in a daemon thread, because it may never return."""
     threading.Thread(target=work, daemon=True, name="cluster").start()
 
 
 def _with_timeout(call: Callable[[], T]) -> T:
-    """Return the result of a call. Raise TimeoutError after ANSWER_S, and what the call raises."""
+    """Return the result of a call.
+
+    Raise TimeoutError if it takes longer than ANSWER_S. Also raise the exceptions of the call.
+    """
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:
@@ -336,6 +349,6 @@ def _group(future: Future) -> str:
 
 
 def _reason(answer: object) -> str:
-    """Return why something failed, in one line."""
+    """Return the first line of an error, with the type of the exception."""
     kind = f"{type(answer).__name__}: " if isinstance(answer, BaseException) else ""
     return (kind + str(answer)).splitlines()[0] if str(answer) else kind.rstrip(": ")

@@ -1,6 +1,7 @@
-"""Execution of runs on lanes: of this host or of a cluster, or none for a run of one process.
+"""Execute runs on the lanes of this host or of a cluster.
 
-This host has a lane per visible GPU, or some cores each. A thread waits for the child of each lane.
+On this host, a lane is a visible GPU. Without a GPU, a lane is a part of the cores. Each lane runs a
+child process, and a thread waits for it. A small run needs no lanes.
 """
 
 from __future__ import annotations
@@ -40,18 +41,26 @@ from profharness.recording.supervise import Progress
 from profharness.run import Fleet, Run, class_word, read_record, read_run
 
 SCHEDULERS = "local, local:2, tls://head:8786"
-PRIVATE = ("uuid", "cpus", "address")  # keys of a lane that are not displayed
-ONE_ENVIRONMENT = ("torch", "driver")  # keys that must be equal on all lanes of a GPU
-OWN = ("uuid", "gpu_key", "cpus")  # keys of a lane that say where its groups run
-CORES = 2  # minimum per GPU lane; with fewer, lanes share all cores
+PRIVATE = ("uuid", "cpus", "address")  # keys of a lane's description that are not displayed
+ONE_ENVIRONMENT = (
+    "torch",
+    "driver",
+)  # values that must be equal on all lanes with the same GPU model
+OWN = (
+    "uuid",
+    "gpu_key",
+    "cpus",
+)  # keys of a lane's description that determine where its groups run
+CORES = 2  # minimum number of cores per GPU lane; with fewer, the lanes share all cores
 SYSFS = Path("/sys")
 
 
 def open_transport(fleet: Fleet, device: str) -> Transport | None:
-    """Open the lanes of a scheduler, or return None for a run of one process.
+    """Open the lanes of a scheduler, or return None if the run needs no lanes.
 
-    Without a named scheduler, use the GPUs of this host if there are several. Raise UsageError,
-    MissingExtraError and CaptureError.
+    If no scheduler is named, use the GPUs of this host if it has several. Raise UsageError for an
+    unknown scheduler, MissingExtraError if a package is not installed, and CaptureError if no
+    scheduler answers.
     """
     if fleet.scheduler is None:
         several = device != CPU and len(visible_gpus()) > 1
@@ -67,10 +76,10 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
 
 
 def lanes_device(fleet: Fleet, device: str) -> str:
-    """Return the device of the lanes on other hosts if none is named.
+    """Return the device on which lanes run cells.
 
-    That is `cuda` if any lane has a GPU, else `cpu`. For lanes of this host, return `device`
-    unchanged.
+    If `device` is `auto` and the lanes are on other hosts, return `cuda` if any lane has a GPU, and
+    `cpu` otherwise. In all other cases, return `device` unchanged.
     """
     if device != "auto" or fleet.scheduler is None or fleet.scheduler.startswith("local"):
         return device
@@ -82,7 +91,7 @@ def open_cluster(fleet: Fleet) -> Transport:
     """Connect to a Dask scheduler. Raise MissingExtraError, and what `Cluster` raises."""
     if missing_packages("cluster"):
         raise MissingExtraError(f"--scheduler {fleet.scheduler}", "cluster")
-    # the one file that imports distributed
+    # the only module that imports distributed
     cluster = import_module("profharness.jobs.cluster")
     remote: Transport = cluster.Cluster(fleet.scheduler, insecure=fleet.insecure)
     return remote
@@ -158,11 +167,11 @@ def _carry_out(
 
 
 def agreeing(device: str) -> Callable[[Plain], str | None]:
-    """Return a function that says why a lane cannot join, or None if it can.
+    """Return a function that returns why a lane cannot be used, or None if it can.
 
-    A lane cannot join if it has another version of profharness than this host, no GPU although
-    `cuda` is requested, or another torch or driver than the first lane with the same GPU: a run has
-    one environment.
+    A lane cannot be used if its version of profharness differs from that of this host, or if it has
+    no GPU although `cuda` is requested. It also cannot be used if its torch or driver differs from
+    that of the first lane with the same GPU model, because a run has only one environment.
     """
     first: dict[str | None, Plain] = {}
 
@@ -186,10 +195,10 @@ def resume_on_lanes(
     progress: Progress | None,
     background: BackgroundIngest | None = None,
 ) -> RunFolder:
-    """Resume a campaign, on lanes of this host unless others are named.
+    """Resume a campaign, by default on the lanes of this host.
 
-    `background` gets all finished groups. Raise UsageError for a finished campaign, and what
-    `capture` raises.
+    `background` receives the folders of all finished groups. Raise UsageError if the campaign is
+    finished. Also raise what `capture` raises.
     """
     run, campaign = read_run(folder), read_campaign(folder)
     if why := why_campaign_not_resumed(folder, run):
@@ -212,7 +221,8 @@ def resume_on_lanes(
 def why_campaign_not_resumed(folder: Path, run: Run) -> str | None:
     """Return why a campaign cannot be resumed, or None if it can.
 
-    It can if a group is left, or if a client was killed before it merged the results.
+    A campaign can be resumed if a group is unfinished, or if a client was killed before it merged
+    the results.
     """
     merged = all(cell.status != "pending" for cell in read_record(folder).cells)
     if not merged or open_groups(folder, read_campaign(folder)):
@@ -223,8 +233,9 @@ def why_campaign_not_resumed(folder: Path, run: Run) -> str | None:
 def local_lanes(count: int | None, device: str) -> list[Plain]:
     """Return the lanes of this host, named `gpu 0` or `cpu 0`.
 
-    There is one lane per visible GPU, limited to the first `count`. Without a GPU, or on device
-    `cpu`, there are `count` lanes, or one. Raise UsageError if there are fewer GPUs than `count`.
+    There is one lane for each of the first `count` visible GPUs, or for all of them if `count` is
+    None. If there is no GPU, or if the device is `cpu`, there are `count` lanes, by default one.
+    Raise UsageError if there are fewer GPUs than `count`.
     """
     gpus = visible_gpus() if device != CPU else ()
     if not gpus:
@@ -244,9 +255,10 @@ def local_lanes(count: int | None, device: str) -> list[Plain]:
 
 
 def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]]:
-    """Return the cores of each GPU's lane, close to the GPU and used by no other lane.
+    """Return the cores of each GPU's lane.
 
-    The lists are empty if some lane would have fewer than CORES.
+    The cores are close to the GPU, and no other lane uses them. Return empty lists if a lane would
+    have fewer than CORES cores.
     """
     allowed = os.sched_getaffinity(0)
     near = []
@@ -260,7 +272,10 @@ def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]
 
 
 def parse_cores(text: str) -> set[int]:
-    """Parse a set of cores as the kernel writes it (`0-3,8`). Raise ValueError."""
+    """Parse a set of cores in the format of the Linux kernel, such as `0-3,8`.
+
+    Raise ValueError if the text has another format.
+    """
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -269,7 +284,10 @@ def parse_cores(text: str) -> set[int]:
 
 
 def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
-    """Sort CPUs so that threads of a physical core are neighbors and lanes do not share a core."""
+    """Sort CPUs so that hardware threads of the same core are neighbors.
+
+    Lanes that get neighboring CPUs then rarely share a core.
+    """
 
     def place(cpu: int) -> tuple[int, int]:
         path = sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -282,9 +300,10 @@ def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
 
 
 def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
-    """Split the cores equally among the lanes that are close to the same ones.
+    """Split cores equally among the lanes that are close to the same cores.
 
-    Return empty lists if some lane would have fewer than `least` cores.
+    `near` contains the cores that are close to each lane. Return empty lists if a lane would have
+    fewer than `least` cores.
     """
     parts = []
     for index, cores in enumerate(near):
@@ -294,13 +313,13 @@ def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
             return [[] for _ in near]
         begin = alike.index(index) * size
         parts.append(list(cores[begin : begin + size]))
-    # equal sizes: torch's number of threads is part of a run's environment
+    # all lanes get equally many cores: torch's number of threads is part of a run's environment
     size = min(map(len, parts), default=0)
     return [part[:size] for part in parts]
 
 
 class LocalLanes:
-    """Transport to lanes of this host."""
+    """Transport to the lanes of this host."""
 
     def __init__(self, lanes: Sequence[Plain]) -> None:
         shared = [lane for lane in lanes if not lane["cpus"]] if len(lanes) > 1 else []
@@ -327,7 +346,7 @@ class LocalLanes:
             self._children.pop(name, None)
             self._done.put((name, outcome))
 
-        # daemon: this process can exit at once, and the child ends with its thread
+        # a daemon thread, so that this process can exit at once; the child ends with the thread
         threading.Thread(target=work, daemon=True, name=name).start()
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
@@ -337,7 +356,7 @@ class LocalLanes:
         return None
 
     def end(self, lane: Plain) -> None:
-        """Terminate a lane's child process and everything it started; kill it the second time.
+        """Terminate a lane's child process and all that it started. If called a second time, kill them.
 
         The partial result is kept so that it can be resumed.
         """
@@ -348,4 +367,4 @@ class LocalLanes:
             kill_group(child, signal.SIGTERM if first else signal.SIGKILL)
 
     def close(self) -> None:
-        """Do nothing: no connection is open."""
+        """Do nothing, because no connection is open."""

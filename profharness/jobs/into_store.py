@@ -1,4 +1,4 @@
-"""Jobs that start a worker: each captures into a run folder and ingests it into the store."""
+"""Jobs that start workers, record a run in a run folder, and ingest the folder into the store."""
 
 from __future__ import annotations
 
@@ -78,22 +78,22 @@ if TYPE_CHECKING:
     from profharness.store import IngestResult
 
 
-PROFILED_CALLS = 10  # per benchmark process, for the `kernel` measurement
+PROFILED_CALLS = 10  # number of calls per benchmark process for the `kernel` measurement
 
 
 @dataclass(frozen=True)
 class Listener:
     """Callbacks of a job."""
 
-    say: Callable[[str], None] = lambda _: None  # prints a sentence
-    # opens a display of a worker's progress
+    say: Callable[[str], None] = lambda _: None  # called with a sentence to print
+    # Called to open a display of a worker's progress.
     progress: Callable[[], AbstractContextManager[Progress | None]] = contextlib.nullcontext
 
 
 SILENT = Listener()
 
 
-# One config for a GPU, and one that a CPU computes in milliseconds.
+# Use -> device -> config. A CPU computes its config in milliseconds.
 EVERYDAY = {
     "prefill": {CUDA: "4,16,2048,128,bf16,causal", CPU: "1,8,512,64,fp32,causal"},
     "decode": {CUDA: "16,16,4096,128,bf16,seq_q=1", CPU: "4,8,1024,64,fp32,seq_q=1"},
@@ -104,30 +104,30 @@ EVERYDAY = {
         CPU: "1,8,256,64,fp32,kv_heads=2",
     },
 }
-"""Common uses of attention: the configs of a capture that names none."""
+"""Common uses of attention. They are captured if the user names no config."""
 
 
 def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[str, Config]:
-    """Return the configs of EVERYDAY by their uses, for a device or the lanes if they are named."""
+    """Return the config of each use in EVERYDAY, for a device or for the device of the lanes."""
     kind = device_type(fleet.lanes_device(lanes or Fleet(), device))
     return {use: parse_config(configs[kind]) for use, configs in EVERYDAY.items()}
 
 
 @dataclass(frozen=True)
 class Captured(RunFolder):
-    """A run folder, and what the store ingested from it."""
+    """A run folder, and the results of ingesting it into the store."""
 
     ingested: list[IngestResult]
-    others: tuple[Captured, ...] = ()  # the runs of further GPU classes
+    others: tuple[Captured, ...] = ()  # runs of the other GPU classes
 
 
 def default_backends(device: str = "auto") -> tuple[str, ...]:
-    """Return the default backends: more of them if there is an NVIDIA GPU."""
+    """Return the default backends of a device. There are more of them for an NVIDIA GPU."""
     return DEFAULT_BACKENDS[device_type(device)]
 
 
 def device_type(device: str) -> str:
-    """Return `cuda` or `cpu`; `auto` stands for what this machine has."""
+    """Return `cuda` or `cpu`. For `auto`, return `cuda` if this machine has a GPU."""
     return CUDA if device == CUDA or (device == "auto" and gpu_present()) else CPU
 
 
@@ -139,12 +139,12 @@ def capture_into_store(
     progress: Progress | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> Captured:
-    """Capture and ingest. Without backends, use the default ones of this machine's device."""
+    """Capture a run and ingest it. If no backends are given, use the default backends of the device."""
     options = options or CaptureOptions()
     check_protocol(options.protocol, counted=options.bench is None and not options.cases)
     options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
-    # Refuse wrong options before a store or a run folder is made.
+    # This refuses invalid options before a store or a run folder is created.
     run, tools = plan_capture(configs, chosen, options)
     require_store(store)
     with open_background_ingest(store) as background:
@@ -173,7 +173,7 @@ def capture_into_store(
 
 
 def _on_lanes(protocol: Protocol, lanes: Fleet) -> Protocol:
-    """Replace the device by that of the lanes, which this host need not have."""
+    """Replace the device with the device of the lanes. This host may not have that device."""
     return replace(protocol, device=fleet.lanes_device(lanes, protocol.device))
 
 
@@ -187,7 +187,7 @@ def capture_with_each(
 ) -> Iterator[Captured]:
     """Capture with the torch of each interpreter in turn. Probe all of them first.
 
-    Raise CaptureError at the end if any could not be measured.
+    Raise CaptureError at the end if any interpreter could not be measured.
     """
     profilers = find_profilers(options.profilers)
     wrapped = [profiler.name for profiler in profilers if profiler.session]
@@ -221,7 +221,10 @@ def bench_into_store(
     options: CaptureOptions | None = None,
     progress: Progress | None = None,
 ) -> Captured:
-    """Time the backends of each config in turns and ingest the run, with traces for `kernel`."""
+    """Time the backends of each config in turns, and ingest the run.
+
+    Traces are recorded only for the measurement `kernel`.
+    """
     options = options or CaptureOptions()
     plan = options.bench or BenchPlan()
     options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
@@ -233,7 +236,7 @@ def bench_into_store(
 def observe_into_store(
     argv: Sequence[str], store: Path, options: ObserveOptions
 ) -> tuple[Observed, list[IngestResult]]:
-    """Run a program with the observer in it, and ingest what it left if anything was recorded."""
+    """Run a program with the observer in it, and ingest the records if there are any."""
     require_store(store)
     observed = observe(argv, options)
     ingested = stores.ingest_path(store, observed.folder) if observed.why is None else []
@@ -241,9 +244,10 @@ def observe_into_store(
 
 
 def find_run_folder(text: str, out: Path) -> Path:
-    """Return the run folder to resume: a path, a run id or a unique prefix of one below `out`.
+    """Return the run folder to resume.
 
-    `latest` is the newest folder that can be resumed. Raise NotFoundError.
+    `text` is a path, the id of a run in the folder `out`, or a unique prefix of such an id. `latest`
+    stands for the newest folder that can be resumed. Raise NotFoundError if there is no such folder.
     """
     for exact in (Path(text), out / text):
         if (exact / RUN_FILE).exists():
@@ -261,7 +265,10 @@ def find_run_folder(text: str, out: Path) -> Path:
 
 
 def _latest_unfinished(out: Path) -> Path:
-    """Return the newest folder that can be resumed; names begin with the time of the run."""
+    """Return the newest folder that can be resumed.
+
+    The name of a folder begins with the time of its run.
+    """
     reasons = []
     for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
         folder = path.parent
@@ -275,11 +282,11 @@ def _latest_unfinished(out: Path) -> Path:
 
 
 def find_source(text: str, store: Path) -> Path:
-    """Return the path of a run folder or trace, or that of a stored run.
+    """Return the path of a run folder or trace, or the path from which a stored run was ingested.
 
-    A stored run is given by its id, a unique prefix, `latest` or `latest~1`. Raise TraceFormatError
-    if there is neither a file nor a stored run, and NotFoundError if the run is unknown or its
-    files are gone.
+    `text` is a path, or the id of a stored run, a unique prefix of it, `latest` or `latest~1`. Raise
+    TraceFormatError if there is no such file and `text` cannot name a stored run, and NotFoundError
+    if the run is unknown or its files no longer exist.
     """
     path = Path(text)
     if path.exists():
@@ -300,7 +307,7 @@ def resume_into_store(
 ) -> Captured:
     """Finish an interrupted run and ingest it again.
 
-    `lanes` are those of a campaign, by default those of this host.
+    `lanes` selects the lanes of a campaign, which are by default those of this host.
     """
     require_store(store)
     with open_background_ingest(store) as background:
@@ -314,9 +321,9 @@ def resume_into_store(
 
 
 def require_store(path: Path) -> None:
-    """Raise StoreError, before anything runs, if the store cannot be written.
+    """Raise StoreError if the store cannot be written to. This is called before anything runs.
 
-    Do not create a new store yet: that takes as long as a cell.
+    A new store is not created yet, because that takes as long as a cell.
     """
     refuse_network(path)
     place = path if path.exists() else path.parent
@@ -329,7 +336,7 @@ def require_store(path: Path) -> None:
 def _ingest_run_folder(
     done: RunFolder, store: Path, cache: ParsedTraceCache | None = None
 ) -> Captured:
-    """Ingest a complete run folder. An interrupt names the folder."""
+    """Ingest a complete run folder. If interrupted, raise an exception that contains its path."""
     with interrupts_name(done.folder):
         ingested = stores.ingest_path(store, done.folder, cache=cache)
         return Captured(done.folder, done.run, ingested)
@@ -339,7 +346,7 @@ def _ingest_run_folder(
 class Verified:
     """The result of a verification."""
 
-    run: str  # with several GPU classes, the run of the first one
+    run: str  # the run of the first GPU class
     rows: tuple[VerificationRow, ...]
 
 
@@ -350,10 +357,10 @@ def verify_into_store(
     options: CaptureOptions,
     progress: Progress | None = None,
 ) -> Verified:
-    """Verify `options.cases` and ingest, by default the backends `all,kernels`.
+    """Verify backends on `options.cases`, and ingest the run. The default backends are `all,kernels`.
 
-    A wrong backend is a row, not an error. Raise UsageError for unknown names and CaptureError if
-    no worker starts.
+    A backend with wrong results is reported in a row and is not an error. Raise UsageError for
+    unknown names, and CaptureError if no worker starts.
     """
     first = capture_into_store(configs, backends or (ALL, KERNELS), store, options, progress)
     runs = [captured.run.run for captured in (first, *first.others)]
@@ -376,9 +383,11 @@ def capture_missing(store: Path, selection: Selection, listener: Listener = SILE
 def bench(
     options: BenchOptions, store: Path, listener: Listener = SILENT
 ) -> evaluation.BenchResult:
-    """Measure, or query a stored run with its own precision and ranking unless others are given.
+    """Benchmark backends, or evaluate the benchmark of a stored run.
 
-    Raise UsageError, NotFoundError, or CaptureError if no worker starts.
+    A stored run is evaluated with its own precision and ranking unless the options contain others.
+    Raise UsageError for invalid options, NotFoundError if the run is not stored, and CaptureError if
+    no worker starts.
     """
     evaluation.check_convention(options.convention)
     precision = PRECISION if options.precision is None else options.precision
@@ -439,11 +448,12 @@ def bench(
 def time_layers(
     layers: LayerMap, options: BenchOptions, store: Path, listener: Listener = SILENT
 ) -> LayerMap:
-    """Add to a map what its calls would save on the fastest correct backends.
+    """Add to a layer map how much time each call would save on the fastest correct backend.
 
-    The times come from options.run, or from a benchmark of the map's configs. Kernel times rank,
-    since the map has kernel times. Raise CaptureError on a machine unlike that of the trace, and
-    what `bench` raises.
+    The times of the backends come from the run `options.run`, or from a new benchmark of the map's
+    configs. Backends are ranked by kernel time, because the map contains kernel times. Raise
+    CaptureError if the GPU of this machine differs from that of the trace. Also raise what `bench`
+    raises.
     """
     device = CUDA if layers.gpu else CPU
     backends = options.backends
@@ -464,14 +474,17 @@ def time_layers(
 
 
 def _timed_run(store: Store, options: BenchOptions) -> str:
-    """Return the selected run. If no run has the configs, return the one to list configs of."""
+    """Return the selected run that has the configs.
+
+    If no run has them, return the selected run, so that an error can list its configs.
+    """
     with contextlib.suppress(NotFoundError):
         return store.find_run(Selection(options.run, options.configs), *evaluation.TIMED)
     return store.find_run(Selection(options.run), *evaluation.TIMED)
 
 
 def _verify(captured: Captured, store: Path, lanes: Fleet, listener: Listener) -> None:
-    """Check the outputs of the configs and backends that were timed."""
+    """Verify the outputs of the configs and backends that were timed."""
     cells = [cell for cell in captured.run.cells if cell.status == "ok"]
     configs = list(dict.fromkeys(cell.config for cell in cells))
     backends = list(dict.fromkeys(cell.backend for cell in cells))
