@@ -1,1 +1,4 @@
-"""Measured cells of many GPUs, and the model that predicts the others (docs/atlas.md)."""
+"""Atlases contain measured cells of GPUs. A model predicts cells that were not measured.
+
+docs/atlas.md describes both.
+"""

@@ -1,5 +1,7 @@
-"""Predict configs on a GPU from its atlas: PyTorch's choice, kernels, time, the best backend, and the
-time lost by PyTorch's choice.
+"""Predict configs on a GPU from its atlas.
+
+A prediction contains the backend that PyTorch chooses, its kernels and time, the fastest backend, and
+the time lost if PyTorch does not choose the fastest one.
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ from profharness.rows import Refusal
 from profharness.traces.kernel_names import parse_kernel_name
 
 MEASURED = "measured"
-REPEATS = 0.03  # nine of ten measured times repeat within this on another H200
+REPEATS = 0.03  # relative difference of 90 % of the times if measured again on another H200
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A GPU and a PyTorch release.
 
-    `atlas` is None if nothing was measured there. `asked` is the name in the table of GPUs, or the
-    capability. `own` are the user's atlases of the same machine, whose cells take precedence. `others`
-    names the atlases of other versions.
+    `atlas` is None if no atlas was measured on this GPU with this release. `asked` is the GPU's name in
+    the table of GPUs, or its compute capability if the table does not contain it. `own` contains the
+    user's atlases of the same machine. Their cells take precedence over those of `atlas`. `others`
+    describes the atlases of other versions, which are not used.
     """
 
     gpu: str
@@ -92,8 +95,8 @@ def place_estimates(
 
 
 def disagreement(place: Place, configs: Sequence[Config]) -> str:
-    """Describe where the user's own cells of these configs contradict the package's. Return "" if
-    they agree.
+    """Describe the cells of these configs whose results differ between the user's atlases and the
+    package's atlas. Return "" if all results agree.
     """
     if place.atlas is None or not place.own:
         return ""
@@ -121,7 +124,7 @@ def place_named(gpu: str, torch: str) -> Place:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return the row of the table of GPUs, or None."""
+    """Return the row of a GPU in the table of GPUs, or None if the table does not contain it."""
     try:
         return find_gpu(name)
     except UsageError:
@@ -129,12 +132,15 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return whether two names mean the same GPU. Variants of a board with other rates differ."""
+    """Return whether two names mean the same GPU.
+
+    Two variants of a board are different GPUs if their data sheets give different rates.
+    """
     names, rates = set(), set()
     for text in (one, other):
         known, sheet = known_gpu(text), data_sheet(text)
         names.add(known.name if known else re.sub(r"[^a-z0-9]|nvidia", "", text.lower()))
-        if sheet is not None:  # None for a name in the user's own spelling
+        if sheet is not None:  # no data sheet is found if the user spells the name differently
             rates.add((*sheet.flops_per_s.items(), sheet.bandwidth_bytes_per_s))
     return len(names) == 1 and len(rates) < 2
 
@@ -143,12 +149,13 @@ def same_gpu(one: str, other: str) -> bool:
 class Predicted:
     """The prediction for a config on a backend.
 
-    `source` is `measured` (the atlas has the cell), `model` (interpolated between its cells) or
-    `floor` (no time; low_ns is the roofline bound). low_ns and high_ns are the 90 % interval, `error`
-    is the model's relative error. `choice` is the backend that the dispatch rules choose for `auto`,
-    `reasons` those of a refusal. `best` is the fastest backend with a time, and `regret` is
-    kernel_ns / best_ns - 1. `certain` is whether the two intervals are disjoint, with measured times
-    widened by REPEATS.
+    `source` is `measured` if the atlas contains the cell, and `model` if the model interpolates between
+    measured cells. It is `floor` if no time is known. Then low_ns is the roofline bound. Otherwise
+    low_ns and high_ns are the limits of the 90 % interval, and `error` is the relative error of the
+    model. `choice` is the backend that the dispatch rules choose for `auto`. `reasons` explains why the
+    backend refuses the config. `best` is the fastest backend whose time is known, and `regret` is
+    kernel_ns / best_ns - 1. `certain` is whether the intervals of this backend and of the fastest one
+    are disjoint. The interval of a measured time is the time plus or minus REPEATS.
     """
 
     config: str
@@ -177,9 +184,10 @@ FIELDS = tuple(field.name for field in fields(Predicted))
 
 
 def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
-    """Return a tuple for each config: `auto` first, then each backend of PyTorch.
+    """Return a tuple for each config, with the prediction for `auto` and then for each PyTorch backend.
 
-    `auto` and the backend that it chose make the same call, so a measurement of one is used for both.
+    `auto` and the backend that PyTorch chooses for it make the same call. If only one of them was
+    measured, its result is used for both.
     """
     resolved = [config.resolve(CUDA) for config in configs]
     estimates = iter(place_estimates(place, resolved, BACKENDS))
@@ -228,7 +236,10 @@ def _rows(config: Config, estimated: Mapping[str, Estimate], place: Place) -> tu
 
 
 def _choice(estimated: Estimate) -> str | None:
-    """Return the backend chosen for `auto`, `none` if PyTorch raises. None for a single backend."""
+    """Return the backend that PyTorch chooses for `auto`, or `none` if PyTorch raises an error.
+
+    Return None if the estimate is for another backend than `auto`.
+    """
     if estimated.backend != AUTO:
         return None
     return estimated.choice or ("unknown" if estimated.status == "unknown" else "none")
@@ -254,7 +265,7 @@ def _is_certain(estimated: Estimate, best: Estimate) -> bool:
 
 
 def _bounds(estimated: Estimate) -> tuple[float, float]:
-    """Return the interval of a time. Measured times repeat within REPEATS."""
+    """Return the lower and upper limit of a time. Widen a measured time by REPEATS to both sides."""
     low, high = estimated.low_us or 0.0, estimated.high_us or math.inf
     return (
         (low * (1 - REPEATS), high * (1 + REPEATS)) if estimated.source == MEASURED else (low, high)
@@ -266,7 +277,7 @@ def nanoseconds(us: float | None) -> int | None:
 
 
 def statement(answer: Sequence[Predicted]) -> str:
-    """Return one sentence with PyTorch's choice and its time, the fastest backend and the saving."""
+    """Describe which backend PyTorch chooses, its time, the fastest backend, and the time that `auto` loses."""
     auto = answer[0]
     lead = f"auto takes {auto.choice}"
     if auto.choice == "none":
@@ -288,7 +299,7 @@ def statement(answer: Sequence[Predicted]) -> str:
 
 
 def _time(row: Predicted) -> str:
-    """Return a text such as `41.20 µs, measured`. A time of the model has its interval."""
+    """Return a text such as `41.20 µs, measured`. A time from the model is shown with its interval."""
     text = _us(row.kernel_ns)
     if row.source != "model" or row.low_ns is None or row.high_ns is None:
         return f"{text}, {row.source}"
@@ -300,7 +311,7 @@ def _us(ns: int | None) -> str:
 
 
 def predicted_record(row: Predicted) -> dict[str, Any]:
-    """Return the JSON record, with times in ns and each kernel as a dict."""
+    """Return the JSON record of a prediction. Times are in ns, and each kernel is a dict."""
     record = {name: getattr(row, name) for name in FIELDS}
     record["reasons"] = [asdict(reason) for reason in row.reasons]
     record["kernels"] = None if row.kernels is None else list(map(launch_record, row.kernels))
@@ -308,7 +319,10 @@ def predicted_record(row: Predicted) -> dict[str, Any]:
 
 
 def launch_record(launch: Launch) -> dict[str, Any]:
-    """Return a launch with the keys of a kernels row. Keys that a memset lacks are None."""
+    """Return a launch as a dict with the keys of a row of `kernels`.
+
+    The grid, block, registers and shared memory of a memset are None.
+    """
     return {
         "kernel": launch.kernel,
         "kernel_short": parse_kernel_name(launch.kernel).short,
@@ -321,7 +335,10 @@ def launch_record(launch: Launch) -> dict[str, Any]:
 
 
 def flat_record(row: Predicted) -> dict[str, Any]:
-    """Return a row of a data frame, with kernels as short names and reasons as codes."""
+    """Return a prediction as a flat row of a data frame.
+
+    Kernels are given by their short names, and reasons by their codes.
+    """
     record = predicted_record(row)
     names = [each["kernel_short"] for each in record["kernels"] or ()]
     return record | {
@@ -331,7 +348,10 @@ def flat_record(row: Predicted) -> dict[str, Any]:
 
 
 def shown_backends(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the backends to show, all by default. Raise UsageError for a backend outside PyTorch."""
+    """Return the backends to show. An empty sequence means all backends.
+
+    Raise UsageError for a backend that is not one of PyTorch's.
+    """
     for name in names:
         if name not in (*BACKENDS, "all"):
             raise UsageError(

@@ -56,7 +56,7 @@ def user_folder(named: Path | None = None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An atlas and its origin, PACKAGE or USER."""
+    """An atlas with its path and its origin, which is PACKAGE or USER."""
 
     path: Path
     origin: str
@@ -64,15 +64,15 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Return its name for commands."""
+        """Return the name that identifies the atlas in commands."""
         return self.path.name.removesuffix(SUFFIX)
 
 
 def known_atlases(named: Path | None = None) -> list[Entry]:
-    """Return the package's atlases, then the user's.
+    """Return the atlases of the package, followed by those of the user.
 
-    A file in the user's folder that is not a valid atlas is logged and skipped. For the package's
-    atlases, raise as `read_atlas` does.
+    A file in the user's folder that is not a valid atlas is logged and skipped. If an atlas of the
+    package cannot be read, raise the errors of `read_atlas`.
     """
     folder = user_folder(named)
     entries = [Entry(path, PACKAGE, read_atlas(path)) for path in packaged_atlases()]
@@ -98,7 +98,10 @@ def same_machine(one: Machine, other: Machine) -> bool:
 
 
 def entry_record(entry: Entry) -> dict[str, Any]:
-    """Return the JSON record of an atlas: its machine, and its number of cells by status and regime."""
+    """Return the JSON record of an atlas.
+
+    It contains the machine, and the number of cells by status and by regime.
+    """
     atlas = entry.atlas
     counts = {
         table: dict(Counter(atlas.tables[table][code] for code in atlas.columns[column].tolist()))
@@ -118,10 +121,11 @@ def find_place(
     driver: str | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> tuple[Place, str]:
-    """Return the place named by a user, and the reason if it has no atlas (else "").
+    """Return the GPU and release that a user named, and the reason why there is no atlas of them.
 
-    `own` is this machine's GPU. `like` is an environment whose versions are preferred. Raise
-    UsageError for an unknown GPU or release.
+    The reason is "" if there is an atlas. `own` is the name of this machine's GPU. If several atlases
+    match, those with the versions of the environment `like` are preferred. Raise UsageError for an
+    unknown GPU or release.
     """
     gpu = gpu or default_gpu(entries, own)
     if gpu.lower() == CPU:
@@ -149,10 +153,11 @@ def find_place(
 
 
 def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
-    """Return the best machine among atlases of one GPU and release.
+    """Return the best machine among several atlases of one GPU and release.
 
-    Prefer the one that shares the most versions with `like`, then one with a model, then the one with
-    the most cells. The place contains the package's atlas of that machine and the user's own.
+    Prefer the machine that has the most versions in common with `like`, then a machine whose atlas is
+    in the package and has a model, then the machine with the most cells. The place contains all
+    atlases of that machine.
     """
     wanted = Machine.from_environment(like)
 
@@ -163,14 +168,14 @@ def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
 
     best = max(found, key=fit).atlas.machine
     alike = [entry for entry in found if same_machine(entry.atlas.machine, best)]
-    # known_atlases returns the package's first; the model belongs to it
+    # known_atlases returns the package's atlas first, and the model was fitted to that atlas
     first, *rest = [entry.atlas for entry in alike]
     others = [entry for entry in found if not same_machine(entry.atlas.machine, best)]
     return replace(place_of(first), own=tuple(rest), others=_others_text(best, others))
 
 
 def _others_text(best: Machine, others: Sequence[Entry]) -> str:
-    """List the atlases of other versions, which are not used. Return "" if there are none."""
+    """List the atlases of other versions, which are not used. Return "" if no such atlas exists."""
     parts = []
     for entry in others:
         machine = entry.atlas.machine
@@ -187,8 +192,10 @@ def _others_text(best: Machine, others: Sequence[Entry]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Predictions for configs: the place, doubts about its atlas, a tuple of rows for each config, and the
-    backends to show.
+    """Predictions for configs.
+
+    `doubt` explains why a time is missing or may be wrong, and `answers` has a tuple of rows for each
+    config. `backends` are the backends to show.
     """
 
     place: Place
@@ -211,7 +218,7 @@ def predicted(
 ) -> Asked:
     """Predict configs on a GPU. `folder` contains the user's own atlases.
 
-    Raise UsageError for an unknown GPU, release or backend, and as `read_atlas` does.
+    Raise UsageError for an unknown GPU, release or backend, and the errors of `read_atlas`.
     """
     shown_names = shown_backends(backends)
     if not configs:
@@ -224,7 +231,10 @@ def predicted(
 
 
 def place_at(environment: Mapping[str, Any]) -> Place | None:
-    """Return the place of a run's GPU and release, or None without an atlas. Prefer the run's versions."""
+    """Return the place for the GPU and release of a run's environment, or None if it has no atlas.
+
+    If there are several atlases, prefer those with the versions of the environment.
+    """
     gpu, torch = str(environment.get("gpu")), str(environment.get("torch"))
     try:
         place, doubt = find_place(known_atlases(), gpu, torch, like=environment)
@@ -240,10 +250,11 @@ TIMED = (
 
 
 def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
-    """Return the prediction for `auto` on a GPU, with a sentence, and "".
+    """Return the prediction for `auto` on a GPU, and the reason why there is no prediction.
 
-    Without an atlas of this GPU, release and cuDNN, return None and the reason. The reason is empty for
-    a GPU without any atlas.
+    The prediction contains a sentence that describes it, and the reason is "" then. If there is no
+    atlas of this GPU, release and cuDNN version, return None and the reason. The reason is also "" if
+    the GPU has no atlas at all.
     """
     like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
     entries = known_atlases()
@@ -258,9 +269,10 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] 
 
 
 def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
-    """Return the default GPU: this machine's if it has an atlas, else the only one with an atlas.
+    """Return the default GPU.
 
-    Raise UsageError that lists the GPUs if there are several.
+    This is the GPU of this machine if it has an atlas, else the only GPU that has one. Raise UsageError
+    if no GPU or more than one GPU has an atlas. The message lists the GPUs.
     """
     gpus = list(dict.fromkeys(entry.atlas.machine.gpu for entry in entries))
     if own is not None and any(same_gpu(own, gpu) for gpu in gpus):
@@ -272,9 +284,10 @@ def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
 
 
 def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
-    """Return the atlases of one machine, given by name, by path, or by a GPU with only one machine.
+    """Return the atlases of one machine.
 
-    Raise NotFoundError without a match, and UsageError for several.
+    `name` is the name or path of an atlas, or the name of a GPU whose atlases are all of one machine.
+    Raise NotFoundError if nothing matches or if several machines match.
     """
     named = [entry for entry in entries if name in (entry.name, entry.path.name)]
     fitting = named or [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]
@@ -291,7 +304,10 @@ def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
 
 
 def read_any(path: Path) -> Atlas:
-    """Read an atlas from a packed file, from shards, or from an archive of shards. Raise as the readers do."""
+    """Read an atlas from a `.npz` file, from shards (JSON lines), or from an archive of shards.
+
+    Raise the errors of `read_atlas` and `read_shards`.
+    """
     if not path.exists():
         raise UsageError(
             f"{printable_path(path)}: there is no such file; give an atlas, or shards of one"

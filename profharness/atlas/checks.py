@@ -1,4 +1,4 @@
-"""Types and limits of what an atlas contains, and the checks of foreign lines against them."""
+"""Define the types and limits of the values in an atlas, and check lines of foreign files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from profharness.attention.dispatch.machine import parse_release
 from profharness.errors import UsageError
 
 STATUSES = ("ok", "refused", "oom", "error")
-SETTLED = ("ok", "refused")  # the statuses that are a property of the machine
+SETTLED = ("ok", "refused")  # statuses that stay the same when the machine runs the cell again
 BACKENDS = (AUTO, *SDPA_BACKENDS)
 CHOICES = (*SDPA_BACKENDS, "none", "unknown")
-LARGEST = 1 << 62  # columns are signed integers of 64 bits
-MAX_EXAMPLES = 3  # cells in a message
-MAX_SHOWN = 60  # characters of a value in a message
+LARGEST = 1 << 62  # upper limit of integers, because columns have the dtype int64
+MAX_EXAMPLES = 3  # maximum number of cells that a message lists
+MAX_SHOWN = 60  # maximum number of characters of a value in a message
 
 Text = Annotated[str, Meta(pattern=r"\S")]
 Count = Annotated[int, Meta(ge=0, lt=LARGEST)]
@@ -28,7 +28,7 @@ Dim3 = tuple[Count, Count, Count]
 
 
 class Environment(msgspec.Struct):
-    """The machine of a shard."""
+    """The environment of the machine on which the cells of a shard were measured."""
 
     gpu: Text | None = None
     torch: Text | None = None
@@ -38,7 +38,10 @@ class Environment(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """A line of a shard: its head, an environment, or a cell. Absent fields are not checked."""
+    """A line of a shard, which is its header, an environment or a cell.
+
+    Fields that a line does not contain are not checked.
+    """
 
     environment: Environment | None = None
     config: Text | None = None
@@ -55,7 +58,7 @@ class Line(msgspec.Struct):
 
 
 def line_fault(row: Mapping[str, Any]) -> str | None:
-    """Return the first fault of a line, such as `backend 'naive': …`, or None."""
+    """Return the first error in a line, such as `backend 'naive': …`, or None if the line is valid."""
     fault = _fault(row, Line)
     if "environment" in row:
         environment = row["environment"]
@@ -72,7 +75,10 @@ def line_fault(row: Mapping[str, Any]) -> str | None:
 
 
 def machine_fault(environment: Mapping[str, Any], *, complete: bool = True) -> str | None:
-    """Return the first fault of an environment, or None. A complete one has a GPU and a release."""
+    """Return the first error in an environment, or None if it is valid.
+
+    If `complete` is True, a missing GPU or PyTorch release is an error.
+    """
     if fault := _fault(environment, Environment):
         return fault
     for name in ("gpu", "torch") if complete else ():
@@ -108,7 +114,10 @@ def _is_release(value: str) -> bool:
 
 @lru_cache(maxsize=16)
 def parse_label(label: str) -> Config:
-    """Parse a config. Cells of one config follow each other. Raise UsageError."""
+    """Parse the label of a config. Raise UsageError if it is invalid.
+
+    A small cache is enough, because the cells of a config are stored one after the other.
+    """
     return parse_config(label)
 
 

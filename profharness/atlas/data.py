@@ -1,4 +1,4 @@
-"""The measured cells of one GPU, in memory as columns of integers and in a `.npz` file.
+"""Store the measured cells of one GPU as columns of integers, in memory and in a `.npz` file.
 
 docs/atlas.md describes the file.
 """
@@ -39,12 +39,14 @@ from profharness.run import NOT_A_RECORD
 
 VERSION = 2
 SUFFIX, MODEL_SUFFIX = ".npz", ".model.npz"
-OLD_MAGIC = b"phatlas\n"  # of files before version 2
+OLD_MAGIC = b"phatlas\n"  # first bytes of files before version 2
 PACKAGED = Path(__file__).parent
 NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
 KEY = (*NUMBERS, "variant", "backend")
-# Each column has one value per cell, launch kind, distinct sequence of launches, launch of a
-# distinct sequence, or timed launch.
+# The columns, and the items for which they have values. `cells` have one value per cell. A launch kind
+# is a kernel with its block, registers and shared memory. Equal sequences of launches are stored once:
+# `sequences` have one value per distinct sequence, and `launches` one per launch of a distinct
+# sequence. `times` have one value per launch of each cell.
 COLUMNS = {
     **dict.fromkeys(KEY, "cells"),
     **dict.fromkeys(("regime", "status", "choice", "message"), "cells"),
@@ -62,8 +64,8 @@ MAX_COUNTS = {
     "launches": 4_000_000,
     "times": 4_000_000,
 }
-MAX_HEADER_BYTES = 8_000_000  # of the machine and the tables, as JSON
-# The columns that are indices into a table of texts.
+MAX_HEADER_BYTES = 8_000_000  # maximum size of the machine and the tables as JSON, in bytes
+# Columns whose values are indices into a table, and the names of these tables.
 TABLES = {
     "variant": "variants",
     "backend": "backends",
@@ -73,10 +75,16 @@ TABLES = {
     "message": "messages",
     "kernel": "kernels",
 }
-MAX_TIME_GAP = 0.5  # relative difference between two times of one cell
-NOTHING = -1  # in a column: no value
-VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # what distinguishes two machines
-WIDTHS = Counter(COLUMNS.values())  # columns of each kind
+MAX_TIME_GAP = 0.5  # maximum relative difference between two times of one cell
+NOTHING = -1  # stands for a missing value in a column
+VERSIONS = (
+    "gpu",
+    "torch",
+    "cuda",
+    "cudnn",
+    "driver",
+)  # fields by which two machines are distinguished
+WIDTHS = Counter(COLUMNS.values())  # number of columns for each kind of item
 Integers = npt.NDArray[np.int64]
 
 
@@ -95,14 +103,14 @@ class Machine:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, Any]) -> Machine:
-        """Return the machine of a run's or a shard's environment."""
+        """Return the machine that the environment of a run or shard describes."""
         renamed = {"cuda": "torch_cuda"}
         names = (each.name for each in fields(cls))
         return cls(**{name: environment.get(renamed.get(name, name)) for name in names})  # type: ignore[arg-type]
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Return the fields under the names of an environment."""
+        """Return the fields as a dict with the keys of an environment."""
         values = asdict(self)
         return {"torch_cuda": values.pop("cuda"), **values}
 
@@ -114,7 +122,7 @@ class Machine:
         parts += [f"cuda{self.cuda}"] if self.cuda else []
         parts += [f"cudnn{self.cudnn}"] if self.cudnn else []
         parts += [f"driver{self.driver}"] if self.driver else []
-        # texts of a foreign file must not form a path outside the folder
+        # a name from a foreign file must not lead to a path outside the folder
         return re.sub(r"[^\w.-]+", "-", "-".join(parts)).lstrip("-.")
 
 
@@ -135,11 +143,11 @@ def _kinds(launches: Iterable[Launch]) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class AtlasCell:
-    """A measured config on a backend. A refused one has no times."""
+    """The result of a config on a backend. A config that the backend refused has no times."""
 
     config: Config
     backend: str
-    regime: str  # what the config was sampled for, such as `decode`
+    regime: str  # the group of configs that it was sampled for, such as `decode`
     status: str
     choice: str | None
     launches: tuple[Launch, ...]
@@ -149,7 +157,10 @@ class AtlasCell:
     message: str | None
 
     def difference(self, other: AtlasCell) -> tuple[str, str] | None:
-        """Return the first field in which another result differs and both values, or None."""
+        """Compare this result with another one. Return the first field that differs and a description.
+
+        Return None if the results agree. Fields that one of the results lacks are not compared.
+        """
         values: tuple[tuple[str, Any, Any], ...] = (
             ("status", self.status, other.status),
             ("choice", self.choice, other.choice),
@@ -175,22 +186,24 @@ class Atlas:
     """The cells of one machine."""
 
     machine: Machine
-    tables: Mapping[str, tuple[Any, ...]]  # a variant has the fields of a config besides NUMBERS
+    tables: Mapping[
+        str, tuple[Any, ...]
+    ]  # a variant contains the fields of a config that are not in NUMBERS
     columns: Mapping[str, Integers]
-    source: str = ""  # for messages
+    source: str = ""  # path of the file, for messages
 
     def __len__(self) -> int:
         return len(self.columns["status"])
 
     @cached_property
     def starts(self) -> Integers:
-        """Return the first launch of each distinct sequence, followed by the number of launches."""
+        """Return the index of the first launch of each distinct sequence, followed by the number of launches."""
         return _edges(self.columns["length"])
 
     @cached_property
     def time_starts(self) -> Integers:
-        """Return the first time of each cell's launches, followed by the number of times."""
-        # a cell without launches has the sequence -1, which is the 0 at the end
+        """Return the index of the first launch time of each cell, followed by the number of times."""
+        # a cell without launches has the sequence -1, which selects the appended length 0
         return _edges(np.append(self.columns["length"], 0)[self.columns["sequence"]])
 
     @cached_property
@@ -207,7 +220,10 @@ class Atlas:
         }
 
     def rows(self, configs: Iterable[Config], backends: Iterable[str]) -> list[int]:
-        """Return the row of each config on each backend, in the order configs x backends, or -1."""
+        """Return the row of each config on each backend, in the order configs x backends.
+
+        The row is NOTHING if the atlas does not contain the cell.
+        """
         table = self.tables["backends"]
         codes = [table.index(name) if name in table else NOTHING for name in backends]
         known, rows = self._variants, self._rows
@@ -221,7 +237,7 @@ class Atlas:
         return found
 
     def find(self, config: Config, backend: str) -> AtlasCell | None:
-        """Return the measured cell, or None."""
+        """Return the cell of a config on a backend, or None if it was not measured."""
         (row,) = self.rows([config], [backend])
         return None if row == NOTHING else self.cell(row)
 
@@ -285,7 +301,7 @@ class Atlas:
 
 
 def variant_of(config: Config) -> tuple[Any, ...]:
-    """Return the values of a config besides its NUMBERS."""
+    """Return the values of the fields of a config that are not in NUMBERS."""
     others: tuple[Any, ...] = _variant(config)
     return others
 
@@ -296,7 +312,7 @@ _DEFAULTS = {each.name: each.default for each in fields(Config)}
 
 
 def _config(numbers: Mapping[str, int], variant: Mapping[str, Any]) -> Config:
-    # JSON has lists for tuples
+    # tuples were stored as JSON lists
     others: dict[str, Any] = {
         name: tuple(each) if isinstance(each, list) else each for name, each in variant.items()
     }
@@ -321,9 +337,9 @@ def _edges(lengths: Integers) -> Integers:
 
 
 class _Builder:
-    """The columns and tables of an atlas to which cells are added.
+    """Build the columns and tables of an atlas while cells are added.
 
-    Columns are arrays and keys are bytes: tuples of integers would take ten times the memory.
+    Columns are arrays and keys are bytes, because tuples of integers would take ten times the memory.
     """
 
     def __init__(self, source: str) -> None:
@@ -337,7 +353,7 @@ class _Builder:
         self._sequences: dict[bytes, int] = {}
 
     def add(self, cell: AtlasCell) -> None:
-        """Add a cell, unless there is one with its config and backend."""
+        """Add a cell. Ignore it if a cell with its config and backend was added before."""
         identity = (
             *(getattr(cell.config, name) for name in NUMBERS),
             self._variant(cell.config),
@@ -365,7 +381,7 @@ class _Builder:
         )
 
     def columns(self) -> dict[str, Integers]:
-        """Return the columns."""
+        """Return the columns by name."""
         columns: dict[str, Integers] = {}
         for kind, values in self._columns.items():
             table = np.asarray(values, np.int64).reshape(-1, WIDTHS[kind]).T
@@ -373,7 +389,7 @@ class _Builder:
         return columns
 
     def tables(self) -> dict[str, tuple[Any, ...]]:
-        """Return the tables."""
+        """Return the tables by name."""
         tables = {name: tuple(table) for name, table in self._tables.items()}
         return tables | {"variants": tuple(self._variants)}
 
@@ -424,7 +440,7 @@ class _Builder:
         values = array("q")
         for launch in launches:
             values.extend((self._kind(launch), *(launch.grid or (NOTHING,) * 3)))
-        # A digest, as the launches are stored once already.
+        # The key is a digest, because keeping the launches a second time would need more memory.
         key = hashlib.blake2b(values, digest_size=16).digest()
         if key not in self._sequences:
             self._append("sequences", (len(launches),))
@@ -434,9 +450,10 @@ class _Builder:
 
 
 def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
-    """Return an atlas of cells, in their order, with the first of equal config and backend.
+    """Return an atlas of cells, in their order.
 
-    Raise UsageError for more than MAX_COUNTS or MAX_HEADER_BYTES.
+    If several cells have the same config and backend, keep the first of them. Raise UsageError if the
+    atlas would exceed MAX_COUNTS or MAX_HEADER_BYTES.
     """
     builder = _Builder(source)
     for cell in cells:
@@ -447,7 +464,8 @@ def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") 
 def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
     """Write an atlas atomically.
 
-    Raise UsageError if the file exists and `force` is False, and for more than MAX_HEADER_BYTES.
+    Raise UsageError if the file exists and `force` is False, or if the header is longer than
+    MAX_HEADER_BYTES.
     """
     header = {
         "version": VERSION,
@@ -464,7 +482,7 @@ def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
 
 
 def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return integers in the narrowest signed dtype that fits all of them."""
+    """Convert integers to the narrowest signed dtype that can represent all of them."""
     largest = int(np.abs(values).max(initial=0))
     return values.astype(next(f"<i{n}" for n in (1, 2, 4, 8) if largest < 1 << (8 * n - 1)))
 
@@ -472,8 +490,8 @@ def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def read_atlas(path: Path) -> Atlas:
     """Read an atlas.
 
-    Raise UsageError for a file that cannot be read, is no atlas or has another version, and
-    ProfharnessError for one that was cut short, changed or forged.
+    Raise UsageError if the file cannot be read, is not an atlas or has another version. Raise
+    ProfharnessError if the file was cut short, changed or forged.
     """
     name = printable_path(path)
     try:
@@ -505,7 +523,7 @@ def read_atlas(path: Path) -> Atlas:
     except (ValueError, TypeError, KeyError, *NOT_A_RECORD):
         raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
     _check_columns(arrays, tables, name)
-    # Each array is freed when its column exists.
+    # pop() frees each array as soon as it is converted to a column
     columns = {each: arrays.pop(each).astype(np.int64, copy=False) for each in COLUMNS}
     atlas = Atlas(machine, tables, columns, name)
     for edges, column in ((atlas.starts, "kind"), (atlas.time_starts, "time_ns")):
@@ -521,7 +539,10 @@ class _Header(msgspec.Struct):
 
 
 def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return the tables of a header. Raise ValueError and the like for forged ones."""
+    """Return the tables of a header as tuples.
+
+    Raise ValueError, TypeError, KeyError or a msgspec error if a table is invalid.
+    """
     allowed = {"backends": BACKENDS, "statuses": STATUSES, "choices": (*CHOICES, "")}
     checked = {name: tuple(tables[name]) for name in TABLES.values()}
     for name, table in checked.items():
@@ -544,7 +565,7 @@ def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...
 def _check_columns(
     arrays: Mapping[str, npt.NDArray[Any]], tables: Mapping[str, tuple[Any, ...]], source: str
 ) -> None:
-    """Raise ProfharnessError for columns of different lengths or with values out of bounds."""
+    """Raise ProfharnessError if columns have different lengths or contain values out of bounds."""
     counts: dict[str, int] = {}
     for name, kind in COLUMNS.items():
         count = counts.setdefault(kind, len(arrays[name]))
@@ -572,6 +593,6 @@ def packaged_atlases() -> tuple[Path, ...]:
 
 
 def atlas_files(folder: Path) -> tuple[Path, ...]:
-    """Return the atlases of a folder, without models."""
+    """Return the paths of the atlases in a folder. Files of models are excluded."""
     paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ()
     return tuple(path for path in paths if not path.name.endswith(MODEL_SUFFIX))
