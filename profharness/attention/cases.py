@@ -21,10 +21,9 @@ MAX_HEADS = 8
 class Case:
     """One problem to verify.
 
-    Inputs are normally distributed, except in cases with these names. `large` has scores beyond the
-    range of exp, `equal` has the same score for every key, `large_offset` has tensors that start 1
-    MiB elements into their storage, and `masked_row` has a query row that may not attend to any
-    key.
+    The inputs are normally distributed, except in four cases. `large` has scores beyond the range
+    of exp. `equal` has the same score for every key. `large_offset` has tensors that start 1 MiB
+    elements into their storage. `masked_row` has a query row that may not attend to any key.
     """
 
     name: str
@@ -42,18 +41,22 @@ class VerificationRow:
 
     run: str
     asked: str
-    """Label of the config that the case was derived from."""
+    """The label of the config that the case was derived from."""
     config: str
-    """Label of the case's own config."""
+    """The label of the config of the case itself."""
     case: str
     backend: str
     what: str
-    """`out`, `dq`, `dk`, `dv`, or `inputs` (they must be unchanged)."""
+    """The tensor that was checked: `out`, `dq`, `dk`, `dv`, or `inputs`, which the call must not
+    change.
+    """
     error: float | None
-    """Largest absolute difference from the fp64 reference. None if it is not finite."""
+    """The largest absolute difference from the fp64 reference. None if it is not finite."""
     allowance: float | None
     relative_error: float | None
-    """Frobenius norm of the difference divided by that of the reference. None if it is not finite."""
+    """The Frobenius norm of the difference, divided by the norm of the reference. None if it is not
+    finite.
+    """
     relative_allowance: float | None
     passed: bool | None
     """None if nothing was checked, for example because the backend refused the config or memory was

@@ -1,5 +1,5 @@
-"""Configs: attention problems, the grammar that describes them (`2,8,512,64,bf16,causal`), and
-their labels (`b2-h8-s512-d64-bf16-causal`).
+"""Configs, which are attention problems. A config is written in a grammar
+(`2,8,512,64,bf16,causal`) and has a label (`b2-h8-s512-d64-bf16-causal`).
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class ConfigOption(NamedTuple):
         return getattr(Config, self.field, None)
 
     def text(self, value: Any) -> str:
-        """Format the option for a label: `kv4`, `fp16`, `causal` or `mask=bool`."""
+        """Format the option as a part of a label, such as `kv4`, `fp16`, `causal` or `mask=bool`."""
         if self.short:
             return f"{self.short}{value}"
         if self.kind == "flag":
             return self.name
         if self.kind == "word":
             return str(value)
-        if self.kind == "real":  # no exponent, because a label splits on `-`
+        if self.kind == "real":  # write no exponent, because labels are split at `-`
             value = format(Decimal(repr(value)).normalize(), "f")
         if self.kind == "strides":
             value = "x".join(map(str, value))
@@ -87,7 +87,7 @@ OPTIONS = (
     ConfigOption("heads", "num_heads", "number", "h"),
     ConfigOption("kv_heads", "num_kv_heads", "number", "kv"),
     ConfigOption("kv_batch", "kv_batch", "number", "kb"),
-    ConfigOption("seq", "seq_len_q", "number", "s"),  # sets both lengths
+    ConfigOption("seq", "seq_len_q", "number", "s"),  # this option sets both lengths
     ConfigOption("seq_q", "seq_len_q", "number", "sq"),
     ConfigOption("seq_kv", "seq_len_kv", "number", "skv"),
     ConfigOption("head_dim", "head_dim", "number", "d"),
@@ -164,22 +164,22 @@ class Config:
     """None means the default dtype of the device."""
     causal: bool = False
     mask: str = "none"
-    """`float` is additive, `float_grad` requires a gradient. The shape is [1, 1, seq_len_q,
-    seq_len_kv], except for `bool_2d` ([seq_len_q, seq_len_kv]) and `float_bh` ([batch, heads,
-    seq_len_q, seq_len_kv]).
+    """The kind of mask. A `float` mask is added to the scores, and a `float_grad` mask also
+    requires a gradient. The shape of a mask is [1, 1, seq_len_q, seq_len_kv], except for `bool_2d`
+    ([seq_len_q, seq_len_kv]) and `float_bh` ([batch, heads, seq_len_q, seq_len_kv]).
     """
     dropout: float = 0.0
     scale: float | None = None
     layout: str = "contiguous"
-    """Memory layout of query, key and value: `bshd` is a transposed [batch, seq_len, heads,
-    head_dim], `strided_last` has a last stride of 2, `offset1` a storage offset of one element,
-    `broadcast_batch` batch stride 0.
+    """The memory layout of query, key and value. `bshd` is a transposed [batch, seq_len, heads,
+    head_dim]. `strided_last` has a stride of 2 in the last dimension. `offset1` has a storage
+    offset of one element. `broadcast_batch` has a batch stride of 0.
     """
     bwd: bool = False
     head_dim_v: int | None = None
     """The last dimension of the value and the output. None means that it equals head_dim."""
     deterministic: bool = False
-    """Run under torch.use_deterministic_algorithms."""
+    """Whether the call runs under torch.use_deterministic_algorithms."""
     kv_batch: int | None = None
     """Batch size of the key and the value. None means that it equals `batch`."""
     mask_shape: str | None = None
@@ -215,7 +215,7 @@ class Config:
 
     @property
     def value_dim(self) -> int:
-        """The last dimension of value and output."""
+        """The size of the last dimension of the value and the output."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
@@ -243,7 +243,7 @@ class Config:
         return replace(self, dtype=row.default_dtype)
 
     def contiguous(self) -> Config:
-        """Return the config with contiguous query, key and value."""
+        """Return the config with a contiguous query, key and value."""
         return replace(self, layout="contiguous", q_strides=None, k_strides=None, v_strides=None)
 
     def matches(self, stored: Config) -> bool:

@@ -13,7 +13,7 @@ from profharness.dtypes import DTYPES
 from profharness.errors import UsageError
 
 CONVENTIONS = ("exact", "flash-attention")
-STATISTIC_BYTES = 4  # fp32: one log-sum-exp or delta per query row
+STATISTIC_BYTES = 4  # bytes of one fp32 value: each query row has one log-sum-exp and one delta
 CASTS = "casts"  # name of the phase that casts inputs to the wider dtype of the scores
 # name of the phase that repeats K and V for grouped heads, if the matrix products cannot group them
 REPEAT = "repeat K and V"
@@ -36,7 +36,7 @@ class TensorBytes:
     mask: int
     output: int
     statistics: int
-    """One log-sum-exp per query row."""
+    """The bytes of the statistics, which are one log-sum-exp per query row."""
     gradients: int
     """The gradients of Q, K and V, and of the mask if it requires a gradient. They are written in
     full.
@@ -44,7 +44,7 @@ class TensorBytes:
 
     @property
     def forward(self) -> int:
-        """Bytes of the inputs and the output."""
+        """The bytes of the inputs and the output."""
         return self.query + self.key + self.value + self.mask + self.output
 
 
@@ -66,7 +66,7 @@ def tensor_bytes(config: Config) -> TensorBytes:
         )
     )
     mask = math.prod(config.mask_dims) if config.mask != "none" else 0
-    mask *= item if config.mask.startswith("float") else 1  # a bool takes one byte per score
+    mask *= item if config.mask.startswith("float") else 1  # a bool mask has one byte per score
     gradients = item * config.batch * config.num_heads * rows * config.head_dim
     gradients += item * config.key_batch * config.num_kv_heads * columns * dims
     return TensorBytes(
@@ -92,7 +92,8 @@ def copy_bytes(config: Config, dtype: str) -> int:
     heads are grouped, K and V are copied for each query head. If the dtype is wider than the
     inputs, Q, K and V are copied.
     """
-    tensors = tensor_bytes(replace(config, causal=False))  # causal does not reduce the copies
+    # a causal mask does not reduce the copies
+    tensors = tensor_bytes(replace(config, causal=False))
     widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
     repeated = config.num_heads // config.num_kv_heads
     grown = repeated * widen
@@ -119,7 +120,9 @@ class Phase:
     name: str
     flops: int
     bytes: int
-    """Bytes moved to and from memory, 0 for a fused phase that uses only registers."""
+    """The bytes that the phase moves to and from memory. They are 0 for a fused phase that uses
+    only registers.
+    """
     matmul: bool = True
     """Whether this phase is a matrix product. Only matrix products count towards the FLOPs of a
     config.
@@ -127,7 +130,7 @@ class Phase:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs per byte. None if the phase moves no bytes."""
+        """The FLOPs per byte. None if the phase moves no bytes."""
         return self.flops / self.bytes if self.bytes else None
 
 
@@ -171,11 +174,11 @@ def flops(config: Config, convention: str = "exact") -> int:
 
 def compulsory_bytes(config: Config) -> int:
     """Return the bytes that a call must move if every input is read once and every output is
-    written once.
+    written once. Raise UsageError if the config has no dtype.
 
-    With bwd, the log-sum-exp is written and read, Q, K, V, mask and output are read again with the
-    output's gradient, and the gradients of Q, K, V and of a float_grad mask are written. Raise
-    UsageError if the config has no dtype.
+    With bwd, the forward pass also writes the log-sum-exp. The backward pass reads the log-sum-exp,
+    Q, K, V, the mask, the output and the gradient of the output. It writes the gradients of Q, K, V
+    and of a float_grad mask.
     """
     tensors = tensor_bytes(config)
     again = tensors.forward + tensors.statistics if config.bwd else 0

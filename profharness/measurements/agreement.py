@@ -85,7 +85,7 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
     def predicted(label: str, backend: str, run: str) -> str | None:
         from profharness.attention.dispatch.predict import (
             predict_cell,
-        )  # only for cells that the rules know
+        )  # imported here, because it is needed only for cells of PyTorch's own backends
 
         return predict_cell(parse_config(label), backend, environment(run))
 
@@ -174,7 +174,7 @@ def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     return lines + _other_kernels(cell, rows)
 
 
-_Clause = tuple[set[str], str]  # the backends of a witness, and its text
+_Clause = tuple[set[str], str]  # the backends that a witness names, and a text
 
 
 def _predicted_clause(cell: CellRow) -> _Clause | None:
@@ -411,7 +411,7 @@ _Key = tuple[str | None, str | None, str, Triple | None, Triple | None, int]
 class Disagreement:
     """One disagreement between profilers."""
 
-    code: str  # `missing`, `launches`, `registers`, `shared_memory` or `time`
+    code: str  # one of `missing`, `launches`, `registers`, `shared_memory` and `time`
     text: str
 
 
@@ -425,7 +425,7 @@ class JoinedKernel:
     kernel_short: str
     grid: Triple | None
     block: Triple | None
-    rows: dict[str, KernelRow]  # by profiler
+    rows: dict[str, KernelRow]  # the rows of this kernel by profiler
     disagreements: tuple[Disagreement, ...] = ()
 
     def value(self, name: str) -> Any:

@@ -92,7 +92,7 @@ class Growth:
     """The growth of a backend's peak memory with the length, to which a power function is fitted."""
 
     backend: str
-    points: tuple[tuple[int, int], ...]  # (length, bytes)
+    points: tuple[tuple[int, int], ...]  # pairs of a length and a number of bytes
     order: float  # the exponent of the power
     first: float  # exponent of the power between the first two points
     last: float  # exponent of the power between the last two points
@@ -114,7 +114,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Configs that differ in one axis only, with the events along it."""
+    """A group of configs that differ in one axis only, and the events along this axis."""
 
     axis: str
     title: str

@@ -179,7 +179,7 @@ class Loss:
 
     @property
     def open(self) -> bool:
-        """Whether the samples do not decide if `auto` is slower."""
+        """Whether the samples do not show if `auto` is slower or not."""
         return self.verdict == "unknown" and not self.same_backend
 
     @property
@@ -216,7 +216,7 @@ class BenchResult:
     protocol: dict[str, Any] = field(default_factory=dict)  # keys are fields of `run.Protocol`
     sweeps: tuple[Sweep, ...] = ()
     dtypes: tuple[DtypePair, ...] = ()
-    others: tuple[str, ...] = ()  # runs of the same cells on other GPU models
+    others: tuple[str, ...] = ()  # ids of runs of the same cells on other GPU models
 
     @property
     def gpu(self) -> str | None:

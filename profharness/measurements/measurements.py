@@ -181,7 +181,7 @@ class BenchRow:
     measurement: str | None = None
     samples: int = 0
     median_ns: float | None = None
-    low_ns: float | None = None  # 95 % interval of the median, by `stats.interval`
+    low_ns: float | None = None  # 95 % confidence interval of the median, by `stats.interval`
     high_ns: float | None = None
     mean_ns: float | None = None
     std_ns: float | None = None
@@ -194,7 +194,8 @@ class BenchRow:
     baseline: str | None = None
     # this median divided by the median of the fastest correct backend, minus 1
     regret: float | None = None
-    verified: bool | None = None  # None if nothing was verified
+    # whether the output was found correct; None if it was not verified
+    verified: bool | None = None
     doubts: tuple[str, ...] = ()
     # Median of the host's own time per eager call. Only the row of `eager` has this value.
     host_ns: float | None = None
@@ -204,8 +205,9 @@ class BenchRow:
     sequences_per_s: float | None = None  # sequences per second, counted over the batch
     peak_memory_bytes: int | None = None
     processes: int | None = None
-    between_turns_ns: float | None = None  # half width of the interval from turns alone
-    between_processes_ns: float | None = None  # half width of the interval from processes alone
+    between_turns_ns: float | None = None  # half width of the interval if only turns are considered
+    # half width of the interval if only processes are considered
+    between_processes_ns: float | None = None
 
     @property
     def ranked(self) -> bool:

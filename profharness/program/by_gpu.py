@@ -35,7 +35,7 @@ class GpuLayers:
 
 @dataclass(frozen=True, slots=True)
 class LayersByGpu:
-    """The map of each run, and the matched layers of all of them."""
+    """The maps of several runs, and the layers that match across the runs."""
 
     classes: tuple[GpuLayers, ...]
     rows: tuple[MatchedLayers, ...]
@@ -66,7 +66,7 @@ def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
 
 
 def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
-    """Compare programs by their maps."""
+    """Compare programs, given their maps."""
     runs = [layers.run for layers in maps]
     environments = [store.environment(run) for run in runs]
     devices = [
@@ -200,7 +200,7 @@ def _by_program(programs: LayersByGpu, benches: Sequence[BenchResult]) -> list[_
 
 
 def _by_bench(programs: LayersByGpu, benches: Sequence[BenchResult]) -> list[_Pair]:
-    """Return each bench, with the program if it ran on this GPU model."""
+    """Return each bench, together with the program if the program ran on this GPU model."""
     (only,) = programs.classes
     devices = [device_of(bench) for bench in benches]
     for device in devices:

@@ -29,7 +29,7 @@ class Expectation:
     pattern.
     """
 
-    text: str  # as the user wrote it
+    text: str  # the expectation as the user wrote it
     backends: tuple[str, ...]
     modules: str
 
@@ -55,7 +55,7 @@ def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
 
 
 def _expectation(text: str) -> Expectation:
-    """Parse `flash`, `flash@GLOB` or `flash,cudnn@GLOB`."""
+    """Parse an expectation: `flash`, `flash@GLOB` or `flash,cudnn@GLOB`."""
     before, at, glob = text.partition("@")
     backends = split_names(before)
     for name in backends:

@@ -176,7 +176,7 @@ class Regret:
     """
 
     run: str  # id of the run of the bench
-    measurement: str  # what was timed
+    measurement: str  # the measurement, such as `kernel`
     gpu: str | None
     saves_ns: float
     saves_forward_ns: float | None
@@ -292,12 +292,12 @@ class LayerMap:
 
     @property
     def busy_ns(self) -> float:
-        """The time per step in which the GPU was busy, on average."""
+        """The time in which the GPU was busy, per step on average."""
         return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
     @property
     def step_ns(self) -> float:
-        """The duration of a step, on average."""
+        """The average duration of a step."""
         return sum(step.duration_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
 

@@ -56,7 +56,7 @@ class LayerSide:
     calls: float | None  # calls per step; None if no step was recorded
     phase: str | None
     mode: str
-    ran: str | None  # what computed the calls; None if unknown
+    ran: str | None  # the backend that computed the calls; None if unknown
     sdpa_op: str | None
     forward_ns: float | None  # median time of the kernels of one call; backward_ns too
     backward_ns: float | None
@@ -110,7 +110,7 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """The calls of one layer with one shape and direction."""
+    """The calls of one layer that have the same shape and direction."""
 
     name: str | None  # name of the module without wrappers; None if unknown
     # for calls without a module, the number of this site among the sites with the same config

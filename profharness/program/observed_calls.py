@@ -176,7 +176,9 @@ def _size(config: Config) -> int:
 
 
 def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
-    """Return the lengths that calls of one row of the map have in common."""
+    """Return the lengths that all calls in one row of the map share. In decoding, the number of
+    keys is None, because it differs between calls.
+    """
     if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
         return lengths
     return (*lengths[:2], None)

@@ -236,7 +236,7 @@ def is_gemm(row: KernelRow) -> bool:
 
 
 def role_order(name: str) -> int:
-    """Return the position of a role in a diff."""
+    """Return the position of a role in the order of a diff. Unknown roles come last."""
     return ROLES.index(name) if name in ROLES else len(ROLES)
 
 

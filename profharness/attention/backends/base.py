@@ -75,9 +75,9 @@ class Backend:
     are errors.
     """
     source: str | None = None
-    """Location of an implementation: `/folder/file.py:function` or `package.module:function`."""
+    """Where the implementation is: `/folder/file.py:function` or `package.module:function`."""
     file: Path | None = None
-    """The implementation's file."""
+    """The file that contains the implementation."""
     packages: tuple[str, ...] = ()
     """The distributions that the backend depends on."""
     isolated: bool = False

@@ -28,9 +28,11 @@ class ConfigChange:
     apply: Callable[[Config], Config | None]
     """Return the changed config, or None if the change does not apply."""
     text: str
-    """A format string over `b` and `a`, the configs before and after."""
+    """A format string for a sentence about the change. `b` is the config before the change, and `a`
+    the config after it.
+    """
     exact: bool = True
-    """Whether the output stays equal within the dtype's error."""
+    """Whether the change keeps the output equal, within the error of the dtype."""
     group: str | None = None
     """The name of a group. Of the changes in a group, only the first that removes the reason is
     used.
@@ -247,7 +249,7 @@ class Advice:
     code: str
     """Python code that makes the change."""
     config: str | None = None
-    """Label of the changed config. None if the grammar cannot express it."""
+    """The label of the changed config. None if the grammar cannot express the change."""
     verified: bool | None = None
     """Whether the oracle accepted the changed config for this backend. None if the oracle could not
     be asked.
@@ -255,7 +257,9 @@ class Advice:
     choice: str | None = None
     """The backend that `auto` or the requested setting selects after the change."""
     gain: float | None = None
-    """Time before divided by time after, if both were measured."""
+    """The speed-up, which is the time before the change divided by the time after it. None if the
+    times were not measured.
+    """
     steps: tuple[str, ...] = ()
     """Names of the changes, in order."""
 
@@ -269,7 +273,7 @@ class _State:
 
     @property
     def code(self) -> str:
-        """Code of the first reason against the backend."""
+        """The code of the first reason against the backend."""
         return self.answer.reasons[0].code if self.answer.reasons else "no_text"
 
 
@@ -408,7 +412,7 @@ ANSWERS_FILE = "answers.jsonl"
 
 @dataclass(frozen=True)
 class BackendAnswer:
-    """The answer for one backend."""
+    """PyTorch's answer for one backend."""
 
     backend: str
     eligible: bool | None
@@ -429,10 +433,10 @@ class LiveAnswer:
     cell: str
     """Id of the cell that the answers belong to."""
     config: str
-    """Label of the config."""
+    """The label of the config."""
     choice: str | None = None
     """The backend that PyTorch selects, or `none` if PyTorch raises."""
     priority_order: tuple[str, ...] = ()
     backends: tuple[BackendAnswer, ...] = ()
     error: str | None = None
-    """Why no backend could be queried."""
+    """The reason why no backend could be queried."""

@@ -53,9 +53,9 @@ class Explanation:
     """
 
     config: str
-    source: str  # `live` (queried from PyTorch) or `rules`
+    source: str  # `live` if PyTorch was queried, else `rules`
     environment: dict[str, Any]
-    priority_order: tuple[str, ...]  # empty if unknown
+    priority_order: tuple[str, ...]  # empty if the order is unknown
     predicted: str | None  # the backend that the rules predict
     choice: str | None = None  # the backend that PyTorch reports; None if PyTorch was not queried
     observed: str | None = None  # the backend that the op or the kernels of a stored run show
@@ -133,7 +133,7 @@ def settle(answer: Explanation) -> Explanation:
 
 @dataclass(frozen=True)
 class Platform:
-    """A machine and release to apply the rules to."""
+    """A machine and a PyTorch release to which the rules are applied."""
 
     machine: Machine
     device: str

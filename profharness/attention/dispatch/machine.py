@@ -23,16 +23,18 @@ Release = tuple[int, ...]
 
 
 class Wheel(NamedTuple):
-    """Versions in a CUDA build of a release.
+    """The versions in a CUDA build of a release.
 
-    cuDNN versions have the format of cudnnGetVersion(): 9.19.0 is 91900, 8.9.2 is 8902.
+    cuDNN versions have the format of cudnnGetVersion(): 9.19.0 is 91900, and 8.9.2 is 8902.
     """
 
     cuda: str
     cudnn: int | None
-    """The version that the wheel requires at run time."""
+    """The cuDNN version that the wheel requires at run time."""
     cudnn_compiled: int | None = None
-    """The constant that CUDAHooks::versionCuDNN() returns."""
+    """The cuDNN version that PyTorch was compiled with, which is the constant that
+    CUDAHooks::versionCuDNN() returns.
+    """
 
 
 # The releases whose binaries were read. The rules of all other releases count as unknown and are
@@ -71,7 +73,7 @@ class Machine:
     torch: Release
     capability: tuple[int, int] = (0, 0)
     cudnn: int | None = None
-    """Runtime version as an integer: 9.19.0 is 91900."""
+    """The cuDNN version at run time as an integer: 9.19.0 is 91900."""
     cuda: str | None = None
     cudnn_compiled: int | None = None
     """The cuDNN version that PyTorch was built with, or the oldest version that it may have been
@@ -240,7 +242,7 @@ ALLOWED = {
 
 
 class Mask(NamedTuple):
-    """An attn_mask. A `bool` mask selects scores, a `float` mask is added to them."""
+    """An attn_mask. A `bool` mask selects scores, and a `float` mask is added to the scores."""
 
     shape: tuple[int, ...]
     kind: str = "float"
@@ -282,7 +284,7 @@ class AttentionParams:
     """The storage offset of query, key and value, in bytes."""
     deterministic: str = "off"
     enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
-    """Backends whose runtime flag is on."""
+    """The backends whose runtime flag is on."""
     priority: tuple[str, ...] = ()
     """The backends that the caller put first (`set_priority=True`), in order."""
     flash_impl: str = "FA2"
@@ -310,7 +312,7 @@ class AttentionParams:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """The size of an element in bytes."""
         return DTYPES[self.dtype].bytes
 
     @property

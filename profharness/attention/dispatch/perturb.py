@@ -17,7 +17,7 @@ from profharness.device_types import CUDA
 from profharness.rows import Refusal
 
 EASY_DIM = 64
-EASY_LENGTH = 32  # a multiple of 8, greater than one, and not 64 modulo 128
+EASY_LENGTH = 32  # a multiple of 8 that is greater than 1 and not 64 modulo 128
 EASY_HEADS = 8
 EASY_GROUP = 4
 LARGEST_SET = 3

@@ -165,7 +165,7 @@ class Eligibility(NamedTuple):
     """
 
     eligible: bool | None
-    """None if unknown."""
+    """None if it is unknown whether the backend accepts the call."""
     reasons: tuple[Refusal, ...] = ()
     certain: tuple[Refusal, ...] = ()
     """The reasons that certainly apply. PyTorch stops at the first of them and reports no other."""
@@ -177,12 +177,12 @@ class Prediction(NamedTuple):
     """
 
     choice: str
-    """A backend, `none` if PyTorch raises, or `unknown`."""
+    """The backend that PyTorch selects, `none` if PyTorch raises, or `unknown`."""
     priority_order: tuple[str, ...]
-    """Empty if unknown."""
+    """The backends in the order in which PyTorch tries them. Empty if the order is unknown."""
     backends: Mapping[str, Eligibility]
     hazards: tuple[str, ...] = ()
-    """Known failures of the chosen backend."""
+    """Descriptions of the known failures of the selected backend."""
 
 
 class Priority(NamedTuple):
@@ -264,11 +264,11 @@ def predict(params: AttentionParams, machine: Machine) -> Prediction:
 
 
 def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -> str | None:
-    """Predict the outcome of a cell of a run.
+    """Predict the outcome of a cell of a run. Return None if it is unknown, and for backends that
+    PyTorch's dispatcher does not know.
 
-    For `auto`, `all-disabled`, a set or an order, return the backend that PyTorch selects, or `none`
-    if it raises. For a forced backend return `eligible` or `refused`. Return None if the outcome is
-    unknown, and for backends outside of PyTorch's dispatcher.
+    For `auto`, `all-disabled`, a set or an order, return the backend that PyTorch selects, or
+    `none` if PyTorch raises. For a forced backend, return `eligible` or `refused`.
     """
     if not rules_know(environment):
         return None
@@ -353,7 +353,7 @@ def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     return tuple(
         name
         for name in missing
-        if any(  # for some values of the other fields, this field decides the order
+        if any(  # the order depends on this field for some values of the other fields
             len(_orders(params, each)) > 1
             for each in _completions(machine, tuple(other for other in missing if other != name))
         )

@@ -205,7 +205,7 @@ def mask_rows(params: AttentionParams, _: Machine) -> bool:
 
 
 def mask_shape(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether attn_mask is neither 2-D nor broadcasts to [batch, heads, seq_q, seq_kv]."""
+    """Return whether attn_mask is not 2-D and cannot be broadcast to [batch, heads, seq_q, seq_kv]."""
     mask = params.mask
     if mask is None or mask_rows(params, machine) or len(mask.shape) == 2:
         return False
@@ -299,7 +299,7 @@ class Rule(NamedTuple):
     """One condition under which a backend refuses a call."""
 
     code: str
-    """Reason code, such as `head_dim`."""
+    """The reason code, such as `head_dim`."""
     check: str
     """The PyTorch function that contains the condition."""
     refuses: Condition
