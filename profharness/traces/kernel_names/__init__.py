@@ -1,7 +1,8 @@
-"""Identify kernels: parse the name of a GPU function or an ATen op into a family, a backend,
-compile-time properties and a short name.
+"""Identify kernels by their names.
 
-This module contains the rules for at::native, for the kernels of kernels/ and for ATen ops.
+`parse_kernel_name` parses the name of a GPU function or an ATen op. It determines the family, the
+backend, the compile-time properties and a short name. This module contains the rules for the kernels
+in the namespace at::native, for the kernels in the folder kernels/ and for ATen ops.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ ATTENTION_FAMILIES = frozenset(
     for family in FAMILIES
     if family.startswith(("flash", "efficient", "cudnn", "flex", "fmha"))
 )
-"""Families whose kernels do nothing but attention."""
+"""The families whose kernels compute only attention."""
 COLLECTIVE = "collective"
-"""The family of communication between GPUs."""
+"""The family of kernels that communicate between GPUs."""
 _TRANSFER = re.compile(r"\[?(?:CUDA )?(Memcpy|Memset)\b", re.IGNORECASE)
-# ATen ops that stand for one kernel each.
+# ATen ops that correspond to one kernel each, by the family of the kernel.
 _GROUPS = {
     "gemm": """bmm mm addmm baddbmm addbmm mkldnn_linear mkldnn_matmul _int_mm _scaled_mm
         _addmm_activation""",
@@ -74,10 +75,10 @@ _ATTENTION = {
 
 @lru_cache(maxsize=16384)
 def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
-    """Parse a kernel name in any profiler's spelling.
+    """Parse a kernel name in the spelling of any profiler.
 
-    `kind` is `kernel`, `memcpy`, `memset` or `op`. A name that no rule matches has the family
-    `other`. Only the first 16 KiB are read. Never raises.
+    `kind` is `kernel`, `memcpy`, `memset` or `op`. If no rule matches the name, the family is `other`.
+    Only the first 16 KiB of the name are read. This function never raises an exception.
     """
     if kind == "op":
         short = shorten(name.removeprefix("aten::"))
@@ -134,7 +135,8 @@ _PLAIN_TYPE = rf"{_TYPES}|bool|unsigned char|signed char|short|int|long"
 _FUNCTION = re.compile(r"([A-Za-z_]\w*?)(?:<[^<>()]{0,200}>)?\(at::(?:Tensor|TensorIter\w*)\b")
 _FUNCTOR = re.compile(rf"([A-Za-z_]\w*[Ff]unctor\w*)(?:<({_PLAIN_TYPE})[,>])?")
 _LAMBDA = re.compile(rf"\{{lambda\((?:bool, )?({_PLAIN_TYPE})[,)]")
-# The argument that names the operation. In a short name, a copy is a plain word.
+# Matches the template argument that contains the operation. If the name is a short name, a copy is a
+# single word.
 _COMPUTES = re.compile(r"::|unctor|^\w*copy\w*$", re.ASCII)
 _WRAPPERS = {"BinaryFunctor", "UnaryFunctor", "func_wrapper_t"}
 _SUFFIX = re.compile(r"_kernel(?:_cuda|_impl(?:_cuda)?)?$")
@@ -146,7 +148,9 @@ def _word(name: str | None) -> str | None:
 
 
 def _functor(argument: str) -> tuple[str | None, str | None]:
-    """Return the innermost functor or function of an elementwise kernel, and its dtype."""
+    """Return the innermost functor or function in a template argument of an elementwise kernel, and
+    its dtype.
+    """
     scalar = _LAMBDA.search(argument)
     for match in _FUNCTION.finditer(argument):
         if not match[1].startswith("gpu_kernel"):
@@ -190,18 +194,22 @@ def _arguments(text: str, head: Head, limit: int = 8) -> tuple[list[str], list[s
 
 
 def _computed(head: Head, parts: list[str | None], family: str, dtype: str | None) -> KernelName:
-    base, *rest = parts  # fp32 is the default and not shown
+    base, *rest = parts  # a short name does not contain fp32, because that is the default
     short = join_short(str(base), *rest, dtype if dtype != "fp32" else None).replace(",", ", ")
     dtype = dtype if dtype in OF_CPP_TYPE.values() else None
     return KernelName(head.name, short, family, "aten", dtype=dtype)
 
 
 def _softmax(text: str, head: Head) -> KernelName:
-    """Parse `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>` or `cunn_…`."""
+    """Parse a softmax kernel.
+
+    Its name is either `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>`, or it
+    starts with `cunn_`.
+    """
     arguments, numbers = _arguments(text, head)
     types = [OF_CPP_TYPE[argument] for argument in arguments if argument in OF_CPP_TYPE]
     flags = [argument == "true" for argument in arguments if argument in ("true", "false")]
-    # The accumulator is fp32 for 16-bit tensors, and the input or the output may be fp32 too.
+    # If the tensors have 16 bits, the accumulator is fp32. The input or the output may also be fp32.
     dtype = next((word for word in types if word != "fp32"), types[0] if types else None)
     is_log = bool(flags and flags[0]) or "LogSoftMax" in text[:600]
     is_masked = "warp" in head.base and len(flags) > 1 and flags[1]
@@ -219,8 +227,10 @@ _TILED_PLACES = {TILED_PARAMETERS.index(name): word for name, word in TILED_FLAG
 
 
 def _own(text: str, head: Head) -> KernelName | None:
-    """Parse a kernel of kernels/: Triton's, or CUDA's `tiled_attention<T, BM, BN, …>` with a tile
-    of BM queries and BN keys.
+    """Parse a kernel from the folder kernels/, which is written in Triton or CUDA.
+
+    `tiled_attention<T, BM, BN, …>` is an example of a CUDA kernel. Its tile has BM queries and BN
+    keys. Return None if the name is not the name of such a kernel.
     """
     if _TRITON.match(text):
         direction = "bwd" if "backward" in text else "fwd"
@@ -249,7 +259,10 @@ def _own(text: str, head: Head) -> KernelName | None:
 
 
 def _rest(arguments: list[str]) -> list[str]:
-    """Return the arguments after the type and the tile: numbers, and the names of flags that are set."""
+    """Return the template arguments of `tiled_attention` after the type and the tile.
+
+    These are the numbers, and the names of the flags that are set.
+    """
     if len(arguments) != len(TILED_PARAMETERS):
         return reduced_arguments(arguments[3:])
     words = [

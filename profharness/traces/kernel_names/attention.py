@@ -1,5 +1,7 @@
-"""Parse the kernels of PyTorch's libraries: attention (FlashAttention 2, 3 and 4, efficient, cuDNN,
-flex, Triton), matrix products (cuBLAS, cuBLASLt, CUTLASS) and CUB.
+"""Parse the names of kernels from the libraries that PyTorch uses.
+
+These are attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN, flex_attention and
+Triton), matrix products (cuBLAS, cuBLASLt and CUTLASS) and the kernels of CUB.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from profharness.traces.kernel_names.text import (
     template_arguments,
 )
 
-READ = 2048  # the template has all fields of an attention kernel; the parameter list repeats them
+# Number of characters of an attention kernel's name that are parsed. The template contains all fields,
+# and the parameter list after it only repeats them.
+READ = 2048
 
 
 def parse_library(text: str, head: Head) -> KernelName | None:
@@ -54,7 +58,10 @@ _FA2_SHORT = {
 
 
 def fa2_flags(base: str, text: str) -> dict[str, bool]:
-    """Return the compile-time flags by name. Releases before softcap have fewer flags."""
+    """Return the compile-time flags of a FlashAttention 2 kernel by name.
+
+    Releases that do not support softcap have fewer flags.
+    """
     match = _FLAGS.search(text)
     if match is None or "combine" in base:
         return {}
@@ -110,7 +117,10 @@ _FA3_SIDE = re.compile(r"FlashAttn(Fwd|Bwd)Sm(\d+)")
 
 
 def fa3_flags(text: str) -> dict[str, bool]:
-    """Return the compile-time flags of kernels whose name contains an architecture."""
+    """Return the compile-time flags of a FlashAttention 3 kernel by name.
+
+    Return {} if the name of the kernel does not contain an architecture.
+    """
     side, match = _FA3_SIDE.search(text), _FA3_FLAGS.search(text)
     if side is None or match is None:
         return {}
@@ -262,7 +272,10 @@ def _element(text: str) -> str | None:
 
 
 def _gemm(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse `ampere_sgemm_128x64_tn` or `cutlass_80_tensorop_…gemm_…`, also in `cutlass::Kernel2<…>`."""
+    """Parse a name such as `ampere_sgemm_128x64_tn` or `cutlass_80_tensorop_…gemm_…`.
+
+    The name may be a template argument of `cutlass::Kernel2<…>`.
+    """
     name = match["name"]
     if _CONVOLUTION.search(name) or "gemm" not in name:
         return KernelName(head.name, name, "other", "cudnn" if "cudnn" in text[:200] else "cutlass")
@@ -283,14 +296,16 @@ def _gemm(text: str, head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
+    """Parse a name such as
+    `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`.
+    """
     if match["gemm"] is None:
         return KernelName(head.name, head.base, "other", "cudnn", arch=match["sm"])
     formats = re.match(r"_([a-z\d]+?)_([a-z\d]+?)_([a-z\d]+)_([tn]{2})_", match["tail"])
     tile = re.search(r"tilesize(\d+)x(\d+)x(\d+)", match["tail"])
     stage = re.search(r"stage(\d+)", match["tail"])
     math = "tf32" if formats and "tf32" in formats[2] else None
-    # The first word contains the types of A and B: f32f32, bf16bf16.
+    # The first word contains the types of A and B, for example f32f32 or bf16bf16.
     word = formats[1][: len(formats[1]) // 2] if formats else None
     parts = [math or word, formats[4] if formats else None, tile[0][8:] if tile else None]
     parts += ["splitk" if "split_k" in match["tail"] else None]
@@ -308,7 +323,11 @@ def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _nvjet(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse `nvjet_[sm90_]hsh_256x128_64x4_…`: types of A, B, D (h fp16, t bf16), tile, K x stages."""
+    """Parse a name such as `nvjet_sm90_hsh_256x128_64x4_…`, in which the architecture is optional.
+
+    The letters are the types of A, B and D (h is fp16, t is bf16). After them come the tile, and the
+    depth of a step and the number of stages.
+    """
     return KernelName(
         head.name,
         head.base,
@@ -339,7 +358,9 @@ def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> KernelName:
 
 
 def _cutlass3(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse `cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>` and CUTLASS 2 names."""
+    """Parse a CUTLASS 3 name such as
+    `cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>`, or a CUTLASS 2 name.
+    """
     tile = re.search(r"GemmShape<(\d+), (\d+), \d+>", text[:4096])
     element = re.search(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t)\b", text[:4096])
     return KernelName(
@@ -365,9 +386,9 @@ def _rules(*rows: tuple[str, Callable[[str, Head, re.Match[str]], KernelName]]) 
     return [(re.compile(pattern, re.ASCII), parser) for pattern, parser in rows]
 
 
-# Tried in this order. The first match decides.
+# The rules are tried in this order. The first rule that matches determines the parser.
 _ATTENTION = _rules(
-    # must not match FlashMLA's flash_fwd_splitkv_mla_kernel
+    # this pattern must not match flash_fwd_splitkv_mla_kernel, which belongs to FlashMLA
     (r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_(?!\w*mla_)\w+(?=[<(]|$)", _fa2),
     (
         r"(?:cutlass::device_kernel<)?(?:flash::enable_sm\w+<)?flash::"

@@ -1,8 +1,9 @@
-"""The vocabulary of kernel names: families, libraries, compile-time flags and template parameters.
-Short names and descriptions are both derived from these tables.
+"""Define the vocabulary of kernel names: families, libraries, compile-time flags and template
+parameters.
 
-Parameters and flags have the names used in the sources: flash-attention 2.8 (csrc/flash_attn/src
-and hopper), PyTorch's ATen/native/transformers/cuda/mem_eff_attention, kernels/tiled.cu.
+Both the short names of kernels and the descriptions of names are derived from these tables. Parameters
+and flags have the same names as in the source code: flash-attention 2.8 (csrc/flash_attn/src and
+hopper), PyTorch (ATen/native/transformers/cuda/mem_eff_attention) and kernels/tiled.cu.
 """
 
 from __future__ import annotations
@@ -79,20 +80,20 @@ class Flag:
 
     name: str
     on: str
-    """Meaning if set."""
+    """What it means if the flag is set."""
     off: str
-    """Meaning if not set."""
+    """What it means if the flag is not set."""
     shown: str = ""
-    """Word in a short name if set, "" for none."""
+    """The word that a short name contains if the flag is set, or "" if it contains no word."""
     unset: str = ""
-    """Word in a short name if not set, "" for none."""
+    """The word that a short name contains if the flag is not set, or "" if it contains no word."""
 
 
 _CAUSAL = Flag("causal", "a query attends to no later key", "no causal mask", "causal")
 _LOCAL = Flag("local", "a sliding window of keys", "no sliding window", "local")
 _SOFTCAP = Flag("softcap", "scores are capped by a tanh", "scores are not capped", "softcap")
 _APPEND = Flag("append", "new keys and values go into the cache", "no keys to append", "append")
-# In the order of short names.
+# The flags are in the order in which a short name contains them.
 FA2_FLAGS = (
     _CAUSAL,
     Flag("dropout", "dropout of the weights", "no dropout", "dropout"),
@@ -136,7 +137,7 @@ FA3_FLAGS = (
     Flag("deterministic", "gradients are summed in a fixed order", "in no fixed order"),
 )
 FLAG_TABLES = {"flash2": FA2_FLAGS, "flash2_pip": FA2_FLAGS, "fa3": FA3_FLAGS}
-# The order of the flags in a full name.
+# The order in which the full name of a kernel contains the flags.
 FA2_FWD = "dropout causal local alibi even_mn even_k softcap return_softmax"
 FA2_SPLIT = "causal local alibi even_mn even_k softcap split append"
 FA2_BWD = "dropout causal local alibi even_mn even_k softcap"
@@ -146,13 +147,17 @@ FA3_BWD = "causal local softcap varlen deterministic"
 
 
 def flag_words(table: tuple[Flag, ...], flags: Mapping[str, bool]) -> list[str]:
-    """Return the words for a short name: set flags first, then unset ones."""
+    """Return the words that a short name contains for the flags of a kernel.
+
+    The words for flags that are set come first, followed by the words for flags that are not set.
+    """
     words = [flag.shown for flag in table if flag.shown and flags.get(flag.name)]
     unset = [flag.unset for flag in table if flag.unset and flags.get(flag.name) is False]
     return words + unset
 
 
-# The template parameters of tiled_attention in kernels/tiled.cu. {} is the value.
+# The template parameters of tiled_attention in kernels/tiled.cu, and their meanings. {} stands for the
+# value.
 TILED = {
     "T": "type of the tensors: {}",
     "BM": "tile: {} queries",
@@ -226,7 +231,10 @@ _PARAMETERS = {
 
 
 def _layout(names: str, **own: str) -> dict[str, str]:
-    """Return the meaning of each parameter. `own` has meanings that differ in this kernel."""
+    """Return a dict that maps each parameter to its meaning.
+
+    `own` contains the meanings that a parameter has only in this kernel.
+    """
     return {name: own.get(name, _PARAMETERS[name]) for name in names.split()}
 
 
@@ -236,8 +244,8 @@ _FA3_TYPES = f"Element ElementAccum ArchTag {FLAGS}"
 _SWAPS = "SdP_swapAB dKV_swapAB dQ_swapAB"
 _QUERY_BUFFERS = "{} buffers of queries in shared memory"
 _SOFTMAX = _layout("input_t output_t acc_t log2_elements is_log_softmax is_masked WARP_SIZE")
-# The template parameters of a kernel, in order, by the beginning of its name up to the bracket. FLAGS
-# stands for the kernel's flags.
+# The template parameters of each kernel, in order. A key is the beginning of the template, up to the
+# bracket. FLAGS stands for the flags of the kernel.
 LAYOUTS = {
     "Flash_fwd_kernel_traits<": _layout(f"{_FA2_TRAITS} Is_Q_in_regs Share_Q_K_smem elem_type"),
     "Flash_bwd_kernel_traits<": _layout(
@@ -270,7 +278,7 @@ LAYOUTS = {
     "softmax_warp_forward<": _SOFTMAX,
     "softmax_warp_backward<": _SOFTMAX,
 }
-# The parameters of FlashAttention 2's combine kernel after its traits.
+# The parameters that follow the traits in the combine kernel of FlashAttention 2.
 FA2_COMBINE = {
     "kBlockM": "{} rows a block",
     "Log_max_splits": "combines at most 2^{} parts",

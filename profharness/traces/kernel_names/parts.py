@@ -1,4 +1,4 @@
-"""Describe a kernel's name: its family, its library and the meaning of each of its parts."""
+"""Describe the name of a kernel: its family, its library and the meaning of each of its parts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ from profharness.traces.kernel_names.text import (
 
 @dataclass(frozen=True, slots=True)
 class WordPattern:
-    """A pattern for a token of a name. Its named groups are fields of a KernelName."""
+    """A pattern that matches a token in a name.
+
+    The named groups of the pattern are fields of a KernelName.
+    """
 
     pattern: re.Pattern[str]
     meaning: str
-    """{0} is the token, {1} its first group."""
+    """The meaning of the token. {0} stands for the token, and {1} for the first group."""
     values: Mapping[str, object] = field(default_factory=dict)
-    """Further fields that the token implies."""
+    """The values of other fields that the token implies."""
 
 
 def _words(*rows: tuple[str, str], **values: object) -> tuple[WordPattern, ...]:
@@ -64,7 +67,8 @@ _PRODUCT_TILE = (
     r"(?:tilesize|tile|MT)?(?P<tile_m>\d{2,})x(?P<tile_n>\d+)(?:x(?P<tile_k>\d+))?",
     "tile of the output, rows x columns; a third number is the depth of a step",
 )
-# Words of a function's path, by library. The first row that matches the rest of the path decides.
+# The words in the path of a function, by library. The path is parsed from left to right. At each
+# position, the first row that matches is used.
 WORDS: dict[str, tuple[WordPattern, ...]] = {
     "efficient": (
         *_words(
@@ -207,22 +211,26 @@ WORDS["fa3"] = _words(
     (r"Preprocess", "sums output times its gradient over rows, before the backward"),
     (r"PostprocessConvertdQ", "turns fp32 gradients into the tensors' type"),
 )
-# Libraries whose short names do not identify the variant.
+# Libraries whose short names do not say which build of the library the kernel comes from.
 SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
 CAMEL = frozenset({"fa3", "trtllm"})  # libraries whose words begin with a capital letter
 
 
 @dataclass(frozen=True, slots=True)
 class Brackets:
-    """The words between the brackets of a kind of short name."""
+    """The meanings of the words between the brackets of a short name.
+
+    `base` matches the beginning of the short names that these meanings apply to.
+    """
 
     base: re.Pattern[str]
     integers: tuple[str, ...] = ()
-    """Meanings of the plain numbers, in order."""
+    """The meanings of the numbers, in order."""
     words: tuple[WordPattern, ...] = ()
     rest: str = ""
-    """Meaning of a word that no row matches, "" if unknown."""
+    """The meaning of a word that no pattern matches, or "" if the meaning of such a word is unknown."""
     head_dim: bool = False
+    """Whether the first number is a head dimension."""
 
 
 _ATTENTION_WORDS = _words(
@@ -268,7 +276,8 @@ BRACKETS = tuple(
         (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE)),
     )
 )
-# A short name or a fragment -> a text that the rules for whole names can parse.
+# Patterns that match a short name or a fragment of a name, and the text with which to replace the match,
+# so that the rules for whole names can parse the result.
 WHOLE = tuple(
     (re.compile(pattern, re.ASCII), text)
     for pattern, text in (
@@ -287,13 +296,13 @@ WHOLE = tuple(
 
 @dataclass(frozen=True, slots=True)
 class NamePart:
-    """A piece of a name."""
+    """A part of a kernel's name."""
 
     token: str
     parameter: str
-    """Its name in the sources, "" for a word."""
+    """The name of the template parameter in the source code, or "" if the part is a word."""
     meaning: str | None
-    """None if unknown."""
+    """The meaning of the part, or None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +310,11 @@ class Description:
     """The description of a kernel's name."""
 
     kernel: KernelName
-    """Includes the fields that only the parts of the name contain."""
+    """The fields of the name. They include the fields that were found only by parsing its parts."""
     library: str
     parts: tuple[NamePart, ...]
     untold: tuple[str, ...]
-    """Properties of such a kernel that the name leaves open."""
+    """The properties that other names of the family contain, but that this name does not contain."""
 
     @property
     def is_known(self) -> bool:
@@ -314,7 +323,7 @@ class Description:
 
     @property
     def meaning(self) -> str:
-        """A sentence about the kernel."""
+        """A phrase that describes the kernel."""
         library, family = LIBRARIES[self.library], FAMILIES[self.kernel.family]
         if not self.is_known:
             return "no rule of profharness knows this name"
@@ -322,11 +331,11 @@ class Description:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The tokens without a known meaning."""
+        """The tokens whose meaning is unknown."""
         return tuple(part.token for part in self.parts if part.meaning is None)
 
 
-# Properties in a name, and their description if no part of the name gives the whole value.
+# The properties of a kernel. The description is shown if no single part of the name contains the value.
 FACTS = {
     "direction": {"fwd": "forward", "bwd": "backward"},
     "arch": "code for this architecture; newer GPUs may run it too",
@@ -338,8 +347,10 @@ FACTS = {
     "causal": {True: "a query attends to no later key", False: "no causal mask"},
     "dropout": {True: "dropout of the weights", False: "no dropout"},
 }
-_ALWAYS = ("direction", "arch")  # the template does not contain them directly
-# Properties that a name of the family may leave open.
+# The properties that are shown even if the template parameters are described, because no template
+# parameter contains them.
+_ALWAYS = ("direction", "arch")
+# The properties that a name of the family usually contains, but may not contain.
 _EXPECTED = {
     "gemm": ("dtype", "tile"),
     **dict.fromkeys(("gemv", "softmax", "norm", "flash_combine", "fmha_combine"), ("dtype",)),
@@ -354,7 +365,10 @@ _CAPITAL = re.compile(r"[A-Z]?[a-z\d]+|[A-Z]+", re.ASCII)
 
 
 def describe(name: str) -> Description:
-    """Describe a mangled, demangled or short kernel name, or an ATen op. Never raises."""
+    """Describe a kernel name or the name of an ATen op.
+
+    The kernel name may be mangled, demangled or short. This function never raises an exception.
+    """
     given = name.strip()
     name = canonical(given)
     kernel, library = _parsed(name)
@@ -374,7 +388,7 @@ def describe(name: str) -> Description:
 
 
 def _parsed(name: str) -> tuple[KernelName, str]:
-    """Parse the name, after completing a short one, and find its library."""
+    """Parse a name, and determine its library. A short name is first completed."""
     made = (pattern.sub(text, name, count=1) for pattern, text in WHOLE if pattern.match(name))
     for candidate in (*made, name):
         if candidate.startswith("aten::"):
@@ -382,7 +396,7 @@ def _parsed(name: str) -> tuple[KernelName, str]:
         kernel = parse_kernel_name(candidate)
         if (kernel.family, kernel.backend) != ("other", "unknown"):
             return kernel, kernel.backend
-        if kernel.direction is not None:  # CUDA kernels of kernels/, which have the family `other`
+        if kernel.direction is not None:  # a CUDA kernel from kernels/, whose family is `other`
             return kernel, "profharness"
     if re.fullmatch(r"\w+", name, re.ASCII):
         op = parse_kernel_name(f"aten::{name}", "op")
@@ -392,7 +406,10 @@ def _parsed(name: str) -> tuple[KernelName, str]:
 
 
 def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
-    """Yield the parameters of a template with a known layout, in order."""
+    """Yield the template parameters in a name, in order.
+
+    Yield nothing if the layout of the template is unknown.
+    """
     is_fa2 = kernel.backend.startswith("flash2")
     flags = fa2_flags(split_head(text, "").base, text) if is_fa2 else fa3_flags(text)
     for opening, parameters in LAYOUTS.items():
@@ -401,7 +418,7 @@ def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
             continue
         arguments = template_arguments(text, at + len(opening) - 1)
         if any(_SHORT_TOKEN.fullmatch(each) for each in arguments):
-            return  # a short name has no positional parameters
+            return  # this is a short name, whose parameters do not have fixed positions
         yield from _placed(arguments, parameters, kernel, flags)
         if not is_fa2:
             return
@@ -449,7 +466,10 @@ def _yes_or_no(value: str) -> str:
 
 
 def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePart]:
-    """Yield the words of the function's name that the library's table contains. Fills `values`."""
+    """Yield the words in the name of the function, with their meanings for the library.
+
+    The fields that the words imply are added to `values`.
+    """
     rows = WORDS.get(library)
     if rows is None:
         return
@@ -471,7 +491,10 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePa
 def _word(
     base: str, at: int, rows: Iterable[WordPattern], end: str, values: dict[str, object]
 ) -> tuple[NamePart | None, int]:
-    """Return the first matching row's part at a position, and where it ends."""
+    """Find the first row that matches at a position. Return the part of the name, and its end.
+
+    If no row matches, return None and the position.
+    """
     for row in rows:
         match = re.compile(f"(?:{row.pattern.pattern}){end}", re.ASCII).match(base, at)
         if match and match.end() > at:
@@ -488,7 +511,7 @@ def _read(row: WordPattern, match: re.Match[str], values: dict[str, object]) -> 
 
 
 def _subject(text: str, head: Head, library: str) -> str:
-    """Return the function's own name without the wrappers around it."""
+    """Return the name of the function itself, without the wrappers around it."""
     if library == "fa3":
         match = _FA3_BASE.search(text)
         return match[0] if match else head.base
@@ -499,7 +522,10 @@ def _subject(text: str, head: Head, library: str) -> str:
 
 
 def _bracket(short: str, values: dict[str, object]) -> Iterator[NamePart]:
-    """Yield the parts between the brackets of a short name. Fills `values`."""
+    """Yield the parts between the brackets of a short name.
+
+    The fields that the parts imply are added to `values`.
+    """
     at = short.find("<")
     rule = next((each for each in BRACKETS if each.base.match(short)), Brackets(re.compile("")))
     integers = iter(rule.integers)
@@ -524,7 +550,10 @@ def _bracket(short: str, values: dict[str, object]) -> Iterator[NamePart]:
 
 
 def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
-    """Return the kernel, with fields from its tokens where the rules for whole names found none."""
+    """Return a copy of the kernel with more fields.
+
+    A field that is None gets the value from `values`, which was found by parsing the parts.
+    """
     found = dict(values)
     if "sm" in found:
         found["arch"] = f"sm{found.pop('sm')}"
@@ -539,7 +568,7 @@ def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
 def _facts(
     kernel: KernelName, values: Mapping[str, object], names: Iterable[str]
 ) -> Iterator[NamePart]:
-    """Yield the properties that the rules find in the whole name but that no token contains."""
+    """Yield the properties of a kernel that no single part of its name contains."""
     implied = {"tile_m": "tile", "sm": "arch", "tile_k": "head_dim"}
     shown = {*values, *(implied[name] for name in implied if name in values)}
     for name in names:

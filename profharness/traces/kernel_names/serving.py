@@ -1,8 +1,9 @@
-"""Parse kernels of serving and training programs by the words in their names: attention of other
-libraries, collectives, experts, rotary embedding, norms, quantization and caches.
+"""Parse the kernels of serving and training programs by the words in their names.
 
-The words come from the sources in the comments and from public traces of vLLM, SGLang and xDiT in
-TraceLens (171dd74): H100, B200, MI210 and MI300.
+These kernels compute attention (of libraries that PyTorch does not contain), collectives, experts,
+rotary embedding, norms, quantization or caches. The words come from the source files that the comments
+name, and from public traces of vLLM, SGLang and xDiT in TraceLens (171dd74). The traces were recorded
+on H100, B200, MI210 and MI300.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from profharness.traces.kernel_names.text import (
 _READ = 2048
 _WORD, _END = r"(?<![a-z\d])", r"(?![a-z])"
 
-# Searched in this order in the words of the path. The first match decides. A kernel's main purpose
-# comes before a norm, rotation or quantization that is fused into it. Each row has plain texts that
-# one of its matches must contain, because a search for them is a hundred times cheaper.
+# The patterns are searched in the words of the path, in this order. The first match determines the
+# family. The order gives the main purpose of a kernel priority over a norm, a rotation or a quantization
+# that is fused into the kernel. Each row also contains plain texts. Every match of the pattern contains at
+# least one of them, and searching for them first is a hundred times faster.
 _ROWS = (
     (
         "fmha_combine",
@@ -114,7 +116,8 @@ _FAMILIES = tuple(
     for family, texts, pattern in _ROWS
 )
 _ATTENTION = frozenset({"fmha", "fmha_combine", "fmha_bwd"})
-# Matrix products, matched by the function's own name: a namespace such as deep_gemm contains more.
+# Matrix products are recognized by the name of the function itself, because a namespace such as
+# deep_gemm also contains other kernels.
 _PRODUCT_TEXTS = ("gemm", "matmul", "split", "marlin")
 _PRODUCT = re.compile(
     rf"(?<![a-z])(?:(?:f4|f8|fp8|bf16|i8|mx\w{{0,8}}?)?gemm\d?|matmul){_END}|^wv_?split_?kq?_"
@@ -144,7 +147,7 @@ _LIBRARIES = re.compile(
 
 
 def parse_serving(text: str, head: Head) -> KernelName | None:
-    """Parse a kernel of another library by the words in its name. Return None if no rule matches."""
+    """Parse a kernel by the words in its name. Return None if no rule matches."""
     for anchor, parser in _ANCHORED:
         match = anchor.match(text, head.end - len(head.path))
         if match:
@@ -183,22 +186,26 @@ def _family(words: str) -> str | None:
 
 
 def _subject(text: str, head: Head) -> tuple[str, bool]:
-    """Return the path that names the kernel, the head's or that of a wrapper's argument, and
-    whether it comes from a mangled name. Names of newer types (`DF16b`) and very long names stay
-    mangled.
+    """Return the path of the kernel, and whether it comes from a mangled name.
+
+    If the head is a wrapper, the path is that of the kernel in its template arguments. A name can still
+    be mangled here if it contains newer types (`DF16b`) or is very long.
     """
     if not head.path.startswith("_ZN"):
         inner = _WRAPPED.match(text, head.end) if WRAPPER.search(head.path) else None
         return (inner[1] if inner else head.path), False
     parts, at = _lengths(text, 3)
     if parts and WRAPPER.search(parts[-1]) and (argument := _MANGLED_ARGUMENT.match(text, at)):
-        # S_ is the wrapper's own namespace
+        # S_ stands for the namespace of the wrapper
         parts = parts[: 1 if argument["same"] else 0] + _lengths(text, argument.end())[0]
     return "::".join(parts), bool(parts)
 
 
 def _lengths(text: str, at: int) -> tuple[list[str], int]:
-    """Return the names in a mangled path that starts at text[at], `5aiter3abc`, and its end."""
+    """Return the names in a mangled path such as `5aiter3abc`, and the position after the path.
+
+    The path starts at text[at].
+    """
     parts: list[str] = []
     while (match := _LENGTH.match(text, at)) and len(parts) < 12:
         at = match.end() + int(match[0])
@@ -219,12 +226,16 @@ _MANGLED_TYPES = re.compile(
 _TYPE_WORD = re.compile(
     r"(?<![a-z\d])(?:(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|f16)|(?P<fp8_e4m3>e4m3))(?![a-z\d])"
 )
-# In a product of two types, the 16-bit type in the name is that of the result.
+# If a product has operands with fewer bits, the 16-bit type in its name is the type of the result.
 _NARROW = re.compile(r"fp8|fp4|mx|i8|int\d|a\d+w\d")
 
 
 def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
-    """Return the first 16-bit or 8-bit type in the template, or the name's type if it is the tensors'."""
+    """Return the dtype of the tensors, or None if it is unknown.
+
+    This is the first 16-bit or 8-bit type in the template arguments. If there is no such type, it is
+    the type in the name, provided that this is the type of the tensors.
+    """
     if head.path.startswith("_Z") and (mangled := _MANGLED_TYPES.search(text)):
         return mangled.lastgroup
     arguments = template_arguments(text, head.end)
@@ -237,24 +248,27 @@ def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
     return "fp32" if arguments[:1] == ["float"] else None
 
 
-# FlashInfer 0.6: KernelTraits<mask, rows of Q, MMAs of Q, of KV, of D, of D of V, warps of Q, of
-# KV>
+# The template in FlashInfer 0.6 is KernelTraits<mask, rows of Q, MMAs of Q, MMAs of KV, MMAs of D, MMAs
+# of the D of V, warps of Q, warps of KV>.
 _FLASHINFER = re.compile(
     r"KernelTraits<\(flashinfer::MaskMode\)(?P<mask>\d), (?P<m>\d{1,6})u?, \d+u?, (?P<kv>\d{1,6})u?, "
     r"(?P<d>\d{1,6})u?, \d+u?, (?P<wq>\d{1,6})u?, (?P<wkv>\d{1,6})u?,"
 )
-# decode: <…, stages, tile, vector elements, threads per row, …>; D is vector elements times threads
+# The template of decode kernels is <…, stages, tile, vector elements, threads per row, …>. D is the
+# number of vector elements times the number of threads per row.
 _FLASHINFER_DECODE = re.compile(
     r"<\(flashinfer::PosEncodingMode\)\d, (?P<stages>\d{1,6})u?, \d+u?, (?P<vec>\d{1,6})u?, (?P<row>\d{1,6})u?, \d"
 )
-# SageAttention 2.2: <rows of Q, rows of K, rows of Q and K per warp (sm90: threads), D, …>
+# The template in SageAttention 2.2 is <rows of Q, rows of K, rows of Q and K per warp, D, …>. On sm90,
+# it contains the number of threads in place of the rows per warp.
 _SAGE = re.compile(r"<(?P<m>\d+)u?, (?P<n>\d+)u?, \d+u?, (?:(\d+)u?, )?(?P<d>\d+)u?, \(")
-# Composable Kernel: TileFmhaShape<sequence<M, N, K, D of V, K of the second product, D>, …>
+# The template in Composable Kernel is
+# TileFmhaShape<sequence<M, N, K, D of V, K of the second product, D>, …>.
 _CK = re.compile(
     r"TileFmhaShape(?:<ck_tile::sequence<|INS_8sequenceIJ)"
     r"(?:Li)?(\d+)(?:, |ELi)(\d+)(?:, |ELi)\d+(?:, |ELi)\d+(?:, |ELi)\d+(?:, |ELi)(\d+)"
 )
-# fmha_v2_flash_attention_bf16_64_128_S_q_paged_kv_128_causal_tma_ws_sm90_kernel
+# Matches names such as fmha_v2_flash_attention_bf16_64_128_S_q_paged_kv_128_causal_tma_ws_sm90_kernel.
 _FMHA_V2 = re.compile(r"_(?P<m>\d+)_(?P<n>\d+)_s_[a-z_]+?_(?P<d>\d+)(?=_|x)(?:\w*?_sm(?P<sm>\d+))?")
 _MASK = re.compile(r"\((?:flashinfer::)?MaskMode\)(\d)")
 _HEAD_DIM = re.compile(r"_hd(\d+)")
@@ -262,7 +276,10 @@ _TILE = re.compile(r"(?<![a-z\d])(\d+)x(\d+)(?:x(\d+))?(?=_|x\d|$)")
 
 
 def _fields(text: str, head: Head, words: str, family: str) -> dict[str, Any]:
-    """Return further fields of a KernelName for attention, norms and products."""
+    """Return the other fields of a KernelName, such as its tile and its direction.
+
+    Only kernels of attention, norms, rotary embedding and matrix products have such fields.
+    """
     is_backward = re.search(r"bwd|backward", words) is not None
     if family == "gemm":
         tile = _TILE.search(words)
@@ -300,7 +317,9 @@ _TRTLLM_DTYPE = {"Bfloat16": "bf16", "Fp16": "fp16", "E4m3": "fp8_e4m3"}
 
 
 def _trtllm(head: Head, match: re.Match[str]) -> KernelName:
-    """Parse `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`."""
+    """Parse a name such as
+    `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`.
+    """
     sizes = _TRTLLM.search(head.base, match.end())
     kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
     kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
@@ -319,7 +338,11 @@ def _trtllm(head: Head, match: re.Match[str]) -> KernelName:
 
 
 def _trtllm_product(head: Head, match: re.Match[str]) -> KernelName:
-    """Parse `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`: types of C, of A and B, tile, stages."""
+    """Parse a name such as `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`.
+
+    It contains the type of C, the types of A and B, the type of the accumulator, the tile and the
+    number of stages.
+    """
     of_a_and_b = {"E4m3E4m3": "fp8_e4m3", "Bfloat16": "bf16", "Fp16": "fp16"}
     return KernelName(
         head.name,
@@ -336,21 +359,24 @@ _TENSILE_DTYPE = {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64"}
 
 
 def _tensile(head: Head, match: re.Match[str]) -> KernelName:
-    """Parse `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…` of rocBLAS and hipBLASLt."""
+    """Parse a name such as `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…`.
+
+    rocBLAS and hipBLASLt use such names.
+    """
     isa = re.search(r"_ISA(\d+)", head.base)
     return KernelName(
         head.name,
-        match[0],  # about sixty settings follow
+        match[0],  # the rest of the name contains about sixty settings
         "gemm",
         "tensile",
-        # ISA942 is gfx942. ISA90 lacks the letter of gfx90a.
+        # ISA942 stands for gfx942. ISA90 is ambiguous, because it lacks the letter of gfx90a.
         arch=f"gfx{isa[1]}" if isa and len(isa[1]) > 2 else None,
         dtype=_TENSILE_DTYPE.get(match["type"][0]),
         **integers(match, tile_m="m", tile_n="n", tile_k="k"),
     )
 
 
-# Names that are matched from their first letter.
+# Parsers for names that are recognized by their beginning.
 _ANCHORED = tuple(
     (re.compile(pattern, re.ASCII), parser)
     for pattern, parser in (

@@ -1,5 +1,7 @@
-"""Process kernel names as text: demangle them, normalize the spelling, split template arguments in
-linear time.
+"""Process the text of kernel names.
+
+This module demangles names, normalizes their spelling, splits template arguments and builds short
+names.
 """
 
 from __future__ import annotations
@@ -10,53 +12,64 @@ from typing import Any
 
 from profharness.dtypes import OF_CPP_TYPE
 
-MAX_DEMANGLED = 8192  # Kineto does not demangle longer names
-MAX_READ = 16384
-MAX_SHORT = 64
+MAX_DEMANGLED = 8192  # Kineto does not demangle names that are longer than this
+MAX_READ = 16384  # maximum number of characters of a name that are parsed
+MAX_SHORT = 64  # maximum length of a short name, in characters
 
 
 @dataclass(frozen=True)
 class KernelName:
-    """The properties of a kernel in its name. None if the name does not contain them."""
+    """The properties of a kernel that its name contains.
+
+    A property is None if the name does not contain it.
+    """
 
     name: str
     short: str
     family: str
     backend: str
-    """The library: `flash2 flash2_pip fa3 fa4 efficient xformers cudnn flashinfer trtllm sage
-    flashmla vllm sglang aiter ck deepgemm flex triton cublas cutlass tensile nccl cub aten cuda
-    unknown`.
+    """The library that the kernel comes from. The possible values are `flash2 flash2_pip fa3 fa4
+    efficient xformers cudnn flashinfer trtllm sage flashmla vllm sglang aiter ck deepgemm flex triton
+    cublas cutlass tensile nccl cub aten cuda unknown`.
     """
     arch: str | None = None
-    """Architecture that the code was compiled for (`sm90`), not that of the device."""
+    """The architecture for which the code was compiled, such as `sm90`. The architecture of the
+    device may be newer.
+    """
     dtype: str | None = None
     head_dim: int | None = None
-    """Largest head_dim of the compiled kernel. The efficient kernels use 65536 for any."""
+    """The largest head dimension that the compiled kernel supports. The kernels of efficient attention
+    use 65536 if they support any head dimension.
+    """
     tile_m: int | None = None
-    """Query rows of a tile in attention, output rows in GEMM."""
+    """Number of rows in a tile: queries in attention, rows of the output in a matrix product."""
     tile_n: int | None = None
-    """Key rows of a tile in attention, output columns in GEMM."""
+    """Number of columns in a tile: keys in attention, columns of the output in a matrix product."""
     stages: int | None = None
     warps: int | None = None
     direction: str | None = None
     """`fwd` or `bwd`."""
     causal: bool | None = None
-    """Compile-time flag."""
+    """Whether the kernel was compiled with a causal mask."""
     dropout: bool | None = None
-    """Compile-time flag."""
+    """Whether the kernel was compiled with dropout."""
     tile_k: int | None = None
-    """Third number of a tile: depth of a step in GEMM, head dim in cuDNN attention."""
+    """Third number of a tile. In a matrix product, this is the depth of a step. In the attention of
+    cuDNN, this is the head dimension.
+    """
 
     @property
     def tile(self) -> str | None:
-        """`128x64`, or `128x64x32` with tile_k. None unless rows and columns are known."""
+        """The tile as text, such as `128x64`, or `128x64x32` if tile_k is known. None if the rows or
+        the columns are unknown.
+        """
         if self.tile_m is None or self.tile_n is None:
             return None
         sizes = (self.tile_m, self.tile_n, self.tile_k)
         return "x".join(str(size) for size in sizes if size is not None)
 
     def clipped(self) -> KernelName:
-        """Return the name with a short name of at most 64 characters."""
+        """Return a copy of this object whose short name has at most MAX_SHORT characters."""
         return self if len(self.short) <= MAX_SHORT else replace(self, short=shorten(self.short))
 
 
@@ -65,13 +78,13 @@ class Head:
     """The beginning of a normalized kernel name."""
 
     path: str
-    """The function's path without template arguments."""
+    """The qualified name of the function, without template arguments."""
     base: str
     """The last part of the path."""
     end: int
     """Position after the path in the normalized text."""
     name: str
-    """The name as given."""
+    """The kernel name before it was normalized."""
 
 
 # Wrappers whose first argument is the kernel: `cutlass::device_kernel<…>`, `ck_tile::kentry<2, …>`.
@@ -87,10 +100,14 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 def canonical(name: str) -> str:
-    """Demangle a `_Z` name as c++filt and Kineto do. Return other names unchanged. Never raises."""
+    """Demangle a name that starts with `_Z`, as c++filt and Kineto do.
+
+    Return any other name unchanged. This function never raises an exception.
+    """
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
-    import cxxfilt  # imports ctypes, which commands that only read a store do not need
+    # Imported here, because it imports ctypes, which commands that only read a store do not need
+    import cxxfilt
 
     try:
         return str(cxxfilt.demangle(name))
@@ -99,10 +116,11 @@ def canonical(name: str) -> str:
 
 
 def normalise(name: str) -> str:
-    """Return the first 16 KiB of a name in the spelling that the rules expect.
+    """Convert a name to the spelling that the rules for kernel names expect.
 
-    nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, Kineto `4`, `true`, `(anonymous
-    namespace)::`. The result has `4`, `true`, no anonymous namespace, and `> >`.
+    nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, whereas Kineto writes `4`, `true`
+    and `(anonymous namespace)::`. The result contains `4`, `true` and `> >`, and anonymous namespaces
+    are removed. Only the first MAX_READ characters of the name are kept.
     """
     text = name[:MAX_READ]
     if "(bool)" in text:
@@ -113,7 +131,10 @@ def normalise(name: str) -> str:
 
 
 def split_head(text: str, name: str) -> Head:
-    """Find the function's path in a normalized text, after its return type."""
+    """Find the path of the function in a normalized text. A return type before it is skipped.
+
+    `name` is the kernel name before it was normalized.
+    """
     start = _RETURN_TYPE.match(text)
     begin = start.end() if start else 0
     match = _PATH.match(text, begin)
@@ -124,9 +145,10 @@ def split_head(text: str, name: str) -> Head:
 
 
 def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
-    """Return at most `limit` top-level template arguments of the list that opens at text[start].
+    """Return the top-level template arguments in the list that starts at text[start].
 
-    Return [] if there is none. Takes linear time. A truncated list returns its arguments so far.
+    Return at most `limit` arguments. Return [] if no list starts there. If the list is truncated,
+    return the arguments before its end. This function takes linear time.
     """
     if start >= len(text) or text[start] != "<":
         return []
@@ -153,16 +175,17 @@ def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
 
 
 def integer(argument: str) -> int | None:
-    """Parse `4`, `4u` or `-1`. Return None for other text."""
+    """Parse an integer such as `4`, `4u` or `-1`. Return None if the text is not an integer."""
     argument = argument.rstrip("ul")
     return int(argument) if len(argument) < 12 and _INTEGER.fullmatch(argument) else None
 
 
 def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]:
-    """Return groups of a match as fields of a KernelName, with None for an absent group.
+    """Convert groups of a match to integers that are fields of a KernelName.
 
-    Return {} without a match. A number of ten digits or more becomes None: it is no size, and a
-    store could not contain it.
+    `groups` maps the name of each field to a group. A group that did not match becomes None. A number
+    that has ten or more digits also becomes None, because it cannot be a size and a store may not be
+    able to contain it. Return {} if `match` is None.
     """
     if match is None:
         return {}
@@ -171,7 +194,11 @@ def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]
 
 
 def short_type(argument: str) -> str:
-    """Shorten an argument to a word: `c10::Half` to fp16, `a::b::Name<…>` to Name, `(x::Mode)1` to 1."""
+    """Shorten a template argument to a word.
+
+    For example, `c10::Half` becomes `fp16`, `a::b::Name<…>` becomes `Name`, and `(x::Mode)1` becomes
+    `1`.
+    """
     if argument in OF_CPP_TYPE:
         return OF_CPP_TYPE[argument]
     if argument.startswith("("):
@@ -182,7 +209,11 @@ def short_type(argument: str) -> str:
 
 
 def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
-    """Select the informative arguments: types once each, all numbers, bools only in a short list."""
+    """Select the template arguments that a short name should contain.
+
+    These are all numbers, and each type once. Bools are selected only if there are at most 3
+    arguments. If more than `most` arguments are selected, the rest is replaced by an ellipsis.
+    """
     parts: list[str] = []
     for argument in arguments:
         word = short_type(argument)
@@ -196,7 +227,9 @@ def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
 
 
 def generic_short(text: str, head: Head) -> str:
-    """Return the last part of the path with its reduced template arguments."""
+    """Return a short name that consists of the last part of the path and the template arguments that
+    `reduced_arguments` selects.
+    """
     if not head.base:
         return text
     parts = reduced_arguments(template_arguments(text, head.end))
@@ -204,11 +237,15 @@ def generic_short(text: str, head: Head) -> str:
 
 
 def join_short(base: str, *parts: object) -> str:
-    """Return `base<a,b>` of the parts that are not empty, None or False."""
+    """Return a short name such as `base<a,b>`. Parts that are empty, None or False are left out."""
     shown = [str(part) for part in parts if part not in ("", None, False)]
     return f"{base}<{','.join(shown)}>" if shown else base
 
 
 def shorten(text: str) -> str:
-    """Shorten a text to 64 characters. The middle is removed, because the ends identify variants."""
+    """Shorten a text to MAX_SHORT characters.
+
+    The middle of the text is removed, because its beginning and its end identify the variant of a
+    kernel.
+    """
     return text if len(text) <= MAX_SHORT else f"{text[:47]}…{text[-16:]}"
