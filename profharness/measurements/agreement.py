@@ -85,7 +85,7 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
     def predicted(label: str, backend: str, run: str) -> str | None:
         from profharness.attention.dispatch.predict import (
             predict_cell,
-        )  # imported here, because it is needed only for cells of PyTorch's own backends
+        )  # imported here because only cells of PyTorch's backends need it
 
         return predict_cell(parse_config(label), backend, environment(run))
 
@@ -178,8 +178,8 @@ _Clause = tuple[set[str], str]  # the backends that a witness names, and a text
 
 
 def _predicted_clause(cell: CellRow) -> _Clause | None:
-    """Return what the rules predict. If there is no prediction for a forced backend, return that
-    backend itself.
+    """Return what the rules predict. If there is no prediction for a forced backend that ran,
+    return that backend itself.
     """
     if pytorch_chooses(cell.backend):
         if cell.predicted is None:

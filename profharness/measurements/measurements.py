@@ -205,8 +205,9 @@ class BenchRow:
     sequences_per_s: float | None = None  # sequences per second, counted over the batch
     peak_memory_bytes: int | None = None
     processes: int | None = None
-    between_turns_ns: float | None = None  # half width of the interval if only turns are considered
-    # half width of the interval if only processes are considered
+    # half width of the interval if only the differences between turns are considered
+    between_turns_ns: float | None = None
+    # half width of the interval if only the differences between processes are considered
     between_processes_ns: float | None = None
 
     @property

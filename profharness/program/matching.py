@@ -92,7 +92,7 @@ class LayerDiff:
     baseline: LayerSide | None = None
     candidate: LayerSide | None = None
     ratio: float | None = None  # time of a call of the candidate, divided by that of the baseline
-    basis: str | None = None  # what was timed
+    basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`
     # `changed` if another backend or mode ran, else the same as `speed`
     verdict: Verdict = "unknown"
     speed: Verdict = "unknown"  # the verdict of the comparison of the times

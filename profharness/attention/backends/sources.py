@@ -97,8 +97,8 @@ def _named(path: Path, content: bytes) -> Iterator[Path]:
 
 
 def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
-    """Yield the possible paths of the module `a.b.c`. Each package may be a file or a folder, and
-    `c` too.
+    """Yield the paths that the module `a.b.c` and its packages may have. Each of them may be a file
+    or a folder.
     """
     for part in parts:
         yield folder / f"{part}.py"
@@ -307,7 +307,7 @@ def _implementation(source: str) -> _Implementation:
 @functools.cache
 def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
     """Load an implementation, once per process. Return the exception if this fails. Failures are
-    cached too, so that a slow compilation does not fail again and again.
+    cached too, so that a slow compilation that failed is not repeated.
     """
     place, _, function = source.rpartition(":")
     file = Path(place) if place.endswith(".py") else None

@@ -412,7 +412,7 @@ ANSWERS_FILE = "answers.jsonl"
 
 @dataclass(frozen=True)
 class BackendAnswer:
-    """PyTorch's answer for one backend."""
+    """The answer of PyTorch or of the rules for one backend."""
 
     backend: str
     eligible: bool | None
