@@ -30,7 +30,7 @@ _ENDS = """
 
 
 def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
-    """Return the attention calls of a run with their kernels, by trace and start."""
+    """Return the attention calls of a run with their kernels, sorted by trace and start time."""
     kernels: dict[int, list[CallKernel]] = {}
     for call, *values in connection.execute(
         "SELECT k.call_id, k.direction, n.name, n.short, n.family, k.launches, k.total_ns, n.kind, "
@@ -68,7 +68,7 @@ def call_rows(connection: sqlite3.Connection, run: str) -> list[CallRow]:
 
 
 def template_rows(connection: sqlite3.Connection, run: str) -> list[CallSignature]:
-    """Return the observed calls of a run, by process and first call."""
+    """Return the distinct observed calls of a run, sorted by process and first call."""
     rows = connection.execute(
         "SELECT o.id, o.pid, o.rank, o.kind, o.op, o.name, o.compiled, o.recompute, o.backward, "
         "o.modules, cf.label, o.reason, o.tensors, o.calls, o.lengths, o.asked, o.choice, o.ran, "
@@ -90,8 +90,9 @@ def template_rows(connection: sqlite3.Connection, run: str) -> list[CallSignatur
 
 
 def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
-    """Return the steps of a run's traces. A trace without steps is one step from its first launch
-    on.
+    """Return the steps of a run's traces.
+
+    If a trace has no steps, return one step that contains all its launches.
     """
     rows: list[StepRow] = []
     for trace, first, last in connection.execute(
@@ -115,7 +116,7 @@ def step_rows(connection: sqlite3.Connection, run: str) -> list[StepRow]:
 
 
 def _busy(connection: sqlite3.Connection, trace: int, begin: int, end: int) -> int:
-    """Return the ns in which a kernel that began in [begin, end) ran, summed over devices."""
+    """Return the busy time in ns, summed over devices, of kernels that started in [begin, end)."""
     row = connection.execute(
         "SELECT coalesce(sum(max(0, start_ns + duration_ns - max(start_ns, "
         f"coalesce(busy_until, start_ns)))), 0) FROM ({_ENDS})",
@@ -125,7 +126,7 @@ def _busy(connection: sqlite3.Connection, trace: int, begin: int, end: int) -> i
 
 
 def gap_rows(connection: sqlite3.Connection, steps: Sequence[StepRow]) -> list[GapRow]:
-    """Return the longest idle times of a device within the steps."""
+    """Return the longest periods within the steps in which a device was idle."""
     gaps: list[GapRow] = []
     for step in steps:
         rows: list[Any] = connection.execute(

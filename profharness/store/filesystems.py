@@ -1,7 +1,7 @@
 """Detect network file systems.
 
-SQLite's write-ahead log does not work on them: its index is shared memory, which other hosts do not
-see, and file locks are unreliable. See https://sqlite.org/wal.html.
+SQLite's write-ahead log does not work on a network file system. Its index is in shared memory, which
+other hosts cannot access, and file locks are unreliable. See https://sqlite.org/wal.html.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from profharness.errors import StoreError
 from profharness.files import DEFAULT_STORE, STORE_VARIABLE
 
-# file system types by the kernel's names; FUSE types are `fuse.NAME`
+# names of network file systems, by the type in mountinfo without the prefix `fuse.`
 NETWORK = {
     "9p": "9P",
     "afs": "AFS",
@@ -48,9 +48,9 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def network_name(path: Path) -> str | None:
-    """Return the name of the network file system that contains a path, which need not exist.
+    """Return the name of the network file system that contains a path. The path need not exist.
 
-    Return None for a local disk, or if the system does not list its mounts.
+    Return None if the path is on a local disk, or if the mounts cannot be read.
     """
     with contextlib.suppress(OSError):
         real = os.path.realpath(path)
@@ -64,7 +64,7 @@ def network_name(path: Path) -> str | None:
         kinds = [kind for place, kind in under if place == length]
         if kinds and not (
             kinds[-1] == "9p" and length == len(ROOT)
-        ):  # sandboxes mount their root so
+        ):  # the root of a sandbox is often mounted with 9P
             return NETWORK.get(kinds[-1].removeprefix("fuse."))
     return None
 
@@ -80,7 +80,7 @@ def _mounts(text: str) -> Iterator[tuple[str, str]]:
 
 
 def refuse_network(path: Path) -> None:
-    """Raise StoreError if a store to be written lies on a network file system."""
+    """Raise StoreError if a store that is to be written is on a network file system."""
     name = network_name(path)
     if name is not None:
         raise StoreError(
@@ -90,14 +90,18 @@ def refuse_network(path: Path) -> None:
 
 
 def file_beside(path: Path, suffix: str) -> Path:
-    """Return the path of a file that SQLite keeps beside a store. Symbolic links are resolved."""
+    """Return the path of a file that SQLite creates next to a store, such as its log.
+
+    Symbolic links are resolved.
+    """
     return Path(f"{os.path.realpath(path)}{suffix}")
 
 
 def may_be_read(path: Path) -> str | None:
-    """Return the name of the network file system that contains a store to be read, else None.
+    """Return the name of the network file system that contains a store, or None for a local disk.
 
-    Raises StoreError if the store has a log there: another host may be writing to it.
+    Raises StoreError if the store is on a network file system and has a log, because another host may be
+    writing to it.
     """
     name = network_name(path)
     log = file_beside(path, "-wal")
@@ -111,7 +115,7 @@ def may_be_read(path: Path) -> str | None:
 
 
 def _elsewhere() -> Path:
-    """Suggest a local path for a store: in the user's home, else in a temporary folder."""
+    """Suggest a path on a local disk for a store, in the user's home or in a temporary folder."""
     places = [Path.home(), Path("/var/tmp"), Path(tempfile.gettempdir())]
     usable = (
         place for place in places if os.access(place, os.W_OK) and network_name(place) is None

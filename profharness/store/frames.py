@@ -25,9 +25,9 @@ _READS = "only a SELECT may be asked, and nothing attached"
 
 
 def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
-    """Return a frame with one row per row and flat columns.
+    """Convert rows to a DataFrame with flat columns.
 
-    `kind` is the row type, which gives the columns if there are no rows. A grid or block becomes
+    `kind` is the type of the rows. It determines the columns if there are no rows. A grid or block becomes
     three columns (`grid_x`, …). A tuple of strings becomes one string joined by "; ". Raw samples
     become a count and a median (`event_samples`, `event_median_ns`). Each metric becomes a column
     with the profiler's own name, without the unit. Other dicts become one column per key. Unknown
@@ -67,7 +67,7 @@ def frame(
         values = [row.get(name) if isinstance(row, dict) else row[place] for row in rows]
         kinds = {type(value) for value in values} - {type(None)}
         if kinds == {int} or (name in integers and not kinds):
-            # by position: two columns of a query may have the same name
+            # set by position, because two columns of a query may have the same name
             made.isetitem(place, pd.array(values, dtype="Int64"))
     return made
 
@@ -88,7 +88,7 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
             raise  # Store.__exit__ reports a damaged file
         raise UsageError(f"the query failed: {error}; {_READS}") from None
     except sqlite3.DatabaseError as error:
-        # sqlite3 has no separate exception for this
+        # sqlite3 has no separate exception for a denied statement
         if "not authorized" not in str(error):
             raise
         raise UsageError(f"the query is refused; {_READS}") from None
@@ -98,7 +98,7 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
 
 
 def _reading(action: int, *_: object) -> int:
-    """Deny ATTACH and DETACH: ATTACH creates a file even on a read-only connection."""
+    """Deny ATTACH and DETACH, because ATTACH creates a file even on a read-only connection."""
     refused = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
     return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
 
@@ -109,7 +109,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _plain(names: Sequence[str], hints: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields whose columns do not depend on their values: all except dicts."""
+    """Yield the names of the fields that are not dicts. The columns of a dict depend on its value."""
     return (name for name in names if not str(hints[name]).startswith("dict"))
 
 

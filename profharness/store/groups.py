@@ -1,6 +1,6 @@
-"""Compute exact statistics of launches from columns: per group, and the busy time of each device.
+"""Compute exact statistics of each group of launches, and the busy time of each device.
 
-The store keeps them, so that most queries need not read launches.
+The store contains these statistics, so that most queries need not read launches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-TIMED = (TORCH, NSYS)  # ncu runs each kernel alone and lays them end to end
-MERGE_ROWS = 1 << 20  # rows kept before those with the same group and duration are merged
+TIMED = (TORCH, NSYS)  # not ncu, because it serializes kernels and so has no real start times
+MERGE_ROWS = 1 << 20  # number of rows above which rows of the same group and duration are merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Groups:
     """Columns with one int64 element per group. Statistics are over the members' durations."""
 
     index: Column
-    """row of one member"""
+    """index of the row of one launch in the group"""
     count: Column
     total: Column
     median: Column
-    """middle duration; for an even count the mean of the two middle ones, rounded down"""
+    """median of the durations; for an even count, the mean of the two middle durations, rounded down"""
     minimum: Column
     maximum: Column
     first: Column
@@ -45,17 +45,24 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Rows in fine groups (equal keys) and in coarse groups (equal keys except the last column)."""
+    """Rows grouped in two ways.
+
+    Rows of a fine group have equal keys. Rows of a coarse group have keys that differ at most in the last
+    column.
+    """
 
     keys: Column
-    """sorted, one row per fine group; the indices of `fine` and `coarse` are rows of it"""
+    """sorted keys, one row per fine group; `fine.index` and `coarse.index` are indices into it"""
     fine: Groups
     coarse: Groups
     coarse_of: Column
     """index of the coarse group of each fine group"""
 
     def busiest(self) -> Column:
-        """Return for each coarse group its fine group with the most members, on a tie the earliest."""
+        """Return the fine group with the most launches for each coarse group.
+
+        On a tie, return the group that started first.
+        """
         order = np.lexsort((self.fine.first, -self.fine.count, self.coarse_of))
         owner = self.coarse_of[order]
         heads: Column = order[np.r_[True, owner[1:] != owner[:-1]]]
@@ -63,7 +70,7 @@ class Grouped:
 
 
 def group(key: Column, duration: Column, start: Column, count: Column) -> Groups:
-    """Group at least one row by key. Groups are sorted by key.
+    """Group rows by key and return the groups sorted by key. There must be at least one row.
 
     `count` is the number of launches that each row represents.
     """
@@ -80,7 +87,7 @@ def group(key: Column, duration: Column, start: Column, count: Column) -> Groups
         index=order[begins],
         count=total_count,
         total=np.add.reduceat(ordered * counts, begins),
-        # the sum of both could overflow int64
+        # low + high could overflow int64
         median=low + (high - low) // 2,
         minimum=ordered[begins],
         maximum=ordered[ends - 1],
@@ -101,7 +108,7 @@ class Grouping:
         self._rows, self._merge_rows, self._merge_at = 0, merge_rows, merge_rows
 
     def add(self, keys: Sequence[Column], duration: Column, start: Column) -> None:
-        """Add rows. Keys are columns of values >= -1."""
+        """Add rows. `keys` are columns of integers, none of them below -1."""
         _, index, member_of = np.unique(pack(keys), return_index=True, return_inverse=True)
         rows = zip(*(column[index].tolist() for column in keys), strict=True)
         ids = np.array([self._ids.setdefault(row, len(self._ids)) for row in rows], np.int64)
@@ -135,13 +142,19 @@ class Grouping:
 
 
 class DeviceTimes:
-    """Collect the device, kernel, start and duration of each launch on a GPU: 24 bytes each."""
+    """Collect the device, kernel, start and duration of each launch on a GPU.
+
+    Each launch takes 24 bytes of memory.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Column, ...]] = []
 
     def watch(self, batches: Iterable[LaunchBatch]) -> Iterator[LaunchBatch]:
-        """Yield the batches unchanged. Call `insert` after the last one."""
+        """Collect the launches of batches, and yield the batches unchanged.
+
+        Call `insert` after the last batch.
+        """
         for batch in batches:
             timed = (batch.device >= 0) & (batch.duration_ns >= 0)
             kept = (batch.device, batch.kernel, batch.start_ns, batch.duration_ns)
@@ -154,7 +167,7 @@ class DeviceTimes:
     def insert(
         self, connection: sqlite3.Connection, trace_id: int, kernels: Sequence[tuple[str, str]]
     ) -> None:
-        """Insert one row per device.
+        """Insert one row per device with its busy time and the time of its collectives.
 
         `kernels` contains the name and kind of each kernel that the batches refer to. All of them
         must be stored already.
@@ -181,14 +194,14 @@ class DeviceTimes:
                 "end_ns": int(ends.max()),
                 "busy_ns": busy,
                 "collective_ns": _union(begins[collective], ends[collective]),
-                # the time in which collectives ran and nothing else did
+                # the time in which only collectives ran
                 "exposed_ns": busy - _union(begins[~collective], ends[~collective]),
             }
             insert_row(connection, "device_times", row)
 
 
 def _union(begins: Column, ends: Column) -> int:
-    """Return how many ns the intervals cover together. They must be sorted by their begins."""
+    """Return the length of the union of intervals in ns. They must be sorted by their start."""
     if not len(begins):
         return 0
     until = np.maximum.accumulate(ends)

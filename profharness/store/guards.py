@@ -1,7 +1,7 @@
-"""Refuse what must not be stored.
+"""Refuse runs and traces that must not be stored.
 
-No table can contain integers beyond 64 bits, names that are not valid Unicode, and cells with the
-same name. A damaged or smaller run folder never replaces a complete run, and a copy of a folder
+Tables cannot contain integers of more than 64 bits, names that are not valid Unicode, or two cells of
+a run with the same name. A damaged or smaller run folder never replaces a complete run, and a copy of a folder
 changes nothing.
 """
 
@@ -26,7 +26,7 @@ PENDING = "pending"
 
 
 def check_record(path: Path, run: Run) -> None:
-    """Raise TraceFormatError if no table can contain a record."""
+    """Raise TraceFormatError if a run record contains values that tables cannot contain."""
     (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
     if count > 1:
         raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
@@ -39,7 +39,7 @@ def check_record(path: Path, run: Run) -> None:
 
 
 def _largest(value: object) -> int:
-    """Return the largest absolute integer anywhere in plain data, 0 if there is none."""
+    """Return the largest absolute value of all integers in nested data, or 0 if it has no integers."""
     if isinstance(value, dict):
         return max(map(_largest, value.values()), default=0)
     if isinstance(value, list | tuple):
@@ -51,7 +51,7 @@ def _largest(value: object) -> int:
 
 
 def check_tables(path: Path, trace: Trace) -> None:
-    """Raise TraceFormatError if no table can contain the numbers and names of a trace."""
+    """Raise TraceFormatError if a trace has numbers or names that tables cannot contain."""
     numbers = chain(
         chain.from_iterable(asdict(device).values() for device in trace.devices),
         (number for launch in trace.launch_configs for number in _flat(launch)),
@@ -85,12 +85,12 @@ class RunContents:
     cells: Mapping[str, int]
     """number of samples and checks of each cell that has a result"""
     traces: Mapping[str, int | None]
-    """number of launches of each raw trace by its path; None before it is parsed"""
+    """number of launches of each raw trace, by its path; None if the trace is not parsed yet"""
     observed: int = 0
     """number of calls counted by `observe`"""
 
     def lacks(self, other: RunContents) -> list[str]:
-        """Describe what `other` contains and this one does not."""
+        """Describe the measurements, launches and calls that `other` contains and this run lacks."""
         texts = [
             (f"{counted} measurements" if counted else "the result") + f" of cell {cell}"
             for cell, number in other.cells.items()
@@ -116,7 +116,7 @@ def recorded(run: Run) -> RunContents:
 
 
 def stored_contents(connection: sqlite3.Connection, run: str) -> RunContents | None:
-    """Return the contents of a stored run; None if there is no such run."""
+    """Return the contents of a stored run, or None if the store does not contain the run."""
     row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
     if row is None:
         return None
@@ -134,7 +134,10 @@ def stored_contents(connection: sqlite3.Connection, run: str) -> RunContents | N
 
 
 def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:
-    """Return the folder that the run was ingested from if `folder` is a copy of it, else None."""
+    """Return the folder that a run was ingested from if `folder` is a copy of that folder.
+
+    Return None if it is not a copy.
+    """
     row = connection.execute("SELECT path FROM runs WHERE run = ?", (run.run,)).fetchone()
     if row is None:
         return None
@@ -146,7 +149,7 @@ def kept_elsewhere(connection: sqlite3.Connection, folder: Path, run: Run) -> Pa
     same = (
         there is not None
         and here.cells == there.cells
-        # by path alone, because the number of launches is unknown before parsing
+        # only the paths are compared, because the number of launches is unknown before parsing
         and here.traces.keys() == there.traces.keys()
     )
     return source if same else None
@@ -161,7 +164,7 @@ def require_no_less(
 ) -> None:
     """Raise TraceFormatError if the stored run now contains less than it did before.
 
-    `lost` contains the reasons why traces of it could not be read.
+    `lost` contains the reasons why traces of the run could not be read.
     """
     after = stored_contents(connection, run)
     missing = after.lacks(before) if before and after else []

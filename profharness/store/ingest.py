@@ -1,6 +1,6 @@
 """Ingest run folders and trace files into the store.
 
-Each run is one transaction. Ingesting stored content again changes nothing. A run with an unreadable
+Each run is stored in one transaction. Ingesting stored content again changes nothing. A run with an unreadable
 raw trace is stored without that trace.
 """
 
@@ -77,7 +77,7 @@ Progress = Callable[[str, int, int], None]
 
 UNREADABLE = "trace_unreadable"
 FEW = 5  # maximum number of sources that a message lists
-LAST_SECOND = 253402300799.0  # end of the year 9999, the last that datetime supports
+LAST_SECOND = 253402300799.0  # end of the year 9999, the latest time that datetime supports
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range is Unix time
 
 
@@ -115,16 +115,17 @@ def ingest_path(
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or all of them below a folder, in sorted order.
 
-    `progress` is called with the source's name, the launches done and the total. `cache` contains
-    traces that were parsed before. An unreadable trace of a run folder becomes a problem and a
+    `progress` is called with the name of the trace, the number of launches stored so far and the total.
+    `cache` contains traces that were parsed before. An unreadable trace of a run folder becomes a problem and a
     warning of the stored run.
 
-    Raises TraceFormatError for any other unreadable source, after ingesting all others. The store
-    keeps what it had of that source and is not created for it alone. Raises StoreError if the store
+    All sources are ingested before TraceFormatError is raised for one that cannot be read. Rows that
+    the store already has of that source are kept. A missing store is not created if no source can be
+    read. Raises StoreError if the store
     cannot be used or does not contain what was written to it.
     """
     results, failures = [], []
-    # The store is opened late, so that an unreadable source creates none. Foreign keys are not
+    # The store is opened late, so that an unreadable source does not create a store. Foreign keys are not
     # checked: six per launch would double the cost of writing it, and all ids are assigned here.
     with closing(Writer(store)) as writer:
         for path in find_sources(source):
@@ -166,7 +167,7 @@ def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0
 
 
 def _remedy(source: Source) -> str:
-    """Return how to ingest a run folder elsewhere; empty for a trace file."""
+    """Return a hint how to ingest a run folder into another store, or "" for a trace file."""
     if source.run is None:
         return ""
     return (
@@ -235,7 +236,10 @@ def ingest_source(
 
 
 def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
-    """Parse a trace up to its first batch: most of the work, done before the store is locked."""
+    """Parse a trace up to its first batch.
+
+    This is most of the work, and it is done before the store is locked.
+    """
     try:
         kept = cache.take(raw.path, raw.content_hash) if cache is not None else None
         trace = kept or open_trace(raw.path)
@@ -251,7 +255,10 @@ def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
 
 
 def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
-    """Return the result for stored content or for a copy of a stored run; None if it is neither."""
+    """Return the result for a source that is already stored, or that is a copy of a stored run.
+
+    Return None for other sources.
+    """
     run, kept = source.run, None
     if run and all(raw.problem is None for raw in source.raws):
         kept = kept_elsewhere(connection, source.path, run)
@@ -277,7 +284,7 @@ def _write(
     progress: Progress | None,
 ) -> IngestResult:
     run = source.run
-    # a trace is named by its content, so a copy under another name is the same run
+    # the name depends only on the content, so a renamed copy of a trace is the same run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
     before = stored_contents(connection, name)
     # require_no_less at the end rolls this back if the new run contains less
@@ -352,7 +359,10 @@ def _insert_run(
 
 
 def _bench_plan(source: Source) -> BenchPlan | None:
-    """Return the plan in the record, else the one in the folder. Raises TraceFormatError."""
+    """Return the plan in the run record, or the plan in the run folder if the record has none.
+
+    Raises TraceFormatError if the plan in the folder cannot be read.
+    """
     if source.run is None or source.run.bench is not None:
         return source.run.bench if source.run else None
     return read_plan(source.path)
@@ -372,7 +382,7 @@ def _created(path: Path, trace: Trace) -> str:
 
 
 def _problems(source: Source) -> tuple[Problem, ...]:
-    """Return the problems in run.json and one for each unreadable trace."""
+    """Return the problems in run.json, and a problem for each unreadable trace."""
     if source.run is None:
         return ()
     unreadable = (
@@ -391,7 +401,7 @@ def _problems(source: Source) -> tuple[Problem, ...]:
 
 
 def _insert_devices(connection: sqlite3.Connection, run_id: int, traces: list[Trace]) -> None:
-    """Insert one row per device, with the values that any of the traces contains."""
+    """Insert one row per device. Values that a trace lacks are taken from the other traces."""
     merged: dict[int, dict[str, object]] = {}
     for device in chain.from_iterable(trace.devices for trace in traces):
         values = asdict(device)
@@ -474,7 +484,7 @@ def _insert_raw(
             progress(raw.name, done, trace.num_launches)
 
     times = DeviceTimes()
-    # the launches of cells are timed one call at a time, so busy times mean nothing there
+    # the calls of cells run one at a time, so their busy times would be meaningless
     watched = cells is None and trace.profiler in TIMED
     batches = times.watch(trace.batches()) if watched else trace.batches()
     try:
@@ -507,7 +517,7 @@ def _update_cells(
     ids: dict[str, int],
     results: list[tuple[str, Inserted]],
 ) -> list[str]:
-    """Store operators and warnings that traces give for cells. Return the new warnings."""
+    """Store the SDPA ops and warnings of cells that result from traces. Return the new warnings."""
     by_cell: dict[str, list[tuple[str, CellTrace]]] = {}
     for profiler, result in results:
         for trace in result.cells:

@@ -1,12 +1,12 @@
-"""Read sources for another process, which stores them.
+"""Read sources in a process of its own, for the process that stores them.
 
 Requests on stdin are pickled pairs of a name and a path; replies on stdout are pickled too:
 
-* `source`: the Source at a path. Its traces are parsed unless the store contains them.
-* `trace`: the Trace of a file, and a list with its first batch
-* `batches`: the other batches of that trace, one reply each, then None
+* `source` replies with the Source at a path. Its traces are parsed unless the store contains them.
+* `trace` replies with the Trace of a file and a list that contains its first batch.
+* `batches` replies with each other batch of that trace, and then with None.
 
-An exception as a reply is to be raised.
+If a request fails, the reply is an exception that the receiver must raise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SourceReader:
         self._rest: dict[Path, Iterator[LaunchBatch]] = {}
 
     def source(self, path: Path) -> Source:
-        """Return a source. Parse its traces unless the store contains it. Forget the one before."""
+        """Discard the previous source and read a new one. Parse its traces unless it is already stored."""
         self.close()
         source = read_source(path)
         if not self._is_stored(source):
@@ -56,7 +56,7 @@ class SourceReader:
         return source
 
     def trace(self, path: Path) -> tuple[Trace, list[LaunchBatch]]:
-        """Return a trace without its functions, and its first batch."""
+        """Return a trace that can be pickled, and a list that contains its first batch."""
         parsed = self._parsed.pop(path, None) or self._parse(path)
         if isinstance(parsed, Exception):
             raise parsed
@@ -98,7 +98,7 @@ def _close_nothing() -> None:
 
 
 def main() -> None:
-    """Reply to requests until stdin ends, or SIGTERM. Subprocesses end with this process."""
+    """Reply to requests until stdin ends or SIGTERM is received. Close all traces at the end."""
     signal.signal(signal.SIGTERM, _exit)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not be taken for a reply
@@ -106,7 +106,7 @@ def main() -> None:
     with closing(SourceReader(Path(sys.argv[2]))) as reader, suppress(EOFError, BrokenPipeError):
         while True:
             name, path = pickle.load(sys.stdin.buffer)
-            # An error while a reply is written ends this process: what follows could not be read.
+            # If writing a reply fails, the process ends, because later replies could not be read.
             for value in _replies(reader, name, path):
                 pickle.dump(value, replies, pickle.HIGHEST_PROTOCOL)
                 replies.flush()
