@@ -1,4 +1,7 @@
-"""Default paths, input files that never block a reader, and output files that appear whole or not at all."""
+"""Default paths, and functions that open files.
+
+Reading an input file never blocks. An output file appears either complete or not at all.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from profharness.errors import UsageError
 
 DEFAULT_STORE = "profharness.db"
 STORE_ID = 0x70726F66  # "prof", the application id of a store
-STORE_VARIABLE = "PROFHARNESS_STORE"  # path of the store without --store
+STORE_VARIABLE = "PROFHARNESS_STORE"  # contains the path of the store if --store is not given
 RUNS_FOLDER = Path("traces/runs")
 LOCKS = Path("/tmp")  # not TMPDIR: all users of the host must use the same folder
 
-RECORD_BYTES = 100_000_000  # limit of files that are read whole
-LINE_BYTES = 16 << 20  # limit of a line
-VALUE_BYTES = 40  # memory of a number
-JSON_WEIGHT = 6_000_000  # limit of JSON text, in numbers
+RECORD_BYTES = 100_000_000  # maximum size of a file that is read as a whole
+LINE_BYTES = 16 << 20  # maximum size of a line
+VALUE_BYTES = 40  # memory that a decoded number takes
+JSON_WEIGHT = 6_000_000  # maximum memory of decoded JSON, as a multiple of VALUE_BYTES
 T = TypeVar("T")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
@@ -35,7 +38,8 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 class InputFile(io.FileIO):
     """A regular file that ends at the size it had when it was opened.
 
-    Reading ends even if the file grows, or if it is a file of /proc, whose size is 0.
+    Therefore reading ends even if the file grows. A file of /proc reads as empty, because its size
+    is 0.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -43,19 +47,19 @@ class InputFile(io.FileIO):
         self.size = os.fstat(descriptor).st_size
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer."""
+        """Read bytes into a buffer, and return their number."""
         left = max(0, self.size - self.tell())
         return super().readinto(memoryview(buffer).cast("B")[:left]) or 0
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read at most `size` bytes, or all if it is negative."""
+        """Read at most `size` bytes, or the rest of the file if `size` is negative."""
         left = max(0, self.size - self.tell())
         if size is None or size < 0:
             return self.readall()
         return super().read(min(size, left)) or b""
 
     def readall(self) -> bytes:
-        """Read the rest."""
+        """Read the rest of the file."""
         parts = []
         while part := self.read(max(1, self.size - self.tell())):
             parts.append(part)
@@ -63,10 +67,10 @@ class InputFile(io.FileIO):
 
 
 def is_store(path: str | Path) -> bool:
-    """Return whether a file is a store, or a write-ahead log of one.
+    """Return whether a file is a store or the write-ahead log of a store.
 
-    SQLite reads the file: closing any other descriptor of a store would release SQLite's locks on
-    it in this process. An immutable connection reads only the header.
+    The file is opened only by SQLite. If this process opened and closed it directly, it would lose
+    SQLite's locks on the store. An immutable connection reads only the header.
     """
     import sqlite3  # most commands that open files open no store
 
@@ -85,7 +89,7 @@ def is_store(path: str | Path) -> bool:
 
 
 def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
-    """Open a file named by a user or a folder, without ever blocking.
+    """Open a file that a user or a run folder names, without ever blocking.
 
     Raise OSError if the file cannot be opened, is not regular (a folder, a FIFO, a device), is a
     store, or is a link out of the folder `within`.
@@ -112,7 +116,10 @@ def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
 
 
 def read_input(path: Path, *, limit: int = RECORD_BYTES, within: Path | None = None) -> bytes:
-    """Return the content of a file. Raise OSError as `open_input` does, and for more than `limit` bytes."""
+    """Return the content of a file.
+
+    Raise OSError as `open_input` does, or if the file is larger than `limit` bytes.
+    """
     with open_input(path, within=within) as file:
         if file.size > limit:
             raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", os.fspath(path))
@@ -120,8 +127,9 @@ def read_input(path: Path, *, limit: int = RECORD_BYTES, within: Path | None = N
 
 
 def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
-    """Yield the lines of a file. Raise OSError as `open_input` does, and for a line of more than
-    LINE_BYTES.
+    """Yield the lines of a file.
+
+    Raise OSError as `open_input` does, or if a line is longer than LINE_BYTES.
     """
     with io.BufferedReader(open_input(path, within=within), 1 << 20) as file:
         while line := file.readline(LINE_BYTES + 1):
@@ -138,7 +146,10 @@ def read_json(
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode JSON to a type. Raise msgspec's errors, and MsgspecError for text that `has_too_many_values`."""
+    """Decode JSON text into an instance of `kind`.
+
+    Raise the errors of msgspec, and MsgspecError if the text has too many values.
+    """
     if has_too_many_values(data):
         raise msgspec.MsgspecError(f"more than {JSON_WEIGHT:,} values")
     return msgspec.json.decode(data, type=kind)
@@ -147,12 +158,15 @@ def decode_json(data: bytes, kind: type[T]) -> T:
 def has_too_many_values(data: bytes) -> bool:
     """Return whether JSON text has so many values that decoding it would exhaust memory.
 
-    A value takes far more memory than its text: a number 40 bytes, an empty list 80, a string 60
-    besides its characters. The characters take 4 bytes each if one of them is beyond Latin-1.
+    A decoded value takes far more memory than its text. A number takes 40 bytes, an empty list 80
+    bytes, and a string 60 bytes in addition to its characters. Each character takes up to 4 bytes if
+    the string has characters outside of Latin-1.
     """
     if 2 * len(data) <= JSON_WEIGHT:
         return False
-    quotes = data.count(b'"') - 2 * (data.count(b'":') - data.count(b'\\":'))  # not those of keys
+    quotes = data.count(b'"') - 2 * (
+        data.count(b'":') - data.count(b'\\":')
+    )  # keys are not counted
     weight = data.count(b",") + 2 * (data.count(b"[") + data.count(b"{")) + quotes
     if weight <= JSON_WEIGHT and (not data.isascii() or b"\\u" in data):
         strings = (match[0] for match in _STRING.finditer(data))
@@ -162,14 +176,17 @@ def has_too_many_values(data: bytes) -> bool:
 
 
 def shell_command(*arguments: str, store: Path) -> str:
-    """Format a command line that can be run as printed. It contains --store unless `store` is the default."""
+    """Format a command line that a user can copy from the output and run.
+
+    It contains the option --store unless `store` is the default store.
+    """
     usual = Path(os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
     option = () if store == usual else ("--store", str(store))
     return shlex.join(["profharness", *arguments, *option])
 
 
 def check_output(output: Path, *, force: bool) -> None:
-    """Raise the UsageError that `atomic_file` would raise at its end, before any work is done."""
+    """Raise the UsageError that `atomic_file` would raise only after the work is done."""
     if output.exists() and not force:
         raise UsageError(f"{output}: already exists; --force overwrites it")
     if not output.parent.is_dir():
@@ -178,10 +195,10 @@ def check_output(output: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def hold_lock_file(path: Path) -> Iterator[str | None]:
-    """Hold a lock file during the block. Yield None, or the name of the process that holds it.
+    """Lock a file during the block. Yield None, or the name of another process that holds the lock.
 
-    The system releases the lock when the process ends. The holder may delete the file. If locking
-    is not possible, the block runs without a lock.
+    The system releases the lock when the process ends. The process that holds the lock may delete
+    the file. If the file system does not support locks, the block runs without a lock.
     """
     descriptor: int | None = None
     holder: str | None = None
@@ -208,8 +225,10 @@ def hold_lock_file(path: Path) -> Iterator[str | None]:
 
 
 def open_lock_file(path: Path) -> int | None:
-    """Open a file to lock it. Return None if that is not possible. Files of other users are opened
-    to read.
+    """Open a file in order to lock it. Create the file if it does not exist.
+
+    The file is opened only for reading, so it may belong to another user. Return None if it cannot
+    be opened.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     # in a sticky folder, O_CREAT fails on other users' files
@@ -220,7 +239,7 @@ def open_lock_file(path: Path) -> int | None:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Take a lock of this `flock` kind if it is free."""
+    """Try to take a `flock` lock of the given kind without waiting. Return whether that succeeded."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
@@ -229,7 +248,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Return whether `path` is still the name of an open file."""
+    """Return whether `path` still refers to an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -240,8 +259,8 @@ def _is_file(descriptor: int, path: Path) -> bool:
 def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
     """Open a binary file that replaces `output` only if the block succeeds.
 
-    Raise UsageError if the file cannot be written, or if it exists at the end and `force` is not
-    set.
+    Raise UsageError if the file cannot be written. Unless `force` is set, also raise UsageError if
+    the file exists before or after the block.
     """
     check_output(output, force=force)
     # Two processes may write the same output. Process ids are not unique across hosts.
@@ -262,7 +281,11 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
 
 
 def _put(temporary: Path, output: Path, *, force: bool) -> None:
-    """Rename the finished file. Without `force`, use a hard link, which never replaces a file."""
+    """Give the finished file its final name.
+
+    Unless `force` is set, do not rename the file but create a hard link, which never replaces an
+    existing file.
+    """
     if force:
         temporary.replace(output)
         return

@@ -1,4 +1,4 @@
-"""Rows returned by the store, independent of the profiler and the file that they came from."""
+"""Rows that the store returns. They have the same form for all profilers and file formats."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Triple = tuple[int, int, int]
 TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
 """Names of the profilers; `profilers.PROFILERS` describes them."""
 TRACE_PROFILERS = (TORCH, NSYS, NCU)
-"""Profilers with kernel launches, in order of preference for an answer."""
+"""Profilers that record kernel launches. The results of earlier profilers are preferred."""
 COUNTERS = (NCU,)
-"""Those that read hardware counters. They run each kernel alone, with cold caches."""
+"""Profilers that read hardware counters. They run each kernel alone, with cold caches."""
 COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
 EVENT = "event"
-"""A cold call of an older run, whose stream was not held until all work was queued."""
+"""A cold call in an older run, which did not hold the stream until all work was queued."""
 HOST = "host"
-"""Host time of an eager call. It is recorded with EAGER and is not a latency."""
+"""Time of an eager call on the host. It is recorded together with EAGER and is not a latency."""
 MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
-"""Kinds of latency samples, in the order of preference for ranking backends. `wall` is for the CPU."""
+"""Kinds of latency samples. Earlier kinds are preferred for ranking backends. WALL is for the CPU."""
 HOSTED = (EAGER, HOST, WALL)
 """Measurements that include host time."""
 SHARED_CORES = (
@@ -30,16 +30,18 @@ SHARED_CORES = (
 )
 """Warning of a cell that was measured while other lanes used the same cores."""
 CPU_WAIT = "cpu_wait_max"
-"""Key in a cell's clocks: share of the timing in which the worker was runnable but waited for a
-CPU, at its worst process.
+"""Key in a cell's clocks for the share of the timing during which the worker waited for a CPU.
+
+If several processes timed the cell, it is the largest share.
 """
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """Measurements on a GPU."""
 ALIASES = {EVENT: COLD}
-"""Former names of measurements."""
+"""Former name of a measurement -> current name."""
 CALL_MEASUREMENTS = (GRAPH, COLD, EVENT, EAGER, WALL)
-"""Measurements in the order of how closely they represent the call's own time. Profiled kernels are
-not included.
+"""Measurements of whole calls. The first ones are closest to the time of the call itself.
+
+KERNEL is not included, because it is the time of profiled kernels.
 """
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
@@ -57,19 +59,17 @@ class Refusal:
 
 
 NAIVE_COMPILED = "naive-compiled"
-"""The backend whose `tuning` contains REPLACEMENTS, the number of SDPA calls that Inductor put into
-its graph.
-"""
+"""Backend whose `tuning` contains REPLACEMENTS, the number of SDPA calls that Inductor inserted."""
 REPLACEMENTS = "sdpa_replacements"
 
 
 def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
-    """Return a grid or block as three columns: `grid_x`, `grid_y`, `grid_z`."""
+    """Return a grid or block as three columns, such as `grid_x`, `grid_y` and `grid_z`."""
     return dict(zip((f"{name}_{axis}" for axis in "xyz"), triple or (None,) * 3, strict=True))
 
 
 def triple(x: int | None, y: int | None, z: int | None) -> Triple | None:
-    """Return a grid or block from its columns. None if one is unknown."""
+    """Return a grid or block from its three columns, or None if a column is unknown."""
     return None if x is None or y is None or z is None else (x, y, z)
 
 
@@ -84,7 +84,10 @@ _R = TypeVar("_R", bound=_OfProfiler)
 
 
 def preferred_profiler_rows(rows: Iterable[_R]) -> list[_R]:
-    """Keep, for each run, the rows of one profiler: the first in TRACE_PROFILERS that has any."""
+    """Keep the rows of only one profiler for each run.
+
+    That is the first profiler in TRACE_PROFILERS that has rows of the run.
+    """
     kept = list(rows)
     seen: dict[str, set[str]] = {}
     for row in kept:
@@ -176,7 +179,7 @@ class CellRow:
 
     @property
     def reason(self) -> str | None:
-        """Why the cell did not run: its message, or those of its refusals."""
+        """The reason why the cell did not run: its message, or the messages of its refusals."""
         return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
 
 
@@ -184,7 +187,8 @@ class CellRow:
 class KernelRow:
     """One kernel of one cell in one launch configuration, summed over all its launches.
 
-    Unmeasured times are None. config, backend and cell are None for launches of a foreign trace.
+    A time that was not measured is None. `config`, `backend` and `cell` are None for a launch in a
+    trace that profharness did not record.
     """
 
     run: Annotated[str, column("run", meaning="id of the run")]
@@ -238,11 +242,11 @@ class KernelRow:
     share: Annotated[
         float | None, column("share%", "percent", meaning="the part of the call's kernel time")
     ]
-    """Share of the cell's total_ns, or of the range's in a foreign trace."""
+    """Share of the cell's `total_ns`. In a foreign trace, it is the share of the range's `total_ns`."""
     first_ns: Annotated[
         int, column(meaning="earliest start, relative to the start of the cell's first call")
     ]
-    """Orders kernels within a call."""
+    """The kernels of a call are sorted by this time."""
     op_path: Annotated[
         str | None, column(json_key="op", meaning="the ops around the launches, outermost first")
     ]
@@ -256,7 +260,7 @@ class KernelRow:
             "for",
         ),
     ]
-    """0 to 1. None if the device or the resources are unknown."""
+    """A number from 0 to 1, or None if the device or the resources are unknown."""
     occupancy_limiter: Annotated[
         str | None,
         column(meaning="what limits it: `registers`, `shared_memory`, `block` or `warps`"),
@@ -280,7 +284,10 @@ class KernelRow:
     ) -> Annotated[
         float | None, column(meaning="bytes to and from DRAM per second of ncu's kernel time")
     ]:
-        """Bytes to and from DRAM per second of ncu's kernel time. None without its counters."""
+        """Bytes to and from DRAM per second of ncu's kernel time.
+
+        The value is None if the DRAM counters were not collected.
+        """
         moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]
         return sum(moved) / self.duration_ns * 1e9 if moved and self.duration_ns else None
 
@@ -291,14 +298,20 @@ class KernelRow:
         float | None,
         column("µs/call", "us", meaning="time of the kernel's launches in one call"),
     ]:
-        """Time of the kernel's launches in one call. None for a foreign trace, or if unmeasured."""
+        """Time of the kernel's launches in one call.
+
+        The value is None for a foreign trace, or if the time was not measured.
+        """
         if self.total_ns is None or self.launches_per_call is None:
             return None
         return self.total_ns / self.launches * self.launches_per_call
 
 
 class LaunchRow(NamedTuple):
-    """One launch. Values that a profiler cannot provide are None. Times are in ns on the trace's clock."""
+    """One launch. A value that the profiler cannot provide is None.
+
+    Times are in nanoseconds on the clock of the trace.
+    """
 
     run: str
     config: str | None
@@ -338,7 +351,7 @@ class LaunchRow(NamedTuple):
 
 
 class RangeRow(NamedTuple):
-    """One user range."""
+    """One range that a program opened with `record_function` or NVTX."""
 
     id: int
     profiler: str
@@ -351,7 +364,7 @@ class RangeRow(NamedTuple):
     """Id of the enclosing range."""
     cell: str | None
     iteration: int | None
-    """Ordinal of the range's call in its cell."""
+    """Number of the profiled call in its cell."""
 
 
 class CallKernel(NamedTuple):
@@ -377,10 +390,10 @@ class CallRow:
 
     run: str
     trace: int
-    """Row id of the trace, UNTRACED for calls that were counted but not traced."""
+    """Row id of the trace, or UNTRACED for calls that were counted but not traced."""
     call: int
     step: int | None
-    """Number of the step in its trace. None outside of steps."""
+    """Number of the step in its trace, or None for a call outside of all steps."""
     kind: str
     op: str
     sdpa_op: str | None
@@ -397,27 +410,28 @@ class CallRow:
     kernels: tuple[CallKernel, ...] = ()
     graph: bool = False
     template: int | None = None
-    """Row id of the observed kind of call, or None."""
+    """Row id of the observed kind of call, or None if the kind was not observed."""
 
     @property
     def mode(self) -> str:
-        """`eager`, `compile`, or `graph` for calls replayed by a CUDA graph."""
+        """The way in which the call ran: `eager`, `compile`, or `graph` if a CUDA graph replayed it."""
         return "graph" if self.graph else "compile" if self.compiled else "eager"
 
     @property
     def dims(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Dims of query, key, value and mask. None for an unknown tensor."""
+        """The sizes of query, key, value and mask. None stands for an unknown tensor."""
         return tuple(tuple(tensor["dims"]) if tensor else None for tensor in self.tensors)
 
 
 UNTRACED = 0
-"""Replaces the trace's row id."""
+"""Value of `CallRow.trace` for calls that were counted but not traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """A kind of call in one process of an observed program and its number of calls, with the fields
-    of `profharness.traces.observed.ObservedCall`.
+    """A kind of call in one process of an observed program, and its number of calls.
+
+    `profharness.traces.observed.ObservedCall` describes the fields.
     """
 
     template: int
@@ -426,7 +440,7 @@ class CallSignature:
     kind: str
     op: str
     name: str | None
-    """Name of the module as in a trace."""
+    """Name of the module, as it appears in a trace."""
     compiled: bool
     recompute: bool
     backward: bool
@@ -447,7 +461,7 @@ class CallSignature:
 
 
 WHOLE_TRACE = "the whole trace"
-"""Name of the only step of a trace without steps."""
+"""Name of the only step of a trace that contains no steps."""
 
 
 class StepRow(NamedTuple):
@@ -463,7 +477,7 @@ class StepRow(NamedTuple):
 
 
 class GapRow(NamedTuple):
-    """An interval without a kernel on a device, and the launch that ended it."""
+    """An interval during which no kernel ran on a device, and the launch that ended it."""
 
     device: int
     start_ns: int
@@ -471,11 +485,11 @@ class GapRow(NamedTuple):
     kernel_short: str
     op_path: str | None
     launch_ns: int | None
-    """When the program made that launch."""
+    """Time at which the program made that launch."""
 
 
 class DeviceTime(NamedTuple):
-    """How long a GPU was busy between its first and its last launch of a trace."""
+    """How long a GPU was busy between the first and the last launch of a trace."""
 
     device: int
     launches: int
@@ -484,36 +498,39 @@ class DeviceTime(NamedTuple):
     busy_ns: int
     collective_ns: int
     exposed_ns: int
-    """Time during which only collectives ran."""
+    """Time during which collectives but no other kernels ran."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank of a job: a run, or one rank's traces of a run of several ranks."""
+    """One rank of a job.
+
+    It is a whole run, or the traces of one rank if a run contains several ranks.
+    """
 
     run: str
     rank: int | None
-    """None if unknown."""
+    """Number of the rank, or None if it is unknown."""
     world_size: int | None
     host_key: str | None
     gpu_key: str | None
     name: str
-    """Name of its file or folder."""
+    """Name of the file or folder of the rank."""
     created: str
     device: str | None
     environment: dict[str, Any]
     traces: tuple[int, ...]
-    """Row ids."""
+    """Row ids of the traces of the rank."""
     times: tuple[DeviceTime, ...] = ()
 
     @property
     def label(self) -> str:
-        """`rank 3`, or the name of its file."""
+        """Text such as `rank 3`, or the name of the file or folder if the rank is unknown."""
         return self.name if self.rank is None else f"rank {self.rank}"
 
 
 class RankKernel(NamedTuple):
-    """The kernel of an id in `RankLaunches`."""
+    """A kernel that `RankLaunches` refers to by id."""
 
     name: str
     short: str
@@ -523,12 +540,14 @@ class RankKernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankLaunches:
-    """Aggregated launches of traces."""
+    """Launches of traces, aggregated into groups."""
 
     groups: list[tuple[int, ...]]
-    """(trace, place, kernel, launch configuration, launches, total_ns, cell), all ids but launches
-    and total_ns. A total_ns of -1 is unknown.
+    """Each group is a tuple (trace, place, kernel, launch configuration, launches, total_ns, cell).
+
+    `launches` is a number of launches, and `total_ns` a time or -1 if it is unknown. The other
+    members are ids.
     """
     places: dict[int, str]
-    """Id -> range, or config and backend."""
+    """Id -> name of the range, or config and backend."""
     kernels: dict[int, RankKernel]

@@ -1,4 +1,4 @@
-"""A lane: one GPU of one host, or some of its cores, and the function that runs a group there.
+"""Run a group of cells on a lane, which is one GPU or some of the cores of a host.
 
 `run_group` takes and returns plain values, so that any transport can call it on any host. The group
 runs in a child process that ends with the calling thread. `main` is the program of that process: it
@@ -45,7 +45,7 @@ LAST_WORDS = 500
 ENDED_S = 2.0
 PART = ".part"
 QUIET_S = 0.2  # minimum time between two printed steps that are not results
-LEAVING_S = 10.0  # wait for a killed predecessor to release the group's folder
+LEAVING_S = 10.0  # maximum time to wait until a killed lane releases the folder of its group
 FAILED = ("crashed", "error", "timeout")
 SHARED_HOST = Problem(
     GPU,
@@ -55,11 +55,11 @@ SHARED_HOST = Problem(
 )
 
 Plain = dict[str, Any]
-_children: set[subprocess.Popen[bytes]] = set()  # that run groups
+_children: set[subprocess.Popen[bytes]] = set()  # child processes that run groups
 
 
 def describe_lane(uuid: str | None = None) -> Plain:
-    """Describe the lane of this process, or of the GPU with the given UUID.
+    """Describe the lane of this process, or the lane of the GPU with the given UUID.
 
     `problems` lists the reasons why the lane cannot run anything.
     """
@@ -85,7 +85,7 @@ def describe_lane(uuid: str | None = None) -> Plain:
 
 
 def host_key() -> str:
-    """Return a key of this host that lasts until its next boot and reveals no name or address."""
+    """Return a key of this host that changes when it boots, and that reveals no name or address."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -102,14 +102,16 @@ def run_group(
     on_step: Callable[[Plain], None] = lambda _: None,
     on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
 ) -> Plain:
-    """Run a group made by `make_spec` and return its outcome; raise nothing.
+    """Run a group that `make_spec` described, and return its outcome. Never raise an exception.
 
     The outcome has the keys `group`, `folder`, `seconds`, `attempt`, `error` (None on success) and
-    `lost` (why the lane cannot run anything more, or None). If the spec sets `pack`, it also has
-    the folder as bytes, and their hash; of a failed group, those of its partial results.
+    `lost` (the reason why the lane cannot run any more groups, or None). If the spec sets `pack`,
+    the outcome also contains an archive of the folder and its hash. If the group failed, the archive
+    contains the partial results.
 
-    The spec may contain `uuid` (the GPU to run on), `gpu_key` (its key) and `cpus` (the cores to
-    use). `on_step` gets the progress of the cells, `on_start` the child process.
+    The spec may contain `uuid` (the GPU to run on), `gpu_key` (the key of this GPU) and `cpus` (the
+    cores to use). `on_step` is called with the progress of the cells, and `on_start` with the child
+    process.
     """
     begin = time.monotonic()
     final = Path(spec["root"]) / spec["group"]
@@ -150,7 +152,7 @@ def _in_child(
         environment["TMPDIR"] = own
     root = Path(spec["root"])
     root.mkdir(parents=True, exist_ok=True)
-    # not inside the part, which the child may replace
+    # the log is not in the folder of the group, because the child may replace that
     log = root / f".{spec['group']}.{host_key()}.log"
     with log.open("wb") as errors:
         child = start_python(
@@ -192,10 +194,10 @@ def _in_child(
 
 
 def run_spec(text: str) -> Plain:
-    """Run a group whose spec is JSON text, which saves the transport from inspecting it.
+    """Run a group whose spec is JSON text. The transport does not need to inspect a text.
 
-    If the spec names a campaign file under `seen` that this host cannot see, the group runs below
-    `scratch` and the finished folder is packed.
+    `seen` is the path of the campaign file. If this host cannot access that file, the group runs
+    below the folder `scratch`, and the outcome contains the finished folder as an archive.
     """
     spec = json.loads(text)
     if "seen" in spec and not Path(spec["seen"]).exists():
@@ -204,17 +206,21 @@ def run_spec(text: str) -> Plain:
 
 
 def end_groups(at_once: bool) -> None:
-    """Signal the child processes of this process to end, or kill them. Do not wait for them."""
+    """Terminate the child processes that run groups, or kill them if `at_once` is set.
+
+    Do not wait until they have ended.
+    """
     for child in tuple(_children):
         kill_group(child, signal.SIGKILL if at_once else signal.SIGTERM)
 
 
 def main() -> None:
-    """Read a spec from stdin; print a JSON line for each step and one for the outcome.
+    """Read a spec from stdin, run its group, and print a line of JSON for each step and the outcome.
 
-    The spec has `root` and `group` (parent and name of the final folder), `part` (the folder until
-    then), `run`, `backends` and `python` (what is run), `gpu_key` and `cpus` (where), and
-    `shares_cores` (with other lanes).
+    In the spec, `root` and `group` are the parent and the name of the finished folder, and `part` is
+    the folder of the unfinished group. `run`, `backends` and `python` describe the work. `gpu_key`
+    and `cpus` are the GPU and the cores to use, and `shares_cores` is set if other lanes use these
+    cores too.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     spec = json.load(sys.stdin)
@@ -247,7 +253,7 @@ def main() -> None:
 
 
 def _carry_on(part: Path) -> None:
-    """Run what is left. Retry once if no worker starts, before the lane is given up.
+    """Run the unfinished cells. If no worker starts, try once more.
 
     Raise what `carry_on` raises.
     """
@@ -262,7 +268,7 @@ def _carry_on(part: Path) -> None:
 
 
 def finish(part: Path, spec: Mapping[str, Any]) -> None:
-    """Publish a group. If lanes shared cores, add a warning to cells with host times."""
+    """Publish a group. If lanes shared cores, add a warning to all cells that have host times."""
     if spec.get("shares_cores"):
         run = read_run(part)
         problems = dict.fromkeys((*run.problems, SHARED_HOST))
@@ -280,20 +286,22 @@ def make_part(part: Path, spec: Mapping[str, Any]) -> None:
     """Create the folder in which a group runs, unless it can be resumed."""
     if (part / RUN_FILE).is_file():
         return
-    shutil.rmtree(part, ignore_errors=True)  # its writer was killed before run.json existed
+    shutil.rmtree(
+        part, ignore_errors=True
+    )  # the process that created it was killed before it wrote run.json
     run = msgspec.convert(spec["run"], type=Run)
     write_folder(part.parent, run, spec["backends"], spec["python"], part.name)
 
 
 def results_in(part: Path) -> int:
-    """Return the number of cells with a result, or -1 if the folder is no run folder."""
+    """Return the number of cells that have a result, or -1 if the folder is no run folder."""
     with contextlib.suppress(ProfharnessError, OSError):
         return sum(cell.status != "pending" for cell in read_run(part).cells)
     return -1
 
 
 def _wait_for_predecessor(part: Path) -> None:
-    """Wait while a lane that was just killed still ends what it ran."""
+    """Wait until a killed lane that ran this group has ended its processes."""
     deadline = time.monotonic() + LEAVING_S
     while time.monotonic() < deadline:
         with hold_lock_file(part / LOCK_FILE) as holder:
@@ -303,7 +311,10 @@ def _wait_for_predecessor(part: Path) -> None:
 
 
 def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
-    """Return why the lane's GPU is unusable, if a cell failed and the GPU does not answer."""
+    """Return why the lane's GPU is unusable, or None.
+
+    The GPU is unusable if a cell or the group failed and the GPU does not answer any more.
+    """
     if gpu_key is None:
         return None
     if error is None and not any(cell.status in FAILED for cell in read_run(part).cells):
@@ -314,7 +325,7 @@ def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
 
 
 class _Steps:
-    """Prints the steps of a run: all results, and other steps at most every QUIET_S."""
+    """Prints the steps of a run: all results and notices, and other steps at most every QUIET_S."""
 
     def __init__(self) -> None:
         self._last = 0.0

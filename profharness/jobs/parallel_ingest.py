@@ -46,9 +46,9 @@ WORKER = (
     "end_with_parent(int(sys.argv[1])); from profharness.store.ingest_worker import main; main()"
 )
 LOCAL = "local"
-TRIES = 2  # for a source whose worker was killed, perhaps because others used up the memory
+TRIES = 2  # a source is read again if its worker was killed, perhaps because memory ran out
 STEP_S = 0.2
-LEAVING_S = 2 * END_GRACE_S + 1  # a worker first ends its tool, in up to twice the grace period
+LEAVING_S = 2 * END_GRACE_S + 1  # a worker first ends its tool, which takes 2 * END_GRACE_S at most
 LOG_BYTES, ERROR_CHARS = 4096, 300
 
 
@@ -62,11 +62,15 @@ class IngestOutcome:
 
 
 class WorkerLostError(Exception):
-    """A worker has ended before it replied."""
+    """A worker ended before it replied."""
 
 
 def readers_of(scheduler: str) -> list[int]:
-    """Return the CPU of each worker of `local` (one per usable CPU) or `local:N`. Raises UsageError."""
+    """Return the CPU on which each worker runs.
+
+    `local` selects one worker per usable CPU, and `local:N` selects N workers. Raise UsageError if
+    the scheduler is unknown.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     name, colon, number = scheduler.partition(":")
     if name != LOCAL or (colon and not (number.isdecimal() and 0 < int(number) <= 1024)):
@@ -79,7 +83,10 @@ def readers_of(scheduler: str) -> list[int]:
 
 
 class _Worker:
-    """A process that reads one source at a time. It is restarted for the next one if it is lost."""
+    """A process that reads one source at a time.
+
+    If the process dies, a new process reads the next source.
+    """
 
     def __init__(self, store: Path, cpu: int) -> None:
         self._store, self._cpu = store, cpu
@@ -90,15 +97,15 @@ class _Worker:
         self._mark: dict[str, str] = {}
 
     def start(self, path: Path) -> None:
-        """Start reading a source. `source` reports errors."""
+        """Start reading a source. The method `source` reports any error."""
         with contextlib.suppress(OSError):
             self._request("source", path)
             self._source = path
 
     def source(self, path: Path, waiting: Callable[[], None]) -> Source:
-        """Return a source. Call `waiting` while it is being read.
+        """Return a source, and call `waiting` repeatedly while it is being read.
 
-        Raises WorkerLostError, or what reading the source raises.
+        Raise WorkerLostError if the worker ends. Also raise what reading the source raises.
         """
         if self._source != path:
             self._request("source", path)
@@ -110,7 +117,7 @@ class _Worker:
         return source
 
     def take(self, path: Path, _: str) -> Trace:
-        """Return a trace of the source. Raises what parsing it raises."""
+        """Return a trace of the source. Raise what parsing the trace raises."""
         self._request("trace", path)
         trace: Trace
         trace, first = self._reply()
@@ -146,12 +153,17 @@ class _Worker:
             stderr=self._log,
             start_new_session=True,
         )
-        with contextlib.suppress(OSError, AttributeError):  # it has ended, or not on Linux
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # the process has ended, or the system is not Linux
             os.sched_setaffinity(process.pid, {self._cpu})
         return process
 
     def _request(self, name: str, path: Path) -> None:
-        """Send a request to the process. Start a new one if it was lost: it reads the path again."""
+        """Send a request to the process.
+
+        If the process has died, start a new process, which reads the path again.
+        """
         if self._process is None:
             with delay_signals():
                 self._process = self._start()
@@ -167,14 +179,14 @@ class _Worker:
         except (EOFError, pickle.UnpicklingError):
             raise WorkerLostError(self._lost()) from None
         except BaseException:
-            self.end()  # the rest of the reply would be taken for the next one
+            self.end()  # the rest of the reply would be mistaken for the next reply
             raise
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     def _lost(self) -> str:
-        """Describe how the process ended, and prepare for a new one."""
+        """Describe how the process ended, and prepare for starting a new process."""
         assert self._process is not None and self._log is not None
         with delay_signals():
             process = self._process
@@ -211,13 +223,13 @@ class _Worker:
             self.join(time.monotonic() + LEAVING_S)
 
     def leave(self) -> None:
-        """Ask the process to end."""
+        """Ask the process to end, and do not wait for it."""
         if self._process is not None:
-            self._close_pipes()  # it may wait until a reply is read
+            self._close_pipes()  # the process may be waiting until its reply is read
             self.kill(signal.SIGTERM)
 
     def join(self, deadline: float) -> None:
-        """Wait for the process until `deadline`, then kill it. End the tools that it left."""
+        """Wait for the process until `deadline`, and then kill it. End the tools that it left behind."""
         process, self._process, self._source, self._streams = self._process, None, None, False
         if process is None or self._log is None:
             return
@@ -237,7 +249,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _workers(store: Path, cpus: Iterable[int]) -> Iterator[list[_Worker]]:
-    """Yield one worker per CPU. They end with the block."""
+    """Yield one worker per CPU, and end the workers after the block."""
     workers = [_Worker(store, cpu) for cpu in cpus]
     try:
         yield workers
@@ -256,11 +268,11 @@ def ingest_sources(
     cpus: Sequence[int],
     waiting: Callable[[], None] = lambda: None,
 ) -> Generator[IngestOutcome, None, None]:
-    """Ingest sources with one worker per CPU in `cpus`. Yield their outcomes in order.
+    """Ingest sources with one worker per CPU in `cpus`, and yield the outcome of each source in order.
 
     Each worker parses at most one source ahead, so memory is bounded by the number of workers.
     `waiting` is called while no source is ready. Close the generator to end the workers early.
-    Raises StoreError if the store cannot be used.
+    Raise StoreError if the store cannot be used.
     """
     refuse_network(store)
     require_folder(store)
@@ -316,10 +328,11 @@ def _ingest(
 
 
 def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[IngestResult]:
-    """Ingest all sources at or below paths, in this process if there is no scheduler.
+    """Ingest all sources at or below the given paths.
 
-    Raises TraceFormatError for a path without sources. Raises ProfharnessError for sources that
-    workers could not ingest, after ingesting all others.
+    This process ingests them if `scheduler` is None. Raise TraceFormatError if a path contains no
+    sources. If workers could not ingest some sources, raise ProfharnessError after all other sources
+    are ingested.
     """
     if scheduler is None:
         results = [result for path in paths for result in stores.ingest_path(store, path)]

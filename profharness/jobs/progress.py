@@ -12,7 +12,7 @@ from profharness.errors import one_line
 if TYPE_CHECKING:
     from profharness.recording.supervise import Progress, Step
 
-WIDEST = 100  # characters in a line
+WIDEST = 100  # maximum number of characters in a line
 
 
 def duration(seconds: float) -> str:
@@ -24,10 +24,10 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def shown(wanted: bool | None) -> Iterator[Progress | None]:
-    """Yield a progress callback that keeps one line up to date, or None if it is not displayed.
+    """Yield a progress callback that keeps one line up to date, or None if no line is displayed.
 
-    The line goes to stdout in a notebook and otherwise to stderr. If `wanted` is None, it is
-    displayed only in notebooks and on terminals.
+    The line is written to stdout in a notebook, and to stderr otherwise. If `wanted` is None, the
+    line is displayed only in notebooks and on terminals.
     """
     notebook = hasattr(sys.modules.get("IPython"), "get_ipython") and hasattr(
         sys.modules["IPython"].get_ipython(), "kernel"

@@ -1,4 +1,7 @@
-"""Publish finished run folders, also as bytes from lanes that do not see the campaign's folder."""
+"""Publish finished run folders.
+
+Lanes that cannot access the folder of the campaign send their run folders as archives.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ def content_hash(folder: Path) -> str:
 
 
 def pack(folder: Path) -> bytes:
-    """Return the files that `content_hash` covers as a tar file without owners and times."""
+    """Return a tar archive of the files that `content_hash` covers, without owners and times."""
     buffer = io.BytesIO()
-    # traces are compressed already
+    # without compression, because traces are already compressed
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, path in _files(folder):
             member = tarfile.TarInfo(name)
@@ -44,11 +47,11 @@ def pack(folder: Path) -> bytes:
 
 
 def unpack(data: bytes, folder: Path, expected: str) -> bool:
-    """Create a folder from the output of `pack`. Return False if it exists already.
+    """Create a folder from an archive of `pack`. Return False if the folder already exists.
 
-    The folder appears complete or not at all. Raise CaptureError for a member that is no regular
-    file or leads outside, for another hash, or if there is no run record. Raise UnwritableError if
-    nothing can be written.
+    The folder appears either complete or not at all. Raise CaptureError if a member of the archive
+    is no regular file or leads outside of the folder, if the hash differs from `expected`, or if the
+    archive contains no run record. Raise UnwritableError if the folder cannot be written.
     """
     if folder.exists():
         return False
@@ -74,7 +77,10 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
 
 
 def publish(part: Path, final: Path) -> bool:
-    """Publish a finished group. Return False if another lane did it first."""
+    """Rename the folder of a finished group to its final name.
+
+    Return False if another lane has already published the group.
+    """
     try:
         part.rename(final)
     except OSError:

@@ -1,7 +1,7 @@
-"""The scheduler of campaigns: gives each lane one group at a time until all groups are done.
+"""The scheduler of campaigns, which gives each lane one group at a time until all groups are done.
 
-It decides on retries, failing lanes, progress and interrupts. It works the same for lanes of this
-host and of many hosts, because a `Transport` runs the groups.
+It handles retries, failing lanes, progress and interrupts. A `Transport` runs the groups, so the
+scheduler is the same for lanes of this host and of other hosts.
 """
 
 from __future__ import annotations
@@ -33,37 +33,45 @@ from profharness.recording.capture import locked
 from profharness.recording.supervise import Progress, Step
 from profharness.run import Cell, Run, read_run, unwritable
 
-TRIES = 3  # per group
-LANE_TRIES = 3  # consecutive failed groups after which a lane gets no more
+TRIES = 3  # maximum number of attempts to run a group
+LANE_TRIES = 3  # a lane gets no more groups after this many different groups failed in a row
 POLL_S = 0.1
 LEAVING_S = 5.0
-LANES_S = 30.0  # time for a lane to appear or to come back
+LANES_S = 30.0  # maximum time to wait for a lane to appear or to come back
 
 Plain = dict[str, Any]
 OnStep = Callable[[str, Plain], None]
 
 
 class Transport(Protocol):
-    """Runs groups on lanes. A lane is the dict of `describe_lane`, with its name under `lane`."""
+    """Runs groups on lanes.
+
+    A lane is represented by the dict that `describe_lane` returns, with its name under the key
+    `lane`.
+    """
 
     def lanes(self) -> list[Plain]:
         """Return the lanes that are currently available."""
         ...
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
-        """Run a group on a lane. `on_step` may get the lane's name and a step, in any thread."""
+        """Start to run a group on a lane.
+
+        `on_step` may be called with the lane's name and a step, in any thread.
+        """
         ...
 
     def next_done(self, timeout_s: float, /) -> tuple[str, Plain] | None:
-        """Return a lane's name and the outcome of its group, or None after the timeout.
+        """Return the name of a lane and the outcome of its group, or None after the timeout.
 
-        The outcome is that of `run_group`, with the group's folder in its place. If that folder
-        cannot be written to, the reason is under `unwritable`.
+        The outcome is the return value of `run_group`. The finished folder of the group is then in
+        the folder of the campaign. If it cannot be written there, the key `unwritable` contains the
+        reason.
         """
         ...
 
     def end(self, lane: Plain, /) -> None:
-        """Terminate what a lane runs; kill it the second time. Do not wait for it."""
+        """Terminate the group that a lane runs. If called a second time, kill it. Do not wait for it."""
         ...
 
     def close(self) -> None:
@@ -94,16 +102,16 @@ def is_of_class(lane: Plain, gpu: str) -> bool:
 
 @dataclass
 class _Task:
-    """A group of a campaign, with its failures."""
+    """A group of a campaign, and its failures so far."""
 
     loaded: LoadedCampaign
     group: Group
     errors: list[str] = field(default_factory=list)
-    failed_on: set[str] = field(default_factory=set)  # names of lanes
+    failed_on: set[str] = field(default_factory=set)  # names of the lanes on which it failed
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the group once it is done."""
+        """The folder of the group after it is finished."""
         return group_folder(self.loaded.folder, self.group.group)
 
 
@@ -113,8 +121,8 @@ class _Lane:
 
     description: Plain
     task: _Task | None = None
-    done: int = 0  # finished cells of the group
-    failed: list[str] = field(default_factory=list)  # groups that failed since its last success
+    done: int = 0  # number of finished cells of the group
+    failed: list[str] = field(default_factory=list)  # groups that failed since the last success
 
     def release(self) -> _Task | None:
         """Detach the lane's group, so that another lane can run it."""
@@ -125,8 +133,8 @@ class _Lane:
 class CampaignScheduler:
     """Runs campaigns, one per GPU class, on the lanes of one transport.
 
-    `why_not` returns why a lane cannot be used, or None. `on_group` gets the folder of every
-    finished group, including those finished by an earlier client.
+    `why_not` returns why a lane cannot be used, or None if it can. `on_group` is called with the
+    folder of each finished group, even if an earlier client finished the group.
     """
 
     def __init__(
@@ -150,7 +158,7 @@ class CampaignScheduler:
             for group in open_groups(loaded.folder, loaded.campaign)
         )
         self._lanes: dict[str, _Lane] = {}
-        self._rejected: dict[str, str] = {}  # lane -> why it gets no groups
+        self._rejected: dict[str, str] = {}  # lane -> reason why it gets no groups
         self._warned: set[str] = set()
         self._some_vanished = False  # whether a lane has disappeared
         # GPU classes already reported as having no lane
@@ -294,11 +302,11 @@ class CampaignScheduler:
     def _process_outcome(self, name: str, outcome: Mapping[str, Any]) -> None:
         lane = self._lanes.get(name)
         if lane is None or lane.task is None or lane.task.group.group != outcome["group"]:
-            return  # the lane was given up
+            return  # the lane was given up in the meantime
         task, error = lane.task, outcome["error"]
         lane.release()
         if outcome.get("unwritable"):
-            # the client's disk: other lanes would fail too, and the lane keeps its result
+            # the client's disk cannot be written to, so other lanes would fail too; the lane keeps its result
             raise UnwritableError(outcome["unwritable"])
         if error is None and task.folder.is_dir():
             lane.failed.clear()
@@ -316,13 +324,13 @@ class CampaignScheduler:
         self._retry_or_give_up(lane, task, why)
 
     def _retry_or_give_up(self, lane: _Lane, task: _Task, why: str) -> None:
-        """Put a failed group at the end of the queue, or give it up after TRIES failures."""
+        """Put a failed group at the end of the queue. After TRIES failures, give it up."""
         name = lane.description["lane"]
         lane.failed.append(task.group.group)
         task.errors.append(f"{name}: {why}")
         task.failed_on.add(name)
         if len(set(lane.failed)) >= LANE_TRIES and name in self._lanes:
-            # different groups failed there, so the lane is at fault: forget its failures
+            # different groups failed on the lane, so it is at fault, and its failures do not count
             del self._lanes[name]
             self._reject(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
             busy = (other.task for other in self._busy() if other.task)
@@ -339,7 +347,7 @@ class CampaignScheduler:
         self._count_finished(task)
 
     def _require_lanes(self) -> None:
-        """Warn about GPU classes without a lane.
+        """Warn about GPU classes that have no lane.
 
         Raise CaptureError if no remaining group has a lane.
         """
@@ -388,7 +396,7 @@ class CampaignScheduler:
         return f"{text}; about {duration(left)} left"
 
     def _step(self, name: str, row: Plain) -> None:
-        """Pass on a step that a lane reported."""
+        """Report a step of a lane to the progress callback."""
         lane = self._lanes.get(name)
         if lane is None or lane.task is None:
             return
@@ -416,5 +424,5 @@ def _spec(task: _Task) -> Plain:
 
 
 def _steps(task: _Task) -> int:
-    """Return the number of cells of a group, counted once per process."""
+    """Return the number of cells of a group, multiplied by the number of processes."""
     return len(task.group.cells) * task.loaded.run.protocol.processes
