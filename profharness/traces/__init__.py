@@ -97,7 +97,7 @@ def open_trace(path: Path) -> Trace:
     name = sniff(path)
     if name is None:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
-    if name == "chrome":  # reads gzip itself
+    if name == "chrome":  # this parser unpacks the file itself
         return load_parser(name)(path)
     with unpacked(path) as plain:  # the other parsers read the whole file before they return
         return load_parser(name)(plain)

@@ -69,7 +69,7 @@ MARKER = "profharness-attention:"  # prefix of a range whose name contains a mod
 
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
-    """The attention calls of a trace and the spans of threads in which they ran."""
+    """The attention calls of a trace, and the time spans in which their forward and backward ran."""
 
     calls: tuple[AttentionCall, ...]  # sorted by start
     spans: tuple[CallSpan, ...]

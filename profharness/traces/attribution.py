@@ -45,16 +45,16 @@ class Source:
     spool: Spool
 
     def gpu(self, blocks: list[Block]) -> GpuRows:
-        """Return the rows of these blocks."""
+        """Return the kernels, memcpys and memsets in these blocks."""
         return GpuRows(*np.concatenate([self.spool.read(block) for block in blocks], axis=1))
 
     def launches(self, blocks: list[Block]) -> LaunchRows:
-        """Return the rows of these blocks."""
+        """Return the API calls in these blocks."""
         parts = [self.spool.read(block) for block in blocks]
         return LaunchRows(*np.concatenate(parts, axis=1))
 
     def ops(self, blocks: list[Block], low: int, high: int) -> OpRows:
-        """Return the rows that lie at least partly in [low, high)."""
+        """Return the ops in these blocks that overlap the time interval [low, high)."""
         parts = [np.empty((len(OpRows._fields), 0), np.int64)]
         for block in blocks:
             part = self.spool.read(block)
@@ -114,10 +114,10 @@ class _RangeIndex:
 
     def __init__(self, rows: Ints, group: Ints, start: Ints, stop: Ints) -> None:
         self.intervals = Intervals.build(group[rows], start[rows], stop[rows])
-        self.rows = np.append(rows[self.intervals.rows], NONE)  # index -1 is NONE
+        self.rows = np.append(rows[self.intervals.rows], NONE)  # so that index -1 gives NONE
 
     def lookup(self, group: Ints, t: Ints) -> Ints:
-        """Return the innermost range at each (group, t), or NONE."""
+        """Return the number of the innermost range at each (group, t), or NONE."""
         if len(self.rows) == 1:
             return nothing(len(t))
         return self.rows[self.intervals.innermost(group, t)]
@@ -132,7 +132,8 @@ class _Open:
 
     def __init__(self, ranges: Intervals, pids: Ints) -> None:
         self._of = {}
-        first = np.flatnonzero(ranges.parent == NONE)  # no earlier range of the thread is open
+        # The ranges at whose start no earlier range of the thread is open
+        first = np.flatnonzero(ranges.parent == NONE)
         process, start = pids[ranges.thread[first]], ranges.start[first]
         stop = np.maximum.reduceat(ranges.stop, first) if len(first) else start
         for number in distinct(process):
@@ -260,7 +261,7 @@ class LinkedLaunches:
 
 
 class TraceWarnings:
-    """Counts of missing and contradictory data in a trace."""
+    """Counts the missing and contradictory data in a trace, for the warnings about them."""
 
     def __init__(self) -> None:
         self.unmatched = 0  # number of launches whose API call is not in the trace
@@ -328,7 +329,7 @@ def linked_chunks(
 
 
 def _groups(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
-    """Yield groups of consecutive blocks with about `rows` rows each."""
+    """Yield groups of consecutive blocks. A group has at most `rows` rows, or is a single block."""
     group: list[Block] = []
     count = 0
     for block in blocks:
@@ -343,7 +344,7 @@ def _groups(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
 
 @dataclass(slots=True)
 class OpSlice:
-    """All ops that overlap one time slice."""
+    """All ops that overlap a time slice."""
 
     intervals: Intervals
     names: Ints
@@ -387,7 +388,7 @@ class StackIds(dict[tuple[int, ...], int]):
 
 
 class Stacks:
-    """The op stacks of launches, computed slice by slice."""
+    """Finds the op stacks of launches. It loads the ops of one time slice after another."""
 
     def __init__(self, source: Source, *, rows: int = SLICE_ROWS) -> None:
         self._source = source
@@ -438,7 +439,7 @@ class Stacks:
             level = parents[level]
             level = level[level >= 0]
         left, count = np.flatnonzero(marked), len(self._source.tables.names)
-        while len(left):  # outermost first: each pass assigns the ops whose parent has an id
+        while len(left):  # each pass assigns ids to the ops whose parent already has an id
             above = np.where(parents[left] >= 0, paths[parents[left]], NONE)
             ready = (parents[left] < 0) | (above >= 0)
             rows, left = left[ready], left[~ready]

@@ -126,7 +126,7 @@ class FileScanner:
         self._columns = EventColumns.build(collector)
         self._segment_bytes = bytearray(
             SEGMENT if self._columns else 0
-        )  # allocated once, because fresh memory costs page faults
+        )  # this is allocated only once, because new memory costs page faults
         self._array_end: int | None = None
         self._unclosed = 0
 

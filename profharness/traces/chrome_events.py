@@ -69,7 +69,7 @@ class NeedExactTimes(Exception):
 
 
 class Collector:
-    """Collects decoded events and writes them as columns."""
+    """Collects decoded events and writes them to the spool as columns."""
 
     def __init__(self, events: Events, spool: Spool) -> None:
         self.events = events
@@ -77,7 +77,7 @@ class Collector:
         self.tables = Tables()
         self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
-        self._texts: list[str] = []  # names of ops, by id
+        self._texts: list[str] = []  # the names of ops, by id
         self._kept: list[int] = []  # how to store the ops that have a name, by the id of the name
         self._arguments = ArgumentsDecoder()
         self.register()

@@ -159,7 +159,7 @@ class Tables:
     ops: list[Block] = field(default_factory=list)
     ranges: RangeColumns = field(default_factory=RangeColumns)
     details: list[HostSpan] = field(default_factory=list)
-    evaluations: list[Ints] = field(default_factory=list)  # blocks of EvaluationRows
+    evaluations: list[Ints] = field(default_factory=list)  # arrays of EvaluationRows
     modules: list[HostSpan] = field(default_factory=list)
     arrows: Arrows = field(default_factory=Arrows)
     events: int = 0

@@ -212,7 +212,7 @@ def _ranges(
     """Return all ranges, and for each launch the index of its innermost range and the index of the
     range of its cell.
     """
-    opened: list[tuple[str, int, int | None]] = []  # name, start, parent
+    opened: list[tuple[str, int, int | None]] = []  # name, start and parent of each range
     stops: list[int] = []
     stack: list[int] = []
     inner, cells = [], []
@@ -239,7 +239,7 @@ def _ranges(
 
 
 def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
-    """Return the GPUs, and warnings about impossible values."""
+    """Return the GPUs on which the launches ran, and warnings about impossible values."""
     devices: dict[int, Device] = {}
     warnings: dict[str, None] = {}
     for launch in launches:

@@ -129,7 +129,7 @@ def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
 
 
 class MissingReaderError(MissingExtraError):
-    """No program on this machine can read an .ncu-rep."""
+    """Raised if no program on this machine can read an .ncu-rep."""
 
     def __init__(self, path: Path) -> None:
         ProfharnessError.__init__(
@@ -220,8 +220,9 @@ def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) 
 MODULE = "ncu_report"
 EXTRAS = Path("extras", "python", f"{MODULE}.py")
 CHILD = "from profharness.traces.ncu_readers import main; main()"
-KERNEL = 0  # IAction.workload_type(); from 1 on ranges, command lists and graphs
-STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # IMetric.kind()
+# The value of IAction.workload_type() for a kernel. Ranges, command lists and graphs have larger values.
+KERNEL = 0
+STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # values of IMetric.kind()
 # The index of a device or stream must be less than this. A larger value means that -1 was stored in an
 # unsigned field.
 MAX_INDEX = 1 << 31

@@ -86,7 +86,8 @@ NUMBERS = (
 )  # fmt: skip
 MAX_PROCESSES = 4096
 OWN_DOMAIN = "profharness"
-RANGES = "eventType IN (59, 60, 70, 71)"  # push/pop and start/end, and their nvtxt counterparts
+# The types of push/pop ranges, of start/end ranges, and of the same ranges from nvtxt files.
+RANGES = "eventType IN (59, 60, 70, 71)"
 START_END = (60, 71)
 DOMAINS = "eventType = 75"
 MAX_RANGE_NAME = 4096
@@ -96,7 +97,7 @@ LAUNCHING = ("cu%Launch%", "cu%Memcpy%", "cu%Memset%")
 KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # API calls that start exactly one kernel
 # After such a call, launches do not start kernels. They are added to a CUDA graph instead.
 CAPTURES = ("cu%StreamBeginCapture%",)
-MAX_DURATION_NS = 1 << 53  # 104 days
+MAX_DURATION_NS = 1 << 53  # this is 104 days
 MAX_SMALL = 1 << 62  # devices, streams, nodes and bytes in the store must be less than this
 
 _API_VERSION = re.compile(r"_v\d{4,6}$")
@@ -281,7 +282,7 @@ class Reader:
     def __init__(self, export: Export, spool: Spool) -> None:
         self.tables = Tables()
         self.variants = Ids()
-        self.flows = np.empty((0, 4), np.int64)  # rows of Flow, to backward ops
+        self.flows = np.empty((0, 4), np.int64)  # rows of Flow
         self.doubts: Counter[str] = Counter()  # counts by warning; {n} in a warning is its count
         self._export = export
         self._spool = spool
@@ -720,7 +721,7 @@ class OpRanges:
         # The whole texts of the ranges before the first op, by number
         self._renamed: dict[int, str] = {}
         self._pending: list[tuple[int, int, int, int]] = []
-        self._evaluations = array("q")  # EvaluationRows, one after the other
+        self._evaluations = array("q")  # the values of EvaluationRows, one row after another
         # Thread, start, sequence number and name of each op that has a sequence number
         self._numbered = array("q")
 
@@ -826,5 +827,8 @@ def _keys(process: Ints, sequence: Ints) -> Ints:
 
 
 def _stem(name: str) -> str:
-    """Return `mm` for both `aten::mm` and its `MmBackward0`."""
+    """Return the part of a name that a forward op and its autograd node have in common.
+
+    For example, this is `mm` for both `aten::mm` and `MmBackward0`.
+    """
     return NODE.sub("", name.rpartition("::")[2]).replace("_", "").lower()

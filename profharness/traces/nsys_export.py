@@ -205,7 +205,8 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
     """
     _check_file(path, shown)
     try:
-        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"  # immutable: no -shm file, no locks
+        # With `immutable`, SQLite creates neither a -shm file nor locks
+        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"
         with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as connection:
             connection.text_factory = _text
             connection.execute("PRAGMA trusted_schema = OFF")
@@ -380,7 +381,7 @@ def _expected(export: Export) -> str:
 
 
 def absent_tables(export: Export) -> list[str]:
-    """Return warnings about tables that an export with launches should have."""
+    """Return a warning for each missing table that an export with launches should contain."""
     return [
         f"the export has no table {table}: {text}"
         for table, text in ABSENT.items()

@@ -164,7 +164,8 @@ def read_journals(folder: Path) -> Journals:
     for path in observed_journals(folder):
         templates, rank, counts, whole, damaged = _journal(path)
         cut_short += not whole
-        stem = path.stem.partition("-")[0]  # a later process with the same pid writes `123-2`
+        # If a later process has the same pid, its journal has a name such as `123-2`
+        stem = path.stem.partition("-")[0]
         pid = int(stem) if stem.isdecimal() else 0
         for template in templates:
             count, lengths = counts.get(template.template, (0 if template.compiled else 1, ()))

@@ -35,7 +35,7 @@ GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*|triton_\w*flex_attentio
 TRITON, TRITON_TEMPLATE = (
     "triton_",
     "triton_tem_",
-)  # Inductor's kernels, and its template kernels
+)  # prefixes of the names of Inductor's kernels, and of those that it makes from a template
 MODULE = "nn.Module: "
 
 

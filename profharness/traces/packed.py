@@ -27,7 +27,7 @@ MAX_RATIO = 200
 ALWAYS_UNPACKED = 16 << 20
 _INPUT = 64 * 1024
 _WHOLE = "a whole gzip file"
-_Damage = cast("type[Exception]", igzip_lib.error)  # isal's stubs declare an instance
+_Damage = cast("type[Exception]", igzip_lib.error)  # the type stubs of isal declare an instance
 
 
 class GzipReader:
@@ -61,7 +61,6 @@ class GzipReader:
         return data
 
     def close(self) -> None:
-        """Close the file."""
         self._raw.close()
 
     def _decompress(self, size: int) -> bytes:

@@ -220,7 +220,8 @@ def _softmax(text: str, head: Head) -> KernelName:
 
 
 _CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", "combine_splits"})
-# A Triton kernel's name has no parameter list. A CUDA kernel of the same name has one.
+# Matches the Triton kernels. The pattern excludes CUDA kernels that have the same name, because the name
+# of a CUDA kernel contains a parameter list.
 _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
 _TILED_STAGES = TILED_PARAMETERS.index("STAGES")
 _TILED_PLACES = {TILED_PARAMETERS.index(name): word for name, word in TILED_FLAGS.items()}

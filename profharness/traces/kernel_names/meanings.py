@@ -175,7 +175,7 @@ TILED = {
 TILED_PARAMETERS = tuple(TILED)
 TILED_FLAGS = {name: name.lower() for name in ("ONE", "GRID", "SPLIT")}
 
-FLAGS = "*"  # placeholder for the kernel's flags in a layout
+FLAGS = "*"  # stands for the flags of the kernel in a layout
 _PARAMETERS = {
     FLAGS: "",
     "kHeadDim": "compiled for head dimensions up to {}",

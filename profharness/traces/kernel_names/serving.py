@@ -32,7 +32,7 @@ _ROWS = (
     (
         "fmha_combine",
         "reduc merge_ _stage2 combine attention_sum",
-        # Triton: vLLM triton_unified_attention.py, SGLang and vLLM decode_attention.py
+        # Triton kernels in vLLM triton_unified_attention.py, SGLang and vLLM decode_attention.py
         r"^reduce_segments$|^_fwd_kernel_stage2|merge_attn_states"
         # vLLM csrc/attention/attention_kernels.cuh and csrc/rocm/attention.cu
         r"|paged_attention_(?:v2|ll4mi|decode_\w+?)_reduce|paged_attn_decode_\w*reduce"
@@ -47,7 +47,8 @@ _ROWS = (
     (
         "fmha",
         "attention attn fmha mla_ pa_ _stage1 _with_ kernel_mha qk_int sage_fwd",
-        # Triton: vLLM triton_unified_attention.py, chunked_prefill_paged_decode.py, and SGLang
+        # Triton kernels in vLLM triton_unified_attention.py and chunked_prefill_paged_decode.py, and
+        # in SGLang
         r"^_?kernel_(?:unified|paged)_attention_\w*\dd|^_fwd_(?:grouped_)?kernel_stage1"
         # vLLM csrc/attention/paged_attention_v1.cu and csrc/rocm/attention.cu; aiter
         r"|(?:^|::)paged_attention_(?:v[12]_kernel|ll4mi_qkv)|^_?paged_attn_decode_v"
@@ -55,9 +56,9 @@ _ROWS = (
         r"|flashinfer::[\w:]*(?:(?:prefill|decode|pod)_with_\w*kv|mla_paged?_attention)"
         # TensorRT-LLM fmha_v2 and masked multi-head attention; XQA of FlashInfer 0.6.18 csrc/xqa
         r"|^fmha_v2_flash_attention|(?:^|::)masked_multihead_attention_kernel|^kernel_mha$"
-        # SageAttention 2.2 csrc/qattn; aiter's in Triton
+        # SageAttention 2.2 csrc/qattn, and the same attention in aiter, which is written in Triton
         r"|(?:^|::)qk_int\d*_sv_f\d|^_?sage_fwd"
-        # FlashMLA 9241ae3 csrc/sm90 and sm100; CUTLASS examples/77 (vLLM's and SGLang's MLA)
+        # FlashMLA 9241ae3 csrc/sm90 and sm100; CUTLASS examples/77 (the MLA of vLLM and SGLang)
         rf"|flash_fwd_(?:splitkv_)?mla_|(?:^|::)sparse_attn_fwd|{_WORD}sm\d+_fmha_"
         # aiter 0.1.20 hsa/*/{fmha_v3_fwd,mla,pa}; Composable Kernel Fmha…Kernel
         r"|^aiter::(?:fmha_fwd_|mla_(?:dec|pfl|prefill|a\d+w\d+|stage1)|pa_(?:[bf]+p?16|a\d|decode))"
@@ -80,7 +81,7 @@ _ROWS = (
         rf"{_WORD}(?:f?moe|experts?|routing|router|topk_gating){_END}"
         rf"|{_WORD}(?:grouped_topk|expand_input_rows|(?:pre|post)_reorder|sum_bitmatrix_rows)",
     ),
-    # vLLM csrc/pos_encoding_kernels.cu, FlashInfer pos_enc.cuh; kn_entry is aiter's
+    # vLLM csrc/pos_encoding_kernels.cu, FlashInfer pos_enc.cuh; kn_entry belongs to aiter
     ("rope", "rope rotary kn_entry", rf"{_WORD}(?:m?rope|rotary){_END}|{_WORD}kn_entry_[12]c_"),
     # vLLM csrc/layernorm_kernels.cu, FlashInfer norm.cuh, aiter, Composable Kernel, MIOpen
     (
@@ -101,10 +102,10 @@ _ROWS = (
         # vLLM csrc/cache_kernels.cu, SGLang kvcache.cuh, FlashInfer page.cuh
         r"(?:reshape|concat|cat)_and_cache|store_(?:mla_)?kv_?cache|set_(?:mla_)?kv_buffer"
         r"|append_paged_kv|(?:^|::)(?:copy_blocks|swap_blocks|gather_cache|concat_mla)"
-        # MIOpen's layouts; SageAttention's V
+        # changes of the layout in MIOpen, and of the layout of V in SageAttention
         r"|^batched_transpose_\d|^transpose_pad_permute_kernel",
     ),
-    # vLLM csrc/activation_kernels.cu and its copies; SageAttention's means
+    # vLLM csrc/activation_kernels.cu and its copies in other libraries; means in SageAttention
     (
         "elementwise",
         "and_mul activation_kernel sub_mean",
@@ -217,7 +218,7 @@ _TYPES = re.compile(
     "|".join(
         rf"(?<![\w:]){re.escape(name)}\b"
         for name in sorted(OF_CPP_TYPE, key=len, reverse=True)
-        if name not in ("float", "double")  # the type of an accumulator or a scale
+        if name not in ("float", "double")  # these are the types of accumulators and scales
     )
 )
 _MANGLED_TYPES = re.compile(

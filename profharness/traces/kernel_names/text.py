@@ -75,7 +75,7 @@ class KernelName:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of a normalized kernel name."""
+    """The beginning of a kernel name, up to its template arguments or parameters."""
 
     path: str
     """The qualified name of the function, without template arguments."""
@@ -87,7 +87,8 @@ class Head:
     """The kernel name before it was normalized."""
 
 
-# Wrappers whose first argument is the kernel: `cutlass::device_kernel<…>`, `ck_tile::kentry<2, …>`.
+# Matches functions whose template arguments contain the actual kernel, such as
+# `cutlass::device_kernel<…>` and `ck_tile::kentry<2, …>`.
 WRAPPER = re.compile(r"(?:^|::)(?:device_kernel|Kernel2?|kentry)$")
 _CAST = re.compile(r"\((?:unsigned |signed )?(?:int|long long|long|short|char|size_t)\)(?=-?\d)")
 _BOOL = re.compile(r"\(bool\)([01])")
