@@ -38,8 +38,9 @@ __all__ = [*_FUNCTIONS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of the Python interface, imported at first use: importing the package loads
-    neither torch nor pandas.
+    """Import a function of the Python interface on first use.
+
+    Therefore importing the package loads neither torch nor pandas.
     """
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m profharness` is the `profharness` command."""
+"""Run the `profharness` command with `python -m profharness`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Import and run the command line. An interrupt during the import has no traceback."""
+    """Import and run the command line. An interrupt during the import prints no traceback."""
     try:
         from profharness.cli import main as run
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The `profharness` command line: imports commands lazily, and turns errors into exit codes."""
+"""The `profharness` command line, which imports commands lazily and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -72,18 +72,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Braces without quotes, expanded by a shell: several arguments that look like configs.
+# Error message of Click if a shell has expanded the braces of an unquoted config into several configs.
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-LATE_S = 0.01  # until a lost interrupt is raised again: outside of the callback
+LATE_S = 0.01  # time until a lost interrupt is raised again, after the callback has ended
 
 
 class TerminatedError(KeyboardInterrupt):
-    """The process received SIGTERM or SIGHUP, and ends as after Ctrl-C. `args` has the signal."""
+    """The process received SIGTERM or SIGHUP, and ends in the same way as after Ctrl-C.
+
+    `args` contains the number of the signal.
+    """
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code that a shell reports, 143 or 129."""
+        """The exit code that a shell reports: 143 for SIGTERM or 129 for SIGHUP."""
         return 128 + int(self.args[0])
 
 
@@ -140,7 +143,10 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command line, print any error, and return the exit code. Raise OSError if the machine fails."""
+    """Run the command line, print any error, and return the exit code.
+
+    Raise OSError if the system reports an error, such as a full disk.
+    """
     try:
         # Click would print errors in its own format, and exit with 1 on an interrupt
         code = cli.main(standalone_mode=False)
@@ -166,7 +172,7 @@ def _run() -> int:
 
 
 def _say(text: str) -> None:
-    """Print a line to stderr. If stderr cannot be written to, ignore it."""
+    """Print a line to stderr. Ignore the error if stderr cannot be written to."""
     try:
         click.echo(printable(text), err=True)
     except OSError:
@@ -174,18 +180,18 @@ def _say(text: str) -> None:
 
 
 def _open_streams() -> None:
-    """Give closed standard streams a descriptor, so that no file opened later gets theirs.
+    """Open the standard streams that are closed, so that no other file gets their descriptors.
 
-    Writing to a closed stdout fails. Output to a closed stderr is lost.
+    Writing to a closed stdout still raises an error. Output to a closed stderr is discarded.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, mode)  # gets the lowest free number, which is this one
+            os.open(os.devnull, mode)  # open() returns the lowest free number, which is this number
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    kinds = io.BufferedWriter | io.FileIO  # the second under PYTHONUNBUFFERED
+    kinds = io.BufferedWriter | io.FileIO  # it is a FileIO if PYTHONUNBUFFERED is set
     if isinstance(getattr(sys.stderr, "buffer", None), kinds):
         screen = sys.stderr
         file = io.BufferedWriter(io.FileIO(screen.fileno(), "w", closefd=False))
@@ -207,7 +213,7 @@ def _open_streams() -> None:
 
 
 class _Stdout(io.FileIO):
-    """stdout, with its name in errors."""
+    """The file below stdout. Its errors contain the name `stdout`."""
 
     def write(self, data: Any) -> int:
         try:
@@ -218,9 +224,9 @@ class _Stdout(io.FileIO):
 
 
 class _Printable(io.TextIOWrapper):
-    """A stream that escapes control characters, also those in warnings and logs of libraries.
+    """A text stream that escapes control characters, for example in warnings and logs of libraries.
 
-    `screen` is the stream for output that moves the cursor on purpose.
+    `screen` is the original stream, for output that moves the cursor on purpose.
     """
 
     screen: TextIO
@@ -231,12 +237,18 @@ class _Printable(io.TextIOWrapper):
 
 
 def _silence(stream: TextIO) -> None:
-    """Discard buffered output, which would raise again when the interpreter closes the stream."""
+    """Discard the buffered output of a stream that cannot be written to.
+
+    Otherwise the interpreter would raise the same error again when it closes the stream.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _failed(error: OSError) -> int:
-    """Print what failed: stdout, the working folder, a file or TMPDIR. Return the exit code."""
+    """Print an error of the system, and return the exit code.
+
+    The message names the place that failed: stdout, the working folder, a file or TMPDIR.
+    """
     why = error.strerror or str(error)
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
     text = f"{place}: {why}" if place else why
@@ -259,9 +271,9 @@ def _folder_is_there() -> bool:
 
 
 def _interrupted(stop: BaseException) -> int:
-    """Return the exit code of an interrupt. If there is a run folder, print how to resume it.
+    """Return the exit code of an interrupt. If a run was interrupted, print how to resume it.
 
-    Click stores the original exception as the cause of its own.
+    Click stores the original exception as the cause of its own exception.
     """
     code = EXIT_INTERRUPTED
     cause: BaseException | None = stop
@@ -275,9 +287,9 @@ def _interrupted(stop: BaseException) -> int:
 
 
 def _going_on(folder: Path) -> str:
-    """Return what is kept of the run in a folder, and the command that finishes it.
+    """Return a text that says what is kept of an interrupted run, and which command finishes the run.
 
-    The command uses the store of the interrupted command, and shows the result as that would have.
+    That command uses the store of the interrupted command, and shows the result in the same way.
     """
     # loaded only after an interrupt
     from profharness.files import shell_command
@@ -306,10 +318,11 @@ def _going_on(folder: Path) -> str:
 
 
 def _end_in_order() -> None:
-    """Raise an exception on an ending signal, so that child processes are ended first.
+    """Raise an exception on SIGTERM and SIGHUP, so that this process first ends its child processes.
 
-    A signal that is ignored (nohup) stays ignored. Python drops exceptions in callbacks of weak
-    references, such as those of its import locks. A lost interrupt is raised again a moment later.
+    A signal that is ignored, for example because of nohup, is still ignored. Python drops exceptions
+    in callbacks of weak references, such as the callbacks of its import locks. An interrupt that was
+    lost in this way is raised again a moment later.
     """
     report = sys.unraisablehook
 

@@ -1,4 +1,4 @@
-"""Columns: how the fields of a result row are titled, formatted and explained.
+"""Columns, which declare how the fields of a result row are titled, formatted and explained.
 
 A row's dataclass declares each field once, as `Annotated[int | None, column("µs", "us", meaning="…")]`.
 Tables, CSV, JSON, pages, the glossary and docs/reference.md are derived from these declarations.
@@ -36,19 +36,19 @@ class Column:
     key: str
     """Name of the attribute or dict key that contains the value."""
     title: str
-    """Heading for people. Empty for a field that only JSON and CSV contain."""
+    """Heading of the column in tables. It is empty for a field that only JSON and CSV contain."""
     format: str = "text"
     """A key of `profharness.render.document.FORMATS`."""
     right: bool = False
-    """Align to the right. Numeric formats always are."""
+    """Whether to align the column to the right. Columns of numeric formats always are."""
     shrink: bool = False
-    """A narrow terminal may cut the values."""
+    """Whether the values may be cut in a narrow terminal."""
     repeat: bool = True
-    """False omits a value that equals the one above it."""
+    """Whether to print a value that is equal to the value above it."""
     meaning: str = ""
-    """One phrase for the glossary and the reference page."""
+    """Short description for the glossary and the reference page."""
     json_key: str = ""
-    """The key in JSON and CSV, if it differs from `key`."""
+    """Key in JSON and CSV if it differs from `key`."""
 
     def __post_init__(self) -> None:
         if self.format in NUMERIC:
@@ -87,6 +87,6 @@ def columns_of(row_type: Any) -> Mapping[str, Column]:
 
 
 def pick(row_type: Any, *names: str) -> tuple[Column, ...]:
-    """Return declared columns of a row type, in the order of the names."""
+    """Return the declared columns of a row type that have the given names, in this order."""
     declared = columns_of(row_type)
     return tuple(declared[name] for name in names)

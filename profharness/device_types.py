@@ -1,4 +1,7 @@
-"""The types of devices that PyTorch computes on. Another vendor's GPUs are one more row."""
+"""The types of devices on which PyTorch computes.
+
+To support the GPUs of another vendor, add a row to DEVICE_TYPES.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,18 @@ class DeviceType(NamedTuple):
     name: str
     is_gpu: bool
     default_dtype: str
-    """Dtype of a config that has none."""
+    """Dtype of a config that does not name a dtype."""
     flops_per_s: float
-    """Typical FLOP/s of a call, to estimate how long a cell takes."""
+    """Typical FLOP/s of a call. They are used to estimate how long a cell takes."""
     bytes_per_s: float
-    """Typical bandwidth, to estimate how long a cell takes."""
+    """Typical bandwidth. It is used to estimate how long a cell takes."""
     copy_bytes: int
-    """Size of the copy that measures the bandwidth: much more than any last-level cache."""
+    """Size of the copy that measures the bandwidth. It is much larger than any last-level cache."""
     product_rows: tuple[int, ...]
-    """Rows of the square products that measure the matrix rates. The best rate counts."""
+    """Numbers of rows of the square matrices whose products measure the matrix rates.
+
+    The highest rate is used.
+    """
 
 
 DEVICE_TYPES = {
@@ -36,17 +42,20 @@ DEVICE_TYPES = {
 
 
 def is_gpu(device_type: object) -> bool:
-    """Return whether a type of torch.device is a GPU's. Unknown types are not."""
+    """Return whether a type of torch.device is a GPU. Return False for an unknown type."""
     row = DEVICE_TYPES.get(str(device_type))
     return row is not None and row.is_gpu
 
 
 def on_gpu(environment: Mapping[str, Any]) -> bool:
-    """Return whether a recorded environment is that of a GPU."""
+    """Return whether an environment was recorded on a GPU."""
     return is_gpu(environment.get("device_type"))
 
 
 def device_name(environment: Mapping[str, Any]) -> str | None:
-    """Return the name of a recorded environment's GPU, else of its CPU, or None if unknown."""
+    """Return the name of the GPU in a recorded environment, or the name of its CPU.
+
+    Return None if the name is unknown.
+    """
     name = environment.get("gpu") or (None if on_gpu(environment) else environment.get("cpu"))
     return str(name) if name else None

@@ -10,13 +10,13 @@ class Dtype(NamedTuple):
 
     name: str
     bytes: int
-    """Size of an element."""
+    """Size of an element, in bytes."""
     torch: str
-    """Attribute of the module torch."""
+    """Name of the dtype in the module torch."""
     message: str
-    """Name in PyTorch's messages, which is that of c10::ScalarType or of a C++ type."""
+    """Name in PyTorch's messages, which is the name of a c10::ScalarType or of a C++ type."""
     types: tuple[str, ...]
-    """C++ types in kernel names and traces."""
+    """Names of its C++ types in kernel names and traces."""
     aliases: tuple[str, ...] = ()
     """Other names that users may try in a config."""
 
@@ -65,8 +65,8 @@ DTYPES = {
     )
 }
 CONFIG_DTYPES = ("fp16", "bf16", "fp32")
-"""Those of configs."""
+"""Dtypes that a config can have."""
 HALF = ("fp16", "bf16")
-"""Those with 16 bits."""
+"""Dtypes with 16 bits."""
 OF_CPP_TYPE = {cpp_type: row.name for row in DTYPES.values() for cpp_type in row.types}
 OF_TORCH = {row.torch: row.name for row in DTYPES.values()}

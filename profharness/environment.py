@@ -1,5 +1,7 @@
-"""The environment of a measurement without torch: the NVIDIA driver and GPUs from NVML, installed
-extras, and the recorded variables.
+"""Describe the environment of a measurement without importing torch.
+
+The description consists of the NVIDIA driver, the GPUs that NVML lists, the installed extras, and
+some environment variables.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from typing import Any
 
-CHANGED = ", changed"  # follows the commit of a work tree whose file differs from it
+CHANGED = ", changed"  # is appended to a commit if the file in the work tree differs from it
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Optional packages of pyproject.toml."""
+    """An extra of pyproject.toml, which is a group of optional packages."""
 
     modules: dict[str, str]
-    """Name to import -> name to install."""
+    """Name of the module to import -> name of the package to install."""
     purpose: str
 
 
@@ -43,19 +45,22 @@ EXTRAS = {
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Return the packages of an extra that are not installed, without importing them."""
+    """Return the packages of an extra that are not installed. Do not import any package."""
     return [package for name, package in EXTRAS[extra].modules.items() if not _is_installed(name)]
 
 
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):  # the parent package is missing or hidden
+    except (ImportError, ValueError):  # the parent package is missing or cannot be imported
         return False
 
 
 def installed_versions(extra: str) -> str:
-    """Return the installed versions of an extra, such as `altair 6.3.0, vl-convert-python 1.9.0`."""
+    """Return the packages of an extra with their versions.
+
+    For example, return `altair 6.3.0, vl-convert-python 1.9.0`.
+    """
     from importlib import metadata  # slow, as it imports the email package
 
     versions = []
@@ -67,7 +72,7 @@ def installed_versions(extra: str) -> str:
 
 @contextlib.contextmanager
 def _opened_nvml() -> Iterator[Any]:
-    """Yield the initialized pynvml module, or None without the package or a driver."""
+    """Yield the initialized pynvml module, or None if the package or the driver is missing."""
     try:
         import pynvml
 
@@ -89,7 +94,7 @@ def hashed_key(text: str) -> str:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, or None without one."""
+    """Return the version of the NVIDIA driver, or None if there is no driver."""
     with _opened_nvml() as nvml:
         return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
 
@@ -106,17 +111,19 @@ class VisibleGpu:
     name: str
     memory_bytes: int
     bus: str
-    """PCI address in sysfs's format."""
+    """PCI address in the format of sysfs."""
 
     @property
     def key(self) -> str:
-        """Hash of the UUID, for records."""
+        """Hash of the UUID, which replaces the UUID in records."""
         return hashed_key(self.uuid)
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES in its order, or all in the order of their PCI
-    addresses. A GPU with MIG instances is replaced by them.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists, in the same order.
+
+    If the variable is not set, return all GPUs in the order of their PCI addresses. A GPU that has
+    MIG instances is replaced with these instances.
     """
     with _opened_nvml() as nvml:
         if nvml is None:
@@ -125,14 +132,14 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
         with contextlib.suppress(nvml.NVMLError):
             gpus = [[] for _ in range(nvml.nvmlDeviceGetCount())]
         for index in range(len(gpus)):
-            # a lost GPU is omitted, and the others keep their indices
+            # a GPU that does not respond is omitted, and the other GPUs keep their indices
             with contextlib.suppress(nvml.NVMLError):
                 gpus[index] = _instances(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
         return _chosen(gpus)
 
 
 def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
-    """Return a GPU, then its MIG instances."""
+    """Return a list of a GPU and its MIG instances. The GPU is the first element."""
     parts = [handle]
     with contextlib.suppress(Exception):  # this GPU or driver has no MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:
@@ -141,7 +148,7 @@ def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
                     parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
     bus = ""
     with contextlib.suppress(Exception):
-        # sysfs writes four digits of the PCI domain, NVML eight
+        # the PCI domain has four digits in sysfs and eight digits in NVML
         bus = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
     return [
         VisibleGpu(
@@ -155,10 +162,11 @@ def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
 
 
 def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by index or by UUID prefix. As in CUDA, the
-    first entry that matches nothing ends the list.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by their index or by a prefix of their UUID.
+
+    As in CUDA, ignore the first entry that does not match exactly one GPU and all entries after it.
     """
-    # a partitioned GPU computes only through its instances
+    # a GPU that is divided into MIG instances can be used only through these
     whole = [gpu[1:] or gpu for gpu in gpus]
     names = os.environ.get(VISIBLE)
     if names is None:
@@ -177,8 +185,10 @@ def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
 
 
 def gpu_handle(nvml: Any, uuid: str) -> Any:
-    """Return NVML's handle of the GPU with this UUID, or of the GPU that contains this MIG
-    instance. Raise NVMLError.
+    """Return NVML's handle of the GPU with the given UUID.
+
+    If the UUID is that of a MIG instance, return the handle of the GPU that contains the instance.
+    Raise NVMLError if the GPU is not found.
     """
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
     if uuid.startswith(MIG):
@@ -192,7 +202,7 @@ def gpu_present() -> bool:
 
 
 def gpu_name() -> str | None:
-    """Return the CUDA name of this process's first GPU, or None."""
+    """Return the name of the first GPU that this process can use, or None if there is no GPU."""
     return next((gpu.name for gpu in visible_gpus()), None)
 
 
@@ -200,8 +210,8 @@ def _text(answer: str | bytes) -> str:
     return answer.decode() if isinstance(answer, bytes) else answer
 
 
-# The recorded variables, which change dispatch or speed. CUDA_VISIBLE_DEVICES is not among them:
-# `gpu_key` identifies the GPU.
+# Environment variables that are recorded because they change dispatch or speed. CUDA_VISIBLE_DEVICES
+# is not recorded, because `gpu_key` identifies the GPU.
 RELEVANT_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -33,23 +33,26 @@ def printable_path(path: str | Path) -> str:
 
 
 def join_few(names: Collection[str], most: int) -> str:
-    """Join the first `most` names, and append how many more there are."""
+    """Join the first `most` names, and append the number of remaining names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(list(names)[:most]) + more
 
 
 class ProfharnessError(Exception):
-    """Base of all errors with a remedy. The command line prints it and exits with `exit_code`."""
+    """Base class of all errors whose message contains a remedy.
+
+    The command line prints the message and exits with `exit_code`.
+    """
 
     exit_code = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickled without calling __init__, whose parameters differ from `args` in subclasses
+        # recreate the exception without __init__, whose parameters differ from `args` in subclasses
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class UsageError(ProfharnessError):
-    """The user's input is invalid: a bad config token, an unknown backend."""
+    """The user's input is invalid, for example a config or the name of a backend."""
 
     exit_code = 2
 
@@ -65,11 +68,11 @@ class CaptureError(ProfharnessError):
 
 
 class UnwritableError(CaptureError):
-    """A run folder cannot be written. The cells in it can be resumed."""
+    """A run folder cannot be written to. The run can be resumed later."""
 
 
 class StoreError(ProfharnessError):
-    """The store is missing, is not one of profharness, or is newer than this version."""
+    """The store is missing, is no store of profharness, or was made by a newer version."""
 
 
 class NotFoundError(StoreError):
@@ -91,8 +94,10 @@ def install_command(extra: str) -> str:
 
 
 class TraceFormatError(ProfharnessError):
-    """A file is not a valid trace. `offset` is the byte in the uncompressed content where reading
-    failed, or None for the whole file. `expected` is what that position should have contained.
+    """A file is not a valid trace.
+
+    `offset` is the position in the uncompressed content at which reading failed, in bytes. It is
+    None if the error concerns the whole file. `expected` describes the expected content.
     """
 
     def __init__(
@@ -112,7 +117,10 @@ class TraceFormatError(ProfharnessError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user interrupted a run. `folder` contains the results so far; `capture --resume` continues it."""
+    """The user interrupted a run.
+
+    `folder` contains the results so far. The command `capture --resume` continues the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))

@@ -15,8 +15,10 @@ def log_wanted() -> bool:
 
 
 def start_log() -> None:
-    """Log messages of profharness's loggers at the requested level to stderr, which is worker.log
-    in a worker. torch's loggers are unchanged. Raise ValueError for an unknown level.
+    """Make profharness's loggers write messages of the requested level to stderr.
+
+    In a worker, stderr is the file worker.log. The loggers of torch are not changed. Raise ValueError
+    if the level is unknown.
     """
     level = os.environ.get(LOG_VARIABLE, "")
     if not level:
