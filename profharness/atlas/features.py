@@ -1,7 +1,7 @@
-"""The features of configs from which the model selects kernels and computes times.
+"""Compute the features of configs from which the model selects kernels and estimates times.
 
-All functions take and return arrays with one value per config. Tiles and splits come from the public
-code of FlashAttention and PyTorch, the rest from the atlas.
+All functions take and return arrays with one value per config. The rules for tiles and splits come from
+the public code of FlashAttention and PyTorch. The other rules were derived from the atlas.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from profharness.dtypes import CONFIG_DTYPES
 
 Columns = dict[str, Values]
 SMS = 132
-KINDS = ("none", "bool", "float")  # of masks that were sampled
+KINDS = ("none", "bool", "float")  # kinds of masks that the atlas contains
 MASK_LETTERS = "bhqk"
 DEFAULT_MASK = "11qk"
-# m, n and k of math's batched products, as cuBLAS receives them (column-major).
+# The sizes m, n and k of the batched products of the math backend, as cuBLAS receives them
+# (column-major).
 PRODUCTS: Mapping[int, tuple[str, str, str]] = {
     0: ("SK", "SQ", "D"),  # scores
     1: ("D", "SQ", "SK"),  # output
@@ -28,10 +29,10 @@ PRODUCTS: Mapping[int, tuple[str, str, str]] = {
     4: ("SK", "D", "SQ"),  # dK, transposed
     5: ("D", "SQ", "SK"),  # dQ
 }
-# Tiles of cuBLAS's fp32 kernels, and blocks per SM for which waves are counted.
+# Tile sizes of cuBLAS's fp32 kernels.
 TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 32), (32, 128), (64, 128), (128, 64), (128, 128),
          (64, 256), (256, 64), (128, 256), (256, 128))  # fmt: skip
-RESIDENT = (1, 2, 3, 4, 6, 8)
+RESIDENT = (1, 2, 3, 4, 6, 8)  # numbers of blocks per SM for which waves are counted
 
 
 def ceil(value: Values, step: Values | float) -> Values:
@@ -40,7 +41,7 @@ def ceil(value: Values, step: Values | float) -> Values:
 
 
 def sizes(configs: Sequence[Config]) -> Columns:
-    """Return the sizes of configs, which must be in the range that an atlas samples."""
+    """Return the sizes of configs as columns. The configs must be like those that an atlas samples."""
     rows = [
         (
             each.batch,
@@ -63,7 +64,7 @@ def sizes(configs: Sequence[Config]) -> Columns:
 
 
 def with_shapes(c: Columns) -> Columns:
-    """Return the sizes together with all features that are derived from them."""
+    """Return the sizes and all features that are derived from them."""
     c = dict(c)
     c["BH"], c["BKV"], c["G"] = c["B"] * c["H"], c["B"] * c["KV"], c["H"] / c["KV"]
     c["F32"] = (c["DT"] == 2) * 1.0
@@ -86,17 +87,23 @@ def with_shapes(c: Columns) -> Columns:
         c[f"BLOCKS{step}"] = c["BH"] * ceil(c["SQ"], step)
         c[f"KBLOCKS{step}"] = c["BH"] * ceil(c["SK"], step)
     c["SQ*SK8"] = c["SQ"] * c["SK8"]
-    c["PADDED"] = np.where(c["MASK"] == 2, c["M8"], 1.0)  # elements that a fill writes
-    for name in ("S", "K", "KX"):  # elementwise kernels take at most 2 GiB at once
+    c["PADDED"] = np.where(
+        c["MASK"] == 2, c["M8"], 1.0
+    )  # number of elements that a fill kernel writes
+    for name in (
+        "S",
+        "K",
+        "KX",
+    ):  # PyTorch splits elementwise kernels so that each of them processes at most 2 GiB
         pieces = np.exp2(np.ceil(np.log2(np.maximum(1, c[name] * 4 / 2**31))))
         c[f"{name}P"], c[f"{name}PIECES"] = c[name] / pieces, pieces
     return cudnn_shapes(efficient_shapes(flash_shapes(c)))
 
 
 def efficient_shapes(c: Columns) -> Columns:
-    """Add the splits of the keys in efficient's backward, and the floats that it clears.
+    """Add the number of key splits in the backward of `efficient`, and the number of floats that it clears.
 
-    These are a buffer and a lock per tile of dQ, and the sums over splits.
+    It clears a buffer and a lock for each tile of dQ, and the sums over splits.
     """
     narrow, middle = c["D"] <= 64, (c["D"] > 64) & (c["D"] <= 128) & (c["F32"] == 0)
     wide = (c["D"] > 128) & (c["F32"] == 0)
@@ -112,10 +119,11 @@ def efficient_shapes(c: Columns) -> Columns:
 
 
 def cudnn_shapes(c: Columns) -> Columns:
-    """Add the blocks of the small kernels around cuDNN's backward, and the splits of its decode.
+    """Add the grid sizes of the small kernels around cuDNN's backward, and the key splits of its decode.
 
-    The decode splits many keys of few blocks into a power of two: as many parts as keep the blocks
-    under two per SM, with at least 128 keys each. This rule was observed.
+    If there are many keys but few blocks, the decode kernel splits the keys. The number of splits is the
+    largest power of two up to 64 for which there are fewer than two blocks per SM and at least 128 keys per
+    split. This rule was derived from measurements.
     """
     blocks = c["BKV"] * ceil(c["G"], 16)
     fitting = 2 ** np.floor(np.log2(np.maximum(1, (2 * SMS - 1) / blocks)))
@@ -138,10 +146,11 @@ def _product(c: Columns) -> Values:
 
 
 def flash_shapes(c: Columns) -> Columns:
-    """Add FlashAttention's own sizes.
+    """Add the sizes that FlashAttention computes with.
 
-    One query of grouped heads counts as a group of queries. Keys are split if the blocks leave SMs
-    idle (num_splits_heuristic of its public code).
+    If there is one query and several query heads share a key head, FlashAttention treats these heads
+    as queries. It splits the keys if there are too few blocks for all SMs (num_splits_heuristic in its
+    public code).
     """
     swapped = (c["SQ"] == 1) & (c["H"] > c["KV"])
     c["SWAP"] = swapped * 1.0
@@ -162,7 +171,7 @@ def flash_shapes(c: Columns) -> Columns:
 
 
 def split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 128) -> Values:
-    """Return the fewest splits of the keys that reach 85 % of the best use of the SMs."""
+    """Return the smallest number of key splits that reaches 85 % of the best utilization of the SMs."""
     limit = np.minimum(np.minimum(float(sms), tiles), most)
     best, result = np.zeros(len(blocks), np.float32), np.ones_like(blocks)
     uses = []
@@ -183,12 +192,15 @@ def split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 1
 
 
 def at(c: Columns, rows: Integers) -> Columns:
-    """Return the columns of some configs."""
+    """Return the columns of the configs in `rows`."""
     return {name: column[rows] for name, column in c.items()}
 
 
 def product_sizes(c: Columns, product: Integers | int) -> Columns:
-    """Return the sizes of batched products. `product` is one number, or one per config."""
+    """Return the sizes of batched products.
+
+    `product` is a key of PRODUCTS, or an array of keys, one per config.
+    """
     if isinstance(product, int):
         m, n, k = (c[name] for name in PRODUCTS[product])
     else:
@@ -203,9 +215,10 @@ def product_sizes(c: Columns, product: Integers | int) -> Columns:
 
 
 def tiled(p: Columns) -> Columns:
-    """Return the number of each tile in a product (`T32x64`) and its layout by CUTLASS (`X…`, `Y…`).
+    """Return the number of tiles of each size in a product, and the grid that CUTLASS launches for them.
 
-    CUTLASS groups up to eight tiles along m.
+    Column `T32x64` has the number of tiles of 32x64, and columns `X32x64` and `Y32x64` have the x and y
+    sizes of the grid. CUTLASS groups up to eight tiles along m.
     """
     columns = {}
     for rows, width in TILES:
@@ -218,10 +231,10 @@ def tiled(p: Columns) -> Columns:
 
 
 def product_features(p: Columns) -> Values:
-    """Return features for cuBLAS's heuristic, as columns.
+    """Return the features from which the kernel that cuBLAS selects is predicted, as columns.
 
-    They are the logarithms of the sizes and their alignment, and for each tile the wasted work, how
-    full its waves are, and what a wave reads.
+    The features are the logarithms of the sizes, the alignment of the sizes, and for each tile size the
+    wasted work, how full the waves are, and the amount of data that a wave reads.
     """
     b, sizes = p["batch"], [p[name] for name in ("m", "n", "k")]
     m, n, k = sizes

@@ -1,7 +1,8 @@
 """Predict the kernels that a backend launches for a config, and their grids.
 
-A call is a template of slots. A slot has a role: a tree selects the kernels that fill it, another
-tree the launch configuration of each kernel, and a formula computes each size of the grid.
+A template lists the slots of a call, in the order of its launches. For each slot, a tree or network
+selects the kernels that are launched, another tree selects the block, registers and shared memory of
+each kernel, and formulas compute the sizes of the grid.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from profharness.atlas.data import NOTHING
 from profharness.atlas.features import Columns, product_features, product_sizes, tiled
 from profharness.atlas.trees import Integers, Net, Tree, Values
 
-# Kernels whose shared memory has a row of scores and a number for each warp of the block.
+# Kernels whose shared memory contains a row of scores and one number for each warp of the block.
 COMPUTED = re.compile(r"cunn_SoftMax(Forward|Backward)Smem")
 PRODUCT = "product"  # the family of the kernels of batched products
-MAX_SLOTS = 16  # slots of one family between two anchors
-MAX_PARTS = 4  # kernels that fill one slot
-# A family of kernels, and the slot: anchors before it * MAX_SLOTS + slots of the family since then.
+MAX_SLOTS = 16  # maximum number of slots of one family between two anchors
+MAX_PARTS = 4  # maximum number of kernels in one slot
+# A slot is identified by a family of kernels and a number. The number is the number of anchors before the
+# slot times MAX_SLOTS, plus the number of slots of the family since the last anchor.
 Key = tuple[str, int]
-# dP is a product like the scores, and dQ one like the output. dK has the layout of dV and other sizes.
+# The product dP has the same sizes as the scores, and dQ has the same sizes as the output. The rules for
+# dV also apply to dK, which has the same memory layout but other sizes.
 SAME_PRODUCT = {3: 0, 5: 1}
 SAME_LAYOUT = {4: 2}
 
 
 class Subset(Columns):
-    """The columns of some rows, each of them computed on first use."""
+    """The columns of some rows. Each column is selected on first use."""
 
     def __init__(self, whole: Columns, rows: Integers) -> None:
         super().__init__()
@@ -47,12 +50,15 @@ class Subset(Columns):
 
 
 class Formula(NamedTuple):
-    """A size of a grid: min(ceil(quantity / step) * multiplier, limit). The quantity `1` is one."""
+    """The formula min(ceil(quantity / step) * multiplier, limit) for a size of a grid.
+
+    Quantity and multiplier are products of column names, such as `BH*D`. The name `1` is the number 1.
+    """
 
     quantity: str
     step: float
     multiplier: str
-    limit: int = 0  # 0: none
+    limit: int = 0  # 0 means no limit
 
     def values(self, c: Columns) -> Values:
         """Return the sizes for some configs."""
@@ -62,7 +68,7 @@ class Formula(NamedTuple):
 
 
 def quantity(c: Columns, name: str) -> Values:
-    """Return a product of columns by its name, such as `BH*D`."""
+    """Return the product of columns that a name such as `BH*D` describes."""
     if name in c:
         return c[name]
     value = np.ones_like(c["B"])
@@ -73,7 +79,7 @@ def quantity(c: Columns, name: str) -> Values:
 
 
 class Choice(msgspec.Struct, frozen=True, tag=True):
-    """A size of a grid that a tree selects among known sizes."""
+    """A list of possible sizes of a grid, and a tree that selects one of them."""
 
     sizes: tuple[int, ...]
     tree: Tree
@@ -90,28 +96,34 @@ Size = Formula | Choice
 class Calls:
     """The launches of many calls, as columns."""
 
-    place: Integers  # the row of the config
+    place: Integers  # index of the config
     order: Integers
     kind: Integers
     grid: Integers  # launches x 3
-    product: Integers  # of batched products which one, else NOTHING
+    product: Integers  # for a batched product, its key in PRODUCTS; NOTHING for other launches
 
     @cached_property
     def blocks(self) -> Values:
-        """Return the number of blocks of each launch, 1 for a memset."""
+        """Return the number of blocks of each launch. It is 1 for a memset."""
         blocks: Values = np.maximum(np.prod(self.grid, axis=1), 1).astype(np.float64)
         return blocks
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """The kernels of one backend."""
+    """The rules that predict the kernels of one backend."""
 
     templates: tuple[tuple[Key, ...], ...]  # the slots of a call
     template: Tree
-    parts: dict[Key, tuple[tuple[str, ...], ...]] = {}  # by class: the kernels that fill a slot
+    parts: dict[
+        Key, tuple[tuple[str, ...], ...]
+    ] = {}  # the kernels of a slot, for each class of its role
     roles: dict[Key, Tree | Net] = {}
-    kinds: dict[tuple[Key, str], tuple[tuple[int, ...], Tree]] = {}  # launch kinds of a kernel
-    formulas: dict[tuple[int, Key], tuple[Size, Size, Size]] = {}  # by kind: x, y and z
+    kinds: dict[
+        tuple[Key, str], tuple[tuple[int, ...], Tree]
+    ] = {}  # launch kinds of a kernel, and the tree that selects one
+    formulas: dict[
+        tuple[int, Key], tuple[Size, Size, Size]
+    ] = {}  # sizes x, y and z of the grid, by launch kind and slot
 
     def calls(self, c: Columns) -> Calls:
         """Return the launches of each config, in order."""
@@ -158,19 +170,19 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 def pooled(key: Key) -> Key:
-    """Return the slot whose rules apply to a slot."""
+    """Return the slot whose rules are used for a slot. Some products share their rules."""
     product = product_of(key)
     return key if product == NOTHING else (PRODUCT, MAX_SLOTS * SAME_LAYOUT.get(product, product))
 
 
 def product_of(key: Key) -> int:
-    """Return the number of the batched product of math in a slot, or NOTHING."""
+    """Return the key in PRODUCTS of the batched product in a slot, or NOTHING if it has no product."""
     product = key[1] // MAX_SLOTS
     return SAME_PRODUCT.get(product, product) if key[0] == PRODUCT else NOTHING
 
 
 def with_product(c: Columns, product: Integers) -> Columns:
-    """Add the sizes and tiles of a slot's batched products, if it has any."""
+    """Add the sizes and tiles of the batched products in a slot, if it has products."""
     if len(product) and product[0] != NOTHING:
         sizes = product_sizes(c, product)
         c.update(sizes | tiled(sizes))

@@ -1,4 +1,4 @@
-"""Merge atlases, compare the cells that two of them share, and make atlases from a store."""
+"""Merge atlases, compare the cells that are in two atlases, and build atlases from a store."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from profharness.rows import GRAPH, CellRow, LaunchRow, preferred_profiler_rows,
 from profharness.store import ALL_RUNS, Store
 
 OWN_REGIME = "own"  # the regime of cells that come from a store
-MAX_MEDIAN_GAP = 0.1  # the same for the median over all shared cells
-LEAST_FOR_MEDIAN = 10  # shared cells with times
+MAX_MEDIAN_GAP = 0.1  # maximum relative difference of the median over all shared cells
+LEAST_FOR_MEDIAN = 10  # minimum number of shared cells with times for comparing the median
 
 
 def merge(atlases: Sequence[Atlas]) -> Atlas:
-    """Return one atlas of all cells. The first result that ran or was refused wins.
+    """Merge atlases of one machine.
 
-    Raise UsageError for different machines and ProfharnessError for conflicts.
+    If several atlases contain a cell, keep its first result that succeeded or was refused. Raise
+    UsageError if the machines differ, and ProfharnessError if results of shared cells disagree.
     """
     first, *others = atlases
     for other in others:
@@ -50,7 +51,7 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
         for earlier in atlases[:number]:
             if text := conflicts(earlier, later):
                 raise ProfharnessError(f"{earlier.source} and {later.source} are not mixed: {text}")
-    # Two passes: a list of all cells would take far more memory than their columns.
+    # Two passes over the atlases, because a list of all cells would take far more memory than columns.
     cells = (
         cell
         for settled in (True, False)
@@ -61,9 +62,9 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
 
 
 def conflicts(one: Atlas, other: Atlas) -> str:
-    """Describe the cells on which two atlases of a machine disagree. Return "" if there are none.
+    """Describe the cells on which two atlases of a machine disagree. Return "" if they agree.
 
-    The text is such as `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto: …`.
+    The text looks like `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto: …`.
     """
     counts: Counter[str] = Counter()
     examples: list[str] = []
@@ -96,8 +97,9 @@ def conflicts(one: Atlas, other: Atlas) -> str:
 def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | None, int]:
     """Add the new cells of an atlas to the user's own atlas of that machine.
 
-    Return its file and the number of new cells. Without new cells nothing is written and the file
-    is None. Raise UsageError for an invalid machine, and as `merge` does.
+    Return the path of the user's atlas and the number of new cells. If there are no new cells, write
+    nothing and return None as the path. Raise UsageError for an invalid machine, and the errors of
+    `merge`.
     """
     source = atlas.source or "the atlas"
     if fault := machine_fault(atlas.machine.environment):
@@ -130,9 +132,10 @@ def _contains(atlas: Atlas, cell: AtlasCell) -> bool:
 
 
 def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
-    """Return an atlas for each machine whose captures of PyTorch's backends a store has.
+    """Build an atlas for each machine on which the runs of a store captured PyTorch's backends.
 
-    Newer runs come first, so that their cells win. Raise NotFoundError without such cells.
+    If several runs contain a cell, the result of the newest run is used. Raise NotFoundError if the
+    store has no such cells.
     """
     names = [row.run for row in store.runs()] if run == ALL_RUNS else [store.resolve(run)]
     found: dict[Machine, list[AtlasCell]] = {}
@@ -168,7 +171,10 @@ def _run_cells(store: Store, run: str) -> Iterator[AtlasCell]:
 
 
 def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:
-    """Return a cell with the most frequent sequence of launches and the medians of its times."""
+    """Return a cell of an atlas for a captured cell.
+
+    It contains the most frequent sequence of launches, and the median time of each of them.
+    """
     ordered = sorted(launches, key=lambda launch: (launch.iteration or 0, launch.start_ns))
     calls = [list(call) for _, call in groupby(ordered, key=lambda launch: launch.iteration)]
     sequences = Counter(tuple(map(_kind, call)) for call in calls)

@@ -1,4 +1,7 @@
-"""Read and write `.npz` files. A foreign file is checked before memory is allocated for its arrays."""
+"""Read and write `.npz` files.
+
+A file is checked before memory is allocated for its arrays, because it may be foreign.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,17 @@ from profharness.files import atomic_file, read_input
 
 Array = npt.NDArray[Any]
 MAGIC = b"PK\3\4"
-END = struct.Struct("<4s8xII2x")  # the last record of a zip file: signature, size of the directory
-MAX_ENTRY = 200  # bytes of the zip directory for each array
-MAX_RATIO = 64  # unpacked bytes for each byte of the file; deflate can reach 1,032
-ALWAYS_UNPACKED = 1 << 20
-START = struct.Struct("<8sH")  # of an array: magic with the version, and the bytes of the header
-# The header as numpy writes it. numpy parses it as Python, which fails in many ways.
+END = struct.Struct(
+    "<4s8xII2x"
+)  # the last record of a zip file, with the signature and the size of the directory
+MAX_ENTRY = 200  # maximum size of the zip directory for each array, in bytes
+MAX_RATIO = 64  # maximum compression ratio; deflate can reach 1,032
+ALWAYS_UNPACKED = 1 << 20  # unpacked size in bytes up to which the ratio is not limited
+START = struct.Struct(
+    "<8sH"
+)  # the start of an array, with the magic bytes, the version and the header size
+# The header of an array as numpy writes it. numpy would parse it as Python source, which can fail with
+# many kinds of errors.
 HEADER = re.compile(
     rb"\{'descr': '([<|][a-z]\d)', 'fortran_order': False, "
     rb"'shape': \((\d{1,12},|\d{1,12}, ?\d{1,12})\), \} *\n"
@@ -38,16 +46,19 @@ FORGED = (
 
 
 def write_arrays(arrays: Mapping[str, Array], path: Path, *, force: bool = False) -> None:
-    """Write a compressed `.npz` file atomically. Raise UsageError if it exists and `force` is False."""
+    """Write a compressed `.npz` file atomically.
+
+    Raise UsageError if the file exists and `force` is False.
+    """
     with atomic_file(path, force=force) as file:
         np.savez_compressed(file, allow_pickle=False, **dict(arrays))
 
 
 def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
-    """Return the arrays of a file that has exactly the names in `counts`.
+    """Read the arrays of a file, which must have exactly the names in `counts`.
 
-    `counts` limits the values of each array. An array with more is not read. Raise OSError for a file that
-    cannot be read and ProfharnessError for one that was cut short, changed or forged.
+    `counts` gives the maximum number of values of each array. Raise OSError if the file cannot be read,
+    and ProfharnessError if it has larger or other arrays, or was cut short or changed.
     """
     data = read_input(path)
     try:

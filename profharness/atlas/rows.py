@@ -1,4 +1,4 @@
-"""Predictions of an atlas in the form of rows of a store."""
+"""Convert predictions of an atlas to the same rows that a store returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from profharness.devices import Device, occupancy
 from profharness.rows import CellRow, KernelRow
 from profharness.traces.kernel_names import parse_kernel_name
 
-PROFILER = "atlas"  # instead of a profiler, in rows of predicted kernels
+PROFILER = "atlas"  # the value of `profiler` in rows of predicted kernels
 
 
 def predicted_rows(
@@ -30,7 +30,7 @@ def predicted_rows(
 ) -> tuple[list[KernelRow], list[CellRow], str]:
     """Return predictions as rows of a store, and the reason if the GPU has no atlas.
 
-    The rows contain their source, and the place as their run. Raise as `predicted` does.
+    The field `run` of a row describes the GPU and release. Raise the errors of `predicted`.
     """
     found = predicted(configs, backends, gpu, torch, folder, driver)
     prediction = [row for answer in found.answers for row in found.of(answer)]
@@ -62,7 +62,7 @@ def _cell_row(prediction: Predicted, place: Place) -> CellRow:
 
 
 def _kernel_rows(prediction: Predicted, place: Place) -> Iterator[KernelRow]:
-    """Yield one row per kernel and launch configuration, as for a capture."""
+    """Yield one row per kernel and launch configuration, as a store does for a captured run."""
     groups: dict[tuple[Any, ...], list[tuple[int, Launch]]] = {}
     for order, launch in enumerate(prediction.kernels or ()):
         key = (launch.kernel, launch.grid, launch.block, launch.registers, launch.shared_bytes)
@@ -82,7 +82,9 @@ def _kernel_row(
     filled = None
     if launch.block is not None and None not in (launch.registers, launch.shared_bytes):
         major, minor = place.rules.capability
-        device = Device(0, place.gpu, major, minor, 0)  # occupancy only needs one SM
+        device = Device(
+            0, place.gpu, major, minor, 0
+        )  # occupancy does not depend on the number of SMs
         x, y, z = launch.block
         filled = occupancy(x * y * z, launch.registers or 0, launch.shared_bytes or 0, device)
     return KernelRow(
@@ -130,10 +132,11 @@ AGAINST = (
 def against(
     cells: Sequence[CellRow], rows: Sequence[KernelRow], environment: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the cells of a run with the time that the atlas of their machine predicts.
+    """Compare the measured times of a run's cells with the times that an atlas predicts.
 
-    Without an atlas, return nothing. `rows` are those of one profiler. `inside` is whether the measured
-    time is in the model's interval; it is None if the atlas itself has the cell.
+    Return an empty list if the machine has no atlas. `rows` are the kernels from one profiler. `inside`
+    is whether the measured time is in the model's interval. It is None if the time does not come from
+    the model.
     """
     gpu, torch = environment.get("gpu"), environment.get("torch")
     if not on_gpu(environment) or not gpu or not torch:

@@ -1,4 +1,7 @@
-"""Read and write shards: the JSON lines of scripts/make_atlas.py, in a folder, an archive or one file."""
+"""Read and write shards, which are the files of JSON lines that scripts/make_atlas.py writes.
+
+Shards can be read from a folder, an archive (.tar.xz) or a single file.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from profharness.device_types import CUDA
 from profharness.errors import ProfharnessError, UsageError, printable_path
 from profharness.files import LINE_BYTES, InputFile, open_input, read_lines
 
-DECODER_BYTES = 128 << 20  # memory of an LZMA decoder; the strongest preset takes 65 MB
-MAX_RATIO = 200  # shards compress 40 times, xz can reach 7,000
-ALWAYS_UNPACKED = 16 << 20
-MAX_LINE_BYTES = 1 << 20  # of a cell; decoded, it takes 40 times that
+DECODER_BYTES = 128 << 20  # maximum memory of an LZMA decoder; the strongest preset needs 65 MB
+MAX_RATIO = 200  # maximum compression ratio; shards have about 40, xz can reach 7,000
+ALWAYS_UNPACKED = 16 << 20  # unpacked size in bytes up to which the ratio is not limited
+MAX_LINE_BYTES = 1 << 20  # maximum size of a line; a decoded line takes 40 times as much
 SHARD_VERSION = 1
 SKIPPED = (
     tarfile.DIRTYPE,
@@ -31,8 +34,9 @@ SKIPPED = (
 
 
 class XzReader(io.RawIOBase):
-    """The content of an .xz file. Reading raises LZMAError for a file that is damaged or unpacks to
-    more than MAX_RATIO times its size.
+    """A stream of the unpacked content of an .xz file.
+
+    Reading raises LZMAError if the file is damaged or unpacks to more than MAX_RATIO times its size.
     """
 
     def __init__(self, file: InputFile) -> None:
@@ -62,7 +66,8 @@ class XzReader(io.RawIOBase):
 def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a folder of shards, of an archive of them (.tar.xz), or of one file.
 
-    A last line without an end was cut off and is skipped. Raise UsageError for anything else.
+    If the last line has no newline and is not valid JSON, it was cut off and is skipped. Raise UsageError
+    for any other invalid line.
     """
     try:
         for source, number, line in _source_lines(path):
@@ -91,9 +96,9 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any] | None:
 
 
 def _source_lines(path: Path) -> Iterator[tuple[str, int, bytes]]:
-    """Yield lines with their file and number.
+    """Yield each line with the name of its file and its line number.
 
-    Raise UsageError for an archive that is damaged, and OSError for a file that cannot be read.
+    Raise UsageError if an archive is damaged, and OSError if a file cannot be read.
     """
     if path.is_dir():
         for each in sorted(path.glob("shard-*.jsonl")):
@@ -115,7 +120,7 @@ def _numbered(source: str, lines: Iterator[bytes]) -> Iterator[tuple[str, int, b
 
 
 def _members(path: Path, file: IO[bytes]) -> Iterator[tuple[str, int, bytes]]:
-    # read block by block: tarfile would load the headers of long names whole
+    # read block by block, because tarfile would load a header with a long name into memory
     while len(block := file.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE:
         if not any(block):
             return
@@ -145,9 +150,9 @@ def _lines(file: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def parse_cell(row: Mapping[str, Any]) -> AtlasCell:
-    """Return the cell of a line. The regime and the times may be missing.
+    """Convert a line of a shard to a cell. The regime and the times may be missing.
 
-    Raise ValueError if the launches and their times differ in number.
+    Raise ValueError if the number of times is not the number of launches.
     """
     kernels = row.get("kernels") or ()
     times = row.get("kernel_us_each") or (None,) * len(kernels)
@@ -174,9 +179,9 @@ def _dim3(sizes: list[int] | None) -> Dim3 | None:
 
 
 def read_shards(path: Path) -> Atlas:
-    """Return the atlas of shards, without cells that failed.
+    """Read shards into an atlas. Cells that failed are skipped.
 
-    Raise UsageError for invalid lines, and for shards of several machines or of none.
+    Raise UsageError if a line is invalid, or if the shards name no machine or several machines.
     """
     machines: set[Machine] = set()
 
@@ -210,7 +215,7 @@ def read_shards(path: Path) -> Atlas:
 
 
 def format_lines(atlas: Atlas) -> Iterator[str]:
-    """Yield the lines of a shard."""
+    """Yield the lines of a shard that contains all cells of an atlas."""
     environment = atlas.machine.environment | {"device_type": CUDA}
     yield json.dumps({"atlas": SHARD_VERSION, "environment": environment}) + "\n"
     for cell in atlas.cells():

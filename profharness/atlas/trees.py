@@ -1,4 +1,4 @@
-"""Trees and networks as arrays that numpy evaluates. scripts/atlas_train.py fits them."""
+"""Evaluate decision trees and neural networks with numpy. scripts/atlas_train.py fits them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ROWS_AT_ONCE = 8192
 class Tree(msgspec.Struct, frozen=True, tag=True):
     """A binary decision tree that classifies. Children come after their parent."""
 
-    names: tuple[str, ...]  # of the features
+    names: tuple[str, ...]  # names of the features
     feature: Integers  # LEAF at a leaf
-    threshold: Values  # a value at most this goes left
-    left: Integers  # at a leaf, the class
+    threshold: Values  # a value up to the threshold goes to the left child
+    left: Integers  # the left child, or the class at a leaf
     right: Integers
 
     def __post_init__(self) -> None:
-        # children after their parents: every row reaches a leaf
+        # if children come after their parents, every row reaches a leaf
         inner = np.flatnonzero(self.feature != LEAF)
         for child in (self.left[inner], self.right[inner]):
             if not ((child > inner) & (child < len(self.feature))).all():
                 raise ValueError("a tree with a circle")
 
     def classes(self, columns: Mapping[str, Values]) -> Integers:
-        """Return the class of each row of some columns."""
+        """Return the class of each row. `columns` contains the features by name."""
         if self.feature[0] == LEAF:
             return np.full(len(columns["B"]), self.left[0])
         table = np.stack([columns[name] for name in self.names], axis=1)
@@ -49,8 +49,8 @@ class Tree(msgspec.Struct, frozen=True, tag=True):
 class Boost(msgspec.Struct, frozen=True):
     """A sum of small regression trees.
 
-    A tree with n inner nodes is a table: bit i of a row's index in `values` is set if the row's
-    feature is above the threshold of node i.
+    A tree with n inner nodes is stored as a table of 2**n values. Bit i of the index into the table is set
+    if the feature of node i is above its threshold.
     """
 
     feature: Integers  # trees x n
@@ -70,11 +70,11 @@ class Boost(msgspec.Struct, frozen=True):
 
 
 class Net(msgspec.Struct, frozen=True, tag=True):
-    """A network that classifies: fully connected layers with rectified linear units between them."""
+    """A neural network that classifies. It has fully connected layers with ReLU between them."""
 
     shift: Values
     scale: Values
-    layers: tuple[Values, ...]  # the last row of each is the bias
+    layers: tuple[Values, ...]  # weights of each layer; the last row is the bias
 
     def classes(self, table: Values) -> Integers:
         """Return the class of each row of a table that has features as columns."""
