@@ -1,4 +1,4 @@
-/* Find the values in a JSON text, with the full grammar. Reads stay within the text.
+/* Find the values in a JSON text, according to the full grammar. Reads never go beyond the text.
  *
  * Besides JSON's words, the words that Kineto writes for numbers that are not finite are accepted.
  */
@@ -26,8 +26,8 @@ static inline int is_string(Slice text) { return text.begin && *text.begin == '"
 #define MAX_LEAD 32
 typedef struct {
     unsigned char text[MAX_LEAD];
-    int length; /* 0: unknown */
-    int number; /* of the key, -1: not a requested key */
+    int length; /* 0 if the text is unknown */
+    int number; /* number of the key, or -1 if the key is not requested */
 } Lead;
 
 #define MAX_LEADS 16 /* members of an object whose leads are kept */
@@ -144,7 +144,9 @@ static Place skip_number(Place at, Place stop) {
     return at;
 }
 
-/* Skip a word of JSON, or of Kineto for a number that is not finite. Return NULL if there is none. */
+/* Skip a word of JSON, or a word that Kineto writes for a number that is not finite. Return NULL if there
+ * is no such word.
+ */
 static Place skip_word(Place at, Place stop) {
     static const char *const words[] = {"true", "false",    "null",     "NaN",
                                         "nan",  "Infinity", "infinity", "inf"};
@@ -210,7 +212,7 @@ static inline Place key_end(Place at, Place stop, Slice key) {
     return memcmp(at + 1, key.begin, length) ? NULL : at + length + 1;
 }
 
-/* Return the index of a string among texts, or -1. */
+/* Return the index of the text that equals a string, or -1 if no text equals it. */
 static inline int key_number(const Slice *texts, int count, Slice string) {
     if (!is_string(string))
         return -1;
@@ -245,9 +247,9 @@ static inline const Lead *known_lead(const Lead *leads, Place at, Place stop) {
 
 /* The next member of an object. */
 typedef struct {
-    Place value; /* NULL: no member */
-    Place end;   /* end of the object, if it ends here */
-    int number;  /* of the key, -1: not requested */
+    Place value; /* NULL if there is no member */
+    Place end;   /* end of the object, if the object ends here */
+    int number;  /* number of the key, or -1 if the key is not requested */
 } Member;
 
 /* Return the member at `at`, which is after the opening brace or a value. `guess` is the most likely

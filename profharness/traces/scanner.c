@@ -1,8 +1,9 @@
 /* Read the events of a Chrome trace into columns, in one pass over their text.
  *
- * The scanner reads an event only if it is certain of every field that the event's role needs. Any
- * other event becomes a row with the offsets of its text, which the decoder reads. In the unread parts
- * of an event, only strings and pairs of brackets are checked. Writes stay within the columns.
+ * The scanner reads an event only if it is certain of every field that the event's role needs. For any
+ * other event, it writes a row that contains only the offsets of the event's text, and the decoder reads
+ * the event. If a part of an event is not needed, the scanner checks only its strings and its pairs of
+ * brackets. It never writes outside the columns.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -15,35 +16,35 @@
 enum { PH, CAT, NAME, PID, TID, TS, DUR, ARGS, ID, HEADS };
 #define HEAD(key) {(Place) #key, (Place) #key + sizeof #key - 1}
 
-/* The text of a Python frame's event before its name. */
+/* The text before the name in the event of a Python frame. */
 #define MAX_OPENING 96
 typedef struct {
     unsigned char text[MAX_OPENING];
-    size_t length; /* 0: unknown */
+    size_t length; /* 0 if the text is unknown */
 } Opening;
 
-/* The roles of categories; keep in step with parse/chrome_columns.py. */
+/* The roles of categories. They must match those in chrome_events.py. */
 enum { DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE, ROLES };
 
-/* The columns of a row; keep in step with parse/chrome_columns.py. The first of NUMBERS is the key:
- * the correlation, or an arrow's id.
+/* The columns of a row. They must match those in chrome_events.py. The numbers begin at NUMBERS. The
+ * first number is the key, which is the correlation, or the id of an arrow.
  */
 enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
-#define FORM 3 /* version of the arguments and results; keep in step with parse/compiled.py */
-#define MAX_KEYS 16                        /* of args */
-#define MAX_TEXTS (1 << 20)                /* distinct texts in the table */
-#define MAX_ARENA (256 << 20)              /* bytes of these texts */
-#define MAX_DURATION (INT64_C(1000) << 43) /* nanoseconds */
-#define THREADS 254 /* kinds of texts, besides the numbers of categories */
+#define FORM 3 /* version of the arguments and results; it must match compiled.py */
+#define MAX_KEYS 16                        /* maximum number of keys to read in args */
+#define MAX_TEXTS (1 << 20)                /* maximum number of distinct texts in the table */
+#define MAX_ARENA (256 << 20)              /* maximum size of these texts, in bytes */
+#define MAX_DURATION (INT64_C(1000) << 43) /* in nanoseconds */
+#define THREADS 254 /* THREADS and CONFIGS are kinds of texts; the other kinds are categories */
 #define CONFIGS 255
 #define GIVEN 5
 
 typedef struct {
     uint64_t hash;
-    int64_t number; /* -1: unused */
+    int64_t number; /* -1 if the bucket is unused */
 } Bucket;
 
 typedef struct {
@@ -60,12 +61,12 @@ typedef struct {
     Place roles;
     int category_count, numbers, key_count;
     Opening frame;
-    Leads leads, leads_of_args[DEVICE + 1]; /* of events, and of args by role */
+    Leads leads, leads_of_args[DEVICE + 1]; /* leads of events, and leads of args for each role */
 } Scanner;
 
 /* --- values ----------------------------------------------------------------------------------- */
 
-/* Parse an integer of up to 18 digits. Return 0 if it is not one. */
+/* Parse an integer of up to 18 digits. Return 0 if the text is not such an integer. */
 static int whole(Slice text, int64_t *number) {
     int negative = text.begin < text.end && *text.begin == '-';
     Place at = text.begin + negative;
@@ -81,7 +82,9 @@ static int whole(Slice text, int64_t *number) {
     return 1;
 }
 
-/* Convert microseconds >= 0 with up to three decimals to nanoseconds. Return 0 for other text. */
+/* Convert microseconds >= 0 with up to three decimals to nanoseconds. Return 0 if the text is not such
+ * a number.
+ */
 static int moment(Slice text, int64_t *number) {
     Place at = text.begin;
     int64_t value = 0;
@@ -179,8 +182,8 @@ static int is_text(const Scanner *self, int64_t number, int kind, const Slice *p
     return 1;
 }
 
-/* Return the number of the text of a kind that consists of these parts, -1 if the table is full, -2
- * without memory.
+/* Return the number of the text that has this kind and consists of these parts. A new text gets the next
+ * number. Return -1 if the table is full, and -2 if there is not enough memory.
  */
 static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count) {
     size_t length = 1;
@@ -219,7 +222,9 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
 
 /* --- events ----------------------------------------------------------------------------------- */
 
-/* Fill in the numbers in the args of a kernel or call. Return 0 if they are not as expected. */
+/* Read the numbers in the args of a kernel or an API call into a row. Return 0 if the args do not have
+ * the expected form.
+ */
 static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *failed) {
     Slice values[MAX_KEYS];
     Text text = {.stop = args.end, .unread = -1, .asked = -1};
@@ -241,7 +246,7 @@ static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *fai
     return row[CONFIG] >= 0;
 }
 
-/* Fill in the row of an event from its fields. Return 0 if the decoder must read the event. */
+/* Write the fields of an event to a row. Return 0 if the decoder must read the event. */
 static int take(Scanner *self, const Slice *head, int category, int role, int64_t *row,
                 int *failed) {
     if (!moment(head[TS], &row[START]))
@@ -270,7 +275,7 @@ static int take(Scanner *self, const Slice *head, int category, int role, int64_
     return (role != CALL && role != DEVICE) || take_args(self, head[ARGS], role, row, failed);
 }
 
-/* Return whether a frame is not the call of a module, so that it is not read. */
+/* Return whether a Python frame is not the call of an nn.Module. Such a frame is not read. */
 static inline int is_foreign(const Scanner *self, Slice name) {
     Slice module = self->module;
     size_t length = module.end - module.begin;
@@ -290,7 +295,7 @@ static int is_needless(const void *owner, const Slice *head) {
     return role_of(owner, head, &category) == DROP;
 }
 
-/* Keep the text before a frame's name, if the name follows the category. */
+/* Store the text before the name of a frame, if the name comes after the category. */
 static void remember(Opening *frame, Place begin, const Slice *head) {
     size_t length = head[NAME].begin - begin;
     if (head[NAME].begin > head[CAT].begin && length <= MAX_OPENING) {
@@ -299,7 +304,9 @@ static void remember(Opening *frame, Place begin, const Slice *head) {
     }
 }
 
-/* Return the end of the event at `at` if it starts like the last frame and is not read, else NULL. */
+/* Return the end of the event at `at` if it starts like the last frame and need not be read. Otherwise,
+ * return NULL.
+ */
 static Place skip_frame(const Scanner *self, Place at, Place stop) {
     const Opening *frame = &self->frame;
     if (!frame->length || stop - at <= MAX_OPENING || memcmp(at, frame->text, frame->length))
@@ -308,8 +315,8 @@ static Place skip_frame(const Scanner *self, Place at, Place stop) {
     return is_foreign(self, rest) ? skip_pairs(rest.begin, stop, 1) : NULL;
 }
 
-/* Return the end of an event that the next event, set in *next, or the end of the text follows. Return
- * NULL if the event is incomplete or the last of its array.
+/* Return the end of an event, and set *next to the start of the next event or to the end of the text.
+ * Return NULL if the event is incomplete or if it is the last event of the array.
  */
 static Place event_end(Place end, Place stop, Place *next) {
     *next = end ? skip_space(end, stop) : NULL;
@@ -401,9 +408,9 @@ static PyObject *texts(PyObject *object, PyObject *arguments) {
 
 /* --- intervals -------------------------------------------------------------------------------- */
 
-/* For intervals by thread and start, find the last earlier interval of the thread that encloses the
- * start of each, or -1. Intervals between an interval and its parent ended before it began. All columns
- * have 8 bytes per value.
+/* Find the parent of each interval. It is the last earlier interval of the thread that encloses the start
+ * of the interval, or -1. The intervals must be sorted by thread and start. All intervals between an
+ * interval and its parent have ended before the interval starts. All columns have 8 bytes per value.
  */
 static PyObject *parents(PyObject *module, PyObject *arguments) {
     Py_buffer thread, start, stop, parent;
