@@ -193,7 +193,7 @@ class Ranges:
         cells = np.flatnonzero([name.startswith(CELL_RANGE_PREFIX) for name in text])
         wide = np.flatnonzero(np.array(columns.wide, np.bool_)[order])
         process, stop = pids[thread], start + duration
-        self.pids, self.tids = pids, tids  # by thread index; index -1 gives NONE
+        self.pids, self.tids = pids, tids  # indexed by thread; index -1 gives NONE
         self._all = _RangeIndex(np.arange(len(text)), thread, start, stop)
         self._own_cells = _RangeIndex(cells, thread, start, stop)
         self._any_cells = _RangeIndex(cells, process, start, stop)
@@ -270,7 +270,7 @@ class TraceWarnings:
         self._launches: list[Ints] = []  # arrays that contain a hash of each launch
 
     def add(self, rows: GpuRows) -> None:
-        """Add launches to those among which `texts` searches for repeated launches."""
+        """Add launches. `texts` will search all added launches for repetitions."""
         self._launches.append(hashed(rows))
 
     def texts(self, launches: int, stacks: Stacks) -> list[str]:

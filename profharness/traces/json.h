@@ -144,8 +144,8 @@ static Place skip_number(Place at, Place stop) {
     return at;
 }
 
-/* Skip a word of JSON, or a word that Kineto writes for a number that is not finite. Return NULL if there
- * is no such word.
+/* Skip a word of JSON, or a word that Kineto writes for a number that is not finite. Return NULL if
+ * there is no such word.
  */
 static Place skip_word(Place at, Place stop) {
     static const char *const words[] = {"true", "false",    "null",     "NaN",

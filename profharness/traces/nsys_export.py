@@ -49,7 +49,7 @@ EXPECTED = "an SQLite export of nsys"
 AGAIN = (
     "make it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
 )
-META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # nsys until 2022.4 writes the second table
+META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # EXPORT_META_DATA is used until nsys 2022.4
 MAX_STRING = 65536  # maximum number of characters that are read of a string
 MAX_IDS = 1000
 FETCH_ROWS = 8192

@@ -184,8 +184,8 @@ def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], b
     """Read a journal.
 
     Return the templates, the rank of the process, the count and the lengths for each template,
-    whether the counts are final, and the number of damaged lines. The counts are considered final if
-    the version of the recorder did not mark its last counts.
+    whether the counts are final, and the number of damaged lines. Older recorders did not mark their
+    last counts. The counts in such a journal are assumed to be final.
     """
     templates: list[_Template] = []
     counts: dict[int, Any] = {}

@@ -408,9 +408,9 @@ static PyObject *texts(PyObject *object, PyObject *arguments) {
 
 /* --- intervals -------------------------------------------------------------------------------- */
 
-/* Find the parent of each interval. It is the last earlier interval of the thread that encloses the start
- * of the interval, or -1. The intervals must be sorted by thread and start. All intervals between an
- * interval and its parent have ended before the interval starts. All columns have 8 bytes per value.
+/* Find the parent of each interval. It is the last earlier interval of the thread that encloses the
+ * start of the interval, or -1. The intervals must be sorted by thread and start. All intervals between
+ * an interval and its parent have ended before the interval starts. All columns have 8 bytes per value.
  */
 static PyObject *parents(PyObject *module, PyObject *arguments) {
     Py_buffer thread, start, stop, parent;

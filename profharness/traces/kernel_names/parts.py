@@ -350,7 +350,7 @@ FACTS = {
 # The properties that are shown even if the template parameters are described, because no template
 # parameter contains them.
 _ALWAYS = ("direction", "arch")
-# The properties that a name of the family usually contains, but may not contain.
+# The properties that names of the family usually contain. If a name lacks them, that is reported.
 _EXPECTED = {
     "gemm": ("dtype", "tile"),
     **dict.fromkeys(("gemv", "softmax", "norm", "flash_combine", "fmha_combine"), ("dtype",)),
