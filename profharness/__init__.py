@@ -1,4 +1,4 @@
-"""Which attention kernels ran, why those, what did they cost, and what changed."""
+"""Find out which attention kernels ran, why, what they cost, and what changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `profharness` command line, which imports commands lazily and turns errors into exit codes."""
+"""The `profharness` command line, which imports commands lazily and returns exit codes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Error message of Click if a shell has expanded the braces of an unquoted config into several configs.
+# Error message of Click if a shell has expanded the braces of an unquoted config.
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LATE_S = 0.01  # time until a lost interrupt is raised again, after the callback has ended
@@ -287,7 +287,7 @@ def _interrupted(stop: BaseException) -> int:
 
 
 def _going_on(folder: Path) -> str:
-    """Return a text that says what is kept of an interrupted run, and which command finishes the run.
+    """Say what is kept of an interrupted run, and which command finishes the run.
 
     That command uses the store of the interrupted command, and shows the result in the same way.
     """
@@ -318,7 +318,7 @@ def _going_on(folder: Path) -> str:
 
 
 def _end_in_order() -> None:
-    """Raise an exception on SIGTERM and SIGHUP, so that this process first ends its child processes.
+    """Raise an exception on SIGTERM and SIGHUP, so that child processes are ended first.
 
     A signal that is ignored, for example because of nohup, is still ignored. Python drops exceptions
     in callbacks of weak references, such as the callbacks of its import locks. An interrupt that was

@@ -314,7 +314,7 @@ class Occupancy:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """Return the limits of a device from its trace, and from the table above where the trace has none.
+    """Return the limits of a device. Limits that the trace lacks are taken from the table above.
 
     Return None if the compute capability is unknown.
     """

@@ -162,7 +162,7 @@ def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
 
 
 def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by their index or by a prefix of their UUID.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by index or by a prefix of the UUID.
 
     As in CUDA, ignore the first entry that does not match exactly one GPU and all entries after it.
     """

@@ -164,9 +164,8 @@ def has_too_many_values(data: bytes) -> bool:
     """
     if 2 * len(data) <= JSON_WEIGHT:
         return False
-    quotes = data.count(b'"') - 2 * (
-        data.count(b'":') - data.count(b'\\":')
-    )  # keys are not counted
+    # quotes of keys are not counted
+    quotes = data.count(b'"') - 2 * (data.count(b'":') - data.count(b'\\":'))
     weight = data.count(b",") + 2 * (data.count(b"[") + data.count(b"{")) + quotes
     if weight <= JSON_WEIGHT and (not data.isascii() or b"\\u" in data):
         strings = (match[0] for match in _STRING.finditer(data))
@@ -239,7 +238,7 @@ def open_lock_file(path: Path) -> int | None:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Try to take a `flock` lock of the given kind without waiting. Return whether that succeeded."""
+    """Try to take a `flock` lock without waiting. Return whether that succeeded."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:

@@ -106,7 +106,7 @@ def defer_signals() -> Iterator[None]:
 
 
 def raise_deferred_signals() -> None:
-    """Raise the signals that a `defer_signals` block delayed. Do nothing in a `delay_signals` block."""
+    """Raise the signals that a `defer_signals` block delayed. `delay_signals` blocks keep theirs."""
     for hold in _holds() if threading.current_thread() is threading.main_thread() else ():
         while hold.passes and hold.caught:
             number = hold.caught[0]

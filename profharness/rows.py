@@ -22,7 +22,7 @@ EVENT = "event"
 HOST = "host"
 """Time of an eager call on the host. It is recorded together with EAGER and is not a latency."""
 MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
-"""Kinds of latency samples. Earlier kinds are preferred for ranking backends. WALL is for the CPU."""
+"""Kinds of latency samples. Earlier kinds are preferred for ranking. WALL is for the CPU."""
 HOSTED = (EAGER, HOST, WALL)
 """Measurements that include host time."""
 SHARED_CORES = (
@@ -242,7 +242,7 @@ class KernelRow:
     share: Annotated[
         float | None, column("share%", "percent", meaning="the part of the call's kernel time")
     ]
-    """Share of the cell's `total_ns`. In a foreign trace, it is the share of the range's `total_ns`."""
+    """Share of the cell's `total_ns`. In a foreign trace, it is the share of the range."""
     first_ns: Annotated[
         int, column(meaning="earliest start, relative to the start of the cell's first call")
     ]
@@ -414,7 +414,7 @@ class CallRow:
 
     @property
     def mode(self) -> str:
-        """The way in which the call ran: `eager`, `compile`, or `graph` if a CUDA graph replayed it."""
+        """How the call ran: `eager`, `compile`, or `graph` if a CUDA graph replayed it."""
         return "graph" if self.graph else "compile" if self.compiled else "eager"
 
     @property

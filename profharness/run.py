@@ -79,7 +79,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Cell:
-    """One config on one backend in one run, and its result."""
+    """A config that a run executes on one backend, and the result."""
 
     cell: str
     config: Config
@@ -122,7 +122,7 @@ class Problem:
     code: str  # does not change between versions; docs/nsight.md lists all codes
     message: str
     remedy: str
-    raw: str = ""  # output of the tool
+    raw: str = ""  # raw output of the tool
     cells: tuple[str, ...] = ()  # cells that lack the profiler's rows; empty for all cells
 
 
@@ -133,7 +133,7 @@ class Protocol:
     iterations: int = 5
     warmup: int = 3
     samples: int = 30
-    timeout_s: float = 120.0  # per cell
+    timeout_s: float = 120.0  # maximum time per cell
     seed: int = 0
     device: str = "auto"
     metrics: tuple[str, ...] = ()  # metrics that ncu collects besides the default ones
@@ -313,7 +313,7 @@ def _with_groups(folder: Path, run: Run) -> Run:
     groups = [
         (path.name, _with_journal(path, read_record(path)))
         for path in (folder / GROUPS_FOLDER).glob("*")
-        # symbolic links may lead outside
+        # symbolic links may lead outside of the folder
         if GROUP_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
     if not groups:
@@ -460,7 +460,7 @@ def _counts(numbers: bytes) -> list[Any]:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line of the journal: start, stage or end of a cell, the environment, or a problem."""
+    """One line of the journal. It reports a stage or the end of a cell, the environment, or a problem."""
 
     event: str
     cell: str | None = None
@@ -472,7 +472,7 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of one worker process."""
+    """The work that one worker process does."""
 
     cells: tuple[Cell, ...]
     protocol: Protocol
@@ -587,7 +587,10 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
-    """Raise UsageError if two names stand for one class; `meant` has the class of each name."""
+    """Raise UsageError if two names stand for the same class.
+
+    `meant` contains the class of each name.
+    """
     for place, word in enumerate(meant):
         first = meant.index(word)
         if first < place:

@@ -18,8 +18,8 @@ THRESHOLD = 0.03  # relative change of the median above which it counts as a cha
 MIN_SAMPLES = 5
 MIN_SAMPLES_CI = 3
 NOISY_IQR = 0.10  # samples are noisy if interquartile range / median is at least this
-# Minimum share of the variance that the two clusters of a bimodal distribution explain. Two clusters
-# explain 0.64 of a normal distribution and 0.75 of a uniform one.
+# Minimum share of the variance that the two clusters of a bimodal distribution explain. Two
+# clusters explain 0.64 of a normal distribution and 0.75 of a uniform one.
 BIMODAL_SHARE = 0.85
 BIMODAL_DISTANCE = 0.10  # minimum distance of the two cluster means, divided by the median
 BIMODAL_MIN_SAMPLES = 10
@@ -207,13 +207,15 @@ def of_first_process(samples: Sequence[float]) -> bool:
 
 
 def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, float] | None:
-    """Return the interval by resampling turns. The samples of a process with one turn are resampled
-    individually. Return None if no process has two turns.
+    """Return the interval of the median that resampling the turns gives.
+
+    If a process has only one turn, its samples are resampled individually. Return None if no process
+    has two turns.
     """
     np = _numpy()
     blocks = np.empty(len(samples), dtype=np.int64)
     ends = list(accumulate(turn.samples for turn in turns))
-    sizes: list[int] = []  # blocks in each process
+    sizes: list[int] = []  # number of blocks in each process
     for process in dict.fromkeys(turn.process for turn in turns):
         own = [place for place, turn in enumerate(turns) if turn.process == process]
         single = len(own) < 2
@@ -229,7 +231,7 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
     medians = _weighted_medians(np.asarray(samples), blocks, _draws(tuple(sizes)))
     middle = summarize(samples).median
     low, high = (float(edge) for edge in np.percentile(medians, [2.5, 97.5]))
-    # what drawing from so few blocks leaves out
+    # resampling underestimates the width if there are few blocks
     scale = (sum(sizes) / freedom) ** 0.5 * _student(freedom) / _student(10**6)
     return middle - scale * (middle - low), middle + scale * (high - middle)
 
@@ -254,8 +256,8 @@ def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
     """
     np = _numpy()
     values, places = np.unique(x, return_inverse=True)
-    # table[i, b] is the number of samples of block b that are at most values[i]. There are few distinct
-    # values, because clocks have a coarse resolution.
+    # table[i, b] is the number of samples of block b that are at most values[i]. There are few
+    # distinct values, because clocks have a coarse resolution.
     table = np.zeros((len(values), counts.shape[1]), dtype=np.int32)
     np.add.at(table, (places, blocks), 1)
     table = table.cumsum(axis=0, dtype=np.int32)

@@ -39,9 +39,8 @@ class BackgroundIngest:
         self.parsed = ParsedTraceCache()
         self._store = store
         self._ended: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self._taken: frozenset[int] | None = (
-            None  # cores that the lanes use, or None if there are no lanes
-        )
+        # Cores that the lanes use, or None if there are no lanes.
+        self._taken: frozenset[int] | None = None
         self._left = False
         self._parses = (os.cpu_count() or 1) >= ENOUGH_CPUS
         self._thread = threading.Thread(target=self._run, daemon=True)

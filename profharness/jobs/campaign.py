@@ -1,4 +1,4 @@
-"""Campaigns: runs whose cells are cut into groups that lanes run, each in its own run folder.
+"""Divide a run into a campaign, whose groups of cells run on lanes, each in its own run folder.
 
 The campaign's folder is a run folder too. Its run.json lists all cells, and readers take their
 results from the finished groups in `groups/<group>`. A group in progress is in
@@ -50,7 +50,7 @@ WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that one lane runs in a row."""
+    """Cells that the same lane runs one after the other."""
 
     group: str  # hash of the work and of the way it is done
     cells: tuple[str, ...]
@@ -61,7 +61,7 @@ class Group:
 class Campaign:
     """The contents of campaign.json. run.json has the cells, protocol and profilers."""
 
-    backends: tuple[str, ...]  # as requested
+    backends: tuple[str, ...]  # names as the user requested them
     groups: tuple[Group, ...]
     gpu: str | None = None  # the GPU class that may run it
     python: str | None = None  # another interpreter for the worker
@@ -71,7 +71,9 @@ class Campaign:
 def cut_groups(
     run: Run, backends: Sequence[str], lanes: int, gpu: str | None = None
 ) -> list[Group]:
-    """Cut a run into groups, longest first. All cells of a config are in one group.
+    """Divide a run into groups, and return the longest group first.
+
+    All cells of a config are in the same group.
 
     A group has about a minute of estimated work per process, or a twentieth of its lane's work if
     that is more. With several lanes, the last groups are smaller.
@@ -95,7 +97,7 @@ def cut_groups(
         last_ones = max(smallest, left / (2 * lanes)) if lanes > 1 else largest
         if seconds >= min(largest, last_ones) or number == len(units):
             left -= seconds
-            # in the order of the run
+            # the cells of a group are in the order of the run
             gathered.sort(key=lambda cell: cell.cell)
             names = tuple(cell.cell for cell in gathered)
             groups.append(Group(_hash(gathered, run, code, gpu), names, round(seconds, 3)))
@@ -121,7 +123,7 @@ def estimate_s(cell: Cell, run: Run) -> float:
 
 
 def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None) -> str:
-    """Hash the work of a group: its configs, cases, backends and their code, options and GPU class."""
+    """Hash the configs, cases, backends, code, options and GPU class of a group."""
     work = [(cell.config.label, cell.backend, cell.case) for cell in cells]
     used = {name: code[name] for name in sorted({cell.backend for cell in cells} & code.keys())}
     asked = work, used, run.profilers, run.protocol, run.bench, run.kind, gpu
@@ -150,7 +152,7 @@ def read_campaign(folder: Path) -> Campaign:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if campaign.schema != SCHEMA:
         raise TraceFormatError(path, f"schema {campaign.schema!r}", expected=SCHEMA)
-    # names are used as folder names and must not lead outside
+    # the names are used as folder names, so they must not lead outside of the folder
     if not all(GROUP_NAME.fullmatch(group.group) for group in campaign.groups):
         raise TraceFormatError(path, "a group has no proper name", expected=f"schema {SCHEMA}")
     return campaign

@@ -72,9 +72,8 @@ class Cluster:
         self._url = url
         self._lanes: dict[str, _Worker] = {}
         self._vanished: set[str] = set()  # names of vanished lanes
-        self._awaited: set[str] = (
-            set()
-        )  # addresses of workers that have not sent their description yet
+        # Addresses of workers that have not sent their description yet.
+        self._awaited: set[str] = set()
         self._descriptions: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[str, Future, Plain | None]] = queue.SimpleQueue()
         self._updated = 0.0
@@ -105,7 +104,7 @@ class Cluster:
         }
         future = worker.future = self._client.submit(
             run_spec,
-            # as text, because Dask searches all values of a dict for tasks, which takes 3 ms per cell
+            # as text, because Dask searches all values of a dict for tasks (3 ms per cell)
             json.dumps(spec),
             key=f"profharness-{spec['group']}-{secrets.token_hex(4)}",
             workers=[worker.address],
@@ -120,11 +119,11 @@ class Cluster:
             try:
                 outcome = self._outcome(worker.address, future, home)
             except Exception as error:
-                # a bug in this program, or an invalid answer, must still reach the campaign scheduler
+                # a bug or an invalid answer must still reach the campaign scheduler
                 outcome = {"group": spec["group"], "error": _reason(error)}
             self._done.put((name, future, outcome))
 
-        # in a thread per group: if a worker ends before its result is fetched, result() never returns
+        # a thread per group, because result() never returns if the worker ends too early
         _in_thread(wait)
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
@@ -242,7 +241,7 @@ class Cluster:
         )
 
     def _campaign_file(self, campaign: Path) -> str:
-        """Return the path of the campaign file, which a lane can read if it has the same storage."""
+        """Return the path of the campaign file. A lane with the same storage can read the file."""
         return str(campaign / CAMPAIGN_FILE)
 
     def _call(self, function: Callable[..., Any], address: str, *given: Any) -> object:
@@ -315,7 +314,7 @@ def _connect(url: str) -> Client:
 
 
 def _as_description(answer: object) -> Plain:
-    """Return a worker's description, or a description with a problem if the worker raised an error."""
+    """Return a worker's description. If the worker raised an error, describe only that problem."""
     return answer if isinstance(answer, dict) else {"problems": [_reason(answer)]}
 
 

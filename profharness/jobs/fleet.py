@@ -42,15 +42,10 @@ from profharness.run import Fleet, Run, class_word, read_record, read_run
 
 SCHEDULERS = "local, local:2, tls://head:8786"
 PRIVATE = ("uuid", "cpus", "address")  # keys of a lane's description that are not displayed
-ONE_ENVIRONMENT = (
-    "torch",
-    "driver",
-)  # values that must be equal on all lanes with the same GPU model
-OWN = (
-    "uuid",
-    "gpu_key",
-    "cpus",
-)  # keys of a lane's description that determine where its groups run
+# Keys whose values must be equal on all lanes with the same GPU model.
+ONE_ENVIRONMENT = ("torch", "driver")
+# Keys of a lane's description that determine where its groups run.
+OWN = ("uuid", "gpu_key", "cpus")
 CORES = 2  # minimum number of cores per GPU lane; with fewer, the lanes share all cores
 SYSFS = Path("/sys")
 
@@ -356,7 +351,7 @@ class LocalLanes:
         return None
 
     def end(self, lane: Plain) -> None:
-        """Terminate a lane's child process and all that it started. If called a second time, kill them.
+        """Terminate a lane's child process and its descendants. If called again, kill them.
 
         The partial result is kept so that it can be resumed.
         """

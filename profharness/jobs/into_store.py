@@ -139,7 +139,7 @@ def capture_into_store(
     progress: Progress | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> Captured:
-    """Capture a run and ingest it. If no backends are given, use the default backends of the device."""
+    """Capture a run and ingest it. If `backends` is empty, use the device's default ones."""
     options = options or CaptureOptions()
     check_protocol(options.protocol, counted=options.bench is None and not options.cases)
     options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
@@ -357,7 +357,7 @@ def verify_into_store(
     options: CaptureOptions,
     progress: Progress | None = None,
 ) -> Verified:
-    """Verify backends on `options.cases`, and ingest the run. The default backends are `all,kernels`.
+    """Verify backends on `options.cases` and ingest the run. The default is `all,kernels`.
 
     A backend with wrong results is reported in a row and is not an error. Raise UsageError for
     unknown names, and CaptureError if no worker starts.

@@ -215,7 +215,7 @@ def end_groups(at_once: bool) -> None:
 
 
 def main() -> None:
-    """Read a spec from stdin, run its group, and print a line of JSON for each step and the outcome.
+    """Read a spec from stdin, run its group, and print each step and the outcome as lines of JSON.
 
     In the spec, `root` and `group` are the parent and the name of the finished folder, and `part` is
     the folder of the unfinished group. `run`, `backends` and `python` describe the work. `gpu_key`
@@ -286,9 +286,8 @@ def make_part(part: Path, spec: Mapping[str, Any]) -> None:
     """Create the folder in which a group runs, unless it can be resumed."""
     if (part / RUN_FILE).is_file():
         return
-    shutil.rmtree(
-        part, ignore_errors=True
-    )  # the process that created it was killed before it wrote run.json
+    # the process that created the folder was killed before it wrote run.json
+    shutil.rmtree(part, ignore_errors=True)
     run = msgspec.convert(spec["run"], type=Run)
     write_folder(part.parent, run, spec["backends"], spec["python"], part.name)
 

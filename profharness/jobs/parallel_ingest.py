@@ -153,9 +153,8 @@ class _Worker:
             stderr=self._log,
             start_new_session=True,
         )
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # the process has ended, or the system is not Linux
+        # the process may have ended, and other systems than Linux lack this function
+        with contextlib.suppress(OSError, AttributeError):
             os.sched_setaffinity(process.pid, {self._cpu})
         return process
 
@@ -229,7 +228,7 @@ class _Worker:
             self.kill(signal.SIGTERM)
 
     def join(self, deadline: float) -> None:
-        """Wait for the process until `deadline`, and then kill it. End the tools that it left behind."""
+        """Wait for the process until `deadline`, then kill it. End the tools that it left behind."""
         process, self._process, self._source, self._streams = self._process, None, None, False
         if process is None or self._log is None:
             return
@@ -268,7 +267,7 @@ def ingest_sources(
     cpus: Sequence[int],
     waiting: Callable[[], None] = lambda: None,
 ) -> Generator[IngestOutcome, None, None]:
-    """Ingest sources with one worker per CPU in `cpus`, and yield the outcome of each source in order.
+    """Ingest sources with one worker per CPU in `cpus`, and yield their outcomes in order.
 
     Each worker parses at most one source ahead, so memory is bounded by the number of workers.
     `waiting` is called while no source is ready. Close the generator to end the workers early.

@@ -71,7 +71,7 @@ class Transport(Protocol):
         ...
 
     def end(self, lane: Plain, /) -> None:
-        """Terminate the group that a lane runs. If called a second time, kill it. Do not wait for it."""
+        """Terminate the group that a lane runs, without waiting. If called again, kill the group."""
         ...
 
     def close(self) -> None:
@@ -306,7 +306,8 @@ class CampaignScheduler:
         task, error = lane.task, outcome["error"]
         lane.release()
         if outcome.get("unwritable"):
-            # the client's disk cannot be written to, so other lanes would fail too; the lane keeps its result
+            # The client's disk cannot be written to, so other lanes would fail too. The lane keeps
+            # its result.
             raise UnwritableError(outcome["unwritable"])
         if error is None and task.folder.is_dir():
             lane.failed.clear()

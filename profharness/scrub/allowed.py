@@ -59,12 +59,11 @@ _NUMBER = re.compile(
     r"[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,2}/[0-9]{1,2}"
     rf"|[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?|[0-9]{{1,4}}\.[0-9]{{1,3}}\.[0-9]{{1,3}}"
 )
-_ALONE = re.compile(
-    rf"[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?"
-)  # a number that may be the whole text
+# A number that may be the whole text.
+_ALONE = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}(?:\.[0-9]{{1,4}})?")
 _SPELLED = re.compile(r"(?<![A-Za-z0-9])(?:[A-Za-z][^A-Za-z0-9]{1,3}){5,}[A-Za-z](?![A-Za-z0-9])")
-# Shapes of chunks that may be an address, a path or a date. In a shape, `w` stands for a name, `n` for
-# a whole number and `f` for a number with a decimal point.
+# Shapes of chunks that may be an address, a path or a date. In a shape, `w` stands for a name, `n`
+# for a whole number and `f` for a number with a decimal point.
 _UNSAFE = re.compile(
     r"[nf][-:.+/]+[-+]?[nf]|f,f|w\+w|\.\.+/|//|(?:\A|[^wnf)\]>*])/+[wnf.<]|w[.:]n[.:]n|n\.w.*n\.w|n-w-n"
     r"|:f|\A(?!\.\.\.\Z|--\Z)[.-]{2,}\Z|\[\.|&#|(?<![\[(<,n])n(?:,n){3}|%w|\Aw?:/"
@@ -126,7 +125,7 @@ def _is_known_part(part: str) -> bool:
 
 
 def _may_follow(before: str, token: str) -> bool:
-    """Return whether a token is a known word or a small number that may follow the token before it."""
+    """Return whether a token is known, and may follow the token before it."""
     if token.isdigit():
         return len(token) <= MAX_DIGITS_IN_NAME and (len(before) < 2 or before in NUMBERED_WORDS)
     return (len(token) == 1 or token in WORDS) and not _HEX.fullmatch(before + token)

@@ -63,7 +63,7 @@ def as_plain_file(path: Path) -> contextlib.AbstractContextManager[Path]:
 
 
 def audit(path: Path) -> list[Finding]:
-    """Return what `scrub` would replace in a file, or in the files below a folder and in their names.
+    """Return what `scrub` would replace in a file, or in the files of a folder and in their names.
 
     Raise TraceFormatError for files that cannot be read.
     """
@@ -127,7 +127,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _json_of(file: IO[bytes]) -> tuple[bool, Any]:
-    """Return whether a file is a Kineto trace. If it is another JSON document, also return its content.
+    """Return whether a file is a Kineto trace, and the content of any other JSON document.
 
     The content is None if the file is a Kineto trace, is too large or is no JSON.
     """

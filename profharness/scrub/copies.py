@@ -113,9 +113,8 @@ def _scrub_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     for name, rows in journals.items():
         lines = (msgspec.json.encode(scrubber.value(row)) + b"\n" for row in rows)
         (copy / name).write_bytes(b"".join(lines))
-    counts = {
-        counts_file(source / name).name for name in journals
-    }  # the copied journals contain them
+    # the copied journals contain the counts
+    counts = {counts_file(source / name).name for name in journals}
     used = {RUN_FILE, *traces, *journals, *counts, *single}
     there = {str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()}
     renamed = ((each.original, each.name) for each in traces.values())

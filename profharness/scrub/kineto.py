@@ -186,7 +186,7 @@ class _Events:
         return self.cleaned[key, data]
 
     def _metadata(self, name: msgspec.Raw | None, args: Any) -> Any:
-        """Return the arguments of a metadata event, with only the names that Kineto itself generates."""
+        """Return the arguments of a metadata event. Keep only the names that Kineto generates."""
         kind = bytes(name or b"").strip(b'"')
         if not isinstance(args, dict):
             return {}

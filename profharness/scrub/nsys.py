@@ -165,9 +165,8 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    with opened(
-        path, path
-    ) as export:  # raises an error if the file is foreign, cut off or being written
+    # this raises an error if the file is foreign, cut off or being written
+    with opened(path, path) as export:
         try:
             yield export.connection
         except (sqlite3.Error, OverflowError) as error:
@@ -376,12 +375,8 @@ def _has_deleted(path: Path, copy: Path) -> bool:
 
 def _free_parts(page: bytes, start: int) -> Iterator[bytes]:
     kind = page[start]
-    if kind not in (
-        2,
-        5,
-        10,
-        13,
-    ):  # no page of a table or index, but a free page or the end of a long row
+    # any other page is a free page, or contains the end of a long row
+    if kind not in (2, 5, 10, 13):
         yield b"" if kind == 0 and any(page[:4]) else page
         return
     block, cells, content = (
