@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SDPA_OP = re.compile(r"aten::_scaled_dot_product_\w*attention\w*")
 BLOCK = 8192
-PIECE = 32768  # launches looked up and grouped at once
+PIECE = 32768  # maximum number of launches that are looked up and grouped at once
 MAX_COUNTS_SHOWN = 20
 _UNCHANGED = (
     "device", "stream", "correlation", "graph_node", "pid", "tid", "launch_ns", "start_ns",
@@ -73,7 +73,10 @@ def placed_samples(
 
 
 def sdpa_op(path: str) -> str | None:
-    """Return the innermost op of a folded path that implements SDPA. The composite op does not."""
+    """Return the innermost op in a path of ops that implements SDPA, or None if no op does.
+
+    The composite op scaled_dot_product_attention does not count.
+    """
     return next((op for op in reversed(path.split(";")) if SDPA_OP.fullmatch(op)), None)
 
 
@@ -130,14 +133,17 @@ class _Calls:
     """The profiled calls of one cell."""
 
     ordinal_of_range: dict[int, int]
-    """from the index of a range to the ordinal of its call"""
+    """ordinal of the call of each range, by the index of the range"""
     count: int
     start_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """Arrays from a trace's indices to row ids. The last element is NONE, which index -1 selects."""
+    """Arrays of row ids that are indexed by the indices of a trace.
+
+    The last element is NONE. It is selected by the index -1, which means that there is no value.
+    """
 
     kernel: Column
     launch_config: Column
@@ -148,7 +154,7 @@ class _Ids:
     cell: Column
     iteration: Column
     origin: Column
-    """start of the first call of each range's cell, 0 outside of cells"""
+    """start of the first call of the cell that each range belongs to; 0 for other ranges"""
 
 
 def insert_trace(
@@ -161,18 +167,20 @@ def insert_trace(
 ) -> Inserted:
     """Insert the contents of a trace that has a row in `traces`, in the caller's transaction.
 
-    `cells` maps the cell ids of a run to row ids. Launches outside of cells are dropped and counted.
-    For a foreign trace it is None, and all launches are kept.
+    `cells` maps the names of a run's cells to row ids. Launches outside of these cells are not stored,
+    but counted. `cells` is None for a foreign trace. Then all launches are stored.
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
-    # assigned here, so that the launches of a trace have consecutive ids
+    # ids are assigned here, so that the launches of a trace have consecutive ids
     first_id = _next_launch_id(connection)
     result = Inserted()
     kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
     grouping = Grouping()
-    calls_of = CallLaunches(trace) if cells is None else None  # a cell is its own call
+    calls_of = (
+        CallLaunches(trace) if cells is None else None
+    )  # the calls of cells are stored with the cells
     for batch in chain.from_iterable(map(_pieces, batches)):
         _check_batch(batch)
         keep = slice(None) if cells is None else ids.cell[batch.cell_range] != NONE
@@ -235,7 +243,11 @@ def _count_calls(per_call: dict[int, Column], cell: Column, iteration: Column) -
 
 
 def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Calls]:
-    """Return the calls by cell. Overlapping ranges of a cell (push/pop, start/end) are one call."""
+    """Return the profiled calls of each cell.
+
+    Ranges of a cell that overlap belong to the same call, which may have a push/pop range and a
+    start/end range.
+    """
     by_cell: dict[str, list[int]] = {}
     for index, item in enumerate(ranges):
         if item.name.startswith(CELL_RANGE_PREFIX):
@@ -246,7 +258,7 @@ def _cell_calls(ranges: Sequence[Range], cells: dict[str, int]) -> dict[str, _Ca
 
 
 def _calls(ranges: Sequence[Range], indices: list[int]) -> _Calls:
-    # of ranges with the same start, the outer one comes first
+    # if ranges have the same start, the outer range comes first
     ordered = sorted(
         indices, key=lambda index: (ranges[index].start_ns, -ranges[index].duration_ns)
     )
@@ -326,7 +338,7 @@ def _insert_ranges(
 def _launch_columns(
     trace_id: int, batch: LaunchBatch, ids: _Ids, keep: NDArray[np.bool_] | slice
 ) -> dict[str, Column]:
-    """Return columns of `launches` for the kept launches, and two more columns for grouping."""
+    """Return the columns of `launches` for the launches to keep, and two more columns for grouping."""
     cell_range = batch.cell_range[keep]
     inner = batch.range[keep]
     inner = np.where(inner == NONE, cell_range, inner)
@@ -357,7 +369,10 @@ def _insert_launches(
     first_id: int,
     done: int,
 ) -> None:
-    """Insert launches of a trace whose first launch has `first_id`, after `done` other launches."""
+    """Insert launches of a trace after the `done` launches that are already inserted.
+
+    `first_id` is the id of the first launch of the trace.
+    """
     values = {name: columns[name] for name in _LAUNCH_COLUMNS}
     if not done:  # SQLite numbers the following rows itself
         values["id"] = np.arange(first_id, first_id + len(values["trace_id"]))
@@ -368,7 +383,7 @@ def _insert_columns(
     connection: sqlite3.Connection, table: str, columns: Mapping[str, Column]
 ) -> None:
     """Insert rows given as columns of equal length. NONE becomes NULL in nullable columns."""
-    first = next(iter(columns))  # never a constant, because each row needs one parameter at least
+    first = next(iter(columns))  # never a constant, because each row needs at least one parameter
     marks = {
         name: _mark(column, nullable=name not in _NEVER_NULL, fixed=name != first)
         for name, column in columns.items()
@@ -384,9 +399,9 @@ def _insert_columns(
 
 
 def _mark(column: Column, *, nullable: bool, fixed: bool) -> str:
-    """Return the SQL expression of a column: a parameter, or the value if all rows have the same.
+    """Return the SQL expression for the values of a column.
 
-    `fixed` allows the latter.
+    This is a parameter, or a literal if `fixed` is True and all rows have the same value.
     """
     low, high = int(column.min()), int(column.max())
     if low == high and fixed:
@@ -397,11 +412,14 @@ def _mark(column: Column, *, nullable: bool, fixed: bool) -> str:
 def _insert_groups(
     connection: sqlite3.Connection, trace_id: int, grouped: Grouped, *, foreign: bool
 ) -> None:
-    """Insert groups twice: without the op path (with that of most launches), and per op path."""
+    """Insert the groups of launches with and without the op path as part of the key.
+
+    Rows without the op path in their key contain the op path of most of their launches.
+    """
     op_paths = grouped.keys[:, -1]
     origin = (
         int(grouped.fine.first.min()) if foreign else 0
-    )  # in a run, times are relative to calls already
+    )  # in a run, times are already relative to the first call of the cell
     for by_op, groups, paths in (
         (0, grouped.coarse, op_paths[grouped.busiest()]),
         (1, grouped.fine, op_paths),
@@ -413,7 +431,7 @@ def _insert_groups(
             "min_ns": groups.minimum,
             "max_ns": groups.maximum,
         }
-        # a launch without a duration makes its group's statistics unknown
+        # if a launch has no duration, the statistics of its group are unknown
         columns = {
             name: np.where(groups.minimum == NONE, NONE, values) for name, values in times.items()
         }
@@ -468,10 +486,10 @@ def _insert_metrics(
 ) -> None:
     """Insert the metrics of launches with consecutive ids from `first_id`.
 
-    `kept` contains blocks of the launches' positions in the trace, in the order of ids. NaN values
-    have no row.
+    `kept` contains blocks of positions in the trace, one position per launch, in the order of ids. No
+    row is inserted for NaN, which means that the launch has no value for the metric.
     """
-    # sorted by the primary key, the order of a table WITHOUT ROWID
+    # rows are inserted in the order of the primary key, because the table is WITHOUT ROWID
     order = sorted(range(len(metrics.names)), key=metrics.names.__getitem__)
     values = metrics.values[:, order]
     heads = [(metrics.names[index], metrics.units[index]) for index in order]

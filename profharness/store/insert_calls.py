@@ -1,5 +1,6 @@
-"""Insert the attention calls of traces with the kernels that each of them launched, and the calls
-that were observed in their program.
+"""Insert the attention calls of traces and of observed programs.
+
+A call in a trace is stored with the kernels that it launched.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ KERNEL_COLUMNS = (
 
 
 class CallLaunches:
-    """Sums of the launches of a trace's calls, batch by batch."""
+    """Sum the launches of each call in a trace, batch by batch."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -58,8 +59,9 @@ class CallLaunches:
     def insert(
         self, connection: sqlite3.Connection, trace_id: int, configs: Mapping[Config, int]
     ) -> None:
-        """Insert steps, calls and their kernels in the caller's transaction. `configs` has the row
-        ids of configs.
+        """Insert the steps, the calls and their kernels in the caller's transaction.
+
+        `configs` maps configs to row ids.
         """
         trace = self._trace
         insert_rows(
@@ -111,7 +113,7 @@ def _json(tensors: Tensors) -> str:
 
 
 def _added_up(rows: Column) -> Column:
-    """Sum launches with equal keys.
+    """Sum the launches that have equal keys.
 
     Return the columns call, direction, kernel, launch configuration, launches, total and first,
     sorted by key.
@@ -138,7 +140,7 @@ def insert_journals(
 ) -> list[str]:
     """Insert observed calls, and link the stored calls of the traces to them.
 
-    A linked call gets the values that its trace lacks. Return warnings.
+    Values that the trace of a linked call lacks are copied from the observed call. Return warnings.
     """
     from profharness.traces.observed import completed, match_calls
 
@@ -166,7 +168,7 @@ def _insert_templates(
     observed: Sequence[ObservedCall],
     configs: Mapping[Config, int],
 ) -> list[int]:
-    """Return the row ids of the observed calls, in order. `configs` has the row ids of configs."""
+    """Insert observed calls and return their row ids, in order. `configs` maps configs to row ids."""
     ids = []
     for item in observed:
         call = item.call
@@ -190,7 +192,10 @@ def _link_calls(
     run_id: int,
     rows: Sequence[tuple[int | None, str, bool, int | None, str | None]],
 ) -> None:
-    """Link the calls of a run's traces, in order, to their templates, and complete their values."""
+    """Link the calls in a run's traces to their observed calls, and fill in missing values.
+
+    `rows` has one element per call, in the order of the traces.
+    """
     calls = connection.execute(
         "SELECT c.id FROM calls c JOIN traces t ON t.id = c.trace_id WHERE t.run_id = ? "
         "ORDER BY t.id, c.ordinal",

@@ -1,4 +1,4 @@
-"""Query the store. Results are rows of `profharness.rows`.
+"""Query the store. Most queries return objects of the classes in `profharness.rows`.
 
 This module imports neither numpy nor pandas.
 """
@@ -75,7 +75,9 @@ Metrics = dict[str, tuple[float, str]]
 FAILED = ("oom", "error", "crashed", "timeout")
 # Errors that reading a damaged file can raise. The file is checked only after one of them.
 OF_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, ArithmeticError)
-UNKNOWN = float("nan")  # a sum with an unknown part is unknown, and so are all shares of it
+UNKNOWN = float(
+    "nan"
+)  # if a part of a sum is unknown, the sum and all shares of the sum are unknown
 _DEVICE_COLUMNS = ", ".join(
     "device_index" if field.name == "index" else f"d.{field.name}" for field in fields(Device)
 )
@@ -84,7 +86,7 @@ _KERNEL_FIELDS = tuple(field.name for field in fields(KernelRow))
 
 
 def _series(rows: Sequence[tuple[str, int | None, int | None, int]]) -> Series:
-    """Return the samples of one measurement, with their processes and turns if these are known."""
+    """Return the samples of one measurement, with their processes and turns if both are known."""
     turns = [
         (process, turn, len(list(part)))
         for (process, turn), part in groupby(rows, itemgetter(1, 2))
@@ -111,7 +113,7 @@ class Store:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        """Close the store. Raises StoreError in place of an error that a damaged file caused."""
+        """Close the store. If a damaged file caused the error, raise StoreError instead of it."""
         try:
             if isinstance(error, OF_DAMAGE) and not isinstance(error, ProfharnessError):
                 known = is_damage(error) or is_altered(error)
@@ -154,21 +156,22 @@ class Store:
     def resolve(self, ref: str | None) -> str:
         """Return the id of a run given by an id, a unique prefix, `latest` or `latest~N`.
 
-        None is `latest`.
-        Raises NotFoundError, which lists candidates, if no run or more than one matches.
+        None selects the latest run. Raises NotFoundError if no run or more than one run matches. The
+        message lists candidates.
         """
         return self.find_run(Selection(ref), "run")
 
     def find_run(self, selection: Selection, *needs: Need) -> str:
         """Return the id of the selected run.
 
-        `latest` and None select the newest run that satisfies the first need that any run
-        satisfies. The default need is `kernels`. Raises NotFoundError if no run matches.
+        `latest` and None select the newest run that satisfies a need. If no run satisfies the first
+        need, the second need is tried, and so on. The default need is `kernels`.
+        Raises NotFoundError if no run matches.
         """
         return find_run(self.connection, self.path, selection, needs or ("kernels",))
 
     def find_runs(self, selection: Selection, *needs: Need) -> str:
-        """Return the id of the selected run as `find_run` does, or `all`."""
+        """Return `all` if all runs are selected, else the id of the run that `find_run` returns."""
         is_all = selection.run == ALL_RUNS
         return ALL_RUNS if is_all else self.find_run(selection, *needs)
 
@@ -177,7 +180,10 @@ class Store:
         return shown_by(self.connection, self.path, run)
 
     def lack_of_kernels(self, run: str) -> str | None:
-        """Return a message if a run has no kernels, with the command that shows the run, else None."""
+        """Return a message if a run has no kernels, else None.
+
+        The message contains the command that shows the run.
+        """
         return lack_of_kernels(self.connection, self.path, run)
 
     def has(self, run: str, need: Need) -> bool:
@@ -212,8 +218,8 @@ class Store:
         """Return one row per cell, profiler, range, kernel, launch configuration and device.
 
         `run` is None for the latest run with kernels, or `all` for the whole store. A filter that
-        is None does not filter. A config without a dtype matches any dtype. With `by_op` there is
-        one row per op path; otherwise `op_path` is the one with the most launches.
+        is None selects all rows. A config without a dtype matches any dtype. If `by_op` is True,
+        return one row per op path. Otherwise `op_path` is the op path with the most launches.
         """
         where, values = _where(
             {
@@ -231,7 +237,7 @@ class Store:
             "ORDER BY created DESC, run_id DESC, cell_id, trace_id, first_ns, group_id",
             values,
         )
-        # a share is relative to the cell, or to the range outside of cells
+        # a share is relative to the total time of the cell, or of the range if there is no cell
         wholes = [
             (
                 row["trace_id"],
@@ -252,7 +258,7 @@ class Store:
         ]
 
     def _selected(self, run: str | None, need: Need) -> list[str] | None:
-        """Return the selected run as a filter: None for `all`."""
+        """Return a filter for the selected run, or None if all runs are selected."""
         name = self.find_runs(Selection(run), need)
         return None if name == ALL_RUNS else [name]
 
@@ -310,7 +316,7 @@ class Store:
         return CellRow(**({name: row[name] for name in _CELL_FIELDS if name in row} | decoded))
 
     def environment(self, run: str | None = None) -> dict[str, Any]:
-        """Return the environment of a run: flat keys to JSON values."""
+        """Return the environment of a run as a dict of JSON values."""
         row = self.connection.execute(
             "SELECT e.data FROM environments e JOIN runs r ON r.environment_id = e.id "
             "WHERE r.run = ?",
@@ -327,7 +333,7 @@ class Store:
         return find_peaks(self.connection, self.device_name(run), source)
 
     def device_name(self, run: str | None = None) -> str | None:
-        """Return the name of the run's GPU, else of its processor."""
+        """Return the name of the GPU on which a run was recorded, or of the processor if it used no GPU."""
         name = device_name(self.environment(run))
         return name or next((device.name for device in self.devices(run)), None)
 
@@ -337,7 +343,7 @@ class Store:
             insert_peaks(self.connection, peaks, created, environment)
 
     def verifications(self, run: str | None = None) -> list[VerificationRow]:
-        """Return the checks of a run of `verify` in its order. None selects the latest run."""
+        """Return the checks of a run of `verify`, in the order of the run. None selects the latest run."""
         return verification_rows(self.connection, self.resolve(run))
 
     def verdicts(self, run: str | None = None) -> dict[tuple[str, str], bool]:
@@ -349,11 +355,14 @@ class Store:
         return verdicts(self.connection, self.resolve(run))
 
     def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
-        """Return the (config label, backend) of cells with failed checks. Never rank these."""
+        """Return the (config label, backend) of cells whose checks failed. They must not be ranked."""
         return {place for place, right in self.verdicts(run).items() if not right}
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
-        """Return problems of a run's profilers, with remedies. A foreign trace has none."""
+        """Return the problems of a run's profilers, with remedies.
+
+        The result is empty for a foreign trace.
+        """
         from profharness.run import Problem
 
         return tuple(
@@ -407,8 +416,8 @@ class Store:
     def ranks(self, refs: Sequence[str] = ()) -> list[RankRow]:
         """Return the ranks of a job, sorted by rank.
 
-        `refs` are runs, prefixes of runs or folders. None of them selects the newest job, and one
-        run selects its job. Raises NotFoundError if fewer than two ranks match.
+        `refs` are runs, prefixes of runs or folders. Without `refs`, the newest job is selected. A single
+        run selects the job that it belongs to. Raises NotFoundError if fewer than two ranks match.
         """
         return rank_rows(self.connection, self.path, refs)
 
@@ -417,22 +426,22 @@ class Store:
         return rank_launches(self.connection, ranks)
 
     def protocol(self, run: str) -> dict[str, Any]:
-        """Return the fields of a run's `run.Protocol`. A foreign trace has none."""
+        """Return the fields of a run's `run.Protocol`. The result is empty for a foreign trace."""
         return self._decoded("protocol", run) or {}
 
     def bench_plan(self, run: str) -> dict[str, Any]:
-        """Return the fields of a run's `run.BenchPlan`. Only runs of `bench` have them."""
+        """Return the fields of a run's `run.BenchPlan`. The result is empty unless `bench` made the run."""
         return self._decoded("bench", run) or {}
 
     def _decoded(self, column: str, run: str | None) -> Any:
-        """Return the JSON value of a column of `runs`, None for NULL."""
+        """Return the decoded JSON value of a column of `runs`, or None for NULL."""
         (text,) = self.connection.execute(
             f"SELECT {column} FROM runs WHERE run = ?", (self.resolve(run),)
         ).fetchone()
         return json.loads(text) if text else None
 
     def launch_metrics(self, launch_id: int) -> Metrics:
-        """Return the hardware counters of one launch, with their units, by ncu's names."""
+        """Return the hardware counters of one launch, with their units, by the names that ncu uses."""
         rows = self.connection.execute(
             "SELECT name, value, unit FROM metrics WHERE launch_id = ? ORDER BY name", (launch_id,)
         )
@@ -458,10 +467,12 @@ class Store:
 
 
 def open_store(path: Path, *, write: bool = False) -> Store:
-    """Open a store for reading or writing. With `write`, a missing store is created.
+    """Open a store for reading, or for writing if `write` is True.
 
-    Raises NotFoundError if there is no store to read, and StoreError for a foreign or newer file,
-    which stays untouched.
+    A missing store is created if `write` is True.
+
+    Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to another
+    program or was written by a newer version. Such a file is not changed.
     """
     return Store(path, connect(path, write=write))
 
@@ -510,9 +521,10 @@ def _occupancies(connection: sqlite3.Connection) -> Callable[..., Occupancy | No
 def _group_metrics(
     connection: sqlite3.Connection, rows: Sequence[Record], by_op: bool
 ) -> list[Metrics]:
-    """Return for each row of `kernel_groups` the median of each metric over its launches, with units.
+    """Return the metrics of each row of `kernel_groups`.
 
-    A trace without metrics costs one lookup.
+    The value of a metric is the median over the launches of the row. A trace without metrics costs only
+    one lookup.
     """
     spans = [
         span
@@ -539,7 +551,7 @@ def _medians(
     names: Sequence[str],
     groups: set[tuple[Any, ...]],
 ) -> dict[tuple[Any, ...], Metrics]:
-    """Return medians of metrics over a range of launch ids, by group.
+    """Return the median of each metric by group, for the launches in a range of ids.
 
     `names` are the columns that form a group's key.
     """

@@ -1,7 +1,7 @@
 """Select the stored run that a command shows.
 
-A run can be given by its id or a prefix of it. `latest` is the newest run that has the data that the
-command needs.
+A run can be given by its id or a prefix of it. `latest` selects the newest run that has the
+data that the command needs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from profharness.run import OBSERVE
 Need = Literal[
     "run", "kernels", "kernels of configs", "times", "attention calls", "traced attention calls"
 ]
-"""The data that a command needs. `run` is any run that a user captured, timed or ingested."""
+"""The data that a command needs. `run` is satisfied by any run that a user captured, timed or
+ingested."""
 
-KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")  # cells show why there are no kernels
+# if there are no kernels, the cells show why
+KERNELS_ELSE_CELLS: tuple[Need, ...] = ("kernels", "run")
 _some = partial(join_few, most=8)
 LATEST = "latest"
 ALL_RUNS = "all"
@@ -53,7 +55,7 @@ _OF_CELL: dict[Need, str] = {
     "attention calls": "1",
     "traced attention calls": "1",
 }
-"""SQL conditions for a cell c of run r that satisfies a need."""
+"""SQL conditions that are true if a cell c of a run r satisfies a need."""
 
 
 def _some_cell(need: Need) -> str:
@@ -70,7 +72,7 @@ _OF_RUN: dict[Need, str] = {
     "attention calls": f"({_CALLED} OR EXISTS (SELECT 1 FROM templates o WHERE o.run_id = r.id))",
     "traced attention calls": _CALLED,
 }
-"""SQL conditions for a run r that satisfies a need, for any config."""
+"""SQL conditions that are true if a run r satisfies a need for any config."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Selection:
     run: str | None = None
     """an id, a unique prefix, `latest`, `latest~N` or `all`
 
-    None is `latest`: the newest run that has all the configs on all the backends.
+    None means `latest`, the newest run that has all the configs on all the backends.
     """
     configs: Sequence[Config] = ()
     backends: Sequence[str] = ()
@@ -90,7 +92,9 @@ class Selection:
 def matching_configs(
     connection: sqlite3.Connection, configs: Sequence[Config] | None
 ) -> list[int] | None:
-    """Return the ids of stored configs that match any of the configs, None for no filter.
+    """Return the ids of stored configs that match any of the configs.
+
+    Return None, which means no filter, if `configs` is None.
 
     A config without a dtype matches any dtype.
     """
@@ -112,8 +116,9 @@ def find_run(
 ) -> str:
     """Return the id of the selected run of the store at `path`.
 
-    `latest` uses the first of the needs that any run satisfies. Raises NotFoundError, which lists
-    candidates, if no run or more than one matches.
+    `latest` selects the newest run that satisfies a need. If no run satisfies the first need, the second
+    need is tried, and so on. Raises NotFoundError if no run or more than one run matches. The message
+    lists candidates.
     """
     ref = LATEST if selection.run is None else selection.run
     names = _names(connection)
@@ -191,7 +196,7 @@ def shown_by(connection: sqlite3.Connection, path: Path, run: str) -> str:
 def lack_of_kernels(connection: sqlite3.Connection, path: Path, run: str) -> str | None:
     """Return a message if a run has no kernels, else None.
 
-    It contains how the run was made and the command that shows it.
+    The message contains how the run was made and the command that shows the run.
     """
     if _has(connection, run, _OF_RUN["kernels"]):
         return None
@@ -201,7 +206,7 @@ def lack_of_kernels(connection: sqlite3.Connection, path: Path, run: str) -> str
 
 
 def has(connection: sqlite3.Connection, run: str, need: Need) -> bool:
-    """Return whether a run satisfies a need, for any config."""
+    """Return whether a run satisfies a need for any config."""
     return _has(connection, run, _OF_RUN[need])
 
 
@@ -221,7 +226,7 @@ def _latest(
     """Return the newest matching run, or the one `back` runs before it. Raises NotFoundError."""
     runs: list[str] = []
     for need in needs:
-        # lazily, because each run costs a query
+        # evaluated lazily, because each run costs a query
         runs = runs or list(islice(answering_runs(connection, selection, need), back + 1))
     if back < len(runs):
         return runs[back]
@@ -246,7 +251,10 @@ def _wanted(selection: Selection, need: Need) -> str:
 
 
 def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -> str:
-    """Suggest what to do if no run matches: show the newest run with the configs, else all runs."""
+    """Return a hint for the case that no run matches.
+
+    It names the command that shows the newest run with the configs, or the command that lists all runs.
+    """
     same_configs = Selection(None, selection.configs)
     others = _names(connection) if not selection.configs else []
     run = next(chain(answering_runs(connection, same_configs, "run"), others), None)
@@ -256,6 +264,7 @@ def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -
 
 def _names(connection: sqlite3.Connection) -> list[str]:
     """Return the ids of all runs, newest first."""
-    # `created` has a resolution of one second; of two runs in one, the later id is the newer run
+    # `created` has a resolution of one second. If two runs were created in the same second, the one with
+    # the higher id is newer.
     rows = connection.execute("SELECT run FROM runs ORDER BY created DESC, id DESC")
     return [str(row[0]) for row in rows]
