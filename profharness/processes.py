@@ -106,7 +106,10 @@ def defer_signals() -> Iterator[None]:
 
 
 def raise_deferred_signals() -> None:
-    """Raise the signals that a `defer_signals` block delayed. `delay_signals` blocks keep theirs."""
+    """Raise the signals that a `defer_signals` block has delayed.
+
+    Do nothing within a `delay_signals` block.
+    """
     for hold in _holds() if threading.current_thread() is threading.main_thread() else ():
         while hold.passes and hold.caught:
             number = hold.caught[0]
@@ -586,7 +589,10 @@ def run_briefly(
 
 
 def _both_streams(process: ProcessGroup, deadline: float) -> list[bytearray] | None:
-    """Read both streams until the process ends or writes too much. Return None after the deadline."""
+    """Read both streams until the process ends or writes too much.
+
+    Return None if the deadline passes first.
+    """
     assert process.stdout is not None and process.stderr is not None
     streams = (process.stdout, process.stderr)
     for stream in streams:

@@ -460,7 +460,10 @@ def _counts(numbers: bytes) -> list[Any]:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line of the journal. It reports a stage or the end of a cell, the environment, or a problem."""
+    """One line of the journal.
+
+    It reports the start, a stage or the end of a cell, the environment, or a problem.
+    """
 
     event: str
     cell: str | None = None

@@ -121,7 +121,7 @@ class _Lane:
 
     description: Plain
     task: _Task | None = None
-    done: int = 0  # number of finished cells of the group
+    done: int = 0  # number of finished cells in the group
     failed: list[str] = field(default_factory=list)  # groups that failed since the last success
 
     def release(self) -> _Task | None:
