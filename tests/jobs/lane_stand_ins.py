@@ -139,6 +139,6 @@ def _lend(packages: Path) -> None:
     (packages / name).symlink_to(Path(str(torch.locate_file(name))).resolve())
     (stand_ins,) = map(Path, standins.__path__)
     (packages / "stand_in_msgspec.py").symlink_to(stand_ins / "msgspec.py")
-    (packages / "profharness").symlink_to(stand_ins.parents[1])
+    (packages / "profharness").symlink_to(stand_ins.parents[2])
     for name, text in COMPILED.items():
         (packages / name).write_text(text)

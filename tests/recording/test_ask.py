@@ -20,7 +20,7 @@ from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.machine import from_config, machine_of, with_flags
 from profharness.attention.dispatch.perturb import blockers, rule_oracle
 from profharness.attention.dispatch.predict import judge
-from profharness.commands.explain import live
+from profharness.commands.explain import explanations
 from profharness.commands.explain.explanations import explain_live
 from profharness.recording import probe
 from profharness.recording.probe import ask_argv
@@ -277,7 +277,7 @@ def test_disabled_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doubts(environment: dict[str, Any], *backends: BackendAnswer) -> str:
-    return " ".join(live._caveats(environment, backends))
+    return " ".join(explanations._caveats(environment, backends))
 
 
 def test_doubts_are_reported_if_they_apply() -> None:
