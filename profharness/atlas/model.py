@@ -1,4 +1,6 @@
-"""Estimate configs on backends of a GPU: by measured cells, by the model, or by the roofline bound.
+"""Estimate the time and kernels of configs on the backends of a GPU.
+
+An estimate comes from a measured cell, from the model, or from the roofline bound.
 
 docs/atlas.md describes the model.
 """
@@ -44,9 +46,11 @@ from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import ProfharnessError, UsageError, printable_path
 
 MODEL_VERSION = 3
-MAX_HEADER_BYTES = 4_000_000  # of all but the arrays
-MAX_VALUES = 4_000_000  # of the arrays of one dtype
-MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # that were sampled
+MAX_HEADER_BYTES = (
+    4_000_000  # maximum size of the header, which contains all values except the arrays
+)
+MAX_VALUES = 4_000_000  # maximum number of values in all arrays of one dtype
+MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # mask shapes that the atlas contains
 BOUNDS = {
     "batch": "batch",
     "num_heads": "heads",
@@ -56,17 +60,19 @@ BOUNDS = {
     "head_dim": "head_dim",
 }
 LONGER = 1.5  # an estimate may exceed the longest measured call by this factor
-NEAR = 0.45  # the share of the time from which a ceiling of the GPU is the bottleneck
-MAX_KNOWN = 100_000  # cached answers of the dispatch rules
+NEAR = 0.45  # minimum share of the roofline for which compute or memory is the bottleneck
+MAX_KNOWN = 100_000  # maximum number of cached predictions of the dispatch rules
 TINY_US = 4.0  # kernels with a shorter average time are bound by their launches
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """The times of one backend, forward alone or with backward."""
+    """The part of the model for the times of one backend in one direction."""
 
-    trees: Boost  # log of the factor by which the time differs from that of the curves
-    errors: dict[str, float]  # by regime: the relative error of the 90 % interval; "" for others
-    graph: dict[str, float]  # by size: graph time over kernel time
+    trees: Boost  # log of the factor by which the time differs from the sum of the curves
+    errors: dict[
+        str, float
+    ]  # relative error of the 90 % interval by regime; "" for all other regimes
+    graph: dict[str, float]  # ratio of graph time to kernel time, by size of the call
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -74,13 +80,13 @@ class Model(msgspec.Struct, frozen=True):
 
     version: int
     machine: str
-    names: tuple[str, ...]  # of kernels
-    kinds: Integers  # name, block x y z, registers, shared bytes of each launch kind
-    codes: Integers  # of each kind; kinds with one code share a curve
+    names: tuple[str, ...]  # names of kernels
+    kinds: Integers  # index of the name, block x, y and z, registers and shared bytes of each kind
+    codes: Integers  # code of each kind; kinds with the same code share a curve
     rules: dict[str, Rules]  # by backend
     curves: dict[str, dict[tuple[int, int], Curve]]  # by backend, then code and product
     timings: dict[tuple[str, int], Timing]  # by backend and direction
-    bounds: dict[str, float]  # least and largest sampled values
+    bounds: dict[str, float]  # smallest and largest values in the atlas
 
 
 def write_model(model: Model, path: Path) -> None:
@@ -107,7 +113,7 @@ def write_model(model: Model, path: Path) -> None:
 
 
 def read_model(path: Path) -> Model:
-    """Read a model. Raise ProfharnessError for a damaged one or one of another version."""
+    """Read a model. Raise ProfharnessError if it is damaged or has another version."""
     counts = dict.fromkeys((dtype[1:] for dtype in DTYPES), MAX_VALUES)
     arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})
     pools: list[Array] = [arrays[dtype[1:]] for dtype in DTYPES]
@@ -138,7 +144,7 @@ class Estimate:
     """The estimate for one config on one backend."""
 
     backend: str
-    source: str  # `measured` in the atlas, by the `model`, or `floor`: by rules and roofline alone
+    source: str  # `measured`, `model`, or `floor` if only the rules and the roofline are used
     choice: str | None
     status: str
     launches: tuple[Launch, ...] = ()
@@ -148,17 +154,17 @@ class Estimate:
     error: float | None = None  # the relative error behind the interval
     graph_us: float | None = None
     bottleneck: str | None = None
-    outside: str | None = None  # why the atlas did not sample such configs
+    outside: str | None = None  # reason why the atlas does not contain such configs
 
 
 class Dispatched(NamedTuple):
-    """The answer of the dispatch rules: PyTorch's own choice, and the eligibility of each backend."""
+    """The backend that PyTorch chooses by the dispatch rules, and whether each backend is eligible."""
 
     choice: str
     eligible: dict[str, bool | None]
 
     def answer(self, backend: str) -> tuple[str | None, str]:
-        """Return the backend that runs and the status of a call on a backend."""
+        """Return the backend that runs if `backend` is requested, and the status of the call."""
         if backend == AUTO:
             known = self.choice in SDPA_BACKENDS
             return (
@@ -171,7 +177,7 @@ class Dispatched(NamedTuple):
 
 
 class Dispatch:
-    """The dispatch rules of a machine, with a cache for configs that they do not distinguish."""
+    """The dispatch rules of a machine. Configs that the rules do not distinguish share a cached result."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -189,7 +195,10 @@ class Dispatch:
         return self._known[key]
 
     def _key(self, config: Config) -> tuple[object, ...]:
-        """Return what the rules from 2.9 on depend on. Sizes are reduced to what they compare."""
+        """Return all properties of a config that the rules of PyTorch 2.9 and newer depend on.
+
+        Sizes are reduced to the results of the comparisons in the rules.
+        """
         queries, keys, dim = config.seq_len_q, config.seq_len_kv, config.head_dim
         broadcast = config.mask != "none" or config.layout != "contiguous"
         return (
@@ -204,12 +213,12 @@ class Dispatch:
 
 @lru_cache(maxsize=4)
 def dispatch_of(machine: Machine) -> Dispatch:
-    """Return the dispatch rules of a machine, with one cache per process."""
+    """Return the dispatch rules of a machine. Calls for the same machine share a cache."""
     return Dispatch(machine)
 
 
 class Forecast(NamedTuple):
-    """The model's answers for some configs on one backend."""
+    """The predictions of the model for some configs on one backend."""
 
     edges: list[int]  # the launches of config i are those from edges[i] to edges[i + 1]
     launches: list[Launch]
@@ -231,8 +240,8 @@ def estimate(
 ) -> list[Estimate]:
     """Return an estimate for each config on each backend, in the order configs x backends.
 
-    Without `measured` the cells of the atlas are not used. `rules` is the machine whose dispatch
-    rules apply; by default that GPU with the release's wheel. Raise UsageError for an unknown GPU.
+    If `measured` is False, the cells of the atlas are not used. `rules` is the machine whose dispatch
+    rules apply. By default, it is the GPU with the official wheel of the release. Raise UsageError for an unknown GPU.
     """
     configs = [config.resolve(CUDA) for config in configs]
     count = len(backends)
@@ -242,7 +251,9 @@ def estimate(
     dispatch = dispatch_of(rules or machine_for(gpu, torch))
     model = None if atlas is None else model_of(atlas.machine.name)
     answers: list[Estimate | None] = [None] * len(rows)
-    wanted: dict[str, dict[int, list[int]]] = {}  # choice -> config -> places of its answers
+    wanted: dict[
+        str, dict[int, list[int]]
+    ] = {}  # by chosen backend and config, the indices of the answers
     bounds = {} if model is None else model.bounds
     limits = [(name, bounds[f"least {name}"], bounds[name]) for name in BOUNDS if name in bounds]
     for place, row in enumerate(rows):
@@ -267,7 +278,7 @@ def estimate(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector: answers contain no cycles, and there are many."""
+    """Disable the cyclic garbage collector, because there are many answers and they contain no cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -285,7 +296,7 @@ def _fill(
     wanted: dict[str, dict[int, list[int]]],
     gpu: str,
 ) -> None:
-    """Set the answers of the model."""
+    """Set the answers that the model predicts."""
     asked = sorted({index for places in wanted.values() for index in places})
     c = with_shapes(sizes([configs[index] for index in asked]))
     number = {index: row for row, index in enumerate(asked)}
@@ -361,10 +372,13 @@ def _errors(timing: Timing, c: Columns, us: Values) -> tuple[list[float], list[f
 
 
 def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]:
-    """Return `compute`, `memory`, `launch` or `latency` for each call, by the data sheet's rates."""
+    """Return the bottleneck of each call, which is `compute`, `memory`, `launch` or `latency`.
+
+    It is computed from the rates in the GPU's data sheet.
+    """
     work = 2 * np.where(c["BWD"] > 0, 7, 2) * c["S"] * c["D"] * np.where(c["CAUSAL"] > 0, 0.5, 1.0)
     moved = c["ITEM"] * (2 * c["Q"] + 2 * c["K"]) * np.where(c["BWD"] > 0, 2.5, 1.0)
-    unfused = whole.count > 11  # matrices of scores are read and written several times
+    unfused = whole.count > 11  # unfused kernels read and write the matrix of scores several times
     moved = moved + np.where(unfused, 4 * c["S"] * whole.count * 0.8, c["M"] * c["ITEM"])
     peaks = data_sheet(find_gpu(gpu).name)
     if peaks is None or not peaks.bandwidth_bytes_per_s:
@@ -380,7 +394,7 @@ def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]
 
 
 def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
-    """Return the shared memory of launches. For some kernels it depends on the number of keys."""
+    """Return the shared memory of launches in bytes. For some kernels it depends on the number of keys."""
     names = [bool(COMPUTED.search(name)) for name in model.names]
     block, fixed = model.kinds[kinds, 1], model.kinds[kinds, 5]
     computed = np.array(names)[model.kinds[kinds, 0]]
@@ -389,14 +403,14 @@ def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
 
 @lru_cache(maxsize=4)
 def model_of(name: str) -> Model | None:
-    """Return the packaged model of a machine by its name, or None."""
+    """Return the model of a machine in the package, or None if the package has no model of it."""
     path = PACKAGED / f"{name}{MODEL_SUFFIX}"
     return read_model(path) if path.exists() else None
 
 
 @lru_cache(maxsize=4096)
 def _unsampled(others: tuple[Any, ...]) -> str | None:
-    """Return why the atlas did not sample configs with this variant, or None."""
+    """Return the reason why the atlas has no configs of a variant, or None if it has such configs."""
     values = dict.fromkeys(NUMBERS, 1) | dict(zip(VARIANT, others, strict=True))
     variant = Config(**values)
     beyond = {
@@ -418,7 +432,10 @@ def _unsampled(others: tuple[Any, ...]) -> str | None:
 
 
 def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str | None:
-    """Return why the atlas did not sample such a config, or None. `limits`: name, least and most."""
+    """Return the reason why the atlas has no configs like this one, or None if it has such configs.
+
+    `limits` contains names of sizes with the smallest and largest value in the atlas.
+    """
     for name, least, most in limits:
         value = getattr(config, name)
         if not least <= value <= most:
@@ -427,7 +444,7 @@ def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str 
 
 
 def measured_estimate(cell: AtlasCell) -> Estimate:
-    """Return a measured cell as an answer."""
+    """Return an estimate that contains the result of a measured cell."""
     return Estimate(
         cell.backend,
         "measured",
@@ -443,7 +460,7 @@ def measured_estimate(cell: AtlasCell) -> Estimate:
 
 
 def floor_us(config: Config, gpu: str) -> float | None:
-    """Return the roofline bound by the data sheet, or None for a GPU without one."""
+    """Return the roofline bound in microseconds, or None for a GPU without a data sheet."""
     try:
         peaks = data_sheet(find_gpu(gpu).name)
     except UsageError:

@@ -1,4 +1,7 @@
-"""Estimate the time of launches by a curve per kernel, over the work that determines its time."""
+"""Estimate the times of launches.
+
+Each kernel has a curve, which gives its time as a function of its work.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from profharness.atlas.features import SMS, Columns, at, ceil, product_sizes
 from profharness.atlas.kernels import Calls
 from profharness.atlas.trees import Integers, Values
 
-KERNEL_US = 1.5  # of a kernel without a curve
+KERNEL_US = 1.5  # time of a kernel that has no curve
 FEW_QUERIES = 8
 TINY_US, LONG_US = 20, 200
 
 
 def _pairs(c: Columns, rows: float, keys: float) -> Values:
-    """Return the scores of a head in whole tiles. Causal ones end at the diagonal."""
+    """Return the number of scores of a head in whole tiles.
+
+    With a causal mask, only the tiles up to the diagonal are counted.
+    """
     height, width = ceil(c["SQ"], rows) * rows, ceil(c["SK"], keys) * keys
     low = np.minimum(height, width)
     below = low * (low + keys) / 2 + (height - low) * width
@@ -26,7 +32,7 @@ def _pairs(c: Columns, rows: float, keys: float) -> Values:
 
 
 def _quantized(blocks: Values) -> Values:
-    """Return the number of waves at one block per SM, rounded up."""
+    """Return the number of waves, rounded up, if each SM runs one block at a time."""
     return np.ceil(blocks / SMS)
 
 
@@ -46,14 +52,17 @@ def _backward(c: Columns) -> Values:
 
 
 def _walk(c: Columns) -> Values:
-    """Return the keys that the longest block loops over, times head_dim."""
+    """Return the number of keys that the longest block loops over, times head_dim."""
     keys = np.where(c["CAUSAL"] > 0, np.minimum(c["SQ"], c["SK"]), c["SK"])
     width: Values = c["D8"]
     return ceil(keys, 64) * 64 * width
 
 
 def _makespan(rows: float) -> Callable[[Columns], Values]:
-    """Return the work of one SM if all share it evenly, and at least that of the longest block."""
+    """Return a function that estimates the work of the busiest SM.
+
+    The work is shared evenly by all SMs, but an SM has at least the work of the longest block.
+    """
 
     def work(c: Columns) -> Values:
         longest: Values = np.minimum(c["SQ"], rows) * _walk(c)
@@ -62,7 +71,7 @@ def _makespan(rows: float) -> Callable[[Columns], Values]:
     return work
 
 
-# Quantities on which a kernel's time may depend. GRID is the number of its blocks.
+# Quantities on which the time of a kernel may depend. GRID is its number of blocks.
 WORKS: dict[str, Callable[[Columns], Values]] = {
     "waves": lambda c: _quantized(c["GRID"]),
     "blocks": lambda c: c["GRID"],
@@ -103,12 +112,12 @@ class Curve(msgspec.Struct, frozen=True):
     Beyond the last knot the time is proportional to the work.
     """
 
-    work: str  # of WORKS or PRODUCT_WORKS
+    work: str  # a key of WORKS or PRODUCT_WORKS
     x: Values  # log2 of the work
     y: Values  # log2 of microseconds
 
     def us(self, work: Values) -> Values:
-        """Return microseconds."""
+        """Return the times in microseconds."""
         x = np.log2(np.maximum(work, 1e-9))
         beyond = np.maximum(0, x - self.x[-1])
         return np.asarray(np.exp2(np.interp(x, self.x, self.y) + beyond))
@@ -121,7 +130,7 @@ PLAIN = ("DT", "F32", "CAUSAL", "MASK", "MB", "MH", "MQ", "SK%8", "SK%4", "SK%64
 
 
 def columns(c: Columns, launches: Launched) -> Values:
-    """Return the features of the trees, as rows."""
+    """Return the features from which the trees correct the times. Each feature is a row."""
     rows = [np.log2(np.maximum(c[name], 0.5)) for name in SIZES]
     rows += [c[name] for name in PLAIN]
     rows += [np.log2(launches.us), launches.count, np.log2(launches.longest), launches.share]
@@ -138,24 +147,26 @@ def columns(c: Columns, launches: Launched) -> Values:
 
 @dataclass(frozen=True)
 class Launched:
-    """The launches of each config together, by their curves."""
+    """The launches of each config, summed, with times from the curves."""
 
-    us: Values
+    us: Values  # microseconds, as all times
     count: Values
-    longest: Values  # microseconds of the longest launch, and its share, blocks and code
+    longest: (
+        Values  # time of the longest launch; `share`, `blocks` and `code` are of this launch too
+    )
     share: Values
     blocks: Values
     code: Values
-    each: Values  # microseconds of every launch
+    each: Values  # time of every launch
 
     def at(self, rows: Integers) -> Launched:
-        """Return the values of some configs. `each` is unchanged."""
+        """Return the values of the configs in `rows`. `each` is not changed."""
         names = ("us", "count", "longest", "share", "blocks", "code")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 
 def launch_columns(c: Columns, calls: Calls, some: Integers, product: int) -> Columns:
-    """Return the columns that WORKS need for some launches."""
+    """Return the columns from which the functions in WORKS compute the work of some launches."""
     columns = at(c, calls.place[some])
     if product >= 0:
         columns = columns | product_sizes(columns, product)
@@ -165,7 +176,7 @@ def launch_columns(c: Columns, calls: Calls, some: Integers, product: int) -> Co
 def together(
     calls: Calls, c: Columns, codes: Integers, curves: dict[tuple[int, int], Curve]
 ) -> Launched:
-    """Return the time of each launch by its curve, and the sums for each config."""
+    """Compute the time of each launch from its curve, and the sums for each config."""
     code, us = codes[calls.kind], np.full(len(calls.kind), KERNEL_US)
     joined = code * 8 + calls.product + 1
     order = np.argsort(joined, kind="stable")

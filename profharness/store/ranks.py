@@ -18,13 +18,14 @@ from profharness.rows import TRACE_PROFILERS, DeviceTime, RankKernel, RankLaunch
 from profharness.store.selection import Selection, find_run
 from profharness.store.tables import records
 
-DISTRIBUTED = "distributedInfo"  # section of Kineto's header
+DISTRIBUTED = "distributedInfo"  # name of a section in the header of a Kineto trace
 NUMBERS, KEYS = ("rank", "world_size"), ("host_key", "gpu_key")
 MAX_RANK = 1 << 24
 # file names of tensorboard_trace_handler: HOST_PID.NANOSECONDS.pt.trace.json
 TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
 NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
-# the rank of the run, else that of the trace: a run may contain the traces of several ranks
+# The rank is taken from the run, or from the trace if the run has no rank, because a run may contain the
+# traces of several ranks.
 _MEMBERS = """
     SELECT r.id, r.run, r.created, r.path, r.source, r.device, r.world_size, r.host_key, r.gpu_key,
         r.environment_id, t.id AS trace, t.path AS file, t.profiler, t.launches,
@@ -43,13 +44,13 @@ Record = dict[str, Any]
 def split_place(
     environment: Mapping[str, object], name: str | None = None
 ) -> tuple[dict[str, int | str | None], dict[str, object]]:
-    """Return the columns of `runs` that identify a rank, and the environment without them.
+    """Return the columns of `runs` that identify a rank, and the environment without these values.
 
-    The columns are rank, world_size, and hashes of host and GPU; None means unknown. The runs of
-    one job differ in these and have the same environment otherwise. `name` is the name of a trace
-    file outside of a run folder. It gives the rank and the host if the environment does not contain
-    them. The number of ranks stays in the environment, because environments with different numbers
-    do differ.
+    The columns are rank, world_size, and hashes of the host and the GPU. Unknown values are None. The
+    runs of one job differ only in these values, and have the same environment otherwise. `name` is
+    the name of a trace file outside of a run folder. The rank and the host are taken from it if the
+    environment does not contain them. The number of ranks in the header of a Kineto trace stays in the
+    environment, because environments with different numbers of ranks do differ.
     """
     rest = dict(environment)
     section = rest.get(DISTRIBUTED)
@@ -72,7 +73,10 @@ def split_place(
 
 
 def rank_number(value: object) -> int | None:
-    """Return a rank or number of ranks from an integer or its decimal text, None for other values."""
+    """Return a rank or number of ranks that is given as an integer or a decimal string.
+
+    Return None for other values.
+    """
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 9:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -86,7 +90,7 @@ def _rank_of(name: str) -> int | None:
 
 
 def rank_rows(connection: sqlite3.Connection, path: Path, refs: Sequence[str]) -> list[RankRow]:
-    """Return the ranks of the job that `refs` select, each from its newest run.
+    """Return the ranks of the job that `refs` select. Each rank is taken from its newest run.
 
     Raises NotFoundError if fewer than two ranks match.
     """
@@ -104,13 +108,13 @@ def rank_rows(connection: sqlite3.Connection, path: Path, refs: Sequence[str]) -
 
 
 def _members(connection: sqlite3.Connection) -> list[Record]:
-    """Return all traces with launches, those of the newest run first."""
+    """Return all traces that have launches. The traces of the newest run come first."""
     rows = records(
         connection,
         f"{_MEMBERS} WHERE t.launches > 0 AND r.kind NOT IN {_NOT_JOBS} "
         "ORDER BY r.created DESC, r.id DESC, t.id",
     )
-    # these values come from traces unchecked
+    # traces may contain any values here
     return [row | {key: rank_number(row[key]) for key in RANK_COLUMNS} for row in rows]
 
 
@@ -133,7 +137,11 @@ def _wanted(
 
 
 def _newest_job(stored: Sequence[Record]) -> set[str]:
-    """Return the job of the newest trace with a rank, else of the newest trace with neighbours."""
+    """Return the runs of the newest job.
+
+    This is the job of the newest trace that has a rank. If no trace has a rank, it is the job of the
+    newest trace file that has others of the same kind in its folder.
+    """
     ranked = next((record for record in stored if record["rank"] is not None), None)
     if ranked is not None:
         return _job_of(ranked, stored)
@@ -146,7 +154,7 @@ def _newest_job(stored: Sequence[Record]) -> set[str]:
 def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
     """Return the runs in the same folder with the same number of ranks.
 
-    If ranks are missing there, include the folders around it.
+    If ranks are missing in that folder, search its parent folders too.
     """
     size = _size(record)
     ranked = record["rank"] is not None
@@ -159,7 +167,7 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
     ]
     folder = Path(record["path"]).parent
     job = [other for other in alike if Path(other["path"]).parent == folder]
-    # with one folder per host, the ranks are one or two folders deeper
+    # if each host has a folder of its own, the other ranks are below the parent or grandparent folder
     for around in list(folder.parents)[:2]:
         ranks = {other["rank"] for other in job}
         if size is None or len(ranks) >= size:
@@ -176,7 +184,10 @@ def _size(record: Record) -> int | None:
 
 
 def _is_below(path: str, ref: str) -> bool:
-    """Return whether a run's source lies below a folder, by its recorded or its resolved path."""
+    """Return whether the source of a run is below the folder `ref`.
+
+    Compare both the recorded path and the absolute path.
+    """
     folder = Path(ref)
     if not ref or folder in Path(path).parents:
         return bool(ref)
@@ -184,7 +195,10 @@ def _is_below(path: str, ref: str) -> bool:
 
 
 def _by_rank(stored: Sequence[Record]) -> list[list[Record]]:
-    """Return the traces of each rank, from its newest run and from one profiler."""
+    """Return the traces of each rank.
+
+    The traces of a rank are from its newest run and from one profiler.
+    """
     members: dict[object, list[Record]] = {}
     for record in stored:
         key = record["run"] if record["rank"] is None else record["rank"]
@@ -234,7 +248,7 @@ def _times(connection: sqlite3.Connection) -> dict[int, list[DeviceTime]]:
 
 
 def rank_launches(connection: sqlite3.Connection, ranks: Sequence[RankRow]) -> RankLaunches:
-    """Return the launches of ranks, from the stored groups."""
+    """Return the launches of ranks, summed by range, kernel and launch configuration."""
     traces = json.dumps([trace for rank in ranks for trace in rank.traces])
     places = {0: "", **dict(connection.execute("SELECT id, name FROM range_names").fetchall())}
     cells: dict[int, int] = {}
@@ -245,7 +259,7 @@ def rank_launches(connection: sqlite3.Connection, ranks: Sequence[RankRow]) -> R
         "(SELECT value FROM json_each(?)))",
         (traces,),
     ):
-        # cells differ between runs, but a config on a backend is the same place in all of them
+        # a cell is identified by its config and backend, because runs have cells of their own
         cells[cell] = numbers.setdefault(text, -1 - len(numbers))
         places[cells[cell]] = text
     groups = connection.execute(

@@ -27,7 +27,7 @@ from profharness.store.tables import TABLES, VIEWS
 SCHEMA_VERSION = 15  # 1 to 14 were never released
 MIGRATION_SET = "profharness"
 BUSY_SECONDS = 600.0
-WHOLLY_CHECKED_BYTES = 32 << 20  # checking such a file takes about 0.2 s
+WHOLLY_CHECKED_BYTES = 32 << 20  # maximum size of a file that is checked completely, in about 0.2 s
 SMALL_TABLES = (
     *("environments", "runs", "devices", "configs", "cells", "refusals", "traces", "trace_cells"),
     *("kernels", "launch_configs", "op_paths", "apis", "range_names"),
@@ -53,7 +53,7 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Make a module that is not imported yet look as if it were not installed."""
+    """Make the import of a module fail as if it were not installed, unless it is already imported."""
     if name in sys.modules:
         yield
         return
@@ -77,10 +77,11 @@ def require_folder(path: Path) -> None:
 
 
 def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
-    """Return a connection in autocommit mode. With `write`, a missing store is created.
+    """Return a connection in autocommit mode. If `write` is True, create a missing store.
 
-    Raises NotFoundError if there is no store to read. Raises StoreError for a file that is foreign,
-    damaged, of another schema, or to be written on a network file system. It stays untouched.
+    Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to another
+    program, is damaged or has another schema version, or if a store on a network file system is to be
+    written. The file is not changed then.
     """
     if write:
         require_folder(path)
@@ -103,7 +104,7 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
 
 
 class Writer:
-    """Open a store for writing on the first call, and again if its file was deleted or replaced."""
+    """Open a store for writing on the first call. Open it again if its file was deleted or replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -122,7 +123,8 @@ class Writer:
     def close(self) -> None:
         """Close the store.
 
-        If the file was replaced, checkpoint the log first: its name now belongs to another file.
+        If the file was replaced, checkpoint the log first, because the name of the log now belongs to
+        another store.
         """
         if self._connection is None:
             return
@@ -133,7 +135,7 @@ class Writer:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file, None if it does not exist."""
+    """Return the device and inode of a file, or None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -142,7 +144,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
-    """Return the error for a store that must not be used, which names the command to rebuild it."""
+    """Return an error for a store that must not be used. It names the command that rebuilds the store."""
     what = what or (ALTERED if is_altered(detail) else "damaged inside")
     return StoreError(
         f"{path}: {what}, left as it is ({detail}); rebuild it from the run folders: "
@@ -161,14 +163,14 @@ def is_damage(error: BaseException) -> bool:
 
 
 def is_altered(error: object) -> bool:
-    """Return whether an error of reading or writing a store shows that its schema was changed."""
+    """Return whether an error shows that the schema of a store was changed."""
     return isinstance(error, sqlite3.OperationalError) and bool(MISSING.match(str(error)))
 
 
 def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
-    """Return the first problem that SQLite finds in its file or in these tables, None if none.
+    """Return the first problem that SQLite finds in a store, or None if it finds no problem.
 
-    Reads about 200 MB per second.
+    If tables are given, only these are checked. The check reads about 200 MB per second.
     """
     try:
         for name in tables or ("1",):
@@ -184,9 +186,9 @@ def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
 
 @cache
 def _check_file(path: str, inode: int) -> None:  # noqa: ARG001
-    """Raise StoreError for a damaged file. Cached, so that each process checks a file once.
+    """Raise StoreError if a file is damaged. Each process checks a file only once.
 
-    In a large store only the tables that every ingest reads are checked.
+    In a store of more than WHOLLY_CHECKED_BYTES, only SMALL_TABLES are checked.
     """
     with closing(_raw(Path(path), "mode=ro")) as connection:
         large = Path(path).stat().st_size > WHOLLY_CHECKED_BYTES
@@ -196,7 +198,7 @@ def _check_file(path: str, inode: int) -> None:  # noqa: ARG001
 
 
 def waiting(action: Callable[[], Answer]) -> Answer:
-    """Return the action's result. Repeat the action while SQLite reports that the file is busy.
+    """Run an action and return its result. Repeat it while SQLite reports that the file is busy.
 
     SQLite skips its own busy handler if waiting could deadlock, as in the switch to WAL or the
     recovery of a log.
@@ -213,7 +215,7 @@ def waiting(action: Callable[[], Answer]) -> Answer:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Run the block in a write transaction. Roll back on any exception, including Ctrl-C."""
+    """Run a block in a write transaction. Roll back on any exception, including KeyboardInterrupt."""
     waiting(lambda: connection.execute("BEGIN IMMEDIATE"))
     try:
         yield
@@ -232,7 +234,7 @@ def _is_busy(error: sqlite3.OperationalError) -> bool:
 
 
 def _check_header(path: Path, write: bool) -> None:
-    """Raise StoreError for a foreign file before SQLite replays its log.
+    """Raise StoreError if a file belongs to another program, before SQLite replays the file's log.
 
     SQLite itself reads the header, because closing any other descriptor of a store would release
     the locks that SQLite has on it in this process (https://sqlite.org/howtocorrupt.html). An
@@ -276,7 +278,10 @@ def _foreign(path: Path) -> StoreError:
 
 
 def _raw(path: Path, mode: str) -> sqlite3.Connection:
-    """Return a connection that detects malformed cells and runs no functions in the schema."""
+    """Return a connection that detects malformed b-tree cells.
+
+    It does not run unsafe functions that the schema of a foreign file may contain.
+    """
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?{mode}",
         timeout=BUSY_SECONDS,
@@ -289,7 +294,10 @@ def _raw(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
-    """Return whether the file has this schema, False if it is empty. Raises StoreError otherwise."""
+    """Return True if a file has the current schema, and False if it is empty.
+
+    Raises StoreError for other files.
+    """
     # one statement, because another process may be creating the store
     application, version, objects = connection.execute(
         "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
@@ -328,9 +336,9 @@ def _refuse_external_launches(connection: sqlite3.Connection, path: Path) -> Non
 
 
 def _refuse_triggers(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise StoreError for a store with triggers, which would run at the next ingest.
+    """Raise StoreError if a store contains triggers, which would run at the next ingest.
 
-    Tables and views may be added by users.
+    Tables and views are allowed, because users may add them.
     """
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger' LIMIT 1"
     for (name,) in connection.execute(query):
@@ -363,7 +371,8 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
 def _open_reader(path: Path) -> sqlite3.Connection:
     """Return a connection that cannot write rows.
 
-    It is immutable on read-only media, and on network file systems, where nobody writes.
+    Open the file as immutable if it is on a network file system or on read-only media, because no process
+    writes to it there.
     """
     for mode in (
         ("mode=ro&immutable=1",) if may_be_read(path) else ("mode=rw", "mode=ro&immutable=1")

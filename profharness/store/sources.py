@@ -1,5 +1,6 @@
-"""Find run folders and trace files, compute their content hashes, and parse traces before their run
-is complete.
+"""Find run folders and trace files, and compute their content hashes.
+
+Traces of a run that is still being recorded can be parsed in advance.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ from profharness.traces.packed import open_file
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
-MOST_BYTES = 16 << 20  # of trace files; parsed traces take several times as much memory
-MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a trace's path, and in a message
+MOST_BYTES = (
+    16 << 20
+)  # maximum total size of cached trace files; parsed traces take several times as much memory
+MAX_PATH, SHOWN_PATH = (
+    1024,
+    60,
+)  # maximum number of characters of a path, and of a path in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +51,14 @@ class Raw:
     path: Path
     content_hash: str
     cells: tuple[str, ...] = ()
-    """the cells that run.json lists for it"""
+    """the cells that run.json lists for this trace"""
     problem: str | None = None
-    """why it cannot be read"""
+    """the reason why the trace cannot be read; None if it can"""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source that is not parsed yet."""
+    """A run folder or trace file whose traces are not parsed yet."""
 
     path: Path
     run: Run | None
@@ -64,7 +70,7 @@ class Source:
 def find_sources(path: Path) -> list[Path]:
     """Return the run folders and trace files at or below a path.
 
-    Raises TraceFormatError if there is none.
+    Raises TraceFormatError if nothing is found.
     """
     try:
         if path.is_file() or (path / RUN_FILE).is_file():
@@ -95,7 +101,10 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _is_wanted(file: Path) -> bool:
-    """Return whether a file is a trace. Reading an unreadable one raises the error later."""
+    """Return whether a file is a trace.
+
+    Return True for an unreadable file, so that the error is raised when the source is read.
+    """
     try:
         return is_trace(file) and sniff(file) is not None
     except TraceFormatError:
@@ -103,12 +112,12 @@ def _is_wanted(file: Path) -> bool:
 
 
 def read_source(path: Path) -> Source:
-    """Return a run folder or trace file with its content hash, without parsing traces.
+    """Read a run folder or trace file and compute its content hash, without parsing traces.
 
     Raises TraceFormatError.
     """
     if path.is_file():
-        # the hash of the uncompressed content: a compressed copy is the same trace
+        # the uncompressed content is hashed, because a compressed copy is the same trace
         content_hash = hash_file(path, packed=False)
         return Source(
             path, None, (Raw(None, printable_path(path.name), path, content_hash),), content_hash
@@ -128,8 +137,9 @@ def read_source(path: Path) -> Source:
 
 
 def hash_file(path: Path, *, packed: bool = True) -> str:
-    """Return the XXH3-128 hash of a file's bytes in hex; with packed=False, of its uncompressed bytes.
+    """Return the XXH3-128 hash of a file in hexadecimal.
 
+    If `packed` is False and the file is compressed, hash its uncompressed content.
     Raises TraceFormatError if the file cannot be read.
     """
     digest = xxhash.xxh3_128()
@@ -145,7 +155,7 @@ def hash_file(path: Path, *, packed: bool = True) -> str:
 def _real_path(folder: Path, trace: TraceFile) -> str:
     """Return the resolved path of a trace of a run folder.
 
-    Raises TraceFormatError if it lies outside of the folder.
+    Raises TraceFormatError if the path is outside of the folder, too long or not a valid path.
     """
     try:
         real = os.path.realpath(folder / trace.path)
@@ -179,13 +189,14 @@ class ParsedTraces(Protocol):
     """Traces that were parsed before, by this or another process."""
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
-        """Return a parsed trace, None if it must be parsed. Raises TraceFormatError."""
+        """Return a trace, or None if it is not parsed yet. Raises TraceFormatError if parsing failed."""
 
 
 class ParsedTraceCache:
-    """Parsed traces by path, of at most MOST_BYTES of files. The ingest parses all others.
+    """A cache of parsed traces. The total size of their files is at most MOST_BYTES.
 
-    Several threads may add traces. `take` must not run at the same time.
+    Traces that are not in the cache are parsed when their run is ingested. Several threads may add
+    traces at the same time, but `take` must not be called while a trace is added.
     """
 
     def __init__(self) -> None:
@@ -194,7 +205,10 @@ class ParsedTraceCache:
         self._lock = threading.Lock()
 
     def add(self, path: Path) -> None:
-        """Parse a complete trace and keep it. Ignore an unreadable one: the ingest reports it."""
+        """Parse a complete trace and cache it.
+
+        An unreadable trace is ignored here, because the ingest reports it.
+        """
         with suppress(OSError, TraceFormatError, ValueError, OverflowError):
             size = path.stat().st_size
             with self._lock:
@@ -214,6 +228,9 @@ class ParsedTraceCache:
             self._bytes -= size
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
-        """Remove and return a parsed trace; None if there is none or the file has changed since."""
+        """Remove a parsed trace from the cache and return it.
+
+        Return None if the trace is not cached or if its file has changed since.
+        """
         known, trace = self._kept.pop(path, (None, None))
         return trace if known == content_hash else None

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from profharness.attention.config import Config
 
-ROWS_PER_STATEMENT = 64  # one statement for many rows takes half the time of one per row
+ROWS_PER_STATEMENT = (
+    64  # a statement that inserts many rows takes half the time of statements for single rows
+)
 
-# columns that identify a group of launches in a trace; only groups by op use the last one
+# Columns that identify a group of launches in a trace. The last column is used only if launches are
+# grouped by op path.
 GROUP_KEYS = (
     "cell_id", "range_name_id", "kernel_id", "launch_config_id", "device", "op_path_id"
 )  # fmt: skip
@@ -307,7 +310,7 @@ VIEWS = {
 def records(
     connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()
 ) -> list[dict[str, Any]]:
-    """Return the rows of a query by the names of its columns."""
+    """Return the rows of a query as dicts from column names to values."""
     cursor = connection.execute(sql, values)
     names = [column[0] for column in cursor.description]
     return [dict(zip(names, row, strict=True)) for row in cursor]
@@ -320,7 +323,7 @@ def insert_statement(table: str, marks: Mapping[str, str], rows: int = 1) -> str
 
 
 def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
-    """Insert a row given by column names and return its id."""
+    """Insert a row and return its id. `row` maps column names to values."""
     statement = insert_statement(table, dict.fromkeys(row, "?"))
     return int(connection.execute(statement, tuple(row.values())).lastrowid or 0)
 
@@ -342,7 +345,7 @@ def insert_rows(
 
 
 def to_json(value: object) -> str:
-    """Return canonical JSON: equal values give equal text."""
+    """Convert a value to canonical JSON. Equal values are converted to equal strings."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
@@ -352,9 +355,9 @@ def row_id(
     key: Mapping[str, object],
     more: Callable[[], Mapping[str, object]] = dict,
 ) -> int:
-    """Return the id of the row with this key, which may contain NULLs.
+    """Return the id of the row with a key, which may contain NULLs.
 
-    If there is none, insert one with the key and the columns that `more` returns.
+    If there is no such row, insert a row with the key and the columns that `more` returns.
     """
     where, values = " AND ".join(f"{column} IS ?" for column in key), tuple(key.values())
     existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
@@ -364,9 +367,9 @@ def row_id(
 
 
 def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
-    """Return the ids of attention configs. Insert those that are missing."""
+    """Return the ids of attention configs. Insert configs that are missing."""
     ids = {}
-    # not a set: its order, and so the ids, would differ from one process to the next
+    # not a set, because its order, and so the ids, would differ between processes
     for config in dict.fromkeys(configs):
         row = {
             name: to_json(value) if isinstance(value, tuple) else value
@@ -379,8 +382,8 @@ def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dic
 def forget_run(connection: sqlite3.Connection, run: str) -> bool:
     """Delete a run with all its rows in the caller's transaction. Return whether it existed.
 
-    Rows that refer to others are deleted first, and launches by their ids. So this is fast, and
-    correct with or without foreign key checks.
+    Rows that refer to other rows are deleted first, so that this works with and without foreign key
+    checks. Launches are deleted by their ids, which is fast.
     """
     row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
     if row is None:

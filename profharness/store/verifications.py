@@ -1,4 +1,4 @@
-"""Query the checks of `verify` and the verdicts that follow from them; store measured peaks."""
+"""Query the checks of `verify` and the verdicts on cells, and store and query measured peaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORWARD = ("out", "inputs")
 
 
 def verification_rows(connection: sqlite3.Connection, run: str) -> list[VerificationRow]:
-    """Return all checks of a run, in its order."""
+    """Return all checks of a run, in the order of the run."""
     return _rows(connection, "WHERE r.run = ? ORDER BY c.id, v.ordinal", run)
 
 
@@ -35,10 +35,10 @@ def _rows(connection: sqlite3.Connection, where: str, *values: str) -> list[Veri
 def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], bool]:
     """Return whether each (config label, backend) of the run's cells passed its checks.
 
-    Checks of all runs count that used the same device, the same torch and, for an implementation,
-    the same code. Of repeated checks the latest counts. Any failed check makes a cell wrong. Checks
-    of gradients do not count for a forward cell. A cell is right only if its own config was checked,
-    with gradients if the cell has bwd.
+    Checks of all runs are used that had the same device, the same PyTorch and, for a backend whose
+    code is recorded, the same code. If a check was repeated, only its latest result is used. If any check failed,
+    the cell failed. Checks of gradients are ignored for a cell without a backward pass. A cell passes
+    only if its own config was checked, including the gradients if the cell has a backward pass.
     """
     here = _environments(connection, "r.run = ?", run).get(run, {})
     verified = "r.id IN (SELECT c.run_id FROM cells c JOIN verifications v ON v.cell_id = c.id)"
@@ -47,7 +47,7 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
         for name, environment in _environments(connection, verified).items()
         if all(environment.get(key) == here.get(key) for key in _SAME_ENVIRONMENT)
     }
-    # by problem and backend, then by case, value and whether the config is not derived from another
+    # by problem and backend, then by case, checked value, and whether the cell's own config was checked
     latest: dict[tuple[Config, str], dict[tuple[str, str, bool], bool]] = {}
     # oldest first, so that a later check replaces an earlier one
     for row in _rows(connection, "WHERE v.passed IS NOT NULL ORDER BY r.created, r.id"):
@@ -100,7 +100,7 @@ def _code(environment: Mapping[str, Any], backend: str) -> Any:
 def insert_peaks(
     connection: sqlite3.Connection, peaks: Peaks, created: str, environment: Mapping[str, Any]
 ) -> None:
-    """Insert one measurement with its environment."""
+    """Insert measured peaks with the environment in which they were measured."""
     row = asdict(peaks) | {"created": created, "flops_per_s": json.dumps(peaks.flops_per_s)}
     row["environment"] = json.dumps(environment, sort_keys=True)
     del row["source"]  # only measured peaks are stored
@@ -110,9 +110,9 @@ def insert_peaks(
 def find_peaks(
     connection: sqlite3.Connection, device: str | None, source: str | None
 ) -> Peaks | None:
-    """Return the peaks of a device: measured ones if stored, else those of its data sheet.
+    """Return the measured peaks of a device, or the peaks in its data sheet if none are stored.
 
-    `source` restricts the result to one of the two.
+    `source` restricts the result to measured peaks or to the data sheet.
     """
     if device is None:
         return None
