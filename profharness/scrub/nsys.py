@@ -1,4 +1,7 @@
-"""Scrub an nsys SQLite export: write a new file that has only the allowed tables, columns and rows.
+"""Scrub an nsys SQLite export: write a new file that contains only the allowed values.
+
+The new file has all tables and columns with known names, because other readers expect them. Tables
+and columns that are not allowed are empty.
 
 A column name in TABLES begins with a mark for the contents of the column: `$` for a text, `@` for a
 key of the table StringIds, `#` for a serialized process and thread id, and `%` for a process id. A
@@ -281,9 +284,9 @@ class _Export:
                 self.scrubber.record("text", "a text that no copied row refers to", where)
 
     def _declare(self) -> dict[str, dict[str, str]]:
-        """Create all tables of the source, empty, since other readers expect each table and column.
+        """Create the tables of the source without rows, as other readers expect each table and column.
 
-        Return, for each table, the columns that must not be null with their empty value.
+        For each table, return the columns that must not be null, and an empty value for each column.
         """
         empty: dict[str, dict[str, str]] = {}
         for table in _tables(self.source):
