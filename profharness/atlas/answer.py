@@ -1,7 +1,7 @@
 """Predict configs on a GPU from its atlas.
 
-A prediction contains the backend that PyTorch chooses, its kernels and time, the fastest backend, and
-the time lost if PyTorch does not choose the fastest one.
+A prediction contains the backend that PyTorch chooses, its kernels and time, the fastest backend,
+and the time lost if PyTorch does not choose the fastest one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ REPEATS = 0.03  # relative difference of 90 % of the times if measured again on 
 class Place:
     """A GPU and a PyTorch release.
 
-    `atlas` is None if no atlas was measured on this GPU with this release. `asked` is the GPU's name in
-    the table of GPUs, or its compute capability if the table does not contain it. `own` contains the
-    user's atlases of the same machine. Their cells take precedence over those of `atlas`. `others`
-    describes the atlases of other versions, which are not used.
+    `atlas` is None if no atlas was measured on this GPU with this release. `asked` is the GPU's
+    name in the table of GPUs, or its compute capability if the table does not contain it. `own`
+    contains the user's atlases of the same machine. Their cells take precedence over those of
+    `atlas`. `others` describes the atlases of other versions, which are not used.
     """
 
     gpu: str
@@ -68,7 +68,10 @@ def machine_text(machine: Machine) -> str:
 
 
 def place_of(atlas: Atlas) -> Place:
-    """Return the place where an atlas was measured. Its GPU may be missing from the table of GPUs."""
+    """Return the place where an atlas was measured.
+
+    Its GPU may be missing from the table of GPUs.
+    """
     machine = atlas.machine
     known = known_gpu(machine.gpu)
     capability = f"{known.capability[0]}.{known.capability[1]}" if known else machine.capability
@@ -149,13 +152,14 @@ def same_gpu(one: str, other: str) -> bool:
 class Predicted:
     """The prediction for a config on a backend.
 
-    `source` is `measured` if the atlas contains the cell, and `model` if the model interpolates between
-    measured cells. It is `floor` if no time is known. Then low_ns is the roofline bound. Otherwise
-    low_ns and high_ns are the limits of the 90 % interval, and `error` is the relative error of the
-    model. `choice` is the backend that the dispatch rules choose for `auto`. `reasons` explains why the
-    backend refuses the config. `best` is the fastest backend whose time is known, and `regret` is
-    kernel_ns / best_ns - 1. `certain` is whether the intervals of this backend and of the fastest one
-    are disjoint. The interval of a measured time is the time plus or minus REPEATS.
+    `source` is `measured` if the atlas contains the cell, and `model` if the model interpolates
+    between measured cells. It is `floor` if no time is known. Then low_ns is the roofline bound.
+    Otherwise low_ns and high_ns are the limits of the 90 % interval, and `error` is the relative
+    error of the model. `choice` is the backend that the dispatch rules choose for `auto`. `reasons`
+    explains why the backend refuses the config. `best` is the fastest backend whose time is known,
+    and `regret` is kernel_ns / best_ns - 1. `certain` is whether the intervals of this backend and
+    of the fastest one are disjoint. The interval of a measured time is the time plus or minus
+    REPEATS.
     """
 
     config: str
@@ -184,7 +188,8 @@ FIELDS = tuple(field.name for field in fields(Predicted))
 
 
 def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
-    """Return a tuple for each config, with the prediction for `auto` and then for each PyTorch backend.
+    """Return a tuple for each config, with the prediction for `auto` and then for each PyTorch
+    backend.
 
     `auto` and the backend that PyTorch chooses for it make the same call. If only one of them was
     measured, its result is used for both.
@@ -265,7 +270,10 @@ def _is_certain(estimated: Estimate, best: Estimate) -> bool:
 
 
 def _bounds(estimated: Estimate) -> tuple[float, float]:
-    """Return the lower and upper limit of a time. Widen a measured time by REPEATS to both sides."""
+    """Return the lower and upper limit of a time.
+
+    Widen a measured time by REPEATS to both sides.
+    """
     low, high = estimated.low_us or 0.0, estimated.high_us or math.inf
     return (
         (low * (1 - REPEATS), high * (1 + REPEATS)) if estimated.source == MEASURED else (low, high)
@@ -299,7 +307,10 @@ def statement(answer: Sequence[Predicted]) -> str:
 
 
 def _time(row: Predicted) -> str:
-    """Return a text such as `41.20 µs, measured`. A time from the model is shown with its interval."""
+    """Return a text such as `41.20 µs, measured`.
+
+    A time from the model is shown with its interval.
+    """
     text = _us(row.kernel_ns)
     if row.source != "model" or row.low_ns is None or row.high_ns is None:
         return f"{text}, {row.source}"

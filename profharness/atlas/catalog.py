@@ -123,9 +123,9 @@ def find_place(
 ) -> tuple[Place, str]:
     """Return the GPU and release that a user named, and the reason why there is no atlas of them.
 
-    The reason is "" if there is an atlas. `own` is the name of this machine's GPU. If several atlases
-    match, those with the versions of the environment `like` are preferred. Raise UsageError for an
-    unknown GPU or release.
+    The reason is "" if there is an atlas. `own` is the name of this machine's GPU. If several
+    atlases match, those with the versions of the environment `like` are preferred. Raise UsageError
+    for an unknown GPU or release.
     """
     gpu = gpu or default_gpu(entries, own)
     if gpu.lower() == CPU:
@@ -155,8 +155,8 @@ def find_place(
 def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
     """Return the best machine among several atlases of one GPU and release.
 
-    Prefer the machine that has the most versions in common with `like`, then a machine whose atlas is
-    in the package and has a model, then the machine with the most cells. The place contains all
+    Prefer the machine that has the most versions in common with `like`, then a machine whose atlas
+    is in the package and has a model, then the machine with the most cells. The place contains all
     atlases of that machine.
     """
     wanted = Machine.from_environment(like)
@@ -194,8 +194,8 @@ def _others_text(best: Machine, others: Sequence[Entry]) -> str:
 class Asked:
     """Predictions for configs.
 
-    `doubt` explains why a time is missing or may be wrong, and `answers` has a tuple of rows for each
-    config. `backends` are the backends to show.
+    `doubt` explains why a time is missing or may be wrong, and `answers` has a tuple of rows for
+    each config. `backends` are the backends to show.
     """
 
     place: Place
@@ -253,8 +253,8 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] 
     """Return the prediction for `auto` on a GPU, and the reason why there is no prediction.
 
     The prediction contains a sentence that describes it, and the reason is "" then. If there is no
-    atlas of this GPU, release and cuDNN version, return None and the reason. The reason is also "" if
-    the GPU has no atlas at all.
+    atlas of this GPU, release and cuDNN version, return None and the reason. The reason is also ""
+    if the GPU has no atlas at all.
     """
     like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
     entries = known_atlases()
@@ -271,8 +271,8 @@ def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] 
 def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
     """Return the default GPU.
 
-    This is the GPU of this machine if it has an atlas, else the only GPU that has one. Raise UsageError
-    if no GPU or more than one GPU has an atlas. The message lists the GPUs.
+    This is the GPU of this machine if it has an atlas, else the only GPU that has one. Raise
+    UsageError if no GPU or more than one GPU has an atlas. The message lists the GPUs.
     """
     gpus = list(dict.fromkeys(entry.atlas.machine.gpu for entry in entries))
     if own is not None and any(same_gpu(own, gpu) for gpu in gpus):
@@ -286,8 +286,8 @@ def default_gpu(entries: Sequence[Entry], own: str | None) -> str:
 def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
     """Return the atlases of one machine.
 
-    `name` is the name or path of an atlas, or the name of a GPU whose atlases are all of one machine.
-    Raise NotFoundError if nothing matches or if several machines match.
+    `name` is the name or path of an atlas, or the name of a GPU whose atlases are all of one
+    machine. Raise NotFoundError if nothing matches or if several machines match.
     """
     named = [entry for entry in entries if name in (entry.name, entry.path.name)]
     fitting = named or [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]

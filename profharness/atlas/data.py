@@ -43,10 +43,10 @@ OLD_MAGIC = b"phatlas\n"  # first bytes of files before version 2
 PACKAGED = Path(__file__).parent
 NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
 KEY = (*NUMBERS, "variant", "backend")
-# The columns, and the items for which they have values. `cells` have one value per cell. A launch kind
-# is a kernel with its block, registers and shared memory. Equal sequences of launches are stored once:
-# `sequences` have one value per distinct sequence, and `launches` one per launch of a distinct
-# sequence. `times` have one value per launch of each cell.
+# The columns, and the items for which they have values. `cells` have one value per cell. A launch
+# kind is a kernel with its block, registers and shared memory. Equal sequences of launches are
+# stored once: `sequences` have one value per distinct sequence, and `launches` one per launch of a
+# distinct sequence. `times` have one value per launch of each cell.
 COLUMNS = {
     **dict.fromkeys(KEY, "cells"),
     **dict.fromkeys(("regime", "status", "choice", "message"), "cells"),
@@ -157,7 +157,8 @@ class AtlasCell:
     message: str | None
 
     def difference(self, other: AtlasCell) -> tuple[str, str] | None:
-        """Compare this result with another one. Return the first field that differs and a description.
+        """Compare this result with another one. Return the first field that differs and a
+        description.
 
         Return None if the results agree. Fields that one of the results lacks are not compared.
         """
@@ -339,7 +340,8 @@ def _edges(lengths: Integers) -> Integers:
 class _Builder:
     """Build the columns and tables of an atlas while cells are added.
 
-    Columns are arrays and keys are bytes, because tuples of integers would take ten times the memory.
+    Columns are arrays and keys are bytes, because tuples of integers would take ten times the
+    memory.
     """
 
     def __init__(self, source: str) -> None:
@@ -452,8 +454,8 @@ class _Builder:
 def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
     """Return an atlas of cells, in their order.
 
-    If several cells have the same config and backend, keep the first of them. Raise UsageError if the
-    atlas would exceed MAX_COUNTS or MAX_HEADER_BYTES.
+    If several cells have the same config and backend, keep the first of them. Raise UsageError if
+    the atlas would exceed MAX_COUNTS or MAX_HEADER_BYTES.
     """
     builder = _Builder(source)
     for cell in cells:

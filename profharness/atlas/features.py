@@ -1,7 +1,7 @@
 """Compute the features of configs from which the model selects kernels and estimates times.
 
-All functions take and return arrays with one value per config. The rules for tiles and splits come from
-the public code of FlashAttention and PyTorch. The other rules were derived from the atlas.
+All functions take and return arrays with one value per config. The rules for tiles and splits come
+from the public code of FlashAttention and PyTorch. The other rules were derived from the atlas.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def ceil(value: Values, step: Values | float) -> Values:
 
 
 def sizes(configs: Sequence[Config]) -> Columns:
-    """Return the sizes of configs as columns. The configs must be like those that an atlas samples."""
+    """Return the sizes of configs as columns.
+
+    The configs must be like those that an atlas samples.
+    """
     rows = [
         (
             each.batch,
@@ -101,7 +104,8 @@ def with_shapes(c: Columns) -> Columns:
 
 
 def efficient_shapes(c: Columns) -> Columns:
-    """Add the number of key splits in the backward of `efficient`, and the number of floats that it clears.
+    """Add the number of key splits in the backward of `efficient`, and the number of floats that it
+    clears.
 
     It clears a buffer and a lock for each tile of dQ, and the sums over splits.
     """
@@ -119,11 +123,12 @@ def efficient_shapes(c: Columns) -> Columns:
 
 
 def cudnn_shapes(c: Columns) -> Columns:
-    """Add the grid sizes of the small kernels around cuDNN's backward, and the key splits of its decode.
+    """Add the grid sizes of the small kernels around cuDNN's backward, and the key splits of its
+    decode.
 
-    If there are many keys but few blocks, the decode kernel splits the keys. The number of splits is the
-    largest power of two up to 64 for which there are fewer than two blocks per SM and at least 128 keys per
-    split. This rule was derived from measurements.
+    If there are many keys but few blocks, the decode kernel splits the keys. The number of splits
+    is the largest power of two up to 64 for which there are fewer than two blocks per SM and at
+    least 128 keys per split. This rule was derived from measurements.
     """
     blocks = c["BKV"] * ceil(c["G"], 16)
     fitting = 2 ** np.floor(np.log2(np.maximum(1, (2 * SMS - 1) / blocks)))
@@ -148,9 +153,9 @@ def _product(c: Columns) -> Values:
 def flash_shapes(c: Columns) -> Columns:
     """Add the sizes that FlashAttention computes with.
 
-    If there is one query and several query heads share a key head, FlashAttention treats these heads
-    as queries. It splits the keys if there are too few blocks for all SMs (num_splits_heuristic in its
-    public code).
+    If there is one query and several query heads share a key head, FlashAttention treats these
+    heads as queries. It splits the keys if there are too few blocks for all SMs
+    (num_splits_heuristic in its public code).
     """
     swapped = (c["SQ"] == 1) & (c["H"] > c["KV"])
     c["SWAP"] = swapped * 1.0
@@ -215,10 +220,11 @@ def product_sizes(c: Columns, product: Integers | int) -> Columns:
 
 
 def tiled(p: Columns) -> Columns:
-    """Return the number of tiles of each size in a product, and the grid that CUTLASS launches for them.
+    """Return the number of tiles of each size in a product, and the grid that CUTLASS launches for
+    them.
 
-    Column `T32x64` has the number of tiles of 32x64, and columns `X32x64` and `Y32x64` have the x and y
-    sizes of the grid. CUTLASS groups up to eight tiles along m.
+    Column `T32x64` has the number of tiles of 32x64, and columns `X32x64` and `Y32x64` have the x
+    and y sizes of the grid. CUTLASS groups up to eight tiles along m.
     """
     columns = {}
     for rows, width in TILES:
@@ -233,8 +239,8 @@ def tiled(p: Columns) -> Columns:
 def product_features(p: Columns) -> Values:
     """Return the features from which the kernel that cuBLAS selects is predicted, as columns.
 
-    The features are the logarithms of the sizes, the alignment of the sizes, and for each tile size the
-    wasted work, how full the waves are, and the amount of data that a wave reads.
+    The features are the logarithms of the sizes, the alignment of the sizes, and for each tile size
+    the wasted work, how full the waves are, and the amount of data that a wave reads.
     """
     b, sizes = p["batch"], [p[name] for name in ("m", "n", "k")]
     m, n, k = sizes

@@ -1,8 +1,8 @@
 """Predict the kernels that a backend launches for a config, and their grids.
 
 A template lists the slots of a call, in the order of its launches. For each slot, a tree or network
-selects the kernels that are launched, another tree selects the block, registers and shared memory of
-each kernel, and formulas compute the sizes of the grid.
+selects the kernels that are launched, another tree selects the block, registers and shared memory
+of each kernel, and formulas compute the sizes of the grid.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COMPUTED = re.compile(r"cunn_SoftMax(Forward|Backward)Smem")
 PRODUCT = "product"  # the family of the kernels of batched products
 MAX_SLOTS = 16  # maximum number of slots of one family between two anchors
 MAX_PARTS = 4  # maximum number of kernels in one slot
-# A slot is identified by a family of kernels and a number. The number is the number of anchors before the
-# slot times MAX_SLOTS, plus the number of slots of the family since the last anchor.
+# A slot is identified by a family of kernels and a number. The number is the number of anchors
+# before the slot times MAX_SLOTS, plus the number of slots of the family since the last anchor.
 Key = tuple[str, int]
-# The product dP has the same sizes as the scores, and dQ has the same sizes as the output. The rules for
-# dV also apply to dK, which has the same memory layout but other sizes.
+# The product dP has the same sizes as the scores, and dQ has the same sizes as the output. The
+# rules for dV also apply to dK, which has the same memory layout but other sizes.
 SAME_PRODUCT = {3: 0, 5: 1}
 SAME_LAYOUT = {4: 2}
 
@@ -52,7 +52,8 @@ class Subset(Columns):
 class Formula(NamedTuple):
     """The formula min(ceil(quantity / step) * multiplier, limit) for a size of a grid.
 
-    Quantity and multiplier are products of column names, such as `BH*D`. The name `1` is the number 1.
+    Quantity and multiplier are products of column names, such as `BH*D`. The name `1` is the number
+    1.
     """
 
     quantity: str

@@ -51,7 +51,8 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
         for earlier in atlases[:number]:
             if text := conflicts(earlier, later):
                 raise ProfharnessError(f"{earlier.source} and {later.source} are not mixed: {text}")
-    # Two passes over the atlases, because a list of all cells would take far more memory than columns.
+    # Two passes over the atlases, because a list of all cells would take far more memory than
+    # columns.
     cells = (
         cell
         for settled in (True, False)
@@ -64,7 +65,8 @@ def merge(atlases: Sequence[Atlas]) -> Atlas:
 def conflicts(one: Atlas, other: Atlas) -> str:
     """Describe the cells on which two atlases of a machine disagree. Return "" if they agree.
 
-    The text looks like `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto: …`.
+    The text looks like `3 of 40 shared cells disagree: kernels of 2, choice of 1; first b2-… auto:
+    …`.
     """
     counts: Counter[str] = Counter()
     examples: list[str] = []
@@ -97,9 +99,9 @@ def conflicts(one: Atlas, other: Atlas) -> str:
 def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | None, int]:
     """Add the new cells of an atlas to the user's own atlas of that machine.
 
-    Return the path of the user's atlas and the number of new cells. If there are no new cells, write
-    nothing and return None as the path. Raise UsageError for an invalid machine, and the errors of
-    `merge`.
+    Return the path of the user's atlas and the number of new cells. If there are no new cells,
+    write nothing and return None as the path. Raise UsageError for an invalid machine, and the
+    errors of `merge`.
     """
     source = atlas.source or "the atlas"
     if fault := machine_fault(atlas.machine.environment):

@@ -177,7 +177,10 @@ class Dispatched(NamedTuple):
 
 
 class Dispatch:
-    """The dispatch rules of a machine. Configs that the rules do not distinguish share a cached result."""
+    """The dispatch rules of a machine.
+
+    Configs that the rules do not distinguish share a cached result.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -240,8 +243,9 @@ def estimate(
 ) -> list[Estimate]:
     """Return an estimate for each config on each backend, in the order configs x backends.
 
-    If `measured` is False, the cells of the atlas are not used. `rules` is the machine whose dispatch
-    rules apply. By default, it is the GPU with the official wheel of the release. Raise UsageError for an unknown GPU.
+    If `measured` is False, the cells of the atlas are not used. `rules` is the machine whose
+    dispatch rules apply. By default, it is the GPU with the official wheel of the release. Raise
+    UsageError for an unknown GPU.
     """
     configs = [config.resolve(CUDA) for config in configs]
     count = len(backends)
@@ -394,7 +398,10 @@ def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]
 
 
 def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
-    """Return the shared memory of launches in bytes. For some kernels it depends on the number of keys."""
+    """Return the shared memory of launches in bytes.
+
+    For some kernels it depends on the number of keys.
+    """
     names = [bool(COMPUTED.search(name)) for name in model.names]
     block, fixed = model.kinds[kinds, 1], model.kinds[kinds, 5]
     computed = np.array(names)[model.kinds[kinds, 0]]

@@ -32,8 +32,8 @@ ALWAYS_UNPACKED = 1 << 20  # unpacked size in bytes up to which the ratio is not
 START = struct.Struct(
     "<8sH"
 )  # the start of an array, with the magic bytes, the version and the header size
-# The header of an array as numpy writes it. numpy would parse it as Python source, which can fail with
-# many kinds of errors.
+# The header of an array as numpy writes it. numpy would parse it as Python source, which can fail
+# with many kinds of errors.
 HEADER = re.compile(
     rb"\{'descr': '([<|][a-z]\d)', 'fortran_order': False, "
     rb"'shape': \((\d{1,12},|\d{1,12}, ?\d{1,12})\), \} *\n"
@@ -57,8 +57,8 @@ def write_arrays(arrays: Mapping[str, Array], path: Path, *, force: bool = False
 def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
     """Read the arrays of a file, which must have exactly the names in `counts`.
 
-    `counts` gives the maximum number of values of each array. Raise OSError if the file cannot be read,
-    and ProfharnessError if it has larger or other arrays, or was cut short or changed.
+    `counts` gives the maximum number of values of each array. Raise OSError if the file cannot be
+    read, and ProfharnessError if it has larger or other arrays, or was cut short or changed.
     """
     data = read_input(path)
     try:

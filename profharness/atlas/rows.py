@@ -134,9 +134,9 @@ def against(
 ) -> list[dict[str, Any]]:
     """Compare the measured times of a run's cells with the times that an atlas predicts.
 
-    Return an empty list if the machine has no atlas. `rows` are the kernels from one profiler. `inside`
-    is whether the measured time is in the model's interval. It is None if the time does not come from
-    the model.
+    Return an empty list if the machine has no atlas. `rows` are the kernels from one profiler.
+    `inside` is whether the measured time is in the model's interval. It is None if the time does
+    not come from the model.
     """
     gpu, torch = environment.get("gpu"), environment.get("torch")
     if not on_gpu(environment) or not gpu or not torch:

@@ -36,7 +36,8 @@ SKIPPED = (
 class XzReader(io.RawIOBase):
     """A stream of the unpacked content of an .xz file.
 
-    Reading raises LZMAError if the file is damaged or unpacks to more than MAX_RATIO times its size.
+    Reading raises LZMAError if the file is damaged or unpacks to more than MAX_RATIO times its
+    size.
     """
 
     def __init__(self, file: InputFile) -> None:
@@ -66,8 +67,8 @@ class XzReader(io.RawIOBase):
 def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a folder of shards, of an archive of them (.tar.xz), or of one file.
 
-    If the last line has no newline and is not valid JSON, it was cut off and is skipped. Raise UsageError
-    for any other invalid line.
+    If the last line has no newline and is not valid JSON, it was cut off and is skipped. Raise
+    UsageError for any other invalid line.
     """
     try:
         for source, number, line in _source_lines(path):

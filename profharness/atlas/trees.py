@@ -49,8 +49,8 @@ class Tree(msgspec.Struct, frozen=True, tag=True):
 class Boost(msgspec.Struct, frozen=True):
     """A sum of small regression trees.
 
-    A tree with n inner nodes is stored as a table of 2**n values. Bit i of the index into the table is set
-    if the feature of node i is above its threshold.
+    A tree with n inner nodes is stored as a table of 2**n values. Bit i of the index into the table
+    is set if the feature of node i is above its threshold.
     """
 
     feature: Integers  # trees x n

@@ -1,7 +1,7 @@
 """Detect network file systems.
 
-SQLite's write-ahead log does not work on a network file system. Its index is in shared memory, which
-other hosts cannot access, and file locks are unreliable. See https://sqlite.org/wal.html.
+SQLite's write-ahead log does not work on a network file system. Its index is in shared memory,
+which other hosts cannot access, and file locks are unreliable. See https://sqlite.org/wal.html.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def file_beside(path: Path, suffix: str) -> Path:
 def may_be_read(path: Path) -> str | None:
     """Return the name of the network file system that contains a store, or None for a local disk.
 
-    Raises StoreError if the store is on a network file system and has a log, because another host may be
-    writing to it.
+    Raises StoreError if the store is on a network file system and has a log, because another host
+    may be writing to it.
     """
     name = network_name(path)
     log = file_beside(path, "-wal")

@@ -27,11 +27,11 @@ _READS = "only a SELECT may be asked, and nothing attached"
 def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
     """Convert rows to a DataFrame with flat columns.
 
-    `kind` is the type of the rows. It determines the columns if there are no rows. A grid or block becomes
-    three columns (`grid_x`, …). A tuple of strings becomes one string joined by "; ". Raw samples
-    become a count and a median (`event_samples`, `event_median_ns`). Each metric becomes a column
-    with the profiler's own name, without the unit. Other dicts become one column per key. Unknown
-    values are missing, never 0.
+    `kind` is the type of the rows. It determines the columns if there are no rows. A grid or block
+    becomes three columns (`grid_x`, …). A tuple of strings becomes one string joined by "; ". Raw
+    samples become a count and a median (`event_samples`, `event_median_ns`). Each metric becomes a
+    column with the profiler's own name, without the unit. Other dicts become one column per key.
+    Unknown values are missing, never 0.
     """
     kind = type(rows[0]) if rows else kind
     if kind is None:
@@ -52,8 +52,8 @@ def frame(
 ) -> pd.DataFrame:
     """Return a DataFrame of rows or records.
 
-    Columns of integers with missing values have the dtype Int64, and so do the columns of `integers`
-    that have missing values.
+    Columns of integers with missing values have the dtype Int64, and so do the columns of
+    `integers` that have missing values.
     """
     # imported late: only frames need pandas
     import pandas as pd
@@ -109,7 +109,10 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _plain(names: Sequence[str], hints: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the fields that are not dicts. The columns of a dict depend on its value."""
+    """Yield the names of the fields that are not dicts.
+
+    The columns of a dict depend on its value.
+    """
     return (name for name in names if not str(hints[name]).startswith("dict"))
 
 

@@ -47,8 +47,8 @@ class Groups:
 class Grouped:
     """Rows grouped in two ways.
 
-    Rows of a fine group have equal keys. Rows of a coarse group have keys that differ at most in the last
-    column.
+    Rows of a fine group have equal keys. Rows of a coarse group have keys that differ at most in
+    the last column.
     """
 
     keys: Column

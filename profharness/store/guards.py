@@ -1,8 +1,8 @@
 """Refuse runs and traces that must not be stored.
 
-Tables cannot contain integers of more than 64 bits, names that are not valid Unicode, or two cells of
-a run with the same name. A damaged or smaller run folder never replaces a complete run, and a copy of a folder
-changes nothing.
+Tables cannot contain integers of more than 64 bits, names that are not valid Unicode, or two cells
+of a run with the same name. A damaged or smaller run folder never replaces a complete run, and a
+copy of a folder changes nothing.
 """
 
 from __future__ import annotations

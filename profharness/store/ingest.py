@@ -1,7 +1,7 @@
 """Ingest run folders and trace files into the store.
 
-Each run is stored in one transaction. Ingesting stored content again changes nothing. A run with an unreadable
-raw trace is stored without that trace.
+Each run is stored in one transaction. Ingesting stored content again changes nothing. A run with an
+unreadable raw trace is stored without that trace.
 """
 
 from __future__ import annotations
@@ -115,18 +115,19 @@ def ingest_path(
 ) -> list[IngestResult]:
     """Ingest a run folder, a trace file, or all of them below a folder, in sorted order.
 
-    `progress` is called with the name of the trace, the number of launches stored so far and the total.
-    `cache` contains traces that were parsed before. An unreadable trace of a run folder becomes a problem and a
-    warning of the stored run.
+    `progress` is called with the name of the trace, the number of launches stored so far and the
+    total. `cache` contains traces that were parsed before. An unreadable trace of a run folder
+    becomes a problem and a warning of the stored run.
 
-    All sources are ingested before TraceFormatError is raised for one that cannot be read. Rows that
-    the store already has of that source are kept. A missing store is not created if no source can be
-    read. Raises StoreError if the store
-    cannot be used or does not contain what was written to it.
+    All sources are ingested before TraceFormatError is raised for one that cannot be read. Rows
+    that the store already has of that source are kept. A missing store is not created if no source
+    can be read. Raises StoreError if the store cannot be used or does not contain what was written
+    to it.
     """
     results, failures = [], []
-    # The store is opened late, so that an unreadable source does not create a store. Foreign keys are not
-    # checked: six per launch would double the cost of writing it, and all ids are assigned here.
+    # The store is opened late, so that an unreadable source does not create a store. Foreign keys
+    # are not checked: six per launch would double the cost of writing it, and all ids are assigned
+    # here.
     with closing(Writer(store)) as writer:
         for path in find_sources(source):
             try:
@@ -202,8 +203,8 @@ def ingest_source(
     """Parse and store one source.
 
     `writer` opens the store. It is called only once the source is known to be readable. If a trace
-    of a run turns out to be unreadable, ingesting the run starts again without it. Raises the errors
-    of `ingest_path` and those of SQLite.
+    of a run turns out to be unreadable, ingesting the run starts again without it. Raises the
+    errors of `ingest_path` and those of SQLite.
     """
     if source.run is not None:
         check_record(source.path / RUN_FILE, source.run)
@@ -371,7 +372,8 @@ def _bench_plan(source: Source) -> BenchPlan | None:
 def _created(path: Path, trace: Trace) -> str:
     """Return when a foreign trace was recorded.
 
-    Use the date in the trace, else its clock if that is Unix time, else the file's modification time.
+    Use the date in the trace, else its clock if that is Unix time, else the file's modification
+    time.
     """
     stamps = [] if trace.created_s is None else [trace.created_s * 10**9]
     starts = stamps + [item.start_ns for item in trace.ranges[:1]]

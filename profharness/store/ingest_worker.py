@@ -43,7 +43,10 @@ class SourceReader:
         self._rest: dict[Path, Iterator[LaunchBatch]] = {}
 
     def source(self, path: Path) -> Source:
-        """Discard the previous source and read a new one. Parse its traces unless it is already stored."""
+        """Discard the previous source and read a new one.
+
+        Parse its traces unless it is already stored.
+        """
         self.close()
         source = read_source(path)
         if not self._is_stored(source):

@@ -167,8 +167,8 @@ def insert_trace(
 ) -> Inserted:
     """Insert the contents of a trace that has a row in `traces`, in the caller's transaction.
 
-    `cells` maps the names of a run's cells to row ids. Launches outside of these cells are not stored,
-    but counted. `cells` is None for a foreign trace. Then all launches are stored.
+    `cells` maps the names of a run's cells to row ids. Launches outside of these cells are not
+    stored, but counted. `cells` is None for a foreign trace. Then all launches are stored.
     """
     calls = _cell_calls(trace.ranges, cells or {})
     ids = _row_ids(connection, trace_id, trace, calls, cells or {})
@@ -486,8 +486,8 @@ def _insert_metrics(
 ) -> None:
     """Insert the metrics of launches with consecutive ids from `first_id`.
 
-    `kept` contains blocks of positions in the trace, one position per launch, in the order of ids. No
-    row is inserted for NaN, which means that the launch has no value for the metric.
+    `kept` contains blocks of positions in the trace, one position per launch, in the order of ids.
+    No row is inserted for NaN, which means that the launch has no value for the metric.
     """
     # rows are inserted in the order of the primary key, because the table is WITHOUT ROWID
     order = sorted(range(len(metrics.names)), key=metrics.names.__getitem__)

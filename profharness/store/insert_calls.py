@@ -168,7 +168,10 @@ def _insert_templates(
     observed: Sequence[ObservedCall],
     configs: Mapping[Config, int],
 ) -> list[int]:
-    """Insert observed calls and return their row ids, in order. `configs` maps configs to row ids."""
+    """Insert observed calls and return their row ids, in order.
+
+    `configs` maps configs to row ids.
+    """
     ids = []
     for item in observed:
         call = item.call

@@ -156,8 +156,8 @@ class Store:
     def resolve(self, ref: str | None) -> str:
         """Return the id of a run given by an id, a unique prefix, `latest` or `latest~N`.
 
-        None selects the latest run. Raises NotFoundError if no run or more than one run matches. The
-        message lists candidates.
+        None selects the latest run. Raises NotFoundError if no run or more than one run matches.
+        The message lists candidates.
         """
         return self.find_run(Selection(ref), "run")
 
@@ -343,7 +343,10 @@ class Store:
             insert_peaks(self.connection, peaks, created, environment)
 
     def verifications(self, run: str | None = None) -> list[VerificationRow]:
-        """Return the checks of a run of `verify`, in the order of the run. None selects the latest run."""
+        """Return the checks of a run of `verify`, in the order of the run.
+
+        None selects the latest run.
+        """
         return verification_rows(self.connection, self.resolve(run))
 
     def verdicts(self, run: str | None = None) -> dict[tuple[str, str], bool]:
@@ -355,7 +358,10 @@ class Store:
         return verdicts(self.connection, self.resolve(run))
 
     def wrong(self, run: str | None = None) -> set[tuple[str, str]]:
-        """Return the (config label, backend) of cells whose checks failed. They must not be ranked."""
+        """Return the (config label, backend) of cells whose checks failed.
+
+        They must not be ranked.
+        """
         return {place for place, right in self.verdicts(run).items() if not right}
 
     def problems(self, run: str | None = None) -> tuple[Problem, ...]:
@@ -416,8 +422,9 @@ class Store:
     def ranks(self, refs: Sequence[str] = ()) -> list[RankRow]:
         """Return the ranks of a job, sorted by rank.
 
-        `refs` are runs, prefixes of runs or folders. Without `refs`, the newest job is selected. A single
-        run selects the job that it belongs to. Raises NotFoundError if fewer than two ranks match.
+        `refs` are runs, prefixes of runs or folders. Without `refs`, the newest job is selected. A
+        single run selects the job that it belongs to. Raises NotFoundError if fewer than two ranks
+        match.
         """
         return rank_rows(self.connection, self.path, refs)
 
@@ -430,7 +437,10 @@ class Store:
         return self._decoded("protocol", run) or {}
 
     def bench_plan(self, run: str) -> dict[str, Any]:
-        """Return the fields of a run's `run.BenchPlan`. The result is empty unless `bench` made the run."""
+        """Return the fields of a run's `run.BenchPlan`.
+
+        The result is empty unless `bench` made the run.
+        """
         return self._decoded("bench", run) or {}
 
     def _decoded(self, column: str, run: str | None) -> Any:
@@ -459,7 +469,10 @@ class Store:
         return list(map(RangeRow._make, rows))
 
     def delete_run(self, ref: str) -> str:
-        """Delete a run with all its rows and return its id. The store must be opened with `write`."""
+        """Delete a run with all its rows and return its id.
+
+        The store must be opened with `write`.
+        """
         name = self.resolve(ref)
         with transaction(self.connection):
             forget_run(self.connection, name)
@@ -471,8 +484,8 @@ def open_store(path: Path, *, write: bool = False) -> Store:
 
     A missing store is created if `write` is True.
 
-    Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to another
-    program or was written by a newer version. Such a file is not changed.
+    Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to
+    another program or was written by a newer version. Such a file is not changed.
     """
     return Store(path, connect(path, write=write))
 
@@ -523,8 +536,8 @@ def _group_metrics(
 ) -> list[Metrics]:
     """Return the metrics of each row of `kernel_groups`.
 
-    The value of a metric is the median over the launches of the row. A trace without metrics costs only
-    one lookup.
+    The value of a metric is the median over the launches of the row. A trace without metrics costs
+    only one lookup.
     """
     spans = [
         span

@@ -24,8 +24,8 @@ MAX_RANK = 1 << 24
 # file names of tensorboard_trace_handler: HOST_PID.NANOSECONDS.pt.trace.json
 TENSORBOARD = re.compile(r"(?P<host>.+)_\d+\.\d{10,}\.pt\.trace\.json(?:\.gz)?")
 NAMED_RANK = re.compile(r"(?<![a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
-# The rank is taken from the run, or from the trace if the run has no rank, because a run may contain the
-# traces of several ranks.
+# The rank is taken from the run, or from the trace if the run has no rank, because a run may
+# contain the traces of several ranks.
 _MEMBERS = """
     SELECT r.id, r.run, r.created, r.path, r.source, r.device, r.world_size, r.host_key, r.gpu_key,
         r.environment_id, t.id AS trace, t.path AS file, t.profiler, t.launches,
@@ -46,11 +46,11 @@ def split_place(
 ) -> tuple[dict[str, int | str | None], dict[str, object]]:
     """Return the columns of `runs` that identify a rank, and the environment without these values.
 
-    The columns are rank, world_size, and hashes of the host and the GPU. Unknown values are None. The
-    runs of one job differ only in these values, and have the same environment otherwise. `name` is
-    the name of a trace file outside of a run folder. The rank and the host are taken from it if the
-    environment does not contain them. The number of ranks in the header of a Kineto trace stays in the
-    environment, because environments with different numbers of ranks do differ.
+    The columns are rank, world_size, and hashes of the host and the GPU. Unknown values are None.
+    The runs of one job differ only in these values, and have the same environment otherwise. `name`
+    is the name of a trace file outside of a run folder. The rank and the host are taken from it if
+    the environment does not contain them. The number of ranks in the header of a Kineto trace stays
+    in the environment, because environments with different numbers of ranks do differ.
     """
     rest = dict(environment)
     section = rest.get(DISTRIBUTED)
@@ -139,8 +139,8 @@ def _wanted(
 def _newest_job(stored: Sequence[Record]) -> set[str]:
     """Return the runs of the newest job.
 
-    This is the job of the newest trace that has a rank. If no trace has a rank, it is the job of the
-    newest trace file that has others of the same kind in its folder.
+    This is the job of the newest trace that has a rank. If no trace has a rank, it is the job of
+    the newest trace file that has others of the same kind in its folder.
     """
     ranked = next((record for record in stored if record["rank"] is not None), None)
     if ranked is not None:
@@ -167,7 +167,8 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
     ]
     folder = Path(record["path"]).parent
     job = [other for other in alike if Path(other["path"]).parent == folder]
-    # if each host has a folder of its own, the other ranks are below the parent or grandparent folder
+    # if each host has a folder of its own, the other ranks are below the parent or grandparent
+    # folder
     for around in list(folder.parents)[:2]:
         ranks = {other["rank"] for other in job}
         if size is None or len(ranks) >= size:

@@ -79,9 +79,9 @@ def require_folder(path: Path) -> None:
 def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Connection:
     """Return a connection in autocommit mode. If `write` is True, create a missing store.
 
-    Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to another
-    program, is damaged or has another schema version, or if a store on a network file system is to be
-    written. The file is not changed then.
+    Raises NotFoundError if there is no store to read. Raises StoreError if the file belongs to
+    another program, is damaged or has another schema version, or if a store on a network file
+    system is to be written. The file is not changed then.
     """
     if write:
         require_folder(path)
@@ -104,7 +104,10 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
 
 
 class Writer:
-    """Open a store for writing on the first call. Open it again if its file was deleted or replaced."""
+    """Open a store for writing on the first call.
+
+    Open it again if its file was deleted or replaced.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -123,8 +126,8 @@ class Writer:
     def close(self) -> None:
         """Close the store.
 
-        If the file was replaced, checkpoint the log first, because the name of the log now belongs to
-        another store.
+        If the file was replaced, checkpoint the log first, because the name of the log now belongs
+        to another store.
         """
         if self._connection is None:
             return
@@ -144,7 +147,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
-    """Return an error for a store that must not be used. It names the command that rebuilds the store."""
+    """Return an error for a store that must not be used.
+
+    It names the command that rebuilds the store.
+    """
     what = what or (ALTERED if is_altered(detail) else "damaged inside")
     return StoreError(
         f"{path}: {what}, left as it is ({detail}); rebuild it from the run folders: "
@@ -215,7 +221,10 @@ def waiting(action: Callable[[], Answer]) -> Answer:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Run a block in a write transaction. Roll back on any exception, including KeyboardInterrupt."""
+    """Run a block in a write transaction.
+
+    Roll back on any exception, including KeyboardInterrupt.
+    """
     waiting(lambda: connection.execute("BEGIN IMMEDIATE"))
     try:
         yield
@@ -371,8 +380,8 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
 def _open_reader(path: Path) -> sqlite3.Connection:
     """Return a connection that cannot write rows.
 
-    Open the file as immutable if it is on a network file system or on read-only media, because no process
-    writes to it there.
+    Open the file as immutable if it is on a network file system or on read-only media, because no
+    process writes to it there.
     """
     for mode in (
         ("mode=ro&immutable=1",) if may_be_read(path) else ("mode=rw", "mode=ro&immutable=1")

@@ -116,9 +116,9 @@ def find_run(
 ) -> str:
     """Return the id of the selected run of the store at `path`.
 
-    `latest` selects the newest run that satisfies a need. If no run satisfies the first need, the second
-    need is tried, and so on. Raises NotFoundError if no run or more than one run matches. The message
-    lists candidates.
+    `latest` selects the newest run that satisfies a need. If no run satisfies the first need, the
+    second need is tried, and so on. Raises NotFoundError if no run or more than one run matches.
+    The message lists candidates.
     """
     ref = LATEST if selection.run is None else selection.run
     names = _names(connection)
@@ -141,7 +141,8 @@ def find_run(
 def answering_runs(
     connection: sqlite3.Connection, selection: Selection, need: Need
 ) -> Iterator[str]:
-    """Yield the ids of runs that satisfy a need for all selected configs and backends, newest first.
+    """Yield the ids of runs that satisfy a need for all selected configs and backends, newest
+    first.
 
     Runs of `explain` count only if configs are selected.
     """
@@ -180,7 +181,8 @@ def answering_runs(
 def shown_by(connection: sqlite3.Connection, path: Path, run: str) -> str:
     """Return the command that shows the contents of a run.
 
-    It shows the calls of an observed program, else kernels, else calls, else times, else the report.
+    It shows the calls of an observed program, else kernels, else calls, else times, else the
+    report.
     """
     if _has(connection, run, f"r.kind = '{OBSERVE}' AND {_OF_RUN['attention calls']}"):
         return shell_command("layers", run, store=path)
@@ -253,7 +255,8 @@ def _wanted(selection: Selection, need: Need) -> str:
 def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -> str:
     """Return a hint for the case that no run matches.
 
-    It names the command that shows the newest run with the configs, or the command that lists all runs.
+    It names the command that shows the newest run with the configs, or the command that lists all
+    runs.
     """
     same_configs = Selection(None, selection.configs)
     others = _names(connection) if not selection.configs else []
@@ -264,7 +267,7 @@ def _instead(connection: sqlite3.Connection, path: Path, selection: Selection) -
 
 def _names(connection: sqlite3.Connection) -> list[str]:
     """Return the ids of all runs, newest first."""
-    # `created` has a resolution of one second. If two runs were created in the same second, the one with
-    # the higher id is newer.
+    # `created` has a resolution of one second. If two runs were created in the same second, the one
+    # with the higher id is newer.
     rows = connection.execute("SELECT run FROM runs ORDER BY created DESC, id DESC")
     return [str(row[0]) for row in rows]

@@ -189,7 +189,10 @@ class ParsedTraces(Protocol):
     """Traces that were parsed before, by this or another process."""
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
-        """Return a trace, or None if it is not parsed yet. Raises TraceFormatError if parsing failed."""
+        """Return a trace, or None if it is not parsed yet.
+
+        Raises TraceFormatError if parsing failed.
+        """
 
 
 class ParsedTraceCache:

@@ -36,9 +36,10 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
     """Return whether each (config label, backend) of the run's cells passed its checks.
 
     Checks of all runs are used that had the same device, the same PyTorch and, for a backend whose
-    code is recorded, the same code. If a check was repeated, only its latest result is used. If any check failed,
-    the cell failed. Checks of gradients are ignored for a cell without a backward pass. A cell passes
-    only if its own config was checked, including the gradients if the cell has a backward pass.
+    code is recorded, the same code. If a check was repeated, only its latest result is used. If any
+    check failed, the cell failed. Checks of gradients are ignored for a cell without a backward
+    pass. A cell passes only if its own config was checked, including the gradients if the cell has
+    a backward pass.
     """
     here = _environments(connection, "r.run = ?", run).get(run, {})
     verified = "r.id IN (SELECT c.run_id FROM cells c JOIN verifications v ON v.cell_id = c.id)"
@@ -47,7 +48,8 @@ def verdicts(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], 
         for name, environment in _environments(connection, verified).items()
         if all(environment.get(key) == here.get(key) for key in _SAME_ENVIRONMENT)
     }
-    # by problem and backend, then by case, checked value, and whether the cell's own config was checked
+    # by problem and backend, then by case, checked value, and whether the cell's own config was
+    # checked
     latest: dict[tuple[Config, str], dict[tuple[str, str, bool], bool]] = {}
     # oldest first, so that a later check replaces an earlier one
     for row in _rows(connection, "WHERE v.passed IS NOT NULL ORDER BY r.created, r.id"):
