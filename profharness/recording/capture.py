@@ -409,7 +409,7 @@ def interrupts_name(folder: Path) -> Iterator[None]:
 
 
 def _worker_program(folder: Path, run: Run) -> tuple[str, ...]:
-    """Return the module of the worker that verifies or benchmarks; none for a capture."""
+    """Return the worker's module for a verification or benchmark, or an empty tuple for a capture."""
     if any(cell.case is not None for cell in run.cells):
         return ("profharness.recording.worker.verify",)
     return () if read_plan(folder) is None else ("profharness.recording.worker.bench",)
@@ -481,7 +481,7 @@ def _tidy(folder: Path, run: Run) -> None:
         (folder / name).unlink(missing_ok=True)
     if why_not_resumed(folder, run) is not None:
         (folder / PYTHON_FILE).unlink(missing_ok=True)
-    # left by killed processes
+    # remove temporary files of killed processes
     for path in (*folder.glob(f".{RUN_FILE}.*"), *folder.glob("c*.torch.json*.tmp")):
         path.unlink(missing_ok=True)
     went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems

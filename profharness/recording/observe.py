@@ -103,7 +103,7 @@ def _run_under_nsys(
 
     Raise OSError if the program does not start.
     """
-    if shutil.which(argv[0]) is None:  # otherwise nsys reports it in its own words
+    if shutil.which(argv[0]) is None:  # otherwise nsys prints its own message
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     with tempfile.TemporaryDirectory(prefix="profharness-nsys-") as scratch:
         theirs = child_environment(environment, Path(scratch))

@@ -53,7 +53,7 @@ class BackendState:
     reason: str | None  # the message if it did not run
     device: str
     status: str = "ok"  # of the cell
-    code: str | None = None  # of the first refusal
+    code: str | None = None  # code of the first refusal
 
 
 def probe_environment() -> dict[str, Any] | str:
@@ -191,9 +191,9 @@ class ProbeResult:
     """PyTorch's answer for a config."""
 
     cell: Cell
-    answer: LiveAnswer | None  # None if the process left none
+    answer: LiveAnswer | None  # None if the process wrote no answer
     ended: Cell | None  # the cell with its status
-    environment: dict[str, Any]  # of the process
+    environment: dict[str, Any]  # environment of the process
 
 
 def ask(

@@ -62,13 +62,13 @@ from profharness.run import (
 )
 
 POLL_S = 0.01
-# each time all of run.json is written, so not after every entry
+# Do not save after every entry, because each save writes all of run.json.
 SAVE_EVERY_S = 1.0
-MAX_IDLE = 3  # consecutive workers that started but died before their first cell
+MAX_IDLE = 3  # maximum consecutive workers that start but die before their first cell
 START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
-ROOM_BYTES = 1 << 16  # with less free space, a dead worker is not its cell's fault
+ROOM_BYTES = 1 << 16  # with less free space, the cell did not cause the worker's death
 TRACE_BYTES = 1 << 28  # enough free space for any trace
-REAPED_S = 5.0  # after SIGKILL
+REAPED_S = 5.0  # maximum time to wait for a process after SIGKILL
 LOG_FILE = "worker.log"
 READ_BYTES = 1 << 20  # block size for reading the journal
 LOG_TAIL_BYTES = 4000
@@ -81,7 +81,7 @@ class Step:
     done: int  # finished cells
     total: int
     cell: Cell
-    stage: str  # of the cell; at its end, its status
+    stage: str  # stage of the cell, or its status once it is finished
     notice: str | None = None  # a sentence for the user, such as what to wait for
     lane: str = ""  # name of the lane, if the run is on lanes
     traces: tuple[Path, ...] = ()  # complete traces of a finished cell
@@ -369,7 +369,7 @@ def run_cells(
     process left. The worker keeps the `inherited` descriptors open. The first process is
     `prewarmed`, if given.
 
-    Raise CaptureError if a worker cannot start, or if MAX_IDLE in a row reached no cell. On any
+    Raise CaptureError if a worker cannot start, or if MAX_IDLE workers in a row reached no cell. On any
     exception, including KeyboardInterrupt, the worker is ended first.
     """
     pending = {cell.cell: cell for cell in cells}
@@ -542,7 +542,7 @@ class RunRecord:
         self._progress(Step(finished, total, cell, "", notice))
 
     def explain_pending(self) -> None:
-        """Give cells that no pass reached the reason: what their profiler failed at."""
+        """Record in each cell that no pass reached why its profiler failed."""
         for cell in self._cells.values():
             if cell.status != "pending":
                 continue

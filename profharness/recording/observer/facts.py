@@ -28,8 +28,8 @@ SWITCHES = {
 }
 _switches = [(name, getattr(C, attr)) for name, attr in SWITCHES.items() if hasattr(C, attr)]
 PRIORITY = getattr(C, "_get_sdp_priority_order", None)  # from torch 2.6 on
-CAST_BYTES = 64 << 20  # per tensor that is created to query the choice under autocast
-MASK_BYTES = 16 << 20  # of a mask whose contents are read
+CAST_BYTES = 64 << 20  # maximum size of a tensor created to query the choice under autocast
+MASK_BYTES = 16 << 20  # maximum size of a mask whose contents are read
 
 
 def tensor(value: Any) -> dict[str, Any] | None:

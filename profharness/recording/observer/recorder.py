@@ -24,13 +24,15 @@ from profharness.recording.observer.window import ProfilerWindow
 
 C: Any = torch._C
 CALL: CodeType = torch.nn.Module._call_impl.__code__
-# calls that one with few locals of its own, which are read faster
+# It calls CALL and has few local variables, so that reading them is faster.
 OUTER: CodeType | None = getattr(
     getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None
 )
 MARKER = "profharness-attention:"
 TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
-GRADED_PASSES = 16  # more than most accumulate gradients over
+GRADED_PASSES = (
+    16  # maximum passes with gradients before passes count; few programs accumulate over more
+)
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 FUNCTIONS = "functions of flex_attention"  # no argument of any function
@@ -65,7 +67,10 @@ class Entry:
 
 
 class Site:
-    """A calling module, or none. `last` is the exact key and the entry of its last call."""
+    """A module that calls attention, or all code outside of modules.
+
+    `last` contains the exact key and the entry of the last call.
+    """
 
     __slots__ = ("last", "number")
 
@@ -91,7 +96,9 @@ class Recorder:
         self.lock = threading.RLock()  # a handler of a signal may call attention too
         self.counts = Counts(self.journal.path(".counts"))
         self.entries: dict[Any, Entry] = {}
-        self.numbers: dict[Any, int] = {}  # of templates, by what they have in common
+        self.numbers: dict[
+            Any, int
+        ] = {}  # template numbers, by the properties that their calls share
         self.templates.clear()
         self.compiled: dict[Any, int] = {}
         self.codes: dict[int, CodeType] = {}  # by id, which lasts as long as they do
@@ -147,7 +154,7 @@ class Recorder:
             holder = outer if outer is not None and outer.f_code is OUTER else above
             module = holder.f_locals["self"]
             site = self.sites.get(id(module)) or self._new_site(module)
-        # The order of priority and the dims of value are told once: nobody changes them alone.
+        # The key omits the priority order and the dims of value, which rarely change alone.
         exact = (
             id(frame.f_code), frame.f_lasti, option(FUNCTIONS),
             q.shape, q.stride(), q.dtype, q.requires_grad, key.shape, key.stride(), v.stride(),
@@ -213,14 +220,14 @@ class Recorder:
                 self.window.step()
 
     def _pass(self, site: Site) -> bool:
-        """Detect the begin of a pass over the model, when its first attention runs again. Return
-        whether to mark the call.
+        """Detect the start of a pass over the model. Return whether to mark the call.
 
-        After an optimizer has stepped, its steps count instead. With gradients, some passes wait
-        for that.
+        A pass starts when the first attention of the model runs again. Once an optimizer has
+        stepped, its steps count instead of passes. The first GRADED_PASSES passes with gradients do
+        not count, because an optimizer may follow.
         """
         if get_ident() != self.window.home:
-            if _task() < 0:  # else autograd's thread computes again what the main one did
+            if _task() < 0:  # otherwise, autograd's thread recomputes a call of the main thread
                 self.window.pass_elsewhere()
                 return False
         elif self.window.state == "ending":
@@ -356,7 +363,9 @@ class Recorder:
             return
         self.on = False
         print_error(f"attention is no longer recorded: {error!r}; the program goes on")
-        with contextlib.suppress(Exception):  # the disk is full: it was said
+        with contextlib.suppress(
+            Exception
+        ):  # the disk may be full, and the error is already printed
             self.journal.write("failed", why=repr(error))
 
 

@@ -23,7 +23,7 @@ import torch
 
 from profharness.recording.observer.journal import Journal
 
-TRIES = 3  # windows that a fork or another profiler may break
+TRIES = 3  # maximum number of windows that a fork or another profiler interrupts
 SUFFIX = ".torch.json.gz"
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 OWN_PROFILER = "the program ran a profiler of its own"

@@ -26,7 +26,7 @@ FLEX_MODULE = "torch.nn.attention.flex_attention"
 NAME = "scaled_dot_product_attention"
 sd: Any = getattr(torch._C._nn, NAME)
 in_dynamo = torch.compiler.is_dynamo_compiling
-comptime: Any = None  # torch._dynamo's, once that is there
+comptime: Any = None  # torch._dynamo's function, once Dynamo is imported
 recorders: tuple[Recorder, ...] = ()
 _getframe = sys._getframe
 
@@ -48,7 +48,7 @@ class Sdpa:
                 else:
                     comptime(at_compile)
             return sd(*a, **k)
-        left = None  # what is still to be done of it
+        left = None  # work that is left for recorders after the call
         for recorder in recorders:
             try:
                 noted = recorder.note(_getframe(1), a, k)

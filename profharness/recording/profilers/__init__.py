@@ -32,7 +32,7 @@ class Profiler:
     name: str
     summary: str
     suffix: str | None = None  # of its traces' names; None if it leaves no trace
-    session: type[ToolSession] | None = None  # around the worker; None if it works inside of it
+    session: type[ToolSession] | None = None  # None if the profiler runs inside the worker
     iterations: int | None = None  # profiled calls per cell; None for the protocol's number
     patience: float = 1.0  # factor on the seconds of --timeout
     product: str = ""
@@ -142,7 +142,7 @@ def find_tool(name: str) -> Tool | None:
 
 
 def require_tool(name: str) -> Tool:
-    """Return the tool. Raise ToolError (tool_missing), which says how to get or name one."""
+    """Return the tool. Raise ToolError (tool_missing) if it is not found."""
     tool = find_tool(name)
     if tool is None:
         raise ToolError(tool_missing(name))

@@ -201,9 +201,9 @@ HURRIED_S = (10.0, 5.0, 2.0)
 class Ended:
     """How one start of the worker ended."""
 
-    returncode: int | None  # None if it was ended: it took too long or the user interrupted it
+    returncode: int | None  # None if it took too long or the user interrupted it
     text: str  # all output of the process and the worker
-    cells: tuple[str, ...]  # those with a result from it
+    cells: tuple[str, ...]  # cells that have a result from this start
     interrupted: bool = False
 
 

@@ -59,7 +59,8 @@ DEFAULT_METRICS: tuple[str, ...] = (
     "launch__occupancy_limit_warps",
     "launch__waves_per_multiprocessor",
 )
-# --import-sass: unknown to 2024.2, known to 2025.3. Without it reports are about 50 times larger.
+# ncu 2024.2 does not know --import-sass, and 2025.3 does. Without this option, reports are about 50
+# times larger.
 IMPORT_SASS_SINCE = (2025, 3)
 
 
@@ -182,7 +183,7 @@ RULES = FailureRules(
             quoted=True,
             written=False,
         ),
-        # Only if neither a rule above nor a failure of the target explains it.
+        # These rules apply only if no rule above matches and the target did not fail.
         FailureRule(
             "child_processes",
             r"requires the --target-processes all option",

@@ -421,7 +421,7 @@ class NsysSession(ToolSession):
 
 
 def count_kernels(export: Path) -> int:
-    """Count the kernels in an nsys export; 0 without the table.
+    """Count the kernels in an nsys export. Return 0 if it has no kernel table.
 
     Raise TraceFormatError for a damaged file.
     """

@@ -63,5 +63,5 @@ if __name__ == "__main__":
     try:
         import torch  # noqa: F401
     finally:
-        order.wait()  # whose log contains the error
+        order.wait()  # the error is then written to the log of the run
     run_arguments(order.arguments, order.warmup)

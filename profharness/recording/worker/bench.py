@@ -28,17 +28,17 @@ from profharness.recording.worker.timing import Workspace, open_workspace, over_
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
 
-MIN_SAMPLES = 20  # before the interval is asked; a call that is out of time stops at FEWEST
-FEWEST = 5
-MAX_SAMPLES = 2000  # beyond this the interval narrows too slowly to wait for
-GROWTH = 1.5  # samples between two checks of the interval
-TURN_NS = 20_000_000
-TURN_MAX = 10  # samples in one turn
-MIN_TURNS = 3  # before the interval is computed: the turns of a process differ
-DISCARD_MAX_NS = 50_000_000  # slower calls keep their first round
+MIN_SAMPLES = 20  # minimum before the confidence interval is computed
+FEWEST = 5  # minimum number of samples of a call that has reached its time limit
+MAX_SAMPLES = 2000  # with more samples, the interval narrows too slowly
+GROWTH = 1.5  # factor on the number of samples between two checks of the interval
+TURN_NS = 20_000_000  # intended duration of a turn
+TURN_MAX = 10  # maximum number of samples in a turn
+MIN_TURNS = 3  # minimum before the interval is computed, because turns differ
+DISCARD_MAX_NS = 50_000_000  # the first round of slower calls is not discarded
 WARMUP_MAX_S = 5.0
 COPIES_MAX = 8
-COPIES_BYTES = 2 << 30  # all copies of the inputs together
+COPIES_BYTES = 2 << 30  # maximum size of all copies of the inputs
 CPU_CACHE_BYTES = 64 << 20
 
 
@@ -293,7 +293,7 @@ class _Group:
         taken_ns = round(timed.spent_s * 1e9) + perf_counter_ns() - begin
         readings = timed.readings
         if not readings and timed.span and workspace.clocks:
-            # all turns were too short for one
+            # all turns were too short to contain a reading
             readings = workspace.clocks.nearest(*timed.span)
         return replace(
             cell,

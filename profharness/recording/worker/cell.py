@@ -61,7 +61,7 @@ from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 
 NVTX_DOMAIN = "profharness"
-SLOW_NS = 10 * timing.EAGER_NS  # a warm-up call of this length needs no trial to show it
+SLOW_NS = 10 * timing.EAGER_NS  # if a warm-up call takes this long, no trial burst is needed
 
 
 def body(program: Program) -> None:
@@ -210,7 +210,7 @@ class Attempt:
         Must run in the backend's own context.
         """
         if self.attention is None:
-            # PyTorch's answer beforehand; its warnings come again with the first call
+            # query PyTorch's choice before the call, which repeats any warnings
             with recorded_warnings([]), contextlib.suppress(RuntimeError):
                 self.known["choice"] = backend_name(fused_choice(self.cell.config, inputs))
         else:
@@ -227,8 +227,8 @@ class Attempt:
         cell = replace(self.cell, **self.known)
         if not is_gpu(self.workspace.device):
             return cell
-        # not the first call: cuBLAS' workspace (32 MiB) and other caches, which stay, fell to the
-        # first cell of a process alone
+        # Measure the second call. The first call of a process also allocates cuBLAS' workspace
+        # (32 MiB) and other caches that are kept, which would count only for the first cell.
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
@@ -311,7 +311,7 @@ def _measured(attempt: Attempt) -> Cell:
 
 
 def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
-    """Return the cell with its samples. `warm_ns` is the time of a warm-up call, 0 without one."""
+    """Return the cell with its samples. `warm_ns` is the time of a warm-up call, or 0 if there was none."""
     if workspace.plan.protocol.samples == 0 or workspace.plan.wrapped:
         return cell  # Times under another profiler include its overhead.
     with timing.CpuWait() as cpu_wait:

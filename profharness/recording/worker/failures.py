@@ -75,7 +75,7 @@ def reasons_beforehand(
     """Return every reason against a config that is known before a call."""
     if backend.load is None:
         device = f"{backend.name} attention does not exist on {workspace.device}"
-    else:  # it may exist there, but is not what is asked for
+    else:  # the backend may exist for the device, but profharness does not run it there
         device = f"profharness does not run {backend.name} on {workspace.device}"
     reasons = {
         "absent": backend.absent(),

@@ -24,7 +24,7 @@ MODULE_LOADING = "CUDA_MODULE_LOADING"
 LOCK_TRIES = 50
 LOCK_PAUSE_S = 0.002
 PERIOD_S = 0.5
-NO_SAMPLES = (0, 6)  # values of NVML's errors where no process has used the GPU: success, not found
+NO_SAMPLES = (0, 6)  # NVML's error values if no process has used the GPU: success and not found
 # Bits of NVML's reasons: a slowdown by hardware, by software for heat, by heat, by the power brake.
 SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80
 SHARED_REMEDY = "let the GPU do nothing else while it is measured, then capture again"
@@ -49,7 +49,7 @@ class GpuLock:
         for _ in range(LOCK_TRIES):
             if try_lock(self._descriptor, fcntl.LOCK_SH):
                 break
-            time.sleep(LOCK_PAUSE_S)  # the other one looks at this very moment
+            time.sleep(LOCK_PAUSE_S)  # another process is testing the lock at this moment
         return shared
 
 
@@ -80,7 +80,7 @@ class GpuWatch:
         self._handle = devices[watched_uuid]
         self._lock = GpuLock(uuid, folder)
         now = self._pids(self._handle)
-        # those of a worker that has just died are gone by now
+        # the processes of a worker that has just died have ended by now
         self._others = (self._before.get(watched_uuid, set()) & now) - {os.getpid()}
         self._mine = now - self._others
         self._family = set(_ancestry(parent))
@@ -176,7 +176,7 @@ class GpuWatch:
 
 
 def open_watch() -> GpuWatch | None:
-    """Open a watch. Return None without NVML."""
+    """Open a watch. Return None if NVML is not available."""
     try:
         import pynvml
 
@@ -231,7 +231,7 @@ class CudaWarmup:
         self._thread.start()
 
     def watch(self) -> GpuWatch | None:
-        """Wait for the thread and return the watch, or None without NVML."""
+        """Wait for the thread and return the watch, or None if NVML is not available."""
         self._thread.join()
         return self._watch
 

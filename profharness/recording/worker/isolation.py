@@ -36,8 +36,9 @@ from profharness.errors import join_few
 from profharness.rows import COLD, HOST
 from profharness.run import Cell, JournalEntry, Plan, turn_order
 
-SHOWN = 12  # changes of one kind in a message
-# No number format is faster by more: fp4 against fp16 that is added up in fp32, on a GeForce.
+SHOWN = 12  # maximum number of changes of one kind in a message
+# Largest speedup of a number format over fp16: fp4, relative to fp16 with fp32 accumulation on a
+# GeForce.
 FASTEST_FORMAT = 8
 # Data sheets round, and memory may be compressed.
 MEMORY_MARGIN = 2
@@ -122,12 +123,12 @@ def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tup
 
 
 def _owner(name: str, sources: Mapping[str, str], device: str) -> str:
-    """Return the backend that a process belongs to, empty for the shared one."""
+    """Return the backend if it needs its own process, or an empty string for the shared process."""
     try:
         backend = find_backend(name, sources)
         isolated = backend.isolated and device in backend.devices and not backend.absent()
     except Exception:
-        return ""  # its cells fail by the same error
+        return ""  # the cells of this backend fail with the same error
     return name if isolated else ""
 
 
@@ -149,7 +150,7 @@ class ProcessState:
 
     def changes_since(self, before: ProcessState) -> list[str]:
         """Describe each difference from an earlier state."""
-        # a function that was added replaces none
+        # an added function does not replace another function, so report only added environment variables
         added = [name for name in self.parts if name not in before.parts and name.startswith("$")]
         texts = [
             _change(name, before.parts.get(name), self.parts.get(name))
@@ -170,11 +171,13 @@ def with_changes(result: Cell, before: ProcessState) -> Cell:
     """Return the result with a warning that names the changes in the process, if there are any. A
     passed check of `verify` has the same text.
     """
-    # the worker sets this one itself, as each config says
+    # the worker itself sets deterministic mode for each config
     expected = before.parts | {DETERMINISTIC: result.config.deterministic}
     try:
         changes = ProcessState.read().changes_since(replace(before, parts=expected))
-    except Exception as error:  # of what the backend has put in the place of Python's functions
+    except (
+        Exception
+    ) as error:  # raised by a function with which the backend replaced one of Python's
         changes = [f"replaced functions that Python needs ({type(error).__name__}: {error})"]
     if not changes:
         return result
@@ -285,7 +288,7 @@ def _parts() -> Iterator[tuple[str, Any]]:
             inherited |= vars(base)
         yield from _functions(f"{owner.__module__}.{owner.__qualname__}", inherited)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of functions that are deprecated
+        warnings.simplefilter("ignore")  # ignore warnings about deprecated functions
         for name, read in READERS.items():
             with contextlib.suppress(Exception):
                 yield name, read()

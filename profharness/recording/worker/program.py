@@ -91,7 +91,9 @@ FOLDER_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ESTALE),
 )
-"""What is wrong with the run folder. Other errors, such as too many open files, are the process's."""
+"""Error numbers that mean that the run folder is not writable. Other errors, such as too many open
+files, are errors of the process.
+"""
 
 
 class JournalWriter:

@@ -23,17 +23,19 @@ from profharness.attention.config import Config
 from profharness.device_types import CUDA, is_gpu
 from profharness.run import Check
 
-MAX_SCORES = 1 << 24  # scores held at once; fp64 and a few temporaries of them stay below 1 GiB
+MAX_SCORES = (
+    1 << 24
+)  # maximum number of scores in memory; in fp64, with temporaries, less than 1 GiB
 ORDERS = ("plain", "scaled_first", "reversed")
 GRADIENTS = {"dq": "query", "dk": "key", "dv": "value"}
-NAN_BYTE = 0xFF  # repeated, it is NaN in fp16, bf16, fp32 and fp64
-OTHER_BYTE = 0x42  # repeated, a finite number in all of them
-COPIES = 4  # of each size: output, gradients and workspaces come from the freed ones
-FACTOR = 2.0  # times the error of eager attention in the same dtype, the worst of its orders
-FLOOR_ULPS = 2.0  # relative to the terms, for cases in which eager is exact by chance
-NOT_ONE = 0.01  # a factor nearer to 1 is no mistake in a factor
+NAN_BYTE = 0xFF  # a number with only such bytes is NaN in fp16, bf16, fp32 and fp64
+OTHER_BYTE = 0x42  # a number with only such bytes is finite in these dtypes
+COPIES = 4  # freed blocks of each size, from which output, gradients and workspaces are allocated
+FACTOR = 2.0  # allowed error, relative to the largest error of eager attention in the same dtype
+FLOOR_ULPS = 2.0  # minimum allowance, relative to the terms, because eager may be exact by chance
+NOT_ONE = 0.01  # minimum distance from 1 of a factor that is reported as wrong
 TILES = (16, 32, 64, 128)
-_M_PERTURB = -6  # glibc: fill what malloc hands out with the complement of a byte
+_M_PERTURB = -6  # glibc option that fills memory from malloc with the complement of a byte
 
 
 @dataclass(frozen=True)
@@ -271,10 +273,12 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
         return
     try:
         perturb = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # the C library has none
+    except (AttributeError, OSError, TypeError):  # the C library has no mallopt
         yield
         return
-    perturb(_M_PERTURB, byte ^ 0xFF | 0x100)  # the bit above the byte: 0 would switch it off
+    perturb(
+        _M_PERTURB, byte ^ 0xFF | 0x100
+    )  # set the bit above the byte, because 0 would disable filling
     try:
         yield
     finally:
@@ -372,7 +376,7 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
     if first.dtype != inputs.query.dtype:
         return Check(name, False, f"is {first.dtype}; the inputs are {inputs.query.dtype}")
     errors = [_errors(result, reference) for result in (first, second)]
-    # NaN, which is larger than nothing, is the worst
+    # treat NaN, which compares as false, as the largest error
     largest, norm = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
     size = float(torch.nan_to_num(reference).norm())
     fault = _fault(config, inputs, name, got, expected, errors)

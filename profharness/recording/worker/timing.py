@@ -28,22 +28,22 @@ from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
 from profharness.run import Plan
 
 PERIOD_S = 0.05
-KEPT = 4096  # readings, more than three minutes
-FIRST_S = 5.0  # NVML's first answer can be this late
-# what a measurement may take: a slow call gets fewer samples, never under MIN_SAMPLES
-SAMPLE_S = 0.001  # for each sample that is asked for
-LEAST_BUDGET_S = 0.03  # and no less than this: more than a turn of a bench
-WALL_BUDGET_S = 0.5  # of the wall clock, which other programs on a CPU disturb
+KEPT = 4096  # maximum number of stored readings; they cover more than three minutes
+FIRST_S = 5.0  # maximum time to wait for the first reading of NVML
+# Time limits of a measurement. A slow call gets fewer samples, but at least MIN_SAMPLES.
+SAMPLE_S = 0.001  # seconds allowed for each requested sample
+LEAST_BUDGET_S = 0.03  # minimum time limit; longer than a turn of a benchmark
+WALL_BUDGET_S = 0.5  # limit for the wall clock, which other programs on a CPU disturb
 MIN_SAMPLES = 5
-GRAPH_CALLS = 100  # at most: the GPU's own cost of starting a graph is shared by the calls in it
-GRAPH_NS = 500_000  # no more calls than this in one graph: by then that cost is lost in the noise
+GRAPH_CALLS = 100  # maximum number of calls in a graph; they share the GPU's cost of starting it
+GRAPH_NS = 500_000  # maximum duration of a graph; the cost of starting it is then negligible
 TRIAL_CALLS = 10
 FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
 DELAY_NS = 50_000  # the first delay; a call whose queueing takes longer doubles it
-DELAY_MAX_NS = 50_000_000  # a call that is not queued by then waits for the device itself
-TRIAL_CYCLES = 1_000_000  # a spin that is timed to learn the cycles of a nanosecond
-EAGER_CALLS = 20  # in one burst: with their launches they have to fit into the launch queue (1024)
-EAGER_NS = 500_000  # no more calls than this in one burst
+DELAY_MAX_NS = 50_000_000  # maximum delay; a call that takes longer to queue waits for the device
+TRIAL_CYCLES = 1_000_000  # length of a spin that is timed to measure the cycles per nanosecond
+EAGER_CALLS = 20  # maximum calls in a burst; their launches must fit into the launch queue (1024)
+EAGER_NS = 500_000  # maximum duration of a burst
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
 
@@ -67,14 +67,14 @@ class ClockReader:
 
     def __init__(self, open_questions: Callable[[], Questions] | None = None) -> None:
         self._latest: dict[str, Any] = {}
-        # each with the moments between which it was asked for and answered
+        # each reading with the times at which its queries began and ended
         self._kept: deque[tuple[float, float, dict[str, Any]]] = deque(maxlen=KEPT)
         self._begun = threading.Event()
         ask = open_questions or _questions
         threading.Thread(target=self._run, args=(ask,), daemon=True).start()
 
     def __call__(self) -> dict[str, Any]:
-        """The last reading, by the names of `_questions`; throttle_reasons is NVML's bit mask."""
+        """Return the last reading, with the keys of `_questions`. throttle_reasons is NVML's bit mask."""
         return self._latest
 
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
@@ -83,7 +83,10 @@ class ClockReader:
         return [reading for begun, answered, reading in kept if begun <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """Return the reading nearest to an interval that has none. Empty without NVML."""
+        """Return the reading nearest to an interval that contains no reading.
+
+        Return an empty list if NVML is not available.
+        """
         self._begun.wait(FIRST_S)
         kept = tuple(self._kept)
         if not kept:
@@ -95,7 +98,7 @@ class ClockReader:
             questions = open_questions()
         except Exception:
             self._begun.set()
-            return  # no NVML, no clocks: the cells go without
+            return  # without NVML, cells have no clocks
         while True:
             begun = perf_counter()
             reading = {}
@@ -111,7 +114,7 @@ class ClockReader:
 
 def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine readings into one: the median of each value with `_min` and `_max`, and all throttle
-    reasons that occurred. Empty without readings.
+    reasons that occurred. Return an empty dict if there are no readings.
     """
     summary: dict[str, Any] = {}
     for name in dict.fromkeys(name for reading in readings for name in reading):
@@ -142,7 +145,7 @@ class CpuWait:
         self._waited_ns += _run_delay_ns()
 
     def reading(self) -> dict[str, float]:
-        """Return the share under its name. Empty if the system does not count it."""
+        """Return the share under its key, or an empty dict if the system does not count waiting times."""
         share = self._waited_ns / max(1, self._passed_ns)
         return {CPU_WAIT: round(share, 3)} if self._waited_ns > 0 else {}
 
@@ -238,7 +241,9 @@ def time_cold(call: Callable[[], Any], samples: int, delay: StreamDelay) -> dict
 
 
 Queued = tuple[bool, Callable[[], int]]
-"""Whether the device began before all was queued, and what waits for the time in ns."""
+"""Whether the device began before all work was queued, and a function that waits for the sample and
+returns its time in ns.
+"""
 
 
 def queue_samples(
@@ -256,8 +261,8 @@ def queue_samples(
             lengthen()
             continue
         reads.append(read)
-        # no more than 8: beyond its length the launch queue makes the host wait; and what is queued
-        # already shows in no clock, so all is read before the first look at it
+        # Queue at most 8 samples, because a full launch queue makes the host wait. The host clock
+        # does not show work that is still queued, so read all samples before checking the deadline.
         if len(reads) == 8 or len(times) + len(reads) == MIN_SAMPLES:
             times += [each() for each in reads]
             reads.clear()
@@ -289,8 +294,10 @@ def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[
 
 
 def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
-    """Yield samples of work that `queue` starts and returns a wait function for. Wait for each
-    sample after queueing the next, so that a device slower than the host never idles.
+    """Return samples of the work that `queue` starts.
+
+    `queue` returns a function that waits for the sample. Each wait begins after the next sample is
+    queued, so that a device that is slower than the host never idles.
     """
     reads: deque[Callable[[], T]] = deque()
     values: list[T] = []
@@ -315,7 +322,9 @@ class _Bursts:
     last: Any = None
 
     def __call__(self) -> Callable[[], tuple[int, int]]:
-        """What waits for the nanoseconds of a call, and those of the host in it."""
+        """Queue a burst. Return a function that waits for it and returns the nanoseconds per call on the
+        device and on the host.
+        """
         start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
         if self.last is None or self.last.query():
             for _ in range(1 + self.calls // 5):
@@ -331,7 +340,9 @@ class _Bursts:
 
 
 Sampler = Callable[[int], dict[str, list[int]]]
-"""Samples by the name of what was measured: as many as asked for, or as fit into their budget."""
+"""Takes the requested number of samples. Returns the samples by measurement, fewer if the time limit
+is reached.
+"""
 
 
 def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
@@ -371,7 +382,7 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()  # loads it, which takes the host long
+    graph.replay()  # load the graph, which takes the host a long time
     synchronize()
     return graph
 

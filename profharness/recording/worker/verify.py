@@ -42,8 +42,8 @@ from profharness.recording.worker.reference import (
 from profharness.recording.worker.timing import Workspace, open_workspace
 from profharness.run import Cell, Check
 
-LARGE = 5.5  # q and k times this: scores of 30 standard deviations, and exp(90) overflows fp32
-OFFSET = 1 << 20  # elements; keeps every alignment that the allocator gives
+LARGE = 5.5  # factor on q and k; scores then have a standard deviation of 30, and exp(90) overflows fp32
+OFFSET = 1 << 20  # offset in elements; it preserves every alignment of the allocator
 
 
 def body(program: Program) -> None:

@@ -1,4 +1,4 @@
-"""What the worker uses of isal, for a Python that does not have it."""
+"""Provide the part of isal that the worker uses, for a Python in which isal is not installed."""
 
 import gzip as igzip
 

@@ -1,5 +1,7 @@
-"""What the worker uses of msgspec, for a Python that does not have it: JSON of dataclasses, written by
-profharness itself, so that nothing is checked.
+"""Provide the part of msgspec that the worker uses, for a Python in which msgspec is not installed.
+
+It reads and writes dataclasses as JSON. Types are not checked, because profharness itself wrote the
+JSON.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from typing import Any
 
 
 class MsgspecError(Exception):
-    """As msgspec's."""
+    """The base of all errors, as in msgspec."""
 
 
 class DecodeError(MsgspecError):
-    """As msgspec's."""
+    """The data is not JSON."""
 
 
 class Struct:
@@ -28,7 +30,7 @@ class Struct:
 
 
 def _plain(value: Any) -> Any:
-    """The value in JSON's types; a float that JSON does not have is None. Raises TypeError."""
+    """Convert a value to JSON types, with None for NaN and infinities. Raise TypeError."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -43,7 +45,7 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(value: Any, wanted: Any) -> Any:
-    """JSON's types as a dataclass, or as a container of such."""
+    """Convert a decoded JSON value to a dataclass or a container of dataclasses."""
     if value is None or wanted is Any:
         return value
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
@@ -69,12 +71,12 @@ class json:
 
     @staticmethod
     def encode(value: Any) -> bytes:
-        """UTF-8 without blanks. Raises TypeError."""
+        """Return a value as JSON in UTF-8, without blanks. Raise TypeError."""
         return standard.dumps(_plain(value), separators=(",", ":"), ensure_ascii=False).encode()
 
     @staticmethod
     def decode(data: bytes, *, type: Any = Any) -> Any:
-        """Raises DecodeError for what is no JSON."""
+        """Return the value of a JSON text. Raise DecodeError if it is not JSON."""
         try:
             return _typed(standard.loads(data), type)
         except ValueError as error:

@@ -1,5 +1,6 @@
-"""What the worker uses of nvtx, for a Python that does not have it: nothing is told, so that nsys and
-ncu need the real one.
+"""Provide the part of nvtx that the worker uses, for a Python in which nvtx is not installed.
+
+These functions record no ranges. nsys and ncu need the real package.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from typing import Any
 
 
 def annotate(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    """A block without a range."""
+    """Return a context that opens no range."""
     return contextlib.nullcontext()
 
 
 def start_range(*_: Any, **__: Any) -> None:
-    """No range."""
+    """Start no range."""
 
 
 def end_range(_: None) -> None:
-    """Nothing to end."""
+    """Do nothing, because no range was started."""
