@@ -38,7 +38,7 @@ OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
 # Variables that nsys needs and that must not change for the program.
 TOOL_ONLY = ("TMPDIR", "LC_ALL")
 NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
-# written by observer/window.py
+# reason that observer/window.py writes to the journal
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 RECORD_THREAD = (
     "to see their times, record such a thread with torch.profiler (record_shapes=True) and "

@@ -558,7 +558,7 @@ class RunRecord:
         self.save()
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Record what a worker process under a tool left."""
+        """Record the trace and the problem of a worker process that ran under a tool."""
         if outcome.trace is not None:
             # the trace may contain parts of failed cells
             done = tuple(cell for cell in outcome.trace.cells if self._cells[cell].status == "ok")

@@ -111,7 +111,10 @@ def node(output: Any) -> str | None:
 
 
 def ran(node_name: str | None, chosen: str | None) -> str | None:
-    """Return the backend that computed a call: that of its autograd node, else torch's choice."""
+    """Return the backend that computed a call.
+
+    The autograd node identifies the backend. Otherwise, return the backend that torch would select.
+    """
     if node_name in NODES:
         return NODES[node_name]
     return chosen

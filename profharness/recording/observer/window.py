@@ -43,7 +43,9 @@ class ProfilerWindow:
         self.steps, self.warmup, self.profiler = steps, warmup, profiler
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
         self.quiet = self.passed = self.tries = 0
-        self.waited = False  # waiting for the program's own profiler was recorded
+        self.waited = (
+            False  # whether the journal contains that the window waits for another profiler
+        )
         self.others: set[int] = set()  # threads in which the program's own profilers run
         self.busy = False  # starting or stopping the profiler
         self.used = False  # the profiler was started once
@@ -154,7 +156,7 @@ class ProfilerWindow:
             _skip_destructors()
 
     def watch_profilers(self) -> None:
-        """Give way to the profilers that the program starts from now on."""
+        """End the window early whenever the program starts a profiler of its own."""
         for names, starts in ((STARTS, True), (STOPS, False)):
             for name in names:
                 call = getattr(torch.autograd.profiler, name)

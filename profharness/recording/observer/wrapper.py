@@ -179,10 +179,10 @@ def _note_compiled(context: Any, **what: Any) -> None:
 
 
 def _traced(context: Any) -> dict[str, Any]:
-    """Record the properties of a traced call. Dynamo's module stack is private: without it there is
-    no path.
+    """Return the properties of a traced call.
 
-    The current flags choose the backend of the compiled code, regardless of the flags when it runs.
+    Dynamo's module stack is private. If it cannot be read, the path is None. The current
+    flags determine the backend of the compiled code, even if they have changed when it runs.
     """
     told: dict[str, Any] = {"path": None, "module_class": None, "modules": [], "tensors": []}
     told |= flags()

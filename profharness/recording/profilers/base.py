@@ -219,7 +219,7 @@ class Session:
     """One start of the worker, without a tool around it."""
 
     wrapped = False
-    notify: Callable[[str], None] = staticmethod(lambda _: None)  # gets sentences for the user
+    notify: Callable[[str], None] = staticmethod(lambda _: None)  # receives messages for the user
     logs: tuple[Path, ...] = ()  # logs of a tool besides the worker's log
 
     def argv(self, command: list[str]) -> list[str]:
@@ -331,7 +331,7 @@ class ToolSession(Session):
             kill(pid, number)
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
-        """Ask the tool to end."""
+        """Interrupt the tool so that it writes its report and ends."""
         raise NotImplementedError
 
     def force(self, pid: int, timeout_s: float) -> None:

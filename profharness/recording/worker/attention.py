@@ -106,7 +106,7 @@ def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
 
 
 def naive_compiled_absent() -> str | None:
-    """Return why there is nothing to compile, or no compiler for a GPU."""
+    """Return why naive attention cannot be compiled, or None."""
     return PLAIN_MISSING if find_implementation("naive") is None else needs_triton()
 
 
@@ -193,8 +193,9 @@ def varlen_absent() -> str | None:
 
 
 def varlen() -> Attention:
-    """Return an adapter of varlen_attn, which takes packed [B * S, H, D]: a copy of contiguous
-    inputs, a view with layout=bshd.
+    """Return an adapter of varlen_attn, which takes packed tensors [B * S, H, D].
+
+    Packing copies contiguous inputs. With layout=bshd, packed tensors are views.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -215,7 +216,9 @@ def varlen() -> Attention:
             options["window_size"] = (-1, 0 if is_causal else -1)
         elif is_causal:
             options["is_causal"] = True
-        if "enable_gqa" in parameters:  # without it, fewer key heads are taken as they are
+        if (
+            "enable_gqa" in parameters
+        ):  # earlier versions accept fewer key heads without this option
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:
             raise RefusedError("unsupported", "varlen_attn of this torch takes no scale")

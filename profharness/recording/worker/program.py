@@ -75,8 +75,10 @@ Stage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Program:
-    """The state of a program. `cells` are those of the plan that run in this process, `device` is
-    `cuda` or `cpu`, and `write` appends to the journal.
+    """The state of a program.
+
+    `cells` are the cells of the plan that run in this process. `device` is `cuda` or `cpu`. `write`
+    appends an entry to the journal.
     """
 
     folder: Path
@@ -106,7 +108,7 @@ class JournalWriter:
     def __init__(self, folder: Path) -> None:
         self._path = str(folder / JOURNAL_FILE)
         self._pid = os.getpid()
-        # kept from before a backend can replace them
+        # store these functions before a backend can replace them
         self._os = os.open, os.write, os.close, os.fstat, os.getpid, os._exit
 
     def __call__(self, entry: JournalEntry) -> None:
@@ -169,7 +171,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     """
     # a backend may change the working directory, and replace functions of os
     folder, leave = folder.absolute(), os._exit
-    # without Python's handler an interrupt ends also a program that waits inside of CUDA
+    # remove Python's handler, so that an interrupt also ends a program that waits inside CUDA
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     wake_with_parent()
     start_log()

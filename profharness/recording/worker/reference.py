@@ -68,7 +68,10 @@ class Attended:
 
 @functools.cache
 def masked_row_value() -> float:
-    """Return the output of torch's math for a query without keys: 0 from 2.5 on, NaN before."""
+    """Return the output of torch's math backend for a query that attends to no key.
+
+    It is 0 in torch 2.5 and later, and NaN in earlier versions.
+    """
     tensor = torch.ones(1, 1, 1, 1)
     with sdpa_kernel([SDPBackend.MATH]):
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -312,8 +315,9 @@ def _fill_free_blocks(byte: int) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """The reference in fp64, and per name the allowed error: (largest difference, its Frobenius
-    norm).
+    """The reference in fp64 and the allowed error of each result.
+
+    An allowed error is (largest difference of an element, Frobenius norm of the difference).
     """
 
     reference: Attended
@@ -324,10 +328,10 @@ class Expected:
 class Got:
     """The results of a backend by name. A gradient may be None.
 
-    `first` and `second` are results for the same inputs on memory with different contents,
-    `earlier` of the call before, on other inputs. `reused` are results of the first call that a
-    later call changed. `no_gradient` is why there can be none, `backward_error` why they are
-    missing.
+    `first` and `second` are results for the same inputs on memory with different contents.
+    `earlier` contains the results of the previous call, which had other inputs. `reused` names the
+    results of the first call that a later call changed. `no_gradient` is why the backend has no
+    gradients, and `backward_error` is why its backward pass failed.
     """
 
     first: dict[str, Any]
@@ -450,8 +454,9 @@ def _same_again(got: Any) -> str:
 
 
 def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
-    """Describe elements that contain the memory's previous contents: NaN at first, then the other
-    pattern.
+    """Describe elements that the backend did not write.
+
+    They contain NaN in the first result and the other byte pattern in the second.
     """
     other = poison_value(OTHER_BYTE, first.dtype)
     left = first.isnan() & ~reference.isnan() & (second.double() == other)

@@ -166,10 +166,10 @@ class _Results:
 
 @dataclass
 class _Caller:
-    """The calls of one cell: other inputs, the inputs, other inputs, the inputs again.
+    """The calls of one cell: twice a call on other inputs, followed by a call on its own inputs.
 
-    Each pair runs on memory with another pattern, so the leftovers of an earlier call are never the
-    correct result.
+    Each pair of calls runs on memory that is filled with a different byte pattern. Data that an
+    earlier call left in memory is therefore never the correct result.
     """
 
     config: Config
