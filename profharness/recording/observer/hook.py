@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-# importlib.util has these too, but its import takes a millisecond.
+# importlib.util has these functions too, but its import takes a millisecond.
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import (
     spec_from_file_location,

@@ -321,7 +321,7 @@ class NcuSession(ToolSession):
         return problem, self.report
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:  # noqa: ARG002
-        """End the target: ncu then writes its report."""
+        """End the target, so that ncu writes its report."""
         self.signal_workers(signal.SIGTERM)
 
 

@@ -39,7 +39,7 @@ from profharness.run import Problem
 
 SUFFIX = ".nsys-rep"
 EXPORT_BASE_S = 120.0
-EXPORT_BYTES_PER_S = 100_000  # much less than nsys exports per second
+EXPORT_BYTES_PER_S = 100_000  # minimum export rate that is assumed; nsys is much faster
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 SQLITE_MAGIC = b"SQLite format 3\0"
 _SAME_VERSION = (
@@ -57,7 +57,7 @@ NO_CUDA_EVENTS = FailureRule(
 )
 
 
-# These also apply if a report was written: it is incomplete or without kernels.
+# These rules also apply if a report was written, which is then incomplete or contains no kernels.
 WRITTEN_RULES = (
     FailureRule(
         "version_mismatch",
@@ -84,7 +84,7 @@ WRITTEN_RULES = (
 )
 
 
-# These apply if no report was written.
+# These rules apply only if no report was written.
 UNWRITTEN_RULES = (
     FailureRule(
         "sandboxed",

@@ -66,9 +66,12 @@ def default_device() -> str:
 
 
 def gpu_uuid() -> str:
-    """Return the UUID of the GPU in use as NVML spells it, empty if unknown. It is not recorded."""
+    """Return the UUID of the GPU in use in NVML's format, or an empty string if it is unknown.
+
+    The UUID is not recorded.
+    """
     named = os.environ.get(VISIBLE, "")
-    if named.startswith(MIG):  # which torch spells as a GPU's
+    if named.startswith(MIG):  # torch formats the UUID of a MIG instance like that of a GPU
         return named.partition(",")[0].strip()
     uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
     if uuid:

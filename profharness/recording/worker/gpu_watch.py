@@ -25,7 +25,8 @@ LOCK_TRIES = 50
 LOCK_PAUSE_S = 0.002
 PERIOD_S = 0.5
 NO_SAMPLES = (0, 6)  # NVML's error values if no process has used the GPU: success and not found
-# Bits of NVML's reasons: a slowdown by hardware, by software for heat, by heat, by the power brake.
+# NVML's bits for slowdowns: by hardware, by software because of heat, by hardware because of heat,
+# and by the power brake.
 SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80
 SHARED_REMEDY = "let the GPU do nothing else while it is measured, then capture again"
 CAPPED_REMEDY = "see `nvidia-smi -q -d POWER,CLOCK,PERFORMANCE`, then capture again"
@@ -205,7 +206,7 @@ def _ancestry(pid: int) -> Iterator[int]:
             stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
             return
-        # the name in parentheses may hold blanks
+        # the name in parentheses may contain blanks
         pid = int(stat.rpartition(")")[2].split()[1])
 
 

@@ -15,7 +15,7 @@ from profharness.devices import MEASURED, PEAKS_FILE, Peaks
 from profharness.recording.worker.program import Program
 from profharness.recording.worker.timing import elapsed_ms, sampled, wall_ns
 
-BUDGET_S = 0.4  # per figure, without the warm-up
+BUDGET_S = 0.4  # time limit of each measurement, without its warm-up
 MAX_SAMPLES, WARMUP = 50, 3
 ORIGIN = "copy of {copy} MiB read and written; square matrix products of {shapes}; medians"
 

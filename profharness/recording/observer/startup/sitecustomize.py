@@ -1,12 +1,12 @@
-"""Python imports this at its start where the folder is on its path: the observer waits for torch.
+"""Start the observer. Python imports this module at startup if its folder is on the path.
 
-A sitecustomize of the user's own, which this one hides, runs afterwards under its own name.
+This module hides a sitecustomize module of the user, and therefore runs it afterwards.
 """
 
 import os
 import sys
 
-# importlib.util has these too, but takes a millisecond to load
+# importlib.util has these functions too, but takes a millisecond to load
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import (
     PathFinder,
