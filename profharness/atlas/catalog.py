@@ -231,9 +231,10 @@ def predicted(
 
 
 def place_at(environment: Mapping[str, Any]) -> Place | None:
-    """Return the place for the GPU and release of a run's environment, or None if it has no atlas.
+    """Find the atlas for the GPU and the PyTorch release in a run's environment. Return None if there
+    is no such atlas.
 
-    If there are several atlases, prefer those with the versions of the environment.
+    If several atlases match, prefer one that was recorded with the same library versions.
     """
     gpu, torch = str(environment.get("gpu")), str(environment.get("torch"))
     try:

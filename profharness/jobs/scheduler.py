@@ -75,7 +75,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Disconnect from the lanes. Running groups continue."""
+        """Close the connections to all lanes. Groups of cells that are running continue."""
         ...
 
 

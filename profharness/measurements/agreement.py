@@ -368,7 +368,7 @@ def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | 
 
 
 def replacements(cells: Iterable[CellRow]) -> tuple[Replacement, ...]:
-    """Return the replacements among the cells, in order."""
+    """Return the cells in which PyTorch ran another backend than the requested one."""
     return tuple(entry for entry in map(replacement, cells) if entry is not None)
 
 

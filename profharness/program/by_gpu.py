@@ -182,7 +182,7 @@ def _benches(store: Store, names: Sequence[str]) -> list[BenchResult]:
 
 
 def _by_program(programs: LayersByGpu, benches: Sequence[BenchResult]) -> list[_Pair]:
-    """Return each program with the bench on its GPU, if there is one."""
+    """Pair each program with the benchmark that ran on the same GPU, or with None."""
     of_none = [
         bench for bench in benches if all(not _fits(each, bench) for each in programs.classes)
     ]

@@ -178,9 +178,8 @@ def insert_trace(
     kept: list[Column] = []
     per_call = {(cells or {})[cell]: np.zeros(call.count, np.int64) for cell, call in calls.items()}
     grouping = Grouping()
-    calls_of = (
-        CallLaunches(trace) if cells is None else None
-    )  # the calls of cells are stored with the cells
+    # the calls of a cell were stored together with the cell
+    calls_of = CallLaunches(trace) if cells is None else None
     for batch in chain.from_iterable(map(_pieces, batches)):
         _check_batch(batch)
         keep = slice(None) if cells is None else ids.cell[batch.cell_range] != NONE

@@ -581,8 +581,9 @@ def _replay(
 ) -> tuple[bool, Config | None, str | None]:
     """Derive the config that replays a call.
 
-    Return whether the call has a backward, the config or None, and the reason why there is no config
-    or which properties of the call it does not describe.
+    Return three values: whether the call has a backward pass; the config, or None if there is none;
+    and a text. The text says why there is no config, or which properties of the call the config
+    does not describe.
     """
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward

@@ -78,7 +78,7 @@ class Collector:
         self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
         self._texts: list[str] = []  # the names of ops, by id
-        self._kept: list[int] = []  # how to store the ops that have a name, by the id of the name
+        self._kept: list[int] = []  # the result of _kept for each op's name, by the id of the name
         self._arguments = ArgumentsDecoder()
         self.register()
 

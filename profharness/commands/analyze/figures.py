@@ -247,7 +247,7 @@ class CellAnalysis:
     phases: tuple[PhaseFigures, ...] = ()
     findings: tuple[Finding, ...] = ()
     remedies: tuple[Remedy, ...] = ()
-    # None if no figure decides. The finding `bottleneck` has the evidence.
+    # None if no figure determines the bottleneck. The finding `bottleneck` has the evidence.
     bottleneck: Annotated[str | None, column("bottleneck", meaning="the limit, in one word")] = None
     machine: RunMachine = field(default_factory=RunMachine)
     main: KernelFigures | None = None

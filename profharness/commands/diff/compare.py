@@ -201,8 +201,8 @@ def _sum_rows(
     threshold: float,
     kernels: tuple[tuple[KernelRow, ...], tuple[KernelRow, ...]],
 ) -> list[DiffRow]:
-    """Return a row for the time of all kernels of a call, if one side no longer has a trace of
-    them.
+    """Compare the time of all kernels of a call, if the trace of one side was deleted and its kernels
+    cannot be compared one by one. Return no row otherwise.
     """
     if all(kernels) or base.cell is None or cand.cell is None:
         return []

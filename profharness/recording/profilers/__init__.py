@@ -150,7 +150,7 @@ def require_tool(name: str) -> Tool:
 
 
 def tool_missing(name: str) -> Problem:
-    """Return the problem of a tool that was not found."""
+    """Return the problem that a profiler's executable was not found."""
     profiler = PROFILERS[name]
     return Problem(
         name,

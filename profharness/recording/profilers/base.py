@@ -157,7 +157,7 @@ def report_state(report: Path, started: float) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the last lines of a text as a clause."""
+    """Return the last lines of a tool's output in one line, to be quoted in an error message."""
     # progress bars end lines with a carriage return
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     tail = " / ".join(lines[-LAST_LINES:])

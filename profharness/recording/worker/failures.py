@@ -123,8 +123,8 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
 
 
 def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception) -> Cell:
-    """Return the cell as refused, oom, crashed or error. `texts` are the warnings before the
-    exception.
+    """Return the cell with the status that describes an exception: `refused`, `oom`, `crashed` or
+    `error`. `texts` are the warnings that were issued before the exception.
     """
     if isinstance(error, RefusedError):
         return replace(cell, status="refused", message=str(error), refusals=error.refusals)
