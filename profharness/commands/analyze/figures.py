@@ -82,29 +82,29 @@ class Remedy:
     text: str
     findings: tuple[str, ...]
     factor: float | None
-    grade: str  # what the factor rests on
+    grade: str  # whether the factor is measured or derived
 
 
 @dataclass(frozen=True, slots=True)
 class RunMachine:
-    """The machine of the cells. None for anything unknown."""
+    """The machine on which the cells ran. A field is None if its value is unknown."""
 
     device: Device | None = None
     peaks: Peaks | None = None
     l2_bytes: int | None = None
     tf32: bool = False  # fp32 products may use TF32
-    sm_mhz: float | None = None  # median while cells were timed
+    sm_mhz: float | None = None  # median clock while cells were timed
     memory_mhz: float | None = None  # median while cells were timed
 
     @property
     def name(self) -> str | None:
-        """The name of the device in its traces or peaks."""
+        """The name of the device, from its traces or else from its peaks."""
         if self.device is not None:
             return self.device.name
         return self.peaks.device if self.peaks else None
 
     def facts(self) -> tuple[DeviceFact, ...]:
-        """Return what is known of the device: its data sheet and measured peaks."""
+        """Return the known facts about the device, including its data sheet and its peaks."""
         known = (data_sheet(self.name or ""), self.peaks)
         by_source = {peaks.source: peaks for peaks in known if peaks}
         return device_facts(
@@ -158,16 +158,16 @@ class KernelFigures:
     ]
     occupancy: Annotated[float | None, column("occ%", "percent", meaning="theoretical occupancy")]
     limiter: str | None
-    achieved_occupancy: float | None  # by ncu, per launch
+    achieved_occupancy: float | None  # measured by ncu, per launch
     registers_per_thread: int | None
     shared_bytes: int | None
-    dram_read_bytes: float | None  # by ncu, per launch, like the other bytes
+    dram_read_bytes: float | None  # counted by ncu, per launch, as are all byte counts below
     dram_write_bytes: float | None
-    ncu_ns: float | None  # by ncu, per launch
+    ncu_ns: float | None  # duration of a launch under ncu
     grid: tuple[int, int, int] | None = None
     l1_bytes: float | None = None
     l2_bytes: float | None = None
-    dtype: str | None = None  # in the kernel's name
+    dtype: str | None = None  # the dtype that the kernel's name contains
     dram_bytes_per_s: Annotated[
         float | None, column("DRAM GB/s", "giga", meaning="to and from DRAM")
     ] = None
@@ -190,12 +190,12 @@ class PhaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a cell. Shares are of the peak."""
+    """The figures of a cell. Each share is a fraction of the device's peak."""
 
     basis: Annotated[str | None, column("of", meaning="the time behind the rates")]
     duration_ns: Annotated[float | None, column("µs", "us", meaning="median of that time")]
     kernels_ns: float | None
-    event_ns: float | None  # of an older run, else cold_ns
+    event_ns: float | None  # event samples of an older run, or else cold_ns
     graph_ns: float | None
     wall_ns: float | None
     launches: float
@@ -218,7 +218,7 @@ class Figures:
         float | None,
         column("DRAM MB", "mega", meaning="per call, by ncu"),
     ]
-    dram_bytes_per_s: float | None  # over ncu_ns
+    dram_bytes_per_s: float | None  # dram_bytes divided by ncu_ns
     against: str | None
     peak_memory_bytes: int | None
     kv_head_bytes: Annotated[int, column("K+V KiB/head", "kib", meaning="K and V of one head")] = 0
@@ -228,8 +228,8 @@ class Figures:
     host_ns: float | None = None
     l2_bytes: float | None = None
     l1_bytes: float | None = None
-    ncu_ns: float | None = None  # with cold caches
-    past_l1: bool = False  # l1_bytes lacks what some kernel copied by TMA
+    ncu_ns: float | None = None  # time of the kernels under ncu, with cold caches
+    past_l1: bool = False  # l1_bytes does not include bytes that a kernel copied by TMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +247,12 @@ class CellAnalysis:
     phases: tuple[PhaseFigures, ...] = ()
     findings: tuple[Finding, ...] = ()
     remedies: tuple[Remedy, ...] = ()
-    # None if no figure determines the bottleneck. The finding `bottleneck` has the evidence.
+    # None if no figure determines the bottleneck. The finding `bottleneck` contains the evidence.
     bottleneck: Annotated[str | None, column("bottleneck", meaning="the limit, in one word")] = None
     machine: RunMachine = field(default_factory=RunMachine)
     main: KernelFigures | None = None
-    # Memories (`shared`, `L1`, `L2`, with sizes) that can contain K and V of one head. None if
-    # sizes are unknown.
+    # The memories (`shared`, `L1`, `L2`, with their sizes) that can contain K and V of one head, or
+    # None if the sizes are unknown.
     kv_places: tuple[str, ...] | None = None
     module: Annotated[
         str | None, column("module", shrink=True, meaning="the layers of a program")
@@ -305,18 +305,18 @@ class Facts:
 
     @property
     def score_dtype(self) -> str | None:
-        """The dtype of score matrices in memory. None if none were stored there."""
+        """The dtype of the score matrices, or None if no score matrix was stored in memory."""
         return _score_dtype(self.config, self.kernels)
 
     @property
     def l2_bytes(self) -> int | None:
-        """The size of the machine's L2, else that of the peaks."""
+        """The size of the L2 in bytes, from the machine or else from its peaks."""
         peaks = self.machine.peaks
         return self.machine.l2_bytes or (peaks.l2_bytes if peaks else None)
 
     @property
     def dram_share(self) -> float | None:
-        """Measured DRAM bytes per second over the bandwidth, 0 to 1."""
+        """Measured DRAM bytes per second divided by the peak bandwidth."""
         peaks, rate = self.machine.peaks, self.figures.dram_bytes_per_s
         top = peaks.bandwidth_bytes_per_s if peaks else None
         return rate / top if rate and top else None
@@ -330,11 +330,11 @@ class Facts:
         return tuple(kernel for kernel in self.kernels if kernel.role in FUSED_ROLES)
 
     def share_of(self, *roles: str) -> float:
-        """Return the share of the kernels' time, 0 to 1, of these roles."""
+        """Return the fraction of the kernels' time that kernels of these roles take."""
         return sum(kernel.share or 0 for kernel in self.kernels if kernel.role in roles)
 
     def duration(self) -> Evidence:
-        """Return the time behind the rates, as evidence."""
+        """Return the time from which the rates are computed, as evidence."""
         basis = self.figures.basis or ""
         return us(f"{basis} time", self.figures.duration_ns or 0, BASIS_SOURCE[basis])
 
@@ -348,12 +348,12 @@ def us(name: str, value_ns: float, source: str) -> Evidence:
 
 
 def share(name: str, value: float, source: str) -> Evidence:
-    """Return a share, 0 to 1, as evidence."""
+    """Return a share, given as a fraction, as evidence."""
     return Evidence(name, round(value, 4), "", source)
 
 
 def size(value: float) -> str:
-    """Return bytes as text: `16.8 MB`, `64.0 kB`."""
+    """Format a number of bytes, for example as `16.8 MB` or `64.0 kB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
             return f"{value / scale:.1f} {unit}"
@@ -361,7 +361,7 @@ def size(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a share as text: `38.5 %`."""
+    """Format a fraction as a percentage, for example as `38.5 %`."""
     return f"{100 * value:.1f} %"
 
 
@@ -371,8 +371,8 @@ WAVES = "launch__waves_per_multiprocessor"
 def kernel_figures(
     rows: Sequence[KernelRow], machine: RunMachine, calls: int
 ) -> tuple[KernelFigures, ...]:
-    """Return all kernels of one cell in launch order, with times from the best profiler that
-    recorded them and counters from ncu.
+    """Return all kernels of one cell in launch order. Their times come from the first profiler in
+    TRACE_PROFILERS that recorded the cell, and their counters come from ncu.
     """
     timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
@@ -387,7 +387,7 @@ def kernel_figures(
 def cell_figures(
     cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: RunMachine
 ) -> Figures:
-    """Return rates and shares of the peak of one cell. `config` must have its dtype."""
+    """Compute the figures of one cell, such as its rates. The dtype of `config` must be set."""
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
     call_times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
     on_device = any(kernel.blocks is not None for kernel in kernels)
@@ -440,15 +440,15 @@ def cell_figures(
     )
 
 
-# On an H200, kernels that load by TMA count less than 0.001 of their L2 bytes in the L1, others
-# more than 0.1. Cold L2 reads of their own bring the smallest kernels close to the limit, so these
-# reads must have some weight.
+# On an H200, the L1 counts less than 0.001 of the L2 bytes of kernels that load by TMA, and more
+# than 0.1 of the L2 bytes of other kernels. Very small kernels come close to this limit because of
+# additional cold reads from the L2, so kernels with a small part of the L2 bytes are ignored.
 PAST_L1 = 0.1
 
 
 def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
-    """Return the kernels with at least a tenth of the L2 bytes that bypass the L1. TMA copies from
-    the L2 to shared memory, and the L1 does not count these bytes.
+    """Return the kernels that bypass the L1 and move at least a tenth of the cell's L2 bytes. TMA
+    copies from the L2 to shared memory, and the L1 does not count these bytes.
     """
     total = sum(kernel.l2_bytes or 0 for kernel in kernels)
     return [
@@ -463,7 +463,7 @@ def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
 def phase_figures(
     config: Config, kernels: Sequence[KernelFigures], ridge_point: float | None
 ) -> tuple[PhaseFigures, ...]:
-    """Return the phases that the cell's kernels show."""
+    """Return the phases of the call that its kernels carry out."""
     copies = any(kernel.role == "copy" for kernel in kernels)
     result = []
     for phase in phases(config, _score_dtype(config, kernels)):
@@ -483,8 +483,8 @@ def _score_dtype(config: Config, kernels: Sequence[KernelFigures]) -> str | None
 
 
 def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
-    """Return the attention kernel with the longest time, else the longest kernel. None without
-    grids.
+    """Return the fused attention kernel that takes the longest time per call. If no kernel is fused,
+    return the longest kernel. Return None if no kernel has a grid.
     """
     own = [kernel for kernel in kernels if kernel.blocks is not None]
     fused = [kernel for kernel in own if kernel.role in FUSED_ROLES]
@@ -545,7 +545,7 @@ def _kernel(
 def _sum_of_call(
     kernels: Sequence[KernelFigures], value: Callable[[KernelFigures], float | None]
 ) -> float | None:
-    """Return ncu's sum over a call. None unless ncu recorded every kernel other than copies."""
+    """Sum a value of ncu over a call. Return None unless ncu recorded all kernels except copies."""
     seen = [(value(kernel), kernel) for kernel in kernels if kernel.blocks is not None]
     known = [count * kernel.launches_per_call for count, kernel in seen if count is not None]
     return sum(known) if known and len(known) == len(seen) else None

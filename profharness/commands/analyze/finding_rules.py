@@ -1,4 +1,4 @@
-"""The rules: from a cell's figures to findings with evidence."""
+"""The rules that derive findings, with their evidence, from the figures of a cell."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ DRAM_EXCESS = 1.5
 SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
 HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
 COPIES = ("copy", "copy_bwd", "cast", "cast_bwd", "memory", "memory_bwd")
-TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # part of the SM time that the last wave leaves idle
+TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # minimum share of SM time that the last wave leaves idle
 MANY_WAVES = 8
 LOW_OCCUPANCY = 0.25
-FAR_BELOW = 0.6  # achieved over theoretical occupancy
+FAR_BELOW = 0.6  # reported if achieved / theoretical occupancy is less
 UNUSED_SHARED = 0.25
 SEVERAL_READERS = 2
-DISPROVED = 0.5  # ratio of counted bytes to bytes by the grid, below which the grid is no evidence
-LOW_INTENSITY = 1.0  # FLOPs per byte that a kernel reads
+# If ncu counted less than this fraction of the bytes that the grid implies, the grid is no evidence.
+DISPROVED = 0.5
+LOW_INTENSITY = 1.0  # FLOPs per byte; cache traffic is a major finding below it
 # Families whose blocks are known to read all of a head's K and V. Any other kernel may divide
 # head_dim or the keys among its blocks, which the grid does not show.
 READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
@@ -48,7 +49,7 @@ UNCOUNTED = (
 
 
 def intensity(facts: Facts) -> list[Finding]:
-    """Report on which side of the ridge the config is, whatever ran."""
+    """Report on which side of the ridge the config lies, regardless of the kernels that ran."""
     figures = facts.figures
     peaks = facts.machine.peaks
     if figures.ridge is None or peaks is None:
@@ -106,7 +107,7 @@ def achieved(facts: Facts) -> list[Finding]:
 
 
 def above_ceiling(facts: Facts) -> list[Finding]:
-    """Report a figure above its ceiling, with an explanation."""
+    """Report rates that exceed the peaks of the device, and explain why."""
     figures, findings = facts.figures, []
     if (figures.bandwidth_share or 0) > 1:
         working, l2 = figures.working_set_bytes, facts.l2_bytes
@@ -162,7 +163,7 @@ def dram_traffic(facts: Facts) -> list[Finding]:
 
 
 def score_traffic(facts: Facts) -> list[Finding]:
-    """Report unfused attention: score matrices in memory, by formula, and by ncu if it ran."""
+    """Report that unfused attention stores its score matrices in memory, and how large they are."""
     dtype = facts.score_dtype
     if dtype is None:
         return []
@@ -207,8 +208,8 @@ def score_traffic(facts: Facts) -> list[Finding]:
 
 
 def eager_scores(facts: Facts) -> list[Finding]:
-    """Report attention written out in Python: its score matrices in memory have at least the
-    inputs' dtype.
+    """Report that attention written in Python stores its score matrices in memory. Their size is a
+    lower bound, because their dtype is at least as wide as the inputs' dtype.
     """
     figures, config = facts.figures, facts.config
     matrix = matrix_bytes(config, str(config.dtype))
@@ -229,7 +230,7 @@ def eager_scores(facts: Facts) -> list[Finding]:
 
 
 def full_precision(facts: Facts) -> list[Finding]:
-    """Report fp32 products of 16-bit inputs, the default of PyTorch's math backend."""
+    """Report that 16-bit inputs are multiplied in fp32, as PyTorch's math backend does by default."""
     config, machine = facts.config, facts.machine
     if config.dtype == "fp32" or facts.score_dtype != "fp32" or not machine.peaks:
         return []
@@ -250,7 +251,7 @@ def full_precision(facts: Facts) -> list[Finding]:
 
 
 def split_overhead(facts: Facts) -> list[Finding]:
-    """Report the combine kernel's part of a forward pass that splits the keys."""
+    """Report the share of time that the combine kernel takes if the keys are split."""
     combines = [kernel for kernel in facts.kernels if kernel.role == "combine"]
     part = facts.share_of("combine")
     if not combines or part < SPLIT_MINOR:
@@ -271,14 +272,14 @@ def split_overhead(facts: Facts) -> list[Finding]:
 def _avoidable(
     code: str, text: str, part: float, major: float, evidence: tuple[Evidence, ...]
 ) -> Finding:
-    """Return a finding about kernels that could be avoided, with their part of the time."""
+    """Return a finding about avoidable kernels, which take the share `part` of the time."""
     severity = "major" if part >= major else "minor"
     factor = 1 / (1 - part) if part < 1 else None
     return Finding(code, text, severity, MEASURED, evidence, factor)
 
 
 def helpers(facts: Facts) -> list[Finding]:
-    """Report copies, padding and casts next to a fused kernel."""
+    """Report the time that copies, padding and casts take beside a fused kernel."""
     part = facts.share_of(*COPIES)
     if not facts.fused or part < HELPERS_MINOR:
         return []
@@ -297,8 +298,8 @@ def helpers(facts: Facts) -> list[Finding]:
 
 
 def blocks_and_waves(facts: Facts) -> list[Finding]:
-    """Report whether the main kernel's grid fills the device, and how much its last wave leaves
-    idle.
+    """Report whether the main kernel's grid fills the device, and how much of the device is idle
+    during the last wave.
     """
     main, sms = facts.main, facts.num_sms
     if main is None or not main.blocks or not sms:
@@ -336,7 +337,7 @@ def blocks_and_waves(facts: Facts) -> list[Finding]:
 
 
 def occupancy(facts: Facts) -> list[Finding]:
-    """Report theoretical occupancy with its limiter, and how far measured occupancy is below it."""
+    """Report low theoretical occupancy with its limiter, and much lower measured occupancy."""
     main, findings = facts.main, []
     if main is None or main.occupancy is None:
         return []
@@ -366,15 +367,15 @@ def occupancy(facts: Facts) -> list[Finding]:
 
 
 def readers(facts: Facts, kernel: KernelFigures) -> float | None:
-    """Return how many blocks read the same row of K and V in a forward kernel, from its grid. None
-    if the grid does not show it, or if ncu counted too few bytes.
+    """Return how many blocks of a forward kernel read the same row of K and V, derived from its grid.
+    Return None if the grid does not show this number, or if ncu counted too few bytes for it.
     """
     config = facts.config
     heads = config.batch * config.num_kv_heads
     if kernel.role != "attention" or not kernel.blocks or kernel.blocks % heads:
         return None
     if facts.num_sms and kernel.blocks % facts.num_sms == 0:
-        return None  # as many blocks as SMs: a persistent kernel, each block computes several tiles
+        return None  # a persistent kernel, whose blocks each compute several tiles
     splits = 1
     if kernel.family == "flash_splitkv" and kernel.grid is not None:
         splits = kernel.grid[1]
@@ -391,14 +392,14 @@ def readers(facts: Facts, kernel: KernelFigures) -> float | None:
 
 
 def _read_bytes(config: Config, times: float) -> float:
-    """Return the bytes of K and V that are read if `times` blocks read those of each head."""
+    """Return how many bytes of K and V are read if `times` blocks read K and V of each head."""
     tensors = tensor_bytes(config)
     return times * (tensors.key + tensors.value) * _unmasked_part(config, times)
 
 
 def kv_traffic(facts: Facts) -> list[Finding]:
-    """Report how often K and V are read, from the grid: every block reads all of its head's K and
-    V.
+    """Report how often K and V are read. The number is derived from the grid and assumes that every
+    block reads all of its head's K and V.
     """
     findings = []
     config, l2 = facts.config, facts.l2_bytes
@@ -407,7 +408,7 @@ def kv_traffic(facts: Facts) -> list[Finding]:
         if times is None or times < SEVERAL_READERS:
             continue
         tensors = tensor_bytes(config)
-        both = tensors.key + tensors.value  # with causal, of the rows that are not masked
+        both = tensors.key + tensors.value  # excludes fully masked rows if causal
         moved = _read_bytes(config, times)
         per_byte = facts.figures.flops / moved
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
@@ -437,7 +438,7 @@ def kv_traffic(facts: Facts) -> list[Finding]:
 
 
 def cache_traffic(facts: Facts) -> list[Finding]:
-    """Compare bytes that ncu counted in L1 and L2 with compulsory bytes."""
+    """Compare the bytes that ncu counted in the L1 and the L2 with the compulsory bytes."""
     figures = facts.figures
     evidence, clauses, most = [], [], 0.0
     for name, counter, moved in (
@@ -465,12 +466,12 @@ def cache_traffic(facts: Facts) -> list[Finding]:
 
 
 def _unmasked_part(config: Config, times: float) -> float:
-    """Return the part of the unmasked rows of K and V that one of `times` blocks reads. With
-    `causal` it ends at the last row that its last query attends to.
+    """Return the average share of the unmasked rows of K and V that one of `times` blocks reads. If
+    `causal` is set, a block stops at the last row to which its last query attends.
     """
     if not config.causal:
         return 1.0
-    blocks = times * config.num_kv_heads / config.num_heads  # of one query head
+    blocks = times * config.num_kv_heads / config.num_heads  # blocks of one query head
     tile = math.ceil(config.seq_len_q / max(1.0, blocks))
     ends = [min(end, config.seq_len_q) for end in range(tile, config.seq_len_q + tile, tile)]
     seen = min(config.seq_len_q, config.seq_len_kv)
@@ -478,8 +479,8 @@ def _unmasked_part(config: Config, times: float) -> float:
 
 
 def _memories(facts: Facts) -> list[tuple[str, str, int]]:
-    """Return the memories on the chip: short name, name in a sentence, bytes. Empty without a known
-    device. The L1's size is what the main kernel's shared memory leaves.
+    """Return a short name, a name for use in a sentence, and the bytes of each on-chip memory. Return
+    an empty list if the device is not known. The L1's size excludes the main kernel's shared memory.
     """
     device, main = facts.machine.device, facts.main
     if device is None:
@@ -495,8 +496,8 @@ def _memories(facts: Facts) -> list[tuple[str, str, int]]:
 
 
 def kv_places(facts: Facts) -> tuple[str, ...] | None:
-    """Return the memories that can contain K and V of one head, with their sizes. None if none are
-    known.
+    """Return the memories that can contain K and V of one head, with their sizes. Return None if no
+    memory size is known.
     """
     places = _memories(facts)
     one_head = facts.figures.kv_head_bytes
@@ -553,12 +554,13 @@ def unused_shared(facts: Facts) -> list[Finding]:
     return [Finding("unused_shared", text, "minor", DERIVED, evidence)]
 
 
-GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # part of the call in which no kernel runs
+GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # minimum share of a call in which no kernel runs
 
 
 def launch_gap(facts: Facts) -> list[Finding]:
-    """Report the time of an eager call in which the GPU waits for the CPU: its time minus that of
-    its graph replay, or minus its kernels without a graph. Both have warm caches.
+    """Report how long the GPU waits for the CPU in an eager call: the time of the call minus the time
+    of its graph replay. If there is no graph sample, use the time of the kernels instead of the
+    replay. All of these times are measured with warm caches.
     """
     figures = facts.figures
     if not figures.eager_ns:
@@ -594,8 +596,8 @@ def _severity(gap: float) -> str:
 
 
 def _gap_of_older_runs(facts: Facts) -> list[Finding]:
-    """Return a lower bound of the gap from an `event` sample. Its flush hid a part of the launch
-    path, and its caches were cold.
+    """Return a lower bound of the gap from `event` samples, which older runs recorded. In these
+    samples the flush hid a part of the launch path, and the caches were cold.
     """
     figures = facts.figures
     if figures.cold_ns or not figures.event_ns or not figures.kernels_ns:
@@ -623,8 +625,9 @@ def _gap_of_older_runs(facts: Facts) -> list[Finding]:
 
 
 def _busy_ns(facts: Facts) -> tuple[float, list[Evidence]]:
-    """Return an upper bound of the kernels' time with cold caches, and its evidence: ncu's time
-    plus that of copies, or the profiled time plus the time to refill the L2.
+    """Return an upper bound of the kernels' time with cold caches, and its evidence. The bound is the
+    larger of two sums: ncu's time plus the time of copies, and the profiled time plus the time to
+    refill the L2.
     """
     figures, peaks = facts.figures, facts.machine.peaks
     warm = figures.kernels_ns or 0.0
@@ -650,7 +653,7 @@ RULES: tuple[Rule, ...] = (
     *(score_traffic, full_precision, split_overhead, helpers),
     *COUNTER_RULES,
 )
-# Attention written out in Python computes in dtypes of its own.
+# Attention written in Python chooses its own dtypes, so rules that assume SDPA's dtypes are omitted.
 OF_EAGER: tuple[Rule, ...] = (
     *(rule for rule in RULES if rule not in (score_traffic, full_precision)),
     eager_scores,

@@ -55,10 +55,11 @@ from profharness.rows import (
 )
 
 SHOWN_SWEEPS = 4
-"""Statements and charts per axis, the longest sweeps first."""
+"""The maximum number of statements and of charts per axis. The longest sweeps are shown."""
 SHOWN_MARKS = 5
+"""The maximum number of events that are marked in a chart."""
 SHOWN_PAIRS = 24
-"""Rows of the chart of dtypes."""
+"""The maximum number of rows in the chart of dtypes."""
 
 
 def axis_blocks(answer: BenchResult) -> Iterator[Block]:
@@ -122,8 +123,8 @@ def sweep_charts(
 ) -> list[Chart]:
     """Return a chart of lines for each sweep over each axis.
 
-    Rows contain `label` (of the config), `backend` and a value under the key `unit`. Events in
-    `found` whose kind is in `events` are marked.
+    Each row contains the config's label under `label`, the backend under `backend`, and a value
+    under the key `unit`. Events of the sweeps in `found` are marked if their kind is in `events`.
     """
     charts = []
     for axis in axes:
@@ -168,7 +169,7 @@ OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "n
 SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: ""}
 LOG_LINES = 6
-"""Lines of compiler output to show."""
+"""The maximum number of lines of compiler output to show."""
 COLUMNS = (
     Column("config", "config", repeat=False),
     Column("backend", "backend"),
@@ -200,7 +201,8 @@ def bench_document(
 ) -> Document:
     """Return the document of `bench`.
 
-    With `explain`, it contains every reason for a refusal, with `raw` the samples in its records.
+    If `explain` is set, the document lists every reason for a refusal. If `raw` is set, its records
+    contain the samples.
     """
     environment, replaced = answer.environment, replacements(answer.cells)
     device = device_name(environment) or "unknown device"
@@ -245,8 +247,8 @@ def bench_document(
 
 
 def _charts(answer: BenchResult) -> Iterator[Block]:
-    """Yield charts of latency, rates and memory over each axis, and the roofline. Wrong backends
-    are left out.
+    """Yield charts of latency and rates over each axis, the roofline, and charts of peak memory.
+    The charts of latency and rates leave out backends whose results are wrong.
     """
     medians = [
         (row.config, row.backend, row.median_ns)
@@ -304,7 +306,7 @@ def _sample_counts(answer: BenchResult) -> str:
 
 
 def _measured(answer: BenchResult) -> str:
-    """Describe how to repeat the measurement: protocol and machine."""
+    """Describe the protocol and the machine, so that the measurement can be repeated."""
     parts = [answer.created, _sample_counts(answer)]
     if several := max((row.processes or 0 for row in answer.figures()), default=0):
         parts.append(f"in {several} process{'es' if several > 1 else ''}")
@@ -334,7 +336,7 @@ def _main_table(answer: BenchResult) -> Table:
         for name in (*GPU_MEASUREMENTS, EVENT):
             values[name] = others.get((row.config, row.backend, name), "")
         values[HOST] = hosts.get((row.config, row.backend), "")
-        # with a single batch it is only the inverse of the time
+        # if all configs have the same batch size, this rate is only the inverse of the time
         values["sequences"] = row.sequences_per_s if len(batches) > 1 else ""
         lines.append(values)
     return Table.of(filled_columns(COLUMNS, lines, OPTIONAL), lines)
@@ -375,8 +377,8 @@ def _percent(half: float | None) -> float | str | None:
 
 
 def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
-    """Return the doubts about each (config, backend) once. Those about another measurement start
-    with its name.
+    """Return the doubts about each (config, backend), without duplicates. A doubt about a measurement
+    other than the ranking one starts with the name of that measurement.
     """
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
@@ -407,8 +409,8 @@ def _marks(answer: BenchResult) -> Iterator[Note]:
 
 
 def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
-    """Yield why cells have no figure, once per reason. With `explain`, every reason, including
-    those of the rules.
+    """Yield a note for each reason why cells have no figure. If `explain` is set, include every
+    reason for a refusal, even the reasons that only the rules give.
     """
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
@@ -430,8 +432,8 @@ def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
 
 
 def _warnings(answer: BenchResult) -> Iterator[Note]:
-    """Yield the warnings of workers, once per backend. Shared cores are reported as a doubt
-    instead.
+    """Yield each warning of the workers once per backend. Skip the warning about shared cores,
+    because it is reported as a doubt.
     """
     configs: dict[tuple[str, str], list[str]] = {}
     for cell in answer.cells:
@@ -444,8 +446,8 @@ def _warnings(answer: BenchResult) -> Iterator[Note]:
 
 
 def _opening(message: str) -> str:
-    """Return the first line and, if it ends with a colon, the first lines of compiler output after
-    it.
+    """Return the first line of a message. If the line ends with a colon, append the first lines of
+    the compiler output that follows.
     """
     first, *rest = message.splitlines() or [""]
     said = [line.strip() for line in rest if line.strip()][:LOG_LINES]
@@ -474,10 +476,10 @@ def latency_charts(
     axes: Sequence[Axis] = (LENGTH,),
     found: Sequence[Sweep] = (),
 ) -> list[Chart]:
-    """Return lines over the axes for each sweep, and dots for other configs.
+    """Return a line chart for each sweep over each axis, and a dot chart of the other configs.
 
-    `medians` are (config label, backend, ns). `intervals` are (low, high) in ns by label and
-    backend. Crossovers in `found` are marked.
+    `medians` contains tuples of (config label, backend, ns). `intervals` maps (label, backend) to
+    (low, high) in ns. The crossovers and ends of the sweeps in `found` are marked.
     """
     rows: list[dict[str, Any]] = []
     for label, backend, ns in medians:
@@ -509,7 +511,8 @@ def roofline_chart(
 ) -> list[Chart]:
     """Return a chart of rates below the roofs (label, peaks, FLOP/s) of their devices.
 
-    Empty if no roof is known. Roofs of equal height are merged, so that no label covers another.
+    Return an empty list if there are no rows or no roof is known. Roofs of equal height are merged,
+    so that their labels do not overlap.
     """
     labels: dict[tuple[float, float], dict[str, None]] = {}
     for label, peaks, rate in roofs:
@@ -536,10 +539,10 @@ def rate_blocks(
     axes: Sequence[Axis] = (LENGTH,),
     found: Sequence[Sweep] = (),
 ) -> list[Block]:
-    """Return charts of FLOP/s for `medians`, which are (config label, backend, ns).
+    """Return charts of FLOP/s for `medians`, a sequence of (config label, backend, ns).
 
-    `wrong` contains the (config label, backend) to leave out. With `tf32`, fp32 products may use
-    the tensor cores. Drops in `found` are marked.
+    `wrong` contains the pairs of config label and backend to leave out. If `tf32` is set, fp32
+    products may use the tensor cores. The drops of the sweeps in `found` are marked.
     """
     rows: list[dict[str, Any]] = [
         {
@@ -580,8 +583,8 @@ def benches_by_gpu_document(
 ) -> Document:
     """Return the document of `bench` for each GPU, and a table with one column per GPU.
 
-    The rows are those of all runs. Further JSON keys are those of the first run, and `classes`. A
-    single answer has its usual document.
+    The records of all runs are concatenated. The other JSON keys are taken from the first run, and
+    the key `classes` is added. For a single answer, return its document unchanged.
     """
     documents = [bench_document(answer, explain=explain, raw=raw) for answer in answers]
     first = documents[0]
@@ -599,7 +602,7 @@ def benches_by_gpu_document(
 
 
 def on_several_gpus(answers: Sequence[BenchResult]) -> bool:
-    """Return whether the answers have several devices, and some cell in common."""
+    """Return whether the answers are from several devices and at least two share a cell."""
     cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
     alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
     return alike and len({_device(answer) for answer in answers}) > 1
@@ -621,7 +624,7 @@ def _device(answer: BenchResult) -> str:
 
 
 def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
-    """Return the medians on each GPU, and speed-ups against the first one."""
+    """Return a table of the medians on each GPU and the speed-ups against the first GPU."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
     columns += [Column(f"us{at}", f"{name} µs", "us") for at, name in enumerate(names)]
@@ -646,12 +649,12 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
 
 
 def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
-    """Return sentences on the configs for which another backend is fastest than on the first GPU."""
+    """Return a sentence per further GPU about the configs whose fastest backend differs there."""
     best = [{winner.config: winner for winner in answer.winners} for answer in answers]
     texts = []
     for answer, each in zip(answers[1:], best[1:], strict=True):
         both = [config for config in best[0] if config in each]
-        # a backend without a significant difference from the fastest is not another choice
+        # skip configs for which the two backends do not differ significantly
         apart = [
             config
             for config in both

@@ -54,12 +54,12 @@ FIELDS = (
 NO_CONFIG = "(no config)"
 MAX_CLOCK_RATIO = 1.05
 PROFILED = "profiler launches"
-KERNELS_ROLE = "kernels"  # all kernels of a call, from samples if a trace does not separate them
+KERNELS_ROLE = "kernels"  # the row of all kernels of a call, timed by samples
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One config on one side: its cell, if any, and the kernel rows of every profiler."""
+    """A config on one side, with its cell (if there is one) and the kernel rows of all profilers."""
 
     config: str
     backend: str | None
@@ -71,9 +71,9 @@ class _Cell:
 
 
 def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRESHOLD) -> Diff:
-    """Compare two sides. They pair by config if both name a backend, else by config and backend. A
-    side without a named backend uses the other's. `threshold` is the smallest relative change that
-    counts.
+    """Compare the cells of two sides. If a side names a backend, cells are paired by config, and a side
+    that names no backend uses the backend of the other side. If neither side names a backend, cells
+    are paired by config and backend. `threshold` is the smallest relative change that is reported.
     """
     if baseline.backend is None or candidate.backend is None:
         backend = baseline.backend or candidate.backend
@@ -82,7 +82,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     base, cand = _cells(baseline, by_config), _cells(candidate, by_config)
     rows: list[DiffRow] = []
     costs: list[Cost] = []
-    # no union of sets: rows keep the order of the sides
+    # not a union of sets, so that the rows keep the order of the sides
     for key in [*base, *(key for key in cand if key not in base)]:
         rows += _diff_pair(baseline, candidate, base.get(key), cand.get(key), threshold)
         if key in base and key in cand:
@@ -98,7 +98,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
 
 
 def _costs(base: _Cell, cand: _Cell) -> Iterable[Cost]:
-    """Yield the costs other than time of a cell that both sides have."""
+    """Yield the refusal, memory and launch costs of a cell that both sides have."""
     if base.cell is None or cand.cell is None:
         return
     cells = base.cell, cand.cell
@@ -110,7 +110,7 @@ def _costs(base: _Cell, cand: _Cell) -> Iterable[Cost]:
 
 
 def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:
-    """Return one side's cells by the key that they pair on, in the order of its rows."""
+    """Return the cells of a side, in order, by the key on which they are paired."""
     cells: dict[tuple[str, str | None], _Cell] = {}
     for cell in side.cells:
         if side.backend in (None, cell.backend):
@@ -141,7 +141,7 @@ def _diff_pair(
 
 
 def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
-    """Return the rows of a config that only one side has."""
+    """Return the rows of a config that is present on only one side."""
     here = base or cand
     assert here is not None
     template = DiffRow(
@@ -201,8 +201,8 @@ def _sum_rows(
     threshold: float,
     kernels: tuple[tuple[KernelRow, ...], tuple[KernelRow, ...]],
 ) -> list[DiffRow]:
-    """Compare the time of all kernels of a call, if the trace of one side was deleted and its kernels
-    cannot be compared one by one. Return no row otherwise.
+    """Compare the total time of a call's kernels, if a side has no kernel rows (for example because
+    its trace was deleted). Otherwise, return no row.
     """
     if all(kernels) or base.cell is None or cand.cell is None:
         return []
@@ -213,18 +213,18 @@ def _sum_rows(
 
 
 def _process_times(side: _Cell, kernels: Sequence[KernelRow], calls: int) -> list[float]:
-    """Return the time of a call's kernels in each process, in ns."""
+    """Return the total time of a call's kernels, in ns, for each process that measured it."""
     traced = kernels_call_ns(kernels, calls)
     samples = side.cell.samples.get(KERNEL, ()) if side.cell else ()
     medians = stats.process_medians(samples)
     if not traced:
         return []
-    # in a run of an older version, only the trace has the first process
+    # in runs of older versions, only the trace contains the times of the first process
     return medians if stats.of_first_process(samples) else [traced, *medians]
 
 
 def _why_unknown(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
-    """Return why the launches of a side are unknown. None if they are known, or after a refusal."""
+    """Return why the launches of a side are unknown, or None if they are known or it refused."""
     if kernels or side.cell is None or side.cell.status == "refused":
         return None
     if side.cell.status == "ok":
@@ -270,21 +270,21 @@ def _kernel_row(
 
 
 def _call_count(rows: Sequence[KernelRow]) -> int:
-    """Return the number of calls, if it is not recorded: the rarest kernel runs once per call."""
+    """Estimate the number of calls by assuming that the rarest kernel runs once per call."""
     return min((row.launches for row in rows), default=1) or 1
 
 
 def incomparable(
     baseline: Side, candidate: Side, base_cell: CellRow | None, cand_cell: CellRow | None
 ) -> tuple[str, ...]:
-    """Return why times of the two sides cannot be compared. Empty if they can."""
+    """Return the reasons why the times of the two sides cannot be compared, if there are any."""
     base, cand = baseline.environment, candidate.environment
     reasons = []
     for key, text in (("device_type", "kinds of device differ"), ("gpu", "the GPUs differ")):
         if base.get(key) is not None and cand.get(key) is not None and base[key] != cand[key]:
             reasons.append(f"{text} ({base[key]} and {cand[key]})")
     on_cpu = base.get("device_type") == cand.get("device_type") == CPU
-    # the key `gpu` does not contain a CPU
+    # the key `gpu` does not name the CPU
     if on_cpu and base.get("cpu") != cand.get("cpu"):
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
     clocks = [cell.clocks.get("sm_mhz", 0) if cell else 0 for cell in (base_cell, cand_cell)]
@@ -294,8 +294,8 @@ def incomparable(
 
 
 def status_row(pair: dict[str, Any], baseline: CellRow, candidate: CellRow) -> DiffRow | None:
-    """Compare how the cells ended. None if both are ok, `same` if both have the same status and
-    codes.
+    """Compare the statuses of two cells. Return None if both are `ok`. The verdict is `same` if both
+    cells have the same status and the same refusal codes.
     """
     if baseline.status == candidate.status == "ok":
         return None
@@ -320,7 +320,7 @@ def call_row(
     doubts: Sequence[str],
     threshold: float,
 ) -> DiffRow:
-    """Compare the latency of the whole call by the first of CALL_MEASUREMENTS that both sides have."""
+    """Compare the latency of the call by the first measurement in CALL_MEASUREMENTS on both sides."""
     differing = [
         Change(name, *values)
         for name in ("sdpa_op", "choice", "peak_memory_bytes")
@@ -347,7 +347,7 @@ def _timed_row(
     doubts: Sequence[str],
     threshold: float,
 ) -> DiffRow:
-    """Return the row with a verdict on the samples of one measurement, which both sides have."""
+    """Compare the samples of a measurement that both sides have, and add the verdict to the row."""
     base, cand = baseline[basis], candidate[basis]
     compared = stats.compare(base, cand, threshold=threshold)
     return replace(
@@ -374,7 +374,7 @@ def _one_sided_doubts(baseline: CellRow, candidate: CellRow, basis: str) -> tupl
 
 
 def _codes(cell: CellRow) -> tuple[str, ...]:
-    # other reasons are a difference, another order of them is not
+    # sorted, because a different order of the refusals is not a difference
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 
@@ -390,9 +390,10 @@ def grouped(rows: Iterable[KernelRow]) -> Groups:
 
 
 def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
-    """Express both sides in the same roles, and return which roles are composite. A fused kernel
-    against math kernels is one row per direction. Products that one side cannot separate are one
-    row on both.
+    """Express both sides in the same roles, and return them with the set of composite roles.
+
+    If one side has a fused kernel and the other has the kernels of math, each direction (forward or
+    backward) becomes one role. If one side cannot separate two products, they are merged on both.
     """
     composite: set[str] = set()
     for name, math, whole in COMPOSITES:
@@ -411,8 +412,8 @@ def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[st
 def common_profiler(
     baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]
 ) -> tuple[str | None, str | None]:
-    """Return the profilers to compare: one that both sides have if possible, in the order of
-    TRACE_PROFILERS.
+    """Return the profiler to use on each side. If both sides have a profiler in common, use it on
+    both. Profilers are preferred in the order of TRACE_PROFILERS.
     """
     base, cand = {row.profiler for row in baseline}, {row.profiler for row in candidate}
     both = _preferred(base & cand)
@@ -420,7 +421,7 @@ def common_profiler(
 
 
 def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tuple[Change, ...]:
-    """Return the identity and launch properties that differ. An unknown value is no change."""
+    """Return the fields in FIELDS that differ. An unknown value does not count as a change."""
     sides = [[_properties(row) for row in rows] for rows in (baseline, candidate)]
     if Counter(sides[0]) == Counter(sides[1]):
         return ()
@@ -439,8 +440,8 @@ def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tu
 
 
 def kernels_call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
-    """Return median launch time times launches per call, summed over rows. None if a time is
-    missing.
+    """Return the time of the kernels in one call: the median launch time of each row times its
+    launches per call, summed over the rows. Return None if a time is missing.
     """
     return _sum_per_call(rows, [row.duration_ns for row in rows], calls) if rows else None
 
@@ -452,8 +453,9 @@ def speed(
     threshold: float,
     allowance: float | None = None,
 ) -> tuple[Verdict, str]:
-    """Return same, faster, slower or unknown from the launches' medians and ranges, and the reason.
-    `allowance` is the ratio above 1 by which equal processes differ, or None if unknown.
+    """Compare the medians and ranges of the launches, and return the verdict (same, faster, slower or
+    unknown) with its reason. `allowance` is the largest ratio (1 or more) between processes that run
+    the same code, or None if it is unknown.
     """
     times = kernels_call_ns(baseline, calls[0]), kernels_call_ns(candidate, calls[1])
     if not times[0] or not times[1]:
@@ -486,7 +488,7 @@ def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
 
 def _preferred(profilers: set[str]) -> str | None:
     ranked = (name for name in TRACE_PROFILERS if name in profilers)
-    # the smallest name, as a set has no first element
+    # the smallest name, because sets are unordered
     return next(ranked, min(profilers, default=None))
 
 
@@ -497,7 +499,7 @@ def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
 
 
 def _sum_per_call(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> float | None:
-    """Sum a time of each row times its launches per call. None if a time is unknown."""
+    """Multiply each row's time by its launches per call and sum up. Return None if a time is None."""
     present = [time for time in times if time is not None]
     if len(present) < len(rows):
         return None
@@ -507,17 +509,18 @@ def _sum_per_call(rows: Sequence[KernelRow], times: list[int | None], calls: int
 
 
 def _properties(row: KernelRow) -> tuple[Any, ...]:
-    """Return the values of FIELDS. The tile is part of the kernel's name."""
+    """Return a kernel's values of FIELDS. The tile is parsed from the kernel's name."""
     tile = parse_kernel_name(row.kernel, row.kernel_kind).tile
     return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)
 
 
 MEMORY_THRESHOLD = 0.01
-"""Peaks are repeatable to the byte. An allocation is rounded up to 512 bytes."""
+"""The smallest relative change of peak memory that is reported. Peaks are repeatable to the byte,
+but the allocator rounds each allocation up to 512 bytes."""
 
 
 def memory_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
-    """Compare peak memory, if both sides report it. A CPU does not."""
+    """Compare the peak memory if both sides report it. Runs on a CPU report no peak memory."""
     peaks = baseline.peak_memory_bytes, candidate.peak_memory_bytes
     if peaks[0] and peaks[1]:
         same = not stats.beyond(peaks[1] / peaks[0], MEMORY_THRESHOLD)
@@ -531,7 +534,7 @@ def launch_cost(
     calls: tuple[int, int],
 ) -> Iterator[Cost]:
     """Compare the launches of one call, including copies, if one profiler recorded both sides.
-    `calls` are those of a side whose rows do not have them.
+    `calls` is the number of calls on each side, used for rows that do not record it.
     """
     if all(kernels) and kernels[0][0].profiler == kernels[1][0].profiler:
         counts = [
@@ -543,7 +546,7 @@ def launch_cost(
 
 
 def refusal_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
-    """Report a config that only one side refuses."""
+    """Yield whether a config is newly refused or accepted. Skip cells that failed otherwise."""
     statuses = baseline.status, candidate.status
     verdicts: dict[tuple[str, str], CostVerdict] = {
         ("ok", "refused"): "refused",
