@@ -18,8 +18,8 @@ from typing import Any
 from profharness.errors import MissingExtraError, one_line
 from profharness.render.document import Chart
 
-# Altair imports jsonschema, which compiles a grammar of IRIs for 2 seconds if this optional package
-# is installed. No format is checked here.
+# Altair imports jsonschema. If this optional package is installed, jsonschema compiles a grammar of
+# IRIs with it, which takes 2 seconds. It is hidden, because charts need no such check.
 _SLOW = "rfc3987_syntax"
 _HIDDEN = _SLOW not in sys.modules
 if _HIDDEN:
@@ -65,19 +65,24 @@ STYLES = {
     "sage": (ORANGE, "circle"),
     "flashinfer": (ORANGE, "diamond"),
 }
-"""The colour and the shape of a backend in every chart, no two alike."""
+"""The colour and the shape of each backend in every chart. Each combination occurs only once."""
 OTHER_STYLES = tuple(
     style for style in itertools.product(PALETTE, SHAPES) if style not in STYLES.values()
 )
-OF_BACKENDS = ("lines", "dots", "roofline")  # kinds whose series are backends
-LIGHT, DARK = ("#ffffff", "#1b1b1b"), ("#14171c", "#e4e6ea")  # background and ink of each theme
-DATA = alt.NamedData(name="rows")  # inserted last: Altair copies its data dozens of times
+OF_BACKENDS = ("lines", "dots", "roofline")  # kinds of charts in which each series is a backend
+LIGHT, DARK = (
+    ("#ffffff", "#1b1b1b"),
+    ("#14171c", "#e4e6ea"),
+)  # (background, text colour) of each theme
+DATA = alt.NamedData(
+    name="rows"
+)  # the rows are inserted last, because Altair would copy them dozens of times
 INK = "#0a0b0c"  # placeholder for the text colour of the page
 WIDTH = 620
-LINES_HEIGHT, LANE = 340, 15  # heights of `lines` and of a line of text in it, in pixels
+LINES_HEIGHT, LANE = 340, 15  # heights of a `lines` chart and of a text in it, in pixels
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL = 320
-# fonts of the same widths, so that the text fits where it was measured
+# These fonts have the same widths, so that the text fits on machines that lack the first font.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 _THEME_STYLE = (
     f"<style>svg{{color:{LIGHT[1]};background:{LIGHT[0]}}}"
@@ -111,7 +116,10 @@ def altair_chart(chart: Chart) -> alt.LayerChart | alt.Chart:
 
 
 def chart_spec(chart: Chart) -> dict[str, Any]:
-    """Convert a chart to a Vega-Lite specification with its rows. It is validated in tests only."""
+    """Convert a chart to a Vega-Lite specification that contains its rows.
+
+    The specification is validated only in tests.
+    """
     with debug_mode(False):
         spec: dict[str, Any] = altair_chart(chart).to_dict(validate=False)
     spec.setdefault("datasets", {})[DATA.name] = _rows(_printable(chart))
@@ -121,10 +129,10 @@ def chart_spec(chart: Chart) -> dict[str, Any]:
 def draw_svg(chart: Chart, number: int = 1, *, alone: bool = False) -> str:
     """Draw a chart as one `<svg>` element with a `<title>` per mark.
 
-    `number` makes the ids of several charts on one page distinct. With `alone`, the result is a
-    file whose colours follow the theme of the reader.
+    `number` makes the ids of several charts on a page distinct. If `alone` is true, the result is
+    meant for a separate file, and its colours follow the theme of the reader.
     """
-    # no URL is allowed: a chart needs nothing from the network
+    # No URL is allowed, because a chart needs nothing from the network.
     svg = str(vl_convert.vegalite_to_svg(chart_spec(chart), allowed_base_urls=[]))
     svg = _CLIP.sub(rf"\g<1>chart{number}-\g<2>", svg).replace(INK, "currentColor")
     svg = _MARK.sub(r'<path aria-label="\1"\2><title>\1</title></path>', svg)
@@ -144,7 +152,7 @@ def draw_png(chart: Chart, scale: float = 2.0) -> bytes:
 
 def series_colors(names: Sequence[str]) -> list[str]:
     """Return a colour for each name. A backend has the same colour in every chart."""
-    # the colour of a shown backend is not given to another series
+    # Do not use the colour of a backend in this chart for another series.
     taken = {STYLES[name][0] for name in names if name in STYLES}
     free = [color for color in PALETTE if color not in taken] or PALETTE
     rest = [name for name in names if name not in STYLES]
@@ -155,8 +163,8 @@ def series_colors(names: Sequence[str]) -> list[str]:
 def backend_styles(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return a colour and a shape for each backend, distinct within a chart.
 
-    They are the same in every chart. Those of a backend that is not in STYLES are derived from its
-    name.
+    A backend in STYLES has the same style in every chart. The style of any other backend is derived
+    from its name.
     """
     styles: dict[str, tuple[str, str]] = {}
     for name in names:
@@ -168,11 +176,11 @@ def backend_styles(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _printable(chart: Chart) -> Chart:
-    """Return the chart with texts that vl-convert can draw: on one line, without control characters,
-    on which it ends the whole process.
+    """Replace the characters in the texts of a chart that vl-convert cannot draw.
 
-    Vega cuts a long label at a UTF-16 unit, and vl-convert fails on half a surrogate pair. So
-    characters beyond the Basic Multilingual Plane are replaced.
+    Each text becomes a single line without control characters, because vl-convert would end the
+    process at a control character. Vega may cut a long label in the middle of a surrogate pair, on
+    which vl-convert fails. So characters beyond the Basic Multilingual Plane are replaced.
     """
 
     def draw(text: str) -> str:
@@ -189,7 +197,7 @@ def _printable(chart: Chart) -> Chart:
 
 
 def _rows(chart: Chart) -> list[dict[str, Any]]:
-    """Return one row per mark, with the text that it shows."""
+    """Return a row for each mark, with the text that is shown for the mark."""
     rows, names = chart.plain_rows(), _names(chart)
     for row in rows:
         row["place"] = names.index(row["series"])
@@ -222,7 +230,7 @@ def _color(chart: Chart) -> Any:
 
 
 def _shape(chart: Chart) -> Any:
-    """Encode the series by shape, so that they differ by more than colour."""
+    """Return the encoding of the series by shape, so that they differ not only by colour."""
     names = _names(chart)
     shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
     if chart.kind in OF_BACKENDS:
@@ -240,9 +248,10 @@ def _log(
 ) -> Any:
     """Return a logarithmic axis.
 
-    `values` are its only ticks, by default all. `ends` limits the axis.
+    If `values` is given, the axis has ticks only at these values. `ends` is the (start, end) of the
+    axis.
     """
-    # a unit with a prefix (µs, TFLOP/s) gets no second one
+    # A unit that has a prefix (µs, TFLOP/s) must not get a second prefix.
     axis: dict[str, Any] = {"format": "d" if values else "~s" if title == "FLOP/s" else "~g"}
     scale: dict[str, Any] = {"type": "log", "nice": not values and ends is None}
     if values:
@@ -259,8 +268,8 @@ def _rows_axis(chart: Chart) -> Any:
 
 
 def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
-    """Return outlined marks, the largest for the first series, so that marks at one place show
-    inside each other.
+    """Return outlined marks. Those of the first series are the largest, so that marks at the same
+    position are visible inside each other.
     """
     parts = [
         part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + 50 * behind)
@@ -280,7 +289,7 @@ def _by_series(chart: Chart, base: Any) -> list[tuple[Any, int]]:
 
 
 def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
-    """Return lines from low to high along an axis, for the marks that have both."""
+    """Return a line from `low` to `high` along the axis, for each mark that has both values."""
     if all(row["low"] is None for row in chart.plain_rows()):
         return []
     ends = {axis: "low:Q", f"{axis}2": "high:Q"}
@@ -293,7 +302,7 @@ def _lines(chart: Chart) -> Any:
     shown = places if len(places) <= 12 else ()
     axes = {"x": _log("X", "x", chart.x_title, values=shown), "y": _y_axis(chart)}
     base = alt.Chart(DATA).encode(**axes, color=_color(chart))
-    # lower lines show in the gaps of upper ones
+    # The dashes leave gaps, in which the lines below are visible.
     lines = [
         part.mark_line(aria=False, strokeDash=[8, 4 * place])
         for place, (part, _) in enumerate(_by_series(chart, base))
@@ -308,7 +317,7 @@ def _lines(chart: Chart) -> Any:
 
 
 def _y_axis(chart: Chart) -> Any:
-    """Return the y axis of `lines`, with room above the points for the texts of marks."""
+    """Return the y axis of a `lines` chart. It leaves space above the points for the texts of marks."""
     rows = chart.plain_rows()
     if not chart.marks or not rows:
         return _log("Y", "y", chart.y_title)
@@ -319,7 +328,10 @@ def _y_axis(chart: Chart) -> Any:
 
 
 def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[Any]:
-    """Yield a dashed line down from the text of each mark. Every text has a row of its own."""
+    """Yield the layers of each mark: its text, and a dashed line from the text down to the x axis.
+
+    Each text is on a separate line.
+    """
     middle = math.sqrt(places[0] * places[-1]) if places else 0.0
     for number, mark in enumerate(chart.marks):
         top = (number + 0.6) * LANE
@@ -383,8 +395,8 @@ def _map(chart: Chart) -> Any:
 
 
 def by_number(text: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts 64 before 128, and `d64` before `d128`."""
-    parts = _NUMBER.split(text)  # text and numbers alternate
+    """Return a sort key that compares numbers in the text by value, so that `d64` precedes `d128`."""
+    parts = _NUMBER.split(text)  # texts and numbers alternate in this list
     return [(int(part), "") if n % 2 else (0, part) for n, part in enumerate(parts)]
 
 

@@ -1,5 +1,6 @@
-"""Forecast a program's attention on another GPU: the choice by rule for each call, and the time of
-its kernels by that GPU's atlas.
+"""Forecast the attention calls of a program on another GPU.
+
+Dispatch rules predict the backend of each call. The atlas of that GPU gives the time of its kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from profharness.program.layer_map import (
 from profharness.stats import THRESHOLD
 from profharness.traces.kernel_names import parse_kernel_name
 
-OF_SDPA = ("sdpa", "inner")  # kinds of calls whose backend PyTorch's dispatcher chooses
-SOURCES = ("measured", "model", "floor")  # from the most to the least certain
+OF_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
+SOURCES = ("measured", "model", "floor")  # sources of times, from the most to the least certain
 WHY_NOT = {
     "eager": "eager attention calls no backend",
     "flex": "flex_attention calls no backend of scaled_dot_product_attention",
@@ -45,7 +46,7 @@ ForecastQuery = tuple[Config, str]  # a config, and the backends that the progra
 
 @dataclass(frozen=True, slots=True)
 class _Prediction:
-    """The choice for one config on the other GPU, and the backends that support it."""
+    """The backend that PyTorch chooses for a config on the other GPU, and those that support it."""
 
     choice: str
     takers: tuple[str, ...]
@@ -54,7 +55,10 @@ class _Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """Nanoseconds of weighted configs. ns and high are None if one of them has a lower bound only."""
+    """The total time of the calls with several configs, in nanoseconds.
+
+    `ns` and `high` are None if only a lower bound is known for one of the configs.
+    """
 
     ns: float | None
     low: float | None
@@ -62,8 +66,10 @@ class _Total:
 
 
 def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
-    """Return the map with a forecast for one more GPU. `doubt` is the reason why it has no atlas.
-    Raise NotFoundError if no call of the map has a config.
+    """Return the layer map with an additional forecast, for the GPU of `place`.
+
+    `doubt` is the reason why this GPU has no atlas. Raise NotFoundError if no call of the map can
+    be predicted.
     """
     by_step = any(row.calls is not None for row in layers.rows)
     points = [
@@ -100,8 +106,9 @@ def forecast_map(layers: LayerMap, place: Place, doubt: str = "") -> LayerMap:
 
 
 def _allowed(row: LayerRow) -> str:
-    """Return the backends that the program allowed, as a set for `sdpa_setting`. Empty if it
-    allowed none.
+    """Return the backends that the program allowed, in the notation of `sdpa_setting`.
+
+    Return an empty text if the program allowed no backend.
     """
     return AUTO if row.asked is None else row.asked.replace(",", "+")
 
@@ -118,7 +125,7 @@ def _why_not(row: LayerRow, by_step: bool) -> str | None:
 
 
 def _predictions(asked: Sequence[ForecastQuery], place: Place) -> Iterator[_Prediction]:
-    """Yield the choice for each config on a place, among the backends that the program allowed."""
+    """Yield the backend that PyTorch chooses for each config, among those that the program allowed."""
     configs = [_as_sampled(config) for config, _ in asked]
     found = iter(place_estimates(place, configs, SDPA_BACKENDS))
     for config, allowed in asked:
@@ -136,7 +143,7 @@ def _predictions(asked: Sequence[ForecastQuery], place: Place) -> Iterator[_Pred
 
 
 def _as_sampled(config: Config) -> Config:
-    """Return the config as an atlas samples it: contiguous tensors and the default scale."""
+    """Return the config with contiguous tensors and the default scale, as atlases measure it."""
     return replace(config.contiguous(), mask_strides=None, scale=None)
 
 
@@ -174,14 +181,14 @@ def _row(
 
 
 def _least_sure(estimates: Iterable[tuple[Estimate, float]]) -> str:
-    """Return the least certain source of some estimates."""
+    """Return the least certain source of the estimates."""
     return max((item.source for item, _ in estimates), key=SOURCES.index)
 
 
 def _with_best(
     forecast: LayerForecast, total: _Total, others: Mapping[str, _Total], calls: float
 ) -> LayerForecast:
-    """Return the forecast with the fastest backend."""
+    """Add the fastest backend, and the time that it would save, to the forecast."""
     times = {name: other.ns for name, other in others.items() if other.ns is not None}
     if total.ns is None or not times:
         return forecast
@@ -201,7 +208,7 @@ def _with_best(
         predicted_best=best,
         predicted_best_ns=times[best] / calls,
         predicted_saves_ns=total.ns - times[best],
-        # a measured cell has no interval, and is repeatable within this
+        # Measured cells have no interval. Repeated measurements of a cell agree within THRESHOLD.
         predicted_certain=told_apart and total.ns > (1 + THRESHOLD) * times[best],
     )
 
@@ -303,7 +310,7 @@ def _doubts(layers: LayerMap, asked: Iterable[ForecastQuery]) -> Iterator[str]:
 
 
 def _left_out(layers: LayerMap, rows: Sequence[LayerForecast]) -> Iterator[str]:
-    """Yield one sentence per reason why rows have no time."""
+    """Yield a sentence for each reason why rows have no predicted time."""
     names: dict[str, list[str]] = {}
     for row, forecast in zip(layers.rows, rows, strict=True):
         if forecast.predicted_ns is None:

@@ -1,4 +1,4 @@
-"""Figures of many ranks at once, from summed launches: ratios of times, counts, families."""
+"""Compare the ranks of a job by the times, counts and families of the kernels they launched."""
 
 from __future__ import annotations
 
@@ -40,18 +40,22 @@ if TYPE_CHECKING:
     from profharness.rows import RankRow
     from profharness.store import Store
 
-MAD_TO_SIGMA = 1.4826  # for a normal distribution
-LEFT_OUT_UP_TO = 32  # number of ranks; in larger jobs one rank hardly changes the median
+# factor from the median absolute deviation to the standard deviation of a normal distribution
+MAD_TO_SIGMA = 1.4826
+# maximum number of ranks for which a rank is left out of the median that it is compared with;
+# in a larger job, a single rank hardly changes the median
+LEFT_OUT_UP_TO = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Launches and their time by rank (row) and key (column). A key is a kernel with a launch
-    configuration and a range.
+    """The number and the total time of the launches, by rank (row) and key (column).
+
+    A key consists of a range, a kernel and its launch configuration.
     """
 
     count: Figures
-    total: Figures  # ns; NaN if a time is unknown
+    total: Figures  # in ns; NaN if the time of a launch is unknown
     place: Column
     kernel: Column
     kernels: dict[int, RankKernel]
@@ -59,7 +63,7 @@ class Launched:
 
     @property
     def computes(self) -> NDArray[np.bool_]:
-        """Return which keys are compute kernels, so no copies and no collectives."""
+        """Return a mask of the keys that are compute kernels, neither copies nor collectives."""
         wanted = [
             n for n, k in self.kernels.items() if k.kind == "kernel" and k.family != COLLECTIVE
         ]
@@ -67,7 +71,7 @@ class Launched:
 
 
 def launched(ranks: Sequence[RankRow], launches: RankLaunches) -> Launched:
-    """Return the matrices of the ranks, in their order."""
+    """Return the launches as matrices, with one row for each rank, in the order of `ranks`."""
     table = np.array(launches.groups, np.int64).reshape(-1, 7)
     owner = {trace: row for row, rank in enumerate(ranks) for trace in rank.traces}
     traces, which = np.unique(table[:, 0], return_inverse=True)
@@ -96,15 +100,16 @@ def _unique(columns: Column) -> tuple[Column, Column]:
 class Paces:
     """The time of each rank's kernels relative to the other ranks."""
 
-    ratio: Figures  # NaN for a rank that shares no kernel with another
-    broad: Figures  # share of its time in slow kernels
-    worst: Column  # the key that costs it the most
-    worst_ratio: Figures  # how much longer that one took
+    ratio: Figures  # NaN for a rank that has no kernel in common with another rank
+    broad: Figures  # share of the rank's compute time that is spent in slow kernels
+    worst: Column  # the key that loses the most time against the other ranks
+    worst_ratio: Figures  # ratio of the mean time of that key to the median of the other ranks
 
 
 def paces(table: Launched, members: Sequence[int], slow: float) -> Paces:
-    """Return the paces of these rows of a table, in order. `slow` is the smallest ratio of a slow
-    kernel.
+    """Return the paces of the ranks in the rows `members`, in that order.
+
+    A kernel is slow if it takes more than `slow` times as long as on the other ranks.
     """
     rows = np.asarray(members)
     count, total = table.count[rows], table.total[rows]
@@ -131,7 +136,7 @@ def paces(table: Launched, members: Sequence[int], slow: float) -> Paces:
 
 
 def _medians_of_others(values: Figures) -> Figures:
-    """Return for each element the median of the other rows in its column."""
+    """Return, for each element, the median of the other elements in its column."""
     if len(values) > LEFT_OUT_UP_TO:
         return np.broadcast_to(_medians(values), values.shape)
     rows = range(len(values))
@@ -139,8 +144,11 @@ def _medians_of_others(values: Figures) -> Figures:
 
 
 def _medians(values: Figures) -> Figures:
-    """Return the median of each column without NaN, or NaN for an empty one. Faster than nanmedian."""
-    ordered = np.sort(values, axis=0)  # sorts NaN to the end
+    """Return the median of each column, ignoring NaN. It is NaN if a column has no other value.
+
+    This is faster than `numpy.nanmedian`.
+    """
+    ordered = np.sort(values, axis=0)  # places NaN at the end
     known = np.isfinite(values).sum(axis=0)
     at = np.arange(values.shape[1])
     low, high = np.maximum(known - 1, 0) // 2, np.minimum(known // 2, len(values) - 1)
@@ -155,8 +163,10 @@ def center(values: Figures) -> tuple[float, float]:
 
 
 def outside(values: Figures, sigmas: float) -> tuple[Figures, Figures]:
-    """Return (the distance of each value above the median of the others, `sigmas` standard
-    deviations of the others by their median absolute deviation). NaN is ignored.
+    """Return (how far each value lies above the median of the other values, how far it may lie).
+
+    The second array has `sigmas` times the standard deviation of the other values, estimated from
+    their median absolute deviation. NaN is ignored.
     """
     known = np.flatnonzero(np.isfinite(values))
     above, reach = np.full(len(values), np.nan), np.full(len(values), np.nan)
@@ -176,7 +186,7 @@ def outside(values: Figures, sigmas: float) -> tuple[Figures, Figures]:
 
 
 def attention(table: Launched) -> tuple[list[int], list[dict[int, frozenset[str]]]]:
-    """Return (the ranges in which attention ran, for each rank its families there)."""
+    """Return (the ranges in which attention ran, the attention families of each rank by range)."""
     names = {number: kernel.family for number, kernel in table.kernels.items()}
     keys = [
         key
@@ -195,7 +205,7 @@ def attention(table: Launched) -> tuple[list[int], list[dict[int, frozenset[str]
 
 
 def uneven(table: Launched) -> Iterator[tuple[int, int, Column]]:
-    """Yield (range, kernel, launches by rank) of kernels with unequal launch counts."""
+    """Yield (range, kernel, launches by rank) for each kernel whose ranks launched it unequally often."""
     keys = np.flatnonzero(
         np.isin(table.kernel, [n for n, kernel in table.kernels.items() if kernel.kind == "kernel"])
     )
@@ -209,15 +219,18 @@ def uneven(table: Launched) -> Iterator[tuple[int, int, Column]]:
         yield int(pairs[index, 0]), int(pairs[index, 1]), counts[:, index]
 
 
-BROAD = 0.5  # share of compute time in slow kernels from which a GPU is slow
+# A GPU is called slow if a larger share of its compute time than this is spent in slow kernels.
+BROAD = 0.5
 NAMES_SHOWN, RANKS_SHOWN = 3, 8
 
 
 def compare_ranks(
     store: Store, refs: Sequence[str] = (), threshold: float = THRESHOLD
 ) -> RankComparison:
-    """Compare the ranks that `refs` select, as in `Store.ranks`. `threshold` is the smallest excess
-    of a ratio for a slow GPU or kernel. Raise NotFoundError if fewer than two ranks have kernels.
+    """Compare the ranks that `refs` select. See `Store.ranks` for the syntax.
+
+    A GPU is reported as slow only if its ratio exceeds 1 by more than `threshold`. Raise
+    NotFoundError if fewer than two ranks have kernels.
     """
     ranks = store.ranks(refs)
     table = launched(ranks, store.rank_launches(ranks))
@@ -285,8 +298,9 @@ def _figures(
 def _slow(
     rows: list[RankFigures], ranks: Sequence[RankRow], table: Launched, threshold: float
 ) -> tuple[list[RankFigures], list[RankFinding]]:
-    """Return the rows with their ratios, and findings about slow ranks. Only GPUs of one model are
-    compared.
+    """Compute the ratio of each rank. Return (the rows with their ratios, findings on slow ranks).
+
+    A GPU is only compared with GPUs of the same model.
     """
     findings, made = [], list(rows)
     models: dict[str | None, list[int]] = {}
@@ -324,8 +338,10 @@ def _slow(
 
 
 def _majority(values: Sequence[Hashable]) -> tuple[Hashable, int] | None:
-    """Return (the value of most ranks, how many have it). With two ranks, the first one's value.
-    None without a majority.
+    """Return (the value that most ranks have, the number of ranks that have it).
+
+    If there are two ranks, the value of the first rank counts. Return None if no value has a
+    majority.
     """
     (value, number), *_ = Counter(values).most_common(1)
     if len(values) == 2:
@@ -339,7 +355,10 @@ def _other_attention(
     families: Sequence[Mapping[int, frozenset[str]]],
     table: Launched,
 ) -> Iterator[RankFinding]:
-    """Yield a finding for each way in which ranks deviate, with all ranges in which they do."""
+    """Yield a finding for each set of ranks that ran other attention kernels than most ranks.
+
+    A finding lists all ranges in which these ranks deviate in the same way.
+    """
     found: dict[tuple[int, frozenset[str], Any, int], list[int]] = {}
     for place in places:
         sets = [rank.get(place, frozenset()) for rank in families]
@@ -360,7 +379,7 @@ def _other_attention(
 
 
 def _in_places(names: Sequence[str]) -> str:
-    """Return ` (in 'step' and 2 more ranges)`. Empty outside of any range."""
+    """Return ` (in 'step' and 2 more ranges)`. Return an empty text if no range has a name."""
     named = [name for name in names if name]
     if not named:
         return ""
@@ -373,7 +392,7 @@ def _other_kernels(
     families: Sequence[Mapping[int, frozenset[str]]],
     table: Launched,
 ) -> Iterator[RankFinding]:
-    """Yield a finding for each way in which ranks deviate from the launch counts of most ranks."""
+    """Yield a finding for each set of ranks whose launch counts deviate from those of most ranks."""
     seen: dict[int, dict[str, list[str]]] = {}
     for place, kernel, counts in uneven(table):
         numbers = counts.tolist()
@@ -383,7 +402,7 @@ def _other_kernels(
         name = table.kernels[kernel].short
         typical = _majority([rank.get(place, frozenset()) for rank in families])
         for index, number in enumerate(numbers):
-            # another backend's kernels have a finding of their own
+            # `_other_attention` reports the kernels of another backend
             ran = families[index].get(place, frozenset())
             chose = bool(ran) and typical is not None and ran != typical[0]
             if number == usual[0] or (
@@ -422,7 +441,7 @@ def _some(names: Sequence[str]) -> str:
 def _other_software(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
     texts = [json.dumps(rank.environment, sort_keys=True, default=str) for rank in ranks]
     base: dict[str, Any] = {}
-    split: set[str] = set()  # keys without a value that most ranks share
+    split: set[str] = set()  # keys for which no value is shared by most ranks
     for key in dict.fromkeys(key for rank in ranks for key in rank.environment):
         values = [json.dumps(rank.environment.get(key), sort_keys=True) for rank in ranks]
         usual = _majority(values)
@@ -464,7 +483,10 @@ def _waits(rows: Sequence[RankFigures]) -> Iterator[RankFinding]:
 
 
 def _late(rows: Sequence[RankFigures], table: Launched) -> Iterator[RankFinding]:
-    """Report ranks that wait least in collectives, among those that ran equally many."""
+    """Report ranks that spend the least time in collectives, so that other ranks wait for them.
+
+    Only ranks that ran the usual number of collectives are compared.
+    """
     numbers = [n for n, kernel in table.kernels.items() if kernel.family == COLLECTIVE]
     counts = table.count[:, np.isin(table.kernel, numbers)].sum(axis=1).astype(int).tolist()
     usual = _majority(counts)
@@ -497,7 +519,7 @@ def _missing(ranks: Sequence[RankRow]) -> Iterator[RankFinding]:
 
 
 def _caveats(rows: Sequence[RankFigures], ranks: Sequence[RankRow]) -> Iterator[str]:
-    """Yield the limits of these figures."""
+    """Yield sentences about what the figures do not show."""
     if all(row.span_ns is None for row in rows):
         yield "waits and communication are not told: cells are captured one by one"
     if all(rank.rank is None for rank in ranks):

@@ -1,7 +1,7 @@
 """Accept or refuse requests of browsers, and answer each in its own process.
 
-Nothing interrupts SQLite inside one of its functions, or a library that draws. A process can be
-killed at any point, which frees all of its memory.
+SQLite cannot be interrupted while it runs one of its functions, nor can a library that draws
+charts. A process can be killed at any time, which also frees all of its memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_WAITING = 64
 FRAME_BYTES = 1 << 16
-GRACE_S = 2.0  # for a page of Datasette about its own limit
+GRACE_S = 2.0  # extra time in which Datasette can answer that its own time limit was exceeded
 POLL_S = 0.1
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d+)?", re.IGNORECASE)
 POLICY = (
@@ -45,21 +45,27 @@ FOREIGN = "a page of another site made this request; open the address yourself"
 
 @dataclass
 class Queue:
-    """Requests of one kind. The newest is answered first, because its client still waits."""
+    """A queue for requests of one kind.
+
+    The newest request is answered first, because its client is the most likely to be still waiting.
+    """
 
     most: int
-    """How many are answered at a time."""
+    """Maximum number of requests that are answered at the same time."""
     limit_s: float
-    """How long a response may take before it starts, and between its parts."""
+    """Maximum time until the first part of a response, and between two parts, in seconds."""
     fair_s: float
-    """After how long it yields to a waiting request."""
+    """Time after which a request is ended if another request is waiting, in seconds."""
     memory_bytes: int
-    """How much memory its process may use."""
+    """Maximum memory of the process that answers a request."""
     running: int = 0
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
 
     async def enter(self) -> bool:
-        """Wait for a turn, which `leave` ends. Return False if too many newer requests came."""
+        """Wait until the request may be answered. Call `leave` when the answer is complete.
+
+        Return False if too many newer requests are waiting.
+        """
         if self.running < self.most:
             self.running += 1
             return True
@@ -69,7 +75,7 @@ class Queue:
         return await self.waiting[-1]
 
     def leave(self) -> None:
-        """Give the turn to the newest waiting request."""
+        """Let the newest waiting request continue in place of the one that was answered."""
         if self.waiting:
             self.waiting.pop().set_result(True)
         else:
@@ -77,16 +83,16 @@ class Queue:
 
 
 class Pages(Protocol):
-    """An application that answers requests."""
+    """An application that answers requests, each in a forked process."""
 
     def queue(self, path: str) -> Queue:
         """Return the queue for requests of a path."""
 
     async def answer(self, scope: Scope, send: Send) -> None:
-        """Answer one request. The process does nothing else and exits afterwards."""
+        """Answer one request. This runs in a process that exits afterwards."""
 
     def learn(self, message: Message) -> None:
-        """Process a message with a type outside HTTP, which `answer` sent from another process."""
+        """Process a message that `answer` sent from its process and whose type is not of HTTP."""
 
 
 @dataclass
@@ -97,11 +103,14 @@ class _Answer:
     send: Send
     learn: Callable[[Message], None]
     moved: float
-    """When a part was last forwarded."""
+    """The time at which the last part was forwarded."""
     started: bool = False
 
     async def pass_on(self) -> None:
-        """Forward all messages of a process. Raise IncompleteReadError if it ends too early."""
+        """Forward all messages of the answering process to the client.
+
+        Raise IncompleteReadError if the process ends before the response is complete.
+        """
         while True:
             size = int.from_bytes(await self.reader.readexactly(4), "big")
             message = pickle.loads(await self.reader.readexactly(size))
@@ -116,11 +125,11 @@ class _Answer:
 
 
 def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) -> App:
-    """Wrap the pages in an application that only accepts read requests, to these host names (None:
-    any).
+    """Wrap the pages in an application that only accepts read requests to the given host names.
 
-    Otherwise a page elsewhere that resolves its own name to this machine could read the store
-    through the browser. Below the path `free_of_policy`, pages set their own policy.
+    If `names` is None, any host name is accepted. The check prevents DNS rebinding: a foreign site
+    could let its name resolve to this machine and read the store through the browser. Pages below
+    the path `free_of_policy` set their own content security policy.
     """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,9 +158,9 @@ def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) ->
 
 
 def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
-    """Return the status and text for a refused request; status 0 for an accepted one."""
+    """Return the HTTP status and the text for a refused request, or status 0 if it is accepted."""
     headers = dict(scope["headers"])
-    # latin-1 decodes any byte, so that a malformed name is refused without an error
+    # Latin-1 can decode any bytes, so a malformed name is refused and raises no error.
     host = headers.get(b"host", b"")
     name = HOST.fullmatch(host.decode("latin-1"))
     if name is None or (names and name[1].strip("[]").lower() not in names):
@@ -164,14 +173,14 @@ def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
 
 
 def _is_foreign(headers: dict[bytes, bytes], host: bytes) -> bool:
-    """Return whether a browser sends the request for a page of another origin."""
+    """Return whether the request was caused by a page of another origin."""
     origin = headers.get(b"origin", b"//" + host).partition(b"//")[2]
     site = headers.get(b"sec-fetch-site", b"none")
     return origin.lower() != host.lower() or site not in (b"same-origin", b"none")
 
 
 def _follows_link(headers: dict[bytes, bytes], scope: Scope) -> bool:
-    """Return whether the browser follows a link without a query."""
+    """Return whether the request opens a page by a link, and its address has no query."""
     kind = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
     return kind == (b"navigate", b"document") and not scope["query_string"]
 
@@ -183,14 +192,14 @@ async def _send_text(send: Send, status: int, text: str) -> None:
 
 
 def is_last(message: Message) -> bool:
-    """Return whether a message ends a response."""
+    """Return whether the message is the last one of a response."""
     return message["type"] == "http.response.body" and not message.get("more_body")
 
 
 async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request in its own process.
 
-    The process is killed if it takes too long, if the client disconnects, and if this task is
+    The process is killed if it takes too long, if the client disconnects, or if this task is
     cancelled.
     """
     mine, its = socket.socketpair()
@@ -218,7 +227,10 @@ async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, se
 
 
 async def _passed_on(answer: _Answer, queue: Queue, receive: Receive) -> tuple[int, str] | None:
-    """Forward a response to its client. Return status and text of an error if there is none."""
+    """Forward a response to its client.
+
+    Return the status and the text of an error if the response was not completed.
+    """
     begun = answer.moved
     done, gone = tasks = [
         asyncio.ensure_future(answer.pass_on()),
@@ -257,7 +269,7 @@ def _become_child(
             signal.signal(number, signal.SIG_DFL)
         end_with_parent(parent)
         os.dup2(channel.fileno(), 1)
-        # connections of other clients would stay open until this process ends
+        # Otherwise the connections of other clients would stay open until this process ends.
         for path in list(Path("/proc/self/fd").iterdir()):
             if int(path.name) > 2:
                 with contextlib.suppress(OSError):
@@ -265,7 +277,7 @@ def _become_child(
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-        # libraries would print tracebacks and queries
+        # Otherwise libraries would print tracebacks and queries.
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         asyncio.run(pages.answer(scope, _send_up))
     finally:
@@ -273,7 +285,7 @@ def _become_child(
 
 
 async def _send_up(message: Message) -> None:
-    """Write a message for `_Answer.pass_on`; a long body is split."""
+    """Write a message for `_Answer.pass_on`. A long body is split into several messages."""
     body, begin = message.get("body", b""), 0
     while len(body) - begin > FRAME_BYTES:
         part = body[begin : begin + FRAME_BYTES]

@@ -51,13 +51,13 @@ except ImportError:
     raise MissingExtraError("`profharness serve`", "web") from None
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-DATABASE = "profharness"  # name of the store in addresses, whatever its file is called
+DATABASE = "profharness"  # name of the store in URLs, independent of the name of its file
 MAX_RUNS = 30
-MAX_VALUE_BYTES = 8 << 20  # for one text or blob in a response
+MAX_VALUE_BYTES = 8 << 20  # maximum size of a text or blob in a response
 MAX_ERROR = 1000
 TELLTALE = ("database_list", "fts3_tokenizer", "load_extension")
-REPORT = "/-/report/"  # its pages have their own policy, which allows their one script
-REGRET = f"/{DATABASE}/regret"  # computed by `bench`, like a report
+REPORT = "/-/report/"  # report pages set their own security policy
+REGRET = f"/{DATABASE}/regret"  # as slow as a report, so it has the same limits
 
 
 # name -> (title, description, SQL over the views of the store)
@@ -145,8 +145,9 @@ QUERIES: dict[str, tuple[str, str, str]] = {
 class BenchLosses:
     """The SQL function `bench_losses(run)`: what `auto` cost in a run, as a JSON array.
 
-    `run` may be empty (the newest with an answer) or `all`. The result for a run is cached until
-    the store changes, because the intervals of a benchmark take time.
+    If `run` is empty, the newest run that has losses is used. If it is `all`, the newest runs are
+    used. The result for a run is cached until the store changes, because it takes long to compute
+    the intervals of a benchmark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,13 +169,13 @@ class BenchLosses:
         try:
             return [store.resolve(run)]
         except (NotFoundError, UsageError):
-            return []  # like any query for missing rows
+            return []  # a query for rows that do not exist returns no rows either
 
     def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
-        """Return the losses of a run from a cache that added or deleted runs and checks invalidate."""
+        """Return the losses of a run. They are cached until the files of the store change."""
         files = (self.path, file_beside(self.path, "-wal"))
         stats = [file.stat() for file in files if file.exists()]
-        # readers create an empty log and delete it again
+        # An empty write-ahead log is ignored, because readers create and delete one.
         state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats if stat.st_size)
         if run not in self.computed or self.computed[run][0] != state:
             losses = []
@@ -191,9 +192,9 @@ def serve(
 ) -> None:
     """Serve the store until Ctrl-C.
 
-    `say` gets a line with the address once the server answers, and one for each error that is not
-    the client's. Raise NotFoundError without a store, UsageError for an address that is
-    unavailable.
+    `say` is called with the address once the server is ready, and with each error that is not the
+    fault of a client. Raise NotFoundError if the store does not exist, or UsageError if the address
+    is unavailable.
     """
     app = application(path, host, say)
     with _listen(host, port) as listener:
@@ -204,7 +205,7 @@ def serve(
             http="h11",
             ws="none",
             lifespan="off",
-            # an interrupted response would be logged as an error with a traceback
+            # At lower levels, an interrupted response is logged as an error with a traceback.
             log_level="critical",
             timeout_graceful_shutdown=0,
         )
@@ -218,7 +219,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    """A server that ends in order on SIGHUP too.
+    """A server that also shuts down cleanly on SIGHUP.
 
     The handler of `profharness.cli` would raise an exception inside a request, where uvicorn logs
     and drops any exception.
@@ -236,7 +237,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
 
 async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
-    # uvicorn signals its start by a flag, not by an event
+    # uvicorn has a flag for its start, but no event to wait for.
     while not server.started and not task.done():
         await asyncio.sleep(0.02)
     if server.started:
@@ -246,12 +247,10 @@ async def _run(server: Any, listener: socket.socket, started: Callable[[], None]
 
 @contextlib.contextmanager
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a listening socket. It is bound before any output, so that a taken port is an error
-    here.
-    """
+    """Yield a listening socket. Raise UsageError if the address is invalid or in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
-        # otherwise the port of a server that just ended stays taken for a while
+        # Otherwise the port of a server that just ended stays in use for a while.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
@@ -265,7 +264,10 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def application(path: Path, host: str, say: Callable[[str], None]) -> App:
-    """Return the web application for a store. Raise NotFoundError or StoreError."""
+    """Return the web application for a store.
+
+    Raise NotFoundError if the store does not exist, or StoreError if it cannot be read.
+    """
     return guarded(Site(path, say), LOOPBACK if host in LOOPBACK else None, REPORT)
 
 
@@ -273,7 +275,7 @@ class StoreFile(Database):  # type: ignore[misc]
     """The store as a read-only database of Datasette. Its path may contain any character."""
 
     def __init__(self, datasette: Any, path: Path, losses: BenchLosses) -> None:
-        # mutable: runs are added while it is served
+        # The store is mutable, because runs may be added while it is served.
         super().__init__(datasette, path=path.name, is_mutable=True)
         self.file, self.losses = path, losses
 
@@ -281,7 +283,7 @@ class StoreFile(Database):  # type: ignore[misc]
         if write:
             raise UsageError("the store is served read-only")
         connection = connect(self.file, write=False)
-        # sorting uses memory, which is limited, and no disk
+        # Sort in memory, which is limited, instead of in temporary files.
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.set_authorizer(_allowed)
@@ -291,7 +293,7 @@ class StoreFile(Database):  # type: ignore[misc]
         return connection
 
     def close(self) -> None:
-        """Close the connection. The next query opens the file that has the name of the store then."""
+        """Close the connection. The next query opens the file again, which may have been replaced."""
         super().close()
         self._read_connection = None
 
@@ -299,7 +301,7 @@ class StoreFile(Database):  # type: ignore[misc]
         # Datasette would use PRAGMA database_list, which reveals the path
         return []
 
-    # Other readers of the path would show it; these need the file itself.
+    # Datasette does not know the path of the file, because it would show the path on its pages.
     @property
     def size(self) -> int:
         return self.file.stat().st_size
@@ -310,18 +312,23 @@ class StoreFile(Database):  # type: ignore[misc]
 
 
 def _allowed(action: int, name: str | None, function: str | None, *_: object) -> int:
-    """Authorize a part of a query. Deny what would reveal a path or a memory address."""
+    """Authorize an operation of a query. Deny pragmas and functions that would reveal a path or a
+    memory address.
+    """
     subject = name if action == sqlite3.SQLITE_PRAGMA else function
     return sqlite3.SQLITE_DENY if (subject or "").lower() in TELLTALE else sqlite3.SQLITE_OK
 
 
 class Site:
-    """Datasette with the reports, as `Pages`. Raises NotFoundError or StoreError."""
+    """The pages of Datasette and the reports. Implements the protocol `Pages`.
+
+    The constructor raises NotFoundError or StoreError if the store cannot be opened.
+    """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.path, self.say = path, say
         self.queries = Queue(most=6, limit_s=10, fair_s=2, memory_bytes=1 << 30)
-        # their work is bounded but may be large
+        # A report takes a limited time, but longer than a query.
         self.reports = Queue(most=3, limit_s=300, fair_s=300, memory_bytes=4 << 30)
         self.losses = BenchLosses(path)
         ready = {
@@ -339,7 +346,7 @@ class Site:
         self.datasette = Datasette(
             [],
             metadata=self.metadata,
-            # suggesting facets takes a query per column
+            # To suggest facets, Datasette would run a query for each column.
             settings={"allow_download": False, "suggest_facets": False, "num_sql_threads": 0},
         )
         self.datasette.remove_database("_memory")
@@ -347,9 +354,10 @@ class Site:
         self.datasette.add_database(self.store, name=DATABASE)
         self._register_plugin()
         self.app = self.datasette.app()
-        # the first request loads templates and reads the schema for all others
+        # The first request loads the templates and the schema, which all later processes inherit.
         asyncio.run(self.answer(_request(f"/{DATABASE}", b"sql=select+1"), _drop))
-        # collecting garbage among loaded modules takes long at exit, and copies their memory in each process
+        # Otherwise the garbage collector of each process would scan the loaded modules at exit, which
+        # takes long and copies their memory.
         gc.freeze()
 
     def queue(self, path: str) -> Queue:
@@ -371,7 +379,7 @@ class Site:
             if scope["path"] == "/":
                 self.metadata["description_html"] = _front(self.path)
             await self.app(scope, _receive, send_when_closed)
-        except Exception as error:  # not within a page of Datasette
+        except Exception as error:  # an exception that Datasette did not handle
             response = await self._failed(error)
             await response.asgi_send(send)
 
@@ -396,7 +404,7 @@ class Site:
             return [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
 
         def handle_exception(exception: Exception) -> Any:
-            # Datasette has pages for invalid requests
+            # Datasette has its own pages for invalid requests.
             if isinstance(exception, Base400 | DatasetteError):
                 return None
             return self._failed(exception)
@@ -404,7 +412,7 @@ class Site:
         plugin = ModuleType("profharness_site")  # Datasette requires a __name__
         plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
         plugin.handle_exception = hookimpl(handle_exception)  # type: ignore[attr-defined]
-        # plugins are global to the process
+        # Plugins are global to the process, so an earlier one may still be registered.
         if pm.has_plugin(plugin.__name__):
             pm.unregister(name=plugin.__name__)
         pm.register(plugin, name=plugin.__name__)
@@ -464,9 +472,9 @@ def _front(path: Path) -> str:
 
 
 def _report(path: Path, run: str) -> str | None:
-    """Return the page of one run, None if there is none.
+    """Return the report page of a run, or None if the run is not stored.
 
-    Without the extra for charts, the page has a note instead of them.
+    If the extra for charts is not installed, the page has a note in place of the charts.
     """
     with open_store(path) as store:
         try:
