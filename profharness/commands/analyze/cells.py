@@ -51,7 +51,7 @@ ANALYZED: tuple[Need, ...] = (
     "times",
     "traced attention calls",
     "attention calls",
-)  # the first of these that a cell has
+)  # backends are compared by the first of these measurements that a cell has
 
 
 def analyze_cell(
@@ -62,9 +62,9 @@ def analyze_cell(
     *,
     written_out: bool = False,
 ) -> CellAnalysis:
-    """Analyze one cell from its kernel rows of all profilers. `others` are the cells of the same
-    config and run that may be ranked. With `written_out`, products and softmax are those of a
-    program, not of PyTorch's math backend.
+    """Analyze one cell from its kernel rows of all profilers. `others` contains the cells of the same
+    config and run that may be ranked. If `written_out` is set, the kernels for products and softmax
+    belong to attention that a program writes in Python, not to PyTorch's math backend.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     empty = CellAnalysis(cell.run, cell.cell, config, cell.backend, cell.status, cell.reason)
@@ -172,9 +172,10 @@ SOURCES = (MEASURE, TABLE)
 def analyze_stored(
     path: Path, selection: Selection, peaks: str | None = None
 ) -> list[CellAnalysis]:
-    """Analyze the selected cells without capturing anything. `peaks` is one of SOURCES. None uses
-    measured peaks if the store has them, else the data sheet. Raise NotFoundError, or UsageError
-    for unknown peaks or a device that the cells did not run on.
+    """Analyze the selected cells without capturing anything. `peaks` is one of SOURCES. If it is None,
+    use the measured peaks in the store, or else the data sheet. Raise NotFoundError if no
+    such cell exists. Raise UsageError if `peaks` is unknown, or if it requests a measurement and the
+    cells ran on another device.
     """
     if peaks not in (None, *SOURCES):
         raise UsageError(f"no peaks {peaks!r}; known are {', '.join(SOURCES)}")
@@ -194,7 +195,7 @@ def analyze_stored(
 def analyze_rows(
     path: Path, cells: Sequence[CellRow], rows: Sequence[KernelRow], peaks: str | None
 ) -> list[CellAnalysis]:
-    """Analyze cells of any runs with their kernel rows. `peaks` as in `analyze_stored`."""
+    """Analyze cells of any runs. `peaks` has the same meaning as in `analyze_stored`."""
     source = peaks_source(peaks)
     analyses: list[CellAnalysis] = []
     with open_store(path) as store:
@@ -208,7 +209,7 @@ def analyze_rows(
 
 
 def peaks_source(peaks: str | None) -> str | None:
-    """Return the source of peaks to query from the store. None prefers measured peaks."""
+    """Return which peaks to query from the store. None means that measured peaks are preferred."""
     return DATA_SHEET if peaks == TABLE else None
 
 
@@ -219,9 +220,9 @@ def analyze_here(
     peaks: str | None,
     say: Callable[[str], None],
 ) -> list[CellAnalysis]:
-    """Analyze like `analyze_rows`, but with `peaks` None measure this machine's device once if the
-    cells ran on the same GPU model. Call `say` with a message before a long measurement. Raise
-    NotFoundError without cells.
+    """Analyze like `analyze_rows`. If `peaks` is None and the cells ran on this machine's GPU model,
+    measure the peaks of its device once. Call `say` with a message before a long measurement. Raise
+    NotFoundError if there are no cells.
     """
     if not cells:
         raise NotFoundError(
@@ -259,7 +260,7 @@ def _lacks_peaks(path: Path, runs: Sequence[str]) -> bool:
 
 
 def measure_here(path: Path, runs: Sequence[str]) -> None:
-    """Store this device's measured peaks. Raise UsageError for runs on another device."""
+    """Measure and store this device's peaks. Raise UsageError if a run used another device."""
     # imported here, as it loads worker code that stored peaks do not need
     from profharness.recording.probe import measure_peaks
 
@@ -272,7 +273,7 @@ def measure_here(path: Path, runs: Sequence[str]) -> None:
             f"peaks {MEASURE}: this machine has {measured.peaks.device}, the cells ran on {there}; "
             f"measure there, or take the {TABLE}"
         )
-    # opened again, as the measurement took seconds
+    # Open the store again, so that it is not kept open during the measurement.
     with open_store(path, write=True) as store:
         store.add_peaks(measured.peaks, measured.created, measured.environment)
 
@@ -282,7 +283,8 @@ PROFILER = TORCH  # its traces contain calls; nsys would give the same figures
 
 def selected_program(path: Path, selection: Selection) -> str | None:
     """Return the selected run if it is a program with attention calls, traced or counted, and no
-    capture. None also for configs without a run, which refer to captures. Raise NotFoundError.
+    capture. Return None also for configs without a run, which refer to captures. Raise NotFoundError
+    if the run does not exist.
     """
     if selection.run == ALL_RUNS or (selection.run is None and selection.configs):
         return None
@@ -295,7 +297,7 @@ def selected_program(path: Path, selection: Selection) -> str | None:
 def analyze_selected(
     path: Path, selection: Selection, peaks: str | None, say: Callable[[str], None]
 ) -> list[CellAnalysis]:
-    """Analyze like `analyze_stored`, for programs as well."""
+    """Analyze like `analyze_stored`, but also accept runs of programs."""
     program = selected_program(path, selection)
     if program is None or peaks not in (None, *SOURCES):
         return analyze_stored(path, selection, peaks)
@@ -362,7 +364,7 @@ def _unknown(call: CallRow, config: Config | None, own: Sequence[CallRow]) -> st
 def _analysis(
     cell: str, config: Config, module: str | None, calls: Sequence[CallRow], machine: RunMachine
 ) -> CellAnalysis:
-    """Return the analysis of calls of one config, by the median time of one call."""
+    """Analyze the calls of one config. Rates are computed from the median time of one call."""
     first = calls[0]
     backward = all(any(k.direction == "backward" for k in call.kernels) for call in calls)
     config = replace(config, bwd=config.bwd and backward)

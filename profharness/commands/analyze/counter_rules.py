@@ -49,7 +49,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "many bank conflicts": (0.5, "every second pass of shared memory is a repetition"),
     "kernel": (0.2, "profharness: the part of a call's time that makes a kernel worth it"),
 }
-"""The value of each counter from which it is a finding, and the source of that value."""
+"""The threshold from which each counter is reported, and the source of the threshold."""
 
 
 _FEWER = "put other instructions between those of that unit, or need fewer of them"
@@ -113,7 +113,7 @@ def _over(name: str, value: float | None) -> bool:
 
 
 def counted_kernels(facts: Facts) -> Iterator[KernelFigures]:
-    """Yield the kernels to report: the main one, then others with much of the time."""
+    """Yield the main kernel, then the other kernels that take a large share of the time."""
     if facts.main is not None:
         yield facts.main
     for kernel in facts.kernels:
@@ -157,8 +157,8 @@ def tensor_pipe(facts: Facts) -> list[Finding]:
 
 
 def coalescing(facts: Facts) -> list[Finding]:
-    """Report sectors per request of a warp. Many sectors mean scattered accesses, few mean narrow
-    ones.
+    """Report sectors per request of a warp. Many sectors mean that the
+    accesses are scattered. Few sectors mean that the accesses are narrow.
     """
     findings = []
     for kernel in counted_kernels(facts):

@@ -10,18 +10,18 @@ from profharness.attention.config import SDP_BACKENDS, Config, pytorch_chooses
 from profharness.commands.analyze.figures import DERIVED, MEASURED, Facts, Finding, Remedy, percent
 from profharness.program.roles import GEMMS
 
-NEAR_PEAK = 0.6  # share of a peak from which that resource is the limit
+NEAR_PEAK = 0.6  # minimum share of a peak for the resource to be the bottleneck
 HALF = 0.5
-# share of the kernel time from which the steps between products are the limit
+# minimum share of the kernel time for the steps between products to be the bottleneck
 BESIDE_PRODUCTS = 0.4
 
 Findings = Mapping[str, Finding]
-Bottleneck = tuple[str, Finding]  # the word, and the finding `bottleneck`
+Bottleneck = tuple[str, Finding]  # the word for the bottleneck, and the finding `bottleneck`
 Text = str | Callable[[Config, str], str]
 
 
 def bottleneck(facts: Facts, findings: Findings) -> Bottleneck | None:
-    """Return the word and the finding `bottleneck`. None if no figure decides."""
+    """Return the bottleneck, or None if no figure determines it."""
     return next((named for judge in _CANDIDATES if (named := judge(facts, findings))), None)
 
 
@@ -95,7 +95,7 @@ def _latency(facts: Facts, findings: Findings) -> Bottleneck | None:
     return _named("latency", f"{text}.", replace(achieved, evidence=tuple(dict.fromkeys(evidence))))
 
 
-# The first in this order that returns a bottleneck decides.
+# These functions are tried in order. The first bottleneck that one of them returns is used.
 _CANDIDATES: tuple[Callable[[Facts, Findings], Bottleneck | None], ...] = (
     partial(_major, code="launch_gap", word="launch", cause="launching"),
     _at_peak,

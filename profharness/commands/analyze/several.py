@@ -15,7 +15,7 @@ from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
 # A number on its own. Digits inside a kernel's name or a dtype do not match.
 NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
-SEVERAL = 2  # number of configs from which a finding is merged
+SEVERAL = 2  # minimum number of configs for which a finding is merged
 
 
 Item = TypeVar("Item", Finding, Remedy)
@@ -63,7 +63,7 @@ def _common(
 
 
 def _form(finding: Finding) -> tuple[object, ...]:
-    """Return everything of a finding except its figures, as a key."""
+    """Return a key that is equal for findings that differ only in their figures."""
     names = tuple((item.name, item.unit, item.source) for item in finding.evidence)
     return (finding.code, finding.severity, finding.grade, NUMBER.sub("#", finding.sentence), names)
 
@@ -96,8 +96,8 @@ def _range(numbers: tuple[str, ...]) -> str:
     return ranked[0] if ranked[0] == ranked[-1] else f"{ranked[0]} to {ranked[-1]}"
 
 
-TIE = 1.03  # a ratio of medians below which two backends tie
-FEW_QUERIES = 4  # keys per query from which a call is a decoding step
+TIE = 1.03  # two backends tie if the ratio of their medians is smaller
+FEW_QUERIES = 4  # minimum number of keys per query in a decoding step
 SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "training": (lambda config: config.bwd, "2,8,1024,64,causal,bwd"),
     "prefill": (
@@ -134,7 +134,7 @@ class ScenarioChoice:
     config: Annotated[Config, column("config", shrink=True, meaning="attention problem")]
     measurement: Annotated[str, column("of", meaning="the measurement that all backends have")]
     best: Annotated[tuple[str, ...], column("best", "names", meaning="the best, and its ties")]
-    value: float  # of the best backend, in ns or bytes
+    value: float  # the value of the best backend, in ns or bytes
     runner_up: Annotated[str | None, column("next", meaning="the best that does not tie")]
     factor: Annotated[float | None, column("next / best", "ratio", meaning="ratio of the two")]
 
@@ -201,12 +201,12 @@ def _choice(
 
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
 DROP = 1.5  # smallest ratio of neighbouring rates that is a drop
-MANY_DIMS = 3  # number of head dims from which configs look like a sweep
+MANY_DIMS = 3  # minimum number of head dims that look like a sweep
 
 
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
-    """Return groups of cells of one backend whose configs differ in one number, by its name and in
-    its order.
+    """Return groups of cells of one backend whose configs differ in one number. Each group has the
+    name of the number and is sorted by it.
     """
     sweeps: list[tuple[str, list[CellAnalysis]]] = []
     done = [analysis for analysis in analyses if analysis.figures is not None]

@@ -85,13 +85,13 @@ TRAFFIC_COLUMNS = (
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),
 )
-COUNTED_SHARE = 0.01  # share of a cell's kernel time below which a kernel has no row
+COUNTED_SHARE = 0.01  # minimum share of a cell's kernel time for a kernel to be listed
 
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
     """Return the document of `analyze`: one section per config, one table per sweep.
 
-    With `full`, it contains every finding with all of its evidence.
+    If `full` is set, the document contains every finding with all of its evidence.
     """
     blocks: list[Block] = [Note(text) for text in _peak_notes(analyses)]
     several = len({analysis.run for analysis in analyses}) > 1
@@ -133,7 +133,7 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
 
 
 def _peaks(analyses: Sequence[CellAnalysis]) -> list[Peaks]:
-    """Return the peaks of each device once."""
+    """Return the peaks of the devices, without duplicates."""
     roofs_by_device: dict[tuple[str, str], Peaks] = {}
     for analysis in analyses:
         if peaks := analysis.machine.peaks:
@@ -246,7 +246,7 @@ def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
     """Return the intensity of a cell for the bytes that ncu counted in each memory, and for
     compulsory bytes.
 
-    All rates use the time under ncu. Empty if ncu counted no bytes.
+    All rates use the time under ncu. Return an empty list if ncu counted no bytes.
     """
     figures = analysis.figures
     if figures is None or not figures.ncu_ns or figures.dram_bytes is None:
@@ -274,7 +274,7 @@ def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
 
 
 def _past_l1(own: Sequence[CellAnalysis]) -> list[Note]:
-    """Return notes on why some cells have no bytes of L1."""
+    """Return notes that explain why some cells have no value for L1 bytes."""
     names: dict[str, list[str]] = {}
     for each in own:
         if each.figures is None or not each.figures.past_l1:
@@ -348,7 +348,7 @@ ADVICE_COLUMNS = pick(
     ScenarioChoice, "scenario", "config", "best", "median", "measurement", "runner_up", "factor"
 )
 Covered = Set[tuple[str, str, object]]
-"""Run, cell, and the finding or remedy that is told for several configs at once."""
+"""The run, the cell, and the finding or remedy that is shown once for several configs."""
 
 
 def evidence_text(evidence: Sequence[Evidence], shown: int | None = None) -> str:
@@ -438,7 +438,7 @@ def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covere
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
     """Return which backend is best for what, judged by these cells, or what to capture to find out.
 
-    Empty if no config has several backends.
+    Return an empty list if no config has several backends.
     """
     made = choices(analyses)
     if not made:

@@ -38,12 +38,12 @@ class Side:
     kernels: tuple[KernelRow, ...] = ()
     backend: str | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
-    program: Program | None = None  # the calls of a run that is no capture
+    program: Program | None = None  # the calls of the run, if it is a program and not a capture
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A property of a row that differs. A tuple of values if a side has several kernels."""
+    """A property that differs. Its value is a tuple on a side that has several kernels."""
 
     field: str
     baseline: Any
@@ -69,12 +69,12 @@ class DiffRow:
     composite: bool = False  # a fused kernel on one side, math kernels on the other
     baseline_ns: float | None = None
     candidate_ns: float | None = None
-    basis: str | None = None  # what was timed
+    basis: str | None = None  # the measurement from which the times come
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One of COSTS of one config on both sides."""
+    """A cost (one of COSTS) of one config, compared between both sides."""
 
     config: str
     backend_baseline: str | None
@@ -95,8 +95,8 @@ class Diff:
     environment: tuple[EnvChange, ...]
     rows: tuple[DiffRow, ...]
     layers: tuple[LayerDiff, ...] = ()  # of two programs with attention calls
-    # Both sides record their PyTorch. A trace alone records little, so that its lack of differences
-    # is no evidence.
+    # Whether both sides record their PyTorch version. A trace records little of its environment, so
+    # finding no difference does not show that the environments are equal.
     environment_told: bool = True
     costs: tuple[Cost, ...] = ()
 
@@ -139,7 +139,7 @@ class Diff:
         return {"schema": SCHEMA, **plain}
 
 
-SHOWN = 6  # configs of a side in one message
+SHOWN = 6  # maximum number of configs of a side in one message
 NEEDS: tuple[Need, ...] = ("kernels", "times", "traced attention calls", "attention calls")
 OF_TIMES = ("same", "faster", "slower")
 OF_KERNELS = ("changed", "added", "removed")
@@ -148,15 +148,17 @@ OF_KERNELS = ("changed", "added", "removed")
 def find_sides(
     store: Store, baseline: str, candidate: str, configs: Sequence[Config] = ()
 ) -> tuple[Side, Side]:
-    """Return the rows of RUN, RUN:BACKEND or a backend, by default of the latest run that has
-    everything named. `latest` is the newest run with kernels, else with times, else with attention
-    calls, traced or counted. Raise NotFoundError.
+    """Return both sides of a diff. A side is given as RUN, RUN:BACKEND or a backend.
+
+    A backend alone selects the latest run that has all named backends and configs. `latest` is the
+    newest run that has kernels, or else times, or else attention calls (traced or counted). Raise
+    NotFoundError if there is no such run.
     """
     texts = _stored_text(baseline), _stored_text(candidate)
     for need in NEEDS:
         with contextlib.suppress(NotFoundError):
             return _find_sides(store, texts, configs, need)
-    return _find_sides(store, texts, configs, "times")  # its error has the most information
+    return _find_sides(store, texts, configs, "times")  # raises the error that explains most
 
 
 def _stored_text(text: str) -> str:
@@ -223,7 +225,7 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
     )
 
 
-# why two sides with equal cells may have no value of this cost in common
+# explains why two sides that have the same cells cannot be compared by this cost
 MISSING_COSTS = {
     LAUNCHES: "no config has launches that one profiler saw on both sides",
     MEMORY: "no config has a peak of memory on both sides; cells that ran on a CPU have none",
@@ -280,7 +282,7 @@ def _judged_layer(row: LayerDiff) -> set[str]:
 
 
 def _has(side: Side) -> str:
-    """Describe what a side has of which configs."""
+    """Describe which data a side has, and for which configs."""
     cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = [cell.config for cell in cells] or [str(row.range) for row in rows]

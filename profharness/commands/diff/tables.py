@@ -66,8 +66,8 @@ UNTOLD = "is not told: a side does not name its PyTorch"
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
     """Return the document of `diff`. `-` marks the baseline and `+` the candidate.
 
-    With `full`, kernel names are not shortened. With `changed_first`, configs without a difference
-    come last, one line each.
+    If `full` is set, kernel names are not shortened. If `changed_first` is set, configs that do not
+    differ come last, in one line each.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
@@ -125,7 +125,7 @@ def _cost_note(cost: Cost) -> Note:
 
 
 def layer_text(row: LayerDiff) -> str:
-    """Format the verdict on a layer, that on its times, and the backends that ran."""
+    """Format the verdict on a layer, the verdict on its times, and the backends that ran."""
     verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
     return f"{', '.join(verdicts)}: {_both(row, lambda side: side.ran) or 'what ran is not told'}"
 
@@ -168,7 +168,7 @@ def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
 
 
 def _both(row: LayerDiff, value: Callable[[LayerSide], str | None]) -> str | None:
-    """Return `before → after`, or one value if both are equal. None if neither is known."""
+    """Return `before → after`, or a single value if both are equal, or None if both are unknown."""
     before, after = (value(side) if side else None for side in (row.baseline, row.candidate))
     return before if before == after else f"{before or MISSING} → {after or MISSING}"
 
@@ -199,7 +199,7 @@ def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
 
 
 def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield one line per kernel and side. The first line of a row has ratio and verdict."""
+    """Yield a line per kernel and side. The first line of a row shows the ratio and the verdict."""
     lines: list[tuple[str, KernelRow | None, float | None]] = []
     for mark, kernels, time_ns in (
         ("-", row.baseline, row.baseline_ns),
