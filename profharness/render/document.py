@@ -167,7 +167,7 @@ def _value(item: Any, key: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One remark."""
+    """A remark for the reader."""
 
     text: str
     label: str = ""
@@ -218,7 +218,7 @@ def _figures(value: float) -> str:
     """Format with four significant figures and without an exponent: `0.001514`, `12.35`, `1,235`."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
-    # a float has 15 reliable digits
+    # A float has 15 reliable decimal digits.
     digits = min(max(3 - math.floor(math.log10(abs(value))), 0), 15)
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

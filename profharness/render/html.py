@@ -28,22 +28,22 @@ from profharness.render.document import (
     format_value,
 )
 
-FILTER_FROM = 8  # a table with fewer rows needs no filter
-DEEPEST = 3  # lowest heading level in the table of contents
-LONGEST_ENTRY = 120  # characters of a heading in the table of contents
+FILTER_FROM = 8  # minimum number of rows of a table that has a filter
+DEEPEST = 3  # deepest heading level in the table of contents
+LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
 def render_html(document: Document) -> str:
     """Render a page whose policy forbids network access.
 
-    Raise MissingExtraError for charts without the extra `report`.
+    Raise MissingExtraError if the document has charts and the extra `report` is not installed.
     """
     style, script = _asset("page.css"), _asset("page.js")
     page = _Page()
     body = "\n".join(page.block(block) for block in document.blocks)
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        # only the script of the page runs, identified by its hash, and nothing from the data
+        # Only the script of the page may run. The policy identifies it by its hash.
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
@@ -86,7 +86,7 @@ class _Page:
             case Note():
                 return _note(block)
             case Code(text):
-                # not _text: line breaks in code are kept
+                # Unlike `_text`, this keeps the line breaks in code.
                 return f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>'
             case Chart():
                 return self._chart(block)
@@ -185,7 +185,7 @@ def _cells(columns: Sequence[Column], row: Sequence[Any]) -> Iterator[str]:
 
 
 def _sort_number(value: Any) -> float | int | None:
-    # a bool is an int too
+    # `bool` is a subclass of `int`.
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):

@@ -49,7 +49,7 @@ def render_json(document: Document) -> str:
 
 
 def render_jsonl(document: Document) -> str:
-    """Render the records alone, one JSON object per line."""
+    """Render only the records, with one JSON object per line."""
     return "".join(f"{_dumps(record)}\n" for record in document.records)
 
 
@@ -171,7 +171,7 @@ def _render_html(document: Document) -> str:
     return render_html(document)
 
 
-# Each returns the whole text of a Document.
+# Each function returns the whole text of a Document.
 RENDERERS: dict[str, Callable[..., str]] = {
     "table": _render_table,
     "json": render_json,

@@ -27,7 +27,7 @@ from profharness.render.document import (
 
 GAP = 2
 MIN_SHRUNK = 12
-MAX_LABEL = 44  # of a note; a longer label extends into the first line of the text
+MAX_LABEL = 44  # maximum width of the label column of notes; a longer label extends into the text
 ROUNDS = 4  # attempts to make cut names distinct; names of one kind need two
 _WORD_END = re.compile(r"[^\W_]*$")
 NOTE_STYLES = {"note": "", "warning": "yellow", "error": "red"}
@@ -45,7 +45,7 @@ def render_table(
     needed = [sum(columns) + GAP * (len(columns) - 1) for columns in widths.values()]
     console = Console(
         file=io.StringIO(),
-        # rich would cut the numbers of a wider table
+        # Otherwise rich would cut the numbers of a wider table.
         width=max([width, *needed]),
         force_terminal=color,
         color_system="standard" if color else None,
@@ -67,7 +67,7 @@ def render_table(
         elif isinstance(block, Code):
             for line in printable(block.text).splitlines():
                 text = f"    {line}" if line else ""
-                # brackets in code are not styles
+                # Do not interpret brackets in code as styles.
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif isinstance(block, Table):
             if isinstance(previous, Note):
@@ -187,7 +187,7 @@ def _print_note(console: Console, note: Note, label_width: int, width: int) -> N
         width=max(width, indent + 20),
         initial_indent=lead,
         subsequent_indent=" " * indent,
-        # a broken path cannot be copied
+        # A path that is broken into lines cannot be copied.
         break_long_words=False,
         break_on_hyphens=False,
     )

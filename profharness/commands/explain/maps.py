@@ -94,14 +94,14 @@ def distinguishing(configs: Sequence[Config]) -> list[str]:
 
 @dataclass(frozen=True)
 class Edge:
-    """Neighbours on a map with different choices."""
+    """Two neighbouring points on a map for which different backends are chosen."""
 
     along: str  # the property that changes from `before` to `after`
     before: Value
     after: Value
     choice_before: str
     choice_after: str
-    everywhere: bool  # at all values of the other axis
+    everywhere: bool  # whether the choice changes at all values of the other axis
     at: tuple[Value, ...]  # values of the other axis
 
 
@@ -109,7 +109,8 @@ class Edge:
 class Map:
     """Choices by the values of two properties."""
 
-    fixed: tuple[tuple[str, Value], ...]  # what distinguishes this map from the others
+    # the properties that distinguish this map from the other maps
+    fixed: tuple[tuple[str, Value], ...]
     rows: str  # "" if only one property varies
     columns: str
     row_values: tuple[Value, ...]
@@ -205,8 +206,9 @@ def value_text(value: Value) -> str:
 
 
 DEFAULT_ENDS = (1, 65_536)
-HEAD_DIM_ENDS = (1, 1024)  # no fused kernel supports more; above, only multiples of 8 matter
-ALL_OF = 256  # a range with at most so many values is queried completely
+# No fused kernel supports a larger head dimension. Above, only multiples of 8 matter.
+HEAD_DIM_ENDS = (1, 1024)
+ALL_OF = 256  # maximum number of values in a range that is queried completely
 NEAR_8 = 1024  # multiples of 8 with their neighbours are queried up to this value
 RESTLESS = 128  # if the choice still changes this close to that end, query the whole range
 NEAR_64 = 65_536  # multiples of 64 too, because some rules check a length modulo 128
@@ -217,7 +219,10 @@ Choose = Callable[[Sequence[Config]], list[str]]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring values with one choice. Both ends are included and were queried."""
+    """A range of neighbouring values for which the same backend is chosen.
+
+    Both ends belong to the range and were queried.
+    """
 
     first: int
     last: int
@@ -233,7 +238,7 @@ class Bisection:
     # They cover all possible values. Both sides of each edge were queried.
     stretches: tuple[Stretch, ...]
     asked: tuple[int, ...]  # the values that were queried
-    possible: int  # number of values that make a config
+    possible: int  # number of values for which a valid config exists
 
     @property
     def flips(self) -> tuple[tuple[int, int], ...]:

@@ -32,11 +32,13 @@ _Timed = tuple[int, int, int, Event]
 FIRST_TRACK = (1 << 22) + 1
 # Offset between named sections: above every process, thread and track number.
 SECTION_STEP = 1 << 24
-WINDOW = 1 << 14  # events that are buffered to sort them
+WINDOW = 1 << 14  # number of events that are buffered to sort them
 # recent launch calls that are kept, because one graph launch starts many kernels
 RECENT_CALLS = 1 << 12
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
-LONGEST_OP = WINDOW // 8  # launches of an op in one event, so that it can still be sorted
+LONGEST_OP = (
+    WINDOW // 8
+)  # maximum number of launches in the event of an op, so that it can be sorted
 NO_THREAD = "a thread that was not recorded"
 
 
@@ -224,7 +226,7 @@ def _section_events(
         end_ns = start_ns - base + event["dur"]
         launched, thread = _is_launch(event), (event["pid"], event["tid"])
         loose = event["cat"] in ("user_annotation", "cpu_op") and not launched
-        # a negative thread was not recorded by the profiler
+        # A negative number means that the profiler did not record the thread.
         loose = loose and not (thread[1] >= 0 and tracks.nests(*thread, start_ns - base, end_ns))
         if loose or launched:
             # NVTX start/end ranges may overlap, which one track cannot show
@@ -286,7 +288,7 @@ class _Details:
     devices: Mapping[int, Device]
 
     def args(self, row: LaunchRow) -> dict[str, Any]:
-        """Return occupancy and hardware counters, if known."""
+        """Return the occupancy and the hardware counters of a launch, if they are known."""
         args: dict[str, Any] = {}
         device = self.devices.get(row.device)
         shared, registers = row.shared_bytes, row.registers_per_thread
@@ -325,7 +327,7 @@ class _Ops:
         if row.launch_ns is None or row.pid is None or row.tid is None or not row.op_path:
             return
         if row.kernel_kind == "op":
-            return  # it is in the trace itself, with its time
+            return  # The trace itself contains this op, with its time.
         thread, call = (row.pid, row.tid), (row.cell, row.iteration)
         before, stack = self.stacks.get(thread, (call, []))
         path = row.op_path.split(";")
@@ -374,7 +376,7 @@ def _launch_events(
                 flow = row.launch_id
                 recent[call] = flow
                 if len(recent) > RECENT_CALLS:
-                    # a dict keeps its order: the first is the oldest
+                    # A dict keeps its order, so the first key is the oldest.
                     del recent[next(iter(recent))]
                 yield row.launch_ns, 0, next(ties), _call_event(row, flow)
         event = _launch_event(row, flow, details.args(row))
@@ -463,7 +465,7 @@ def write_run_file(
     with atomic_file(output, force=force) as file:
         if output.suffix != ".gz":
             return write_run(store, run, file, chosen)
-        # no timestamp and no file name inside, so that equal runs give equal bytes
+        # Write no timestamp and no file name, so that equal runs give equal bytes.
         with igzip.GzipFile("", "wb", compresslevel=2, fileobj=file, mtime=0) as packed:
             return write_run(store, run, cast("IO[bytes]", packed), chosen)
 

@@ -62,9 +62,9 @@ LOSS_COLUMNS = (
     Column("regret", "loses%", "percent"),
     Column("source", "source"),
 )
-MUCH = 0.1  # the regret from which a config is mentioned
+MUCH = 0.1  # minimum regret of a config that is mentioned
 SHOWN_LOSSES = 12
-SHOWN_CHARTS = 4  # maps drawn of each kind
+SHOWN_CHARTS = 4  # maximum number of maps of each kind that are drawn
 SHOWN_OUTSIDE = 4
 REGRETS = ((0.01, "none"), (0.1, "to 10 %"), (0.5, "to 50 %"), (1.0, "to 2x"))
 MOST = "over 2x"
@@ -299,7 +299,10 @@ AGAINST_COLUMNS = (
 
 
 def against_blocks(rows: Sequence[dict[str, Any]]) -> list[Block]:
-    """Return the times of a run's kernels next to the atlas of its machine. Empty without an atlas."""
+    """Return a table of the times of a run's kernels beside those in the atlas of its machine.
+
+    Return no blocks if there is no atlas.
+    """
     if not rows:
         return []
     words = {True: "yes", False: "no", None: None}

@@ -24,14 +24,14 @@ CODES = {
     MISSING: "ranks of the job that are not stored",
 }
 """Codes of findings, and what they mean for a rank."""
-SIGMAS = 3.5  # distance from the other ranks that is an outlier
-WAIT_SHARE = 0.05  # of the span
+SIGMAS = 3.5  # minimum distance of an outlier from the other ranks, in standard deviations
+WAIT_SHARE = 0.05  # minimum difference that is reported, as a share of the span
 Share = float | None
 
 
 @dataclass(frozen=True, slots=True)
 class RankFinding:
-    """A property of some ranks that most do not have."""
+    """A property that some ranks have and most ranks do not have."""
 
     code: str
     ranks: tuple[str, ...]  # labels
@@ -40,7 +40,7 @@ class RankFinding:
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """The figures of one rank. None if unknown."""
+    """The figures of one rank. None means that a figure is unknown."""
 
     rank: int | None
     label: Annotated[str, column("rank", meaning="`rank 3`, or the name of its file")]
@@ -63,7 +63,7 @@ class RankFigures:
     """Summed over its devices."""
     idle_ns: int | None  # part of the span, like the next two
     collective_ns: int | None
-    exposed_ns: int | None  # collectives without parallel compute
+    exposed_ns: int | None  # time in which only collectives run and no other kernels
     attention: Annotated[
         tuple[str, ...], column("attention", "names", shrink=True, meaning="its attention kernels")
     ]

@@ -121,7 +121,10 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
 
 
 def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
-    """Return the times of the same cells on several kinds of GPU. Empty for a single kind."""
+    """Return the times of the same cells on several kinds of GPU.
+
+    The result is empty if there is a single kind.
+    """
     environments = map(store.environment, runs)
     if len({device_name(each) for each in environments}) < 2:
         return []
@@ -165,7 +168,7 @@ def _run_blocks(
     if kernels:
         view = witness_document if len(profilers) > 1 else kernels_document
         blocks += [Heading("Kernels"), *_deeper(view(kernels, cells).blocks)]
-    # of one profiler, as several recorded the same launches
+    # Use the rows of one profiler, because several profilers recorded the same launches.
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     blocks += disagreement_blocks(cells, kernels)
@@ -199,7 +202,10 @@ def change_blocks(diff: Diff) -> list[Block]:
 
 
 def diff_blocks(diff: Diff) -> list[Block]:
-    """Return a diff with a chart of the calls that both sides timed. Empty if nothing is paired."""
+    """Return a diff with a chart of the calls that both sides timed.
+
+    The result is empty if no cells are paired.
+    """
     if not diff.rows:
         return []
     points = tuple(
@@ -330,7 +336,10 @@ def disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> 
 
 
 def problem_blocks(problems: Sequence[Problem]) -> list[Block]:
-    """Return the problems of profilers with their remedies. Empty without problems."""
+    """Return the problems of profilers with their remedies.
+
+    The result is empty if there are no problems.
+    """
     if not problems:
         return []
     notes = [

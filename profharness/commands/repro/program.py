@@ -43,7 +43,7 @@ from profharness.rows import NAIVE_COMPILED, CellRow
 from profharness.run import Protocol
 from profharness.store import Selection, Store
 
-SHOWN = 6  # candidates in an error
+SHOWN = 6  # maximum number of candidates that an error lists
 _OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
 _DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
 
@@ -70,7 +70,10 @@ def asked_cell(configs: Sequence[Config], backends: Sequence[str]) -> ReproCell:
 
 
 def stored_cell(store: Store, selection: Selection) -> ReproCell:
-    """Return the selected stored cell. Raise NotFoundError for none, UsageError for several."""
+    """Return the stored cell that is selected.
+
+    Raise NotFoundError if no cell is selected, or UsageError if several cells are.
+    """
     run = store.find_runs(selection, "run")
     cells = store.cells(run, configs=selection.configs or None, backends=selection.backends or None)
     if not cells:
@@ -92,7 +95,7 @@ def stored_cell(store: Store, selection: Selection) -> ReproCell:
 
 
 def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterable[str]:
-    """Yield what is stored of a cell and its machine."""
+    """Yield lines about the stored results of a cell and about its machine."""
     keys = ("torch", "torch_git", "torch_cuda", "gpu", "cudnn", "driver", "cpu", "triton")
     place = ", ".join(f"{key} {environment[key]}" for key in keys if environment.get(key))
     yield f"Run {cell.run}: {cell.status}" + (f": {cell.message}" if cell.message else "")

@@ -30,7 +30,7 @@ CHECKS = (
     Column("relative_allowance", "allowance", right=True),
     Column("passed", "verdict"),
 )
-SHOWN = 3  # cases per wrong backend, without --full
+SHOWN = 3  # maximum number of cases that are shown for a wrong backend without --full
 VERDICTS = {True: "passed", False: "FAILED", None: "skipped"}
 
 
@@ -102,7 +102,7 @@ def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
         if row.passed is None and row.message:
             key = "skipped ", row.message.removeprefix("skipped: ")
         elif row.passed and row.message:
-            # without the figure, which differs between cases
+            # Leave out the figure, because it differs between cases.
             text = row.message.partition(" differ by up to")[0]
             key = "", f"passed, but {text.removesuffix(': two calls on the same inputs')}"
         else:
