@@ -216,7 +216,8 @@ def gate(
 def usage(of: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the function that raises UsageError for options that exclude each other.
 
-    It has keyword parameters, of those of the command that it needs, with their defaults.
+    Its keyword parameters are those options of the command that it checks, with the same names and
+    defaults.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:

@@ -100,13 +100,13 @@ class Parameter:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the values of which one is chosen. Empty for a parameter without a choice."""
+        """Return the allowed values, or an empty tuple if any value is allowed."""
         kind = self.option.type or _click_type(self.base)
         return tuple(kind.choices) if isinstance(kind, click.Choice) else ()
 
     @property
     def range(self) -> click.IntRange | click.FloatRange | None:
-        """Return the range of a number. None for a parameter without a range."""
+        """Return the allowed range of a number, or None if the parameter has no range."""
         kind = self.option.type
         return kind if isinstance(kind, click.IntRange | click.FloatRange) else None
 
