@@ -279,40 +279,32 @@ def _interrupted(stop: BaseException) -> int:
     cause: BaseException | None = stop
     while cause is not None:
         if isinstance(cause, Interrupted):
-            _say(_going_on(cause.folder))
+            _say(_next_steps(cause))
         elif isinstance(cause, TerminatedError):
             code = cause.exit_code
         cause = cause.__cause__
     return code
 
 
-def _going_on(folder: Path) -> str:
-    """Say what is kept of an interrupted run, and which command finishes the run.
-
-    That command uses the store of the interrupted command, and shows the result in the same way.
-    """
+def _next_steps(stop: Interrupted) -> str:
+    """Return what is kept of an interrupted run, and which command finishes the run."""
     # loaded only after an interrupt
-    from profharness.files import shell_command
+    from profharness.files import DEFAULT_STORE, shell_command
     from profharness.run import CAMPAIGN_FILE, read_run
 
-    arguments = sys.argv[1:]
-    name = next(word for word in arguments if word in COMMANDS)
-    rest = arguments[arguments.index(name) + 1 :]
-    command = find_command(name)
-    # resilient: callbacks do not check -o again
-    store = Path(command.make_context(name, rest, resilient_parsing=True).params["store"])
+    folder, store = stop.folder, Path(stop.store or DEFAULT_STORE)
     run = read_run(folder)
     whole = not (folder / CAMPAIGN_FILE).exists()
     if whole and any(cell.case is not None for cell in run.cells):
         done = sum(cell.status != "pending" for cell in run.cells)
         kept = shell_command("ingest", str(folder), store=store)
         text = f"{done} of {len(run.cells)} checks are done; store them with: {kept}"
-        if name == "bench":
+        if stop.command == "bench":
             shown = shell_command("bench", "--run", "latest", store=store)
             text += f"; what was timed is stored, see it with: {shown}"
         return f"{text}; a verification cannot be resumed, only begun anew"
     text = shell_command("capture", "--resume", str(folder), store=store)
-    if name == "bench":
+    if stop.command == "bench":
         text += " && " + shell_command("bench", "--run", folder.name, store=store)
     return f"what was done is kept; go on with: {text}"
 

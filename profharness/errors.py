@@ -119,8 +119,12 @@ class TraceFormatError(ProfharnessError):
 class Interrupted(KeyboardInterrupt):
     """The user interrupted a run.
 
-    `folder` contains the results so far. The command `capture --resume` continues the run.
+    `folder` contains the results so far. The command `capture --resume` continues the run. The
+    command line adds the command that was interrupted, and the store that it uses.
     """
+
+    command = ""
+    store: Path | None = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))

@@ -28,6 +28,7 @@ from profharness.commands._output import (
     measured,
     on_terminal,
 )
+from profharness.errors import Interrupted
 from profharness.render.document import Document
 
 P = ParamSpec("P")
@@ -132,7 +133,11 @@ class Declaration:
         values = {each.name: each.value(given) for each in parameters}
         with on_terminal():
             self.check_values(given | values)
-            answer = self.answer(values)
+            try:
+                answer = self.answer(values)
+            except Interrupted as stop:
+                stop.command, stop.store = self.name, values.get("store")
+                raise
             if self.document is not None:
                 shown = self.shown(answer, values)
                 if isinstance(shown, Document):
