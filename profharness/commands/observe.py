@@ -25,7 +25,7 @@ from profharness.commands.layers import (
     require_forecast_alone,
     require_gpu,
 )
-from profharness.commands.layers.gpu_tables import forecasts_document
+from profharness.commands.layers.tables import layers_document
 from profharness.errors import GateError, ProfharnessError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.jobs.into_store import observe_into_store
@@ -192,7 +192,7 @@ def _print_forecast(result: ObservedProgram, options: Mapping[str, object]) -> N
     """
     run, places, store = result.observed.run.run, result.places, result.store
     try:
-        document = forecasts_document(forecast(store, run, places))
+        document = layers_document(forecast(store, run, places))
     except ProfharnessError as error:
         hint(f"error: {error}")
         return

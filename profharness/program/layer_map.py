@@ -296,6 +296,11 @@ class LayerMap:
         return sum(step.busy_ns for step in self.steps) / len(self.steps) if self.steps else 0
 
     @property
+    def attention_ns(self) -> float:
+        """The time of all kernels of attention, per step."""
+        return sum(row.kernel_ns for row in self.rows)
+
+    @property
     def step_ns(self) -> float:
         """The average duration of a step."""
         return sum(step.duration_ns for step in self.steps) / len(self.steps) if self.steps else 0

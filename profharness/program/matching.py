@@ -73,7 +73,7 @@ class LayerSide:
 @dataclass(frozen=True, slots=True)
 class MatchedLayers:
     """Equal layers of several programs. The side of a program that does not have these layers is
-    None.
+    None. At least one side is not.
     """
 
     direction: str
@@ -82,6 +82,11 @@ class MatchedLayers:
     basis: str | None  # what was timed in all programs that have times
     # the differences between each program and the first program that has the layers
     reasons: tuple[tuple[str, ...], ...]
+
+    @property
+    def first(self) -> LayerSide:
+        """The first side that is not None."""
+        return next(filter(None, self.sides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class LayerDiff:
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`
     # `changed` if another backend or mode ran, else the same as `speed`
     verdict: Verdict = "unknown"
-    speed: Verdict = "unknown"  # the verdict of the comparison of the times
+    speed: Verdict = "unknown"  # the verdict on the times
     changed: bool = False
     backend_changed: bool = False  # whether both backends are known and differ
     reasons: tuple[str, ...] = ()
@@ -113,12 +118,11 @@ class _Site:
     """The calls of one layer that have the same shape and direction."""
 
     name: str | None  # name of the module without wrappers; None if unknown
-    # for calls without a module, the number of this site among the sites with the same config
-    place: int
+    number: int  # for calls without a module, the position among the sites of the same shape
     shape: Hashable
     core: Hashable
     direction: str
-    dotted: bool
+    dotted: bool  # whether the name is a path, and not made of classes
     calls: tuple[CallRow, ...] = ()
 
     @property
@@ -133,22 +137,22 @@ class _Site:
 SIDES = ("baseline", "candidate")
 # values that only the observer records, for a group of calls
 RECORDED = ("asked", "choice", "mask")
-_Times = tuple[int, int | None] | None
 _Pair = tuple[list[_Site], list[_Site]]
+_Group = tuple[str, list[list[CallRow]]]  # direction, and the calls by program
 
 # The keys that must be equal for two sites to be paired, the strictest key first. The later keys
 # are for layers that are compiled on one side only, have another mask, or repeat their key-value
 # heads. Names are ignored if one side has no names, or names of another kind.
 _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
-    lambda site: (site.name or site.place, site.shape),
+    lambda site: (site.name or site.number, site.shape),
     lambda site: (site.pattern, site.shape),
-    lambda site: (site.name or site.place, site.core),
+    lambda site: (site.name or site.number, site.core),
     lambda site: (site.pattern, site.core),
     lambda site: (site.tail, site.core),
 )
 
 
-def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program | None:
+def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Program | None:
     """Return the attention calls of a run. If `configs` is not empty, return only the calls with
     these configs. Return None if the run has cells, or if there are no such calls.
     """
@@ -158,8 +162,10 @@ def find_program(store: Store, run: str, configs: Sequence[Config]) -> Program |
     observed = ObservedCalls(store.templates(run), calls)
     untraced = observed.untraced()
     if configs:
-        kept = {call.config for call in (*calls, *untraced) if call.config}
-        selected = {label for label in kept if any(c.matches(parse_config(label)) for c in configs)}
+        labels = {call.config for call in (*calls, *untraced) if call.config}
+        selected = {
+            label for label in labels if any(c.matches(parse_config(label)) for c in configs)
+        }
         calls, untraced = (
             [call for call in made if call.config in selected] for made in (calls, untraced)
         )
@@ -175,81 +181,94 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     that only one side has is `added` or `removed`. `threshold` is the minimum relative change of a
     time that is reported as faster or slower.
     """
-    whole = not (baseline.calls and candidate.calls)
-    pairs, removed, added = _paired(_sites(baseline, whole), _sites(candidate, whole))
-    groups: dict[Hashable, list[tuple[_Site, _Site]]] = {}
-    for base, cand in ((_merged(left), _merged(right)) for left, right in pairs):
-        key = _pairing_key(baseline, base), _pairing_key(candidate, cand)
-        groups.setdefault(key, []).append((base, cand))
     doubts = _doubts(baseline, candidate)
+    groups = _equal_layers((baseline, candidate))
+    groups.sort(key=lambda group: (not group[1][0], not group[1][1], _position(group)))
     rows = []
-    for group in groups.values():
-        left = _calls([base for base, _ in group])
-        right = _calls([cand for _, cand in group])
-        sides = _side(baseline, left), _side(candidate, right)
-        times = [_kernel_times(call) for call in left], [_kernel_times(call) for call in right]
-        rows.append(_row(group[0][0].direction, sides, times, doubts, threshold))
-    rows += _of_one_side(baseline, removed, "removed")
-    rows += _of_one_side(candidate, added, "added")
+    for direction, (left, right) in groups:
+        if left and right:
+            sides = _side(baseline, left), _side(candidate, right)
+            rows.append(_diff(direction, sides, (left, right), doubts, threshold))
+        elif left:
+            why = ("the candidate has no such layer of these sizes",)
+            row = LayerDiff(
+                direction, baseline=_side(baseline, left), verdict="removed", reasons=why
+            )
+            rows.append(row)
+        else:
+            why = ("the baseline has no such layer of these sizes",)
+            row = LayerDiff(
+                direction, candidate=_side(candidate, right), verdict="added", reasons=why
+            )
+            rows.append(row)
     return tuple(rows)
+
+
+def _position(group: _Group) -> tuple[int, int]:
+    first = next(filter(None, group[1]))[0]
+    return first.trace, first.call
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
     """Match the layers of several programs. Return one row per group of equal layers, in the order
     of the first program that has them.
     """
+    rows = []
+    for direction, calls in _equal_layers(programs):
+        sides = [
+            _side(program, own) if own else None
+            for program, own in zip(programs, calls, strict=True)
+        ]
+        present = [side for side in sides if side is not None]
+        timed = [side for side in present if side.forward_ns is not None]
+        both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
+        samples = [_samples(own, both_ways=both_ways) for own in calls]
+        row = MatchedLayers(
+            direction=direction,
+            sides=tuple(sides),
+            call_ns=tuple(median(own) if own else None for own in samples),
+            basis=("forward and backward" if both_ways else "forward") if timed else None,
+            reasons=tuple(
+                tuple(_differences(present[0], side)) if side not in (None, present[0]) else ()
+                for side in sides
+            ),
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _equal_layers(programs: Sequence[Program]) -> list[_Group]:
+    """Return the groups of equal layers, in the order of the first program that has them."""
+    # if one of the programs has no trace, calls that are in no trace are included
     whole = not all(program.calls for program in programs)
-    tracks: list[list[list[_Site]]] = []
+    layers: list[list[list[_Site]]] = []  # the sites of each layer, by program
     for place, program in enumerate(programs):
-        heads = [next(filter(None, track))[0] for track in tracks]
-        owners = {id(head): track for head, track in zip(heads, tracks, strict=True)}
-        pairs, _, added = _paired(heads, _sites(program, whole))
+        heads = [next(filter(None, layer))[0] for layer in layers]
+        owners = {id(head): layer for head, layer in zip(heads, layers, strict=True)}
+        pairs, added = _paired(heads, _sites(program, whole))
         for left, right in pairs:
             kept, *rest = (owners[id(head)] for head in left)
-            for track in rest:  # layers whose names do not distinguish them become one row
-                kept[:] = [[*sites, *more] for sites, more in zip(kept, track, strict=True)]
-            tracks = [track for track in tracks if not any(track is other for other in rest)]
+            for layer in rest:  # layers whose names do not distinguish them become one row
+                kept[:] = [[*sites, *more] for sites, more in zip(kept, layer, strict=True)]
+            layers = [layer for layer in layers if not any(layer is other for other in rest)]
             kept[place] += right
-        new = [[site] for site in added]
-        tracks += [[sites if at == place else [] for at in range(len(programs))] for sites in new]
-    groups: dict[Hashable, list[list[list[_Site]]]] = {}
-    for track in tracks:
-        both = zip(programs, track, strict=True)
+        layers += [[[site] if at == place else [] for at in range(len(programs))] for site in added]
+    groups: dict[Hashable, _Group] = {}
+    for layer in layers:
+        direction = next(filter(None, layer))[0].direction
+        calls = [list(chain.from_iterable(site.calls for site in sites)) for sites in layer]
         key = tuple(
-            _pairing_key(program, _merged(sites)) if sites else None for program, sites in both
+            _group_key(program, sites[0], own) if sites else None
+            for program, sites, own in zip(programs, layer, calls, strict=True)
         )
-        groups.setdefault(key, []).append(track)
-    return tuple(_matched(programs, group) for group in groups.values())
-
-
-def _matched(programs: Sequence[Program], tracks: Sequence[list[list[_Site]]]) -> MatchedLayers:
-    """Return one row for equal layers of the programs. `tracks` has the sites of each layer, by
-    program.
-    """
-    calls = [_calls(chain.from_iterable(sites)) for sites in zip(*tracks, strict=True)]
-    sides = [
-        _side(program, own) if own else None for program, own in zip(programs, calls, strict=True)
-    ]
-    present = [side for side in sides if side is not None]
-    timed = [side for side in present if side.forward_ns is not None]
-    both_ways = bool(timed) and all(side.backward_ns is not None for side in timed)
-    samples = [_samples(map(_kernel_times, own), both_ways=both_ways) for own in calls]
-    return MatchedLayers(
-        direction=next(filter(None, tracks[0]))[0].direction,
-        sides=tuple(sides),
-        call_ns=tuple(median(own) if own else None for own in samples),
-        basis=("forward and backward" if both_ways else "forward") if timed else None,
-        reasons=tuple(
-            tuple(_differences(present[0], side)) if side not in (None, present[0]) else ()
-            for side in sides
-        ),
-    )
+        _, grouped = groups.setdefault(key, (direction, [[] for _ in programs]))
+        for mine, own in zip(grouped, calls, strict=True):
+            mine += own
+    return list(groups.values())
 
 
 def _sites(program: Program, whole: bool) -> list[_Site]:
-    """Return the layers of a program, in the order of their first calls. If `whole` is true, calls
-    that are in no trace are included. This is necessary if one of the programs has no trace.
-    """
+    """Return the layers of a program in the order of their first calls."""
     calls_by_site: dict[_Site, list[CallRow]] = {}
     seen: Counter[Hashable] = Counter()
     for call in (*program.calls, *(program.untraced if whole else ())):
@@ -258,12 +277,12 @@ def _sites(program: Program, whole: bool) -> list[_Site]:
         name = WRAPPER.sub("", module).lstrip(".") if module else None
         shape, core = _shapes(call, config)
         direction = "recompute" if call.recompute else "forward"
-        place = 0
+        number = 0
         if name is None and phase_of(call) != "decode":
             where = (call.trace, call.step, shape, direction)
-            place = seen[where]
+            number = seen[where]
             seen[where] += 1
-        site = _Site(name, place, shape, core, direction, call.path is not None)
+        site = _Site(name, number, shape, core, direction, call.path is not None)
         calls_by_site.setdefault(site, []).append(call)
     return [replace(site, calls=tuple(calls)) for site, calls in calls_by_site.items()]
 
@@ -284,37 +303,31 @@ def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
     return (*core, config.num_kv_heads, config.bwd, *masked), core
 
 
-def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Site], list[_Site]]:
-    """Return the pairs of sites in the order of the baseline, the sites that only the baseline has,
-    and the sites that only the candidate has.
+def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Site]]:
+    """Return the pairs of sites in the order of the baseline, and the other sites of the candidate.
 
     Sites with an equal key are paired in order if both sides have the same number of them. If the
     names of the two sides cannot be compared, all sites with an equal key form one pair.
     """
     pairs: list[_Pair] = []
-    taken: set[int] = set()
+    paired: set[int] = set()  # identities, because sites of the two sides may be equal
     for key in (*_KEYS, None):
         left, right = (_by(key or (lambda site: site.core), sites) for sites in (base, cand))
         for value in left.keys() & right.keys():
             sites, others = left[value], right[value]
             if key is None and not _named_apart(sites[0], others[0]):
                 continue
-            if len(sites) != len(others) and key is None:
-                pairs.append((sites, others))
-            elif len(sites) == len(others):
+            if len(sites) == len(others):
                 pairs += [([site], [other]) for site, other in zip(sites, others, strict=True)]
+            elif key is None:
+                pairs.append((sites, others))
             else:
                 continue
-            # compare by identity, because sites of the two sides may be equal
-            taken |= {id(site) for site in chain(sites, others)}
-        base, cand = ([site for site in sites if id(site) not in taken] for sites in (base, cand))
+            paired |= {id(site) for site in chain(sites, others)}
+        base, cand = ([site for site in sites if id(site) not in paired] for sites in (base, cand))
     # the order of the keys above is arbitrary, because they are in sets
     pairs.sort(key=lambda pair: (pair[0][0].calls[0].trace, pair[0][0].calls[0].call))
-    return pairs, base, cand
-
-
-def _merged(sites: Sequence[_Site]) -> _Site:
-    return replace(sites[0], calls=tuple(_calls(sites)))
+    return pairs, cand
 
 
 def _by(
@@ -327,59 +340,47 @@ def _by(
 
 
 def _named_apart(base: _Site, cand: _Site) -> bool:
-    """Return whether the names of the two sites cannot be compared, because one site has no name,
-    or because one name is a path and the other consists of classes.
-    """
+    """Return whether one site has no name, or one name is a path and the other made of classes."""
     return base.name is None or cand.name is None or base.dotted != cand.dotted
 
 
-def _pairing_key(program: Program, site: _Site) -> Hashable:
-    first = site.calls[0]
+def _group_key(program: Program, site: _Site, calls: Sequence[CallRow]) -> Hashable:
+    first = calls[0]
     return (
-        *(site.pattern, site.shape, site.direction, first.kind, first.config and _dtype(first)),
-        *(_ran(program, site.calls), first.mode),
-        *(_recorded(program, site.calls, name) for name in RECORDED),
+        *(site.pattern, site.shape, site.direction, first.kind),
+        *(first.config and parse_config(first.config).dtype, _ran(program, calls), first.mode),
+        *(_recorded(program, calls, name) for name in RECORDED),
     )
 
 
-def _dtype(call: CallRow) -> str | None:
-    return parse_config(call.config).dtype if call.config else None
-
-
 def _ran(program: Program, calls: Iterable[CallRow]) -> str | None:
-    """Return the backend that ran the calls, or several backends if steps differ. Return None if it
-    is unknown.
-    """
+    """Return the backend that ran, or several if steps differ. Return None if it is unknown."""
     names = (actual_backend(call) or program.observed.common_field(call, "ran") for call in calls)
     return " and ".join(sorted(set(filter(None, names)))) or None
 
 
 def _recorded(program: Program, calls: Iterable[CallRow], name: str) -> str | None:
-    """Return the value that the observer recorded for the calls, or several values if they differ.
-    Return None if nothing was recorded.
-    """
     values = (program.observed.common_field(call, name) for call in calls)
     return " and ".join(sorted(set(filter(None, values)))) or None
 
 
-def _calls(sites: Iterable[_Site]) -> list[CallRow]:
-    return list(chain.from_iterable(site.calls for site in sites))
-
-
 def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
-    """Return one side of a row, which describes equal calls of equal layers. The call of median
-    length represents them.
-    """
-    middle = sorted(calls, key=_length)[(len(calls) - 1) // 2]
-    names = module_names(calls)
+    def length(call: CallRow) -> int:
+        return parse_config(call.config).seq_len_kv if call.config else 0
+
+    middle = sorted(calls, key=length)[(len(calls) - 1) // 2]
     spent = [times for call in calls if (times := _kernel_times(call))]
     backward = [times[1] for times in spent if times[1] is not None]
-    traced = sum(call.trace != UNTRACED for call in calls)
+    traced = [call for call in calls if call.trace != UNTRACED]
+    steps = max(len(program.steps), 1)
+    points: tuple[tuple[str, float], ...] = ()
+    if all(call.config and not call.reason for call in calls):
+        points = points_of(traced, steps) if program.calls else program.observed.points(calls)
     recorded = {name: _recorded(program, calls, name) for name in RECORDED}
     return LayerSide(
-        module=merge_numbered(names),
+        module=merge_numbered(module_names(calls)),
         config=middle.config,
-        calls=traced / max(len(program.steps), 1) if program.calls else None,
+        calls=len(traced) / steps if program.calls else None,
         phase=phase_of(middle),
         mode=middle.mode,
         ran=_ran(program, calls),
@@ -387,25 +388,9 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
         forward_ns=median(times[0] for times in spent) if spent else None,
         backward_ns=median(backward) if backward else None,
         program_calls=program.observed.counts([calls])[0],
-        points=_points(program, calls),
+        points=points,
         **recorded,
     )
-
-
-def _points(program: Program, calls: Sequence[CallRow]) -> tuple[tuple[str, float], ...]:
-    """Return the configs to time instead of the calls. Return nothing if the config of a call does
-    not describe the call completely.
-    """
-    if any(call.config is None or call.reason for call in calls):
-        return ()
-    traced = [call for call in calls if call.trace != UNTRACED]
-    if program.calls:
-        return points_of(traced, max(len(program.steps), 1))
-    return program.observed.points(calls)
-
-
-def _length(call: CallRow) -> int:
-    return parse_config(call.config).seq_len_kv if call.config else 0
 
 
 def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
@@ -419,17 +404,25 @@ def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
     return whole - sum(backward), sum(backward) if backward else None
 
 
-def _row(
+def _samples(calls: Iterable[CallRow], *, both_ways: bool) -> list[int]:
+    """Return the kernel times of single calls, with the backward pass if `both_ways`."""
+    times = filter(None, map(_kernel_times, calls))
+    if not both_ways:
+        return [forward for forward, _ in times]
+    return [forward + backward for forward, backward in times if backward is not None]
+
+
+def _diff(
     direction: str,
     sides: tuple[LayerSide, LayerSide],
-    times: tuple[Sequence[_Times], Sequence[_Times]],
+    calls: tuple[Sequence[CallRow], Sequence[CallRow]],
     doubts: Sequence[str],
     threshold: float,
 ) -> LayerDiff:
     base, cand = sides
     other_backend = None not in (base.ran, cand.ran) and base.ran != cand.ran
     with_backward = [side.backward_ns is not None for side in sides]
-    left, right = (_samples(samples, both_ways=all(with_backward)) for samples in times)
+    left, right = (_samples(own, both_ways=all(with_backward)) for own in calls)
     ratio, speed, why = _speed(left, right, threshold)
     if doubts and ratio is not None:
         speed, why = "unknown", "; ".join(doubts)
@@ -456,11 +449,9 @@ def _row(
 
 
 def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
-    """Return the differences between two sides other than the backend and the time. A value that
-    only the observer records is compared only if both sides have it.
-    """
+    """Return the differences between two sides other than the backend and the time."""
     steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
-    told_alone: tuple[tuple[str, Any, Any], ...] = (
+    if_both_known: tuple[tuple[str, Any, Any], ...] = (
         ("calls a step", steps[0], steps[1]),
         ("calls in all", base.program_calls, cand.program_calls),
         ("backends allowed", base.asked, cand.asked),
@@ -471,40 +462,16 @@ def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
         ("module", base.module, cand.module),
         ("config", base.config, cand.config),
         ("mode", base.mode, cand.mode),
-        *(pair for pair in told_alone if None not in pair),
+        *(pair for pair in if_both_known if None not in pair),
     )
     return [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
-
-
-def _of_one_side(program: Program, sites: Iterable[_Site], verdict: Verdict) -> list[LayerDiff]:
-    """Return the rows of the layers that only one side has."""
-    here, there = ("baseline", "candidate") if verdict == "removed" else ("candidate", "baseline")
-    groups: dict[Hashable, list[_Site]] = {}
-    for site in sites:
-        groups.setdefault(_pairing_key(program, site), []).append(site)
-    rows = []
-    for group in groups.values():
-        side: dict[str, Any] = {here: _side(program, _calls(group))}
-        reason = f"the {there} has no such layer of these sizes"
-        rows.append(LayerDiff(group[0].direction, **side, verdict=verdict, reasons=(reason,)))
-    return rows
-
-
-def _samples(times: Iterable[_Times], *, both_ways: bool) -> list[int]:
-    """Return the times of single calls. If `both_ways` is true, the times include the backward
-    pass.
-    """
-    measured = [pair for pair in times if pair is not None]
-    if not both_ways:
-        return [forward for forward, _ in measured]
-    return [forward + backward for forward, backward in measured if backward is not None]
 
 
 def _speed(
     base: Sequence[int], cand: Sequence[int], threshold: float
 ) -> tuple[float | None, Verdict, str]:
-    """Return the ratio of the times, the verdict and its reason. The verdict comes from a rank
-    test, or from the ranges of the times if there are few calls.
+    """Return the ratio of the times, the verdict and its reason. Few calls have no rank test; their
+    ranges decide.
     """
     if not base or not cand or not median(base) or not median(cand):
         return None, "unknown", "no times of kernels on both sides"
@@ -528,7 +495,6 @@ def _speed(
 
 
 def _doubts(baseline: Program, candidate: Program) -> list[str]:
-    """Return the reasons why the times of the two programs cannot be compared."""
     devices = baseline.device, candidate.device
     if None not in devices and devices[0] != devices[1]:
         return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
@@ -539,8 +505,6 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
 
 
 def _on_cpu(program: Program) -> bool | None:
-    """Return whether the program ran on a CPU, where ops take the place of kernels. Return None if
-    there are neither ops nor kernels.
-    """
+    """Return whether a CPU's ops took the place of kernels. Return None if there are neither."""
     names = [kernel.kernel for call in program.calls for kernel in call.kernels]
     return all(name.startswith("aten::") for name in names) if names else None

@@ -5,8 +5,9 @@ can be saved.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from profharness import stats
 from profharness.attention.config import (
@@ -24,79 +25,62 @@ from profharness.rows import COLD, KERNEL
 
 # measurements of a bench; the first that is available ranks the backends
 MEASUREMENTS = KERNEL, COLD
+Points = Sequence[tuple[str, float]]
 # if the GPU is busy for less than this share of a step, the program counts as launch-bound
 LAUNCH_BOUND = 0.9
 # minimum ratio of the times of a call in the trace and in the bench for which a doubt is reported
 UNLIKE = 1.5
 
 
-@dataclass(frozen=True, slots=True)
 class BenchTimes:
-    """The samples of a bench, by config label and backend. Only cells with correct output are
-    included.
+    """The samples of a bench, by config and backend. Only cells with correct output count. Points are
+    pairs of a config label and a number of calls.
     """
 
-    samples: dict[tuple[str, str], tuple[int, ...]]
-
-    @classmethod
-    def of(cls, benched: BenchResult) -> BenchTimes:
-        return cls(
-            {
-                (row.config, row.backend): benched.samples[row.config, row.backend][benched.ranking]
-                for row in benched.figures()
-                if row.ranked
-            }
-        )
-
-    def backends(self, label: str) -> set[str]:
-        return {backend for config, backend in self.samples if config == label}
+    def __init__(self, benched: BenchResult) -> None:
+        self.samples = {
+            (row.config, row.backend): benched.samples[row.config, row.backend][benched.ranking]
+            for row in benched.figures()
+            if row.ranked
+        }
 
     def median(self, label: str, backend: str) -> float | None:
+        """Return the median time of a call in ns, or None if it was not timed."""
         values = self.samples.get((label, backend))
         return stats.summarize(values).median if values else None
 
-    def total(self, points: Sequence[tuple[str, float]], backend: str) -> float | None:
-        """Return the time of the weighted configs on a backend, in nanoseconds per step. Return
-        None if one of the configs was not timed.
-        """
-        medians = [self.median(label, backend) for label, _ in points]
-        timed = [ns for ns in medians if ns is not None]
-        if len(timed) < len(points):
-            return None
-        return sum(ns * weight for ns, (_, weight) in zip(timed, points, strict=True))
+    def total(self, points: Points, backend: str) -> float | None:
+        """Return the time of all calls in ns, or None if one of the configs was not timed."""
+        whole = 0.0
+        for label, weight in points:
+            ns = self.median(label, backend)
+            if ns is None:
+                return None
+            whole += ns * weight
+        return whole
 
-    def verdict(self, points: Sequence[tuple[str, float]], backend: str, than: str) -> stats.Speed:
+    def fastest(self, points: Points) -> str | None:
+        """Return the backend with the shortest time, among those that were timed on all points.
+        Settings that let PyTorch choose are left out.
+        """
+        labels = {label for label, _ in points}
+        timed = Counter(backend for label, backend in self.samples if label in labels)
+        everywhere = sorted(name for name, count in timed.items() if count == len(labels))
+        times = {
+            name: self.total(points, name) or 0 for name in everywhere if name not in OWN_CHOICE
+        }
+        return min(times, key=lambda name: times[name], default=None)
+
+    def verdict(self, points: Points, backend: str, than: str) -> stats.Speed:
         """Compare `backend` with `than`. Return `slower` if the samples of at least one point show
         that `backend` is slower, else `unknown` if the comparison of a point is undecided, else
         `same`.
         """
-        verdicts = [
+        verdicts = {
             stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
             for label, _ in points
-        ]
-        order: tuple[stats.Speed, ...] = ("slower", "unknown")
-        return next((word for word in order if word in verdicts), "same")
-
-    def everywhere(self, points: Sequence[tuple[str, float]]) -> list[str]:
-        """Return the backends that were timed on all points. Settings that let PyTorch choose are
-        left out.
-        """
-        timed = set.intersection(*(self.backends(label) for label, _ in points))
-        return sorted(timed - set(OWN_CHOICE))
-
-    def best(self, points: Sequence[tuple[str, float]], ran: str) -> str:
-        """Return the fastest backend. Return the backend that ran if the samples do not show that
-        it is slower than the fastest, because a lower median alone may be noise.
-        """
-        fastest = self.fastest(points)
-        return fastest if self.verdict(points, ran, than=fastest) == "slower" else ran
-
-    def fastest(self, points: Sequence[tuple[str, float]]) -> str:
-        """Return the backend with the shortest time per step, among those that were timed on all
-        points.
-        """
-        # the names are sorted, so that the result is deterministic if times are equal
-        return min(self.everywhere(points), key=lambda backend: self.total(points, backend) or 0.0)
+        }
+        return "slower" if "slower" in verdicts else "unknown" if "unknown" in verdicts else "same"
 
 
 def regret_configs(layers: LayerMap) -> list[Config]:
@@ -146,16 +130,14 @@ def _timeable(row: LayerRow) -> bool:
 
 
 def _median(row: LayerRow) -> Config:
-    """Return the config to time for the row's call of median length. A recomputed call is timed
-    without the backward pass.
-    """
+    """Return the config of median length. A recomputed call is timed without the backward pass."""
     config = parse_config(str(row.config))
     return replace(config, bwd=False) if row.direction == "recompute" else config
 
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
-    """Return the changes after which other backends support a row that ran as math. Changes that a
-    config cannot express are left out.
+    """Return the changes after which other backends support a row that ran as math, if a config
+    can express them.
     """
     if row.ran != "math" or row.config is None or layers.platform is None:
         return []
@@ -174,7 +156,7 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
             f"{layers.gpu or 'a CPU'}: time its configs there (`profharness layers --regret`), or name a "
             "bench of each GPU, which stand beside each other (--bench RUN,RUN)"
         )
-    times = BenchTimes.of(benched)
+    times = BenchTimes(benched)
     rows = [_with_best(row, layers, benched, times) for row in layers.rows]
     timed = [row for row in rows if row.saves_ns is not None]
     if not timed:
@@ -204,23 +186,23 @@ def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
 
 
 def _launch_bound(layers: LayerMap) -> bool:
-    """Return whether the GPU waited for the CPU during much of the traced step."""
     return layers.gpu is not None and layers.busy_ns < LAUNCH_BOUND * layers.step_ns
 
 
 def _with_best(
     row: LayerRow, layers: LayerMap, benched: BenchResult, times: BenchTimes
 ) -> LayerRow:
-    """Return the row with its best backend. This is the backend that ran if the samples show no
-    other to be faster.
-    """
+    """Add the best backend, which is the one that ran if the samples show no other to be faster."""
     if not _timeable(row):
         return row
     calls, actual = sum(weight for _, weight in row.points), str(row.ran)
     spent = times.total(row.points, actual)
     if spent is None or not calls:
         return row
-    best = times.best(row.points, actual)
+    best = times.fastest(row.points)
+    # a lower median alone may be noise
+    if best is None or times.verdict(row.points, actual, than=best) != "slower":
+        best = actual
     least = times.total(row.points, best) or 0.0
     saves = spent - least
     twins = [(replace(parse_config(label), bwd=False).label, part) for label, part in row.points]
@@ -241,7 +223,7 @@ def _with_best(
 
 
 def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
-    """Return a sentence that says how to select the best backend and what this saves."""
+    """Return how to select the best backend, and what this saves."""
     chosen = {
         backend_that_ran(cell)
         for cell in benched.cells
@@ -258,9 +240,7 @@ def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
 
 
 def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
-    """Return the advice that the rules give for a row. If a change was timed, the text includes its
-    gain.
-    """
+    """Return the advice of the rules, with the gain of each change that was timed."""
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
     for item in _changes(row, layers):
@@ -278,9 +258,6 @@ def _saves(layers: LayerMap) -> str:
 
 
 def _saved_text(figures: LayerRow | Regret) -> str:
-    """Return the savings as text, such as `120.0 µs`. If a backward pass was timed, the text also
-    contains the forward and the backward savings.
-    """
     text = _time(figures.saves_ns or 0.0)
     forward, backward = figures.saves_forward_ns, figures.saves_backward_ns
     if forward is None or backward is None:
@@ -320,9 +297,7 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
 
 
 def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -> list[str]:
-    """Return sentences about the calls that were not timed, and about differences between the bench
-    and the trace.
-    """
+    """Return which calls were not timed, and differences between the bench and the trace."""
     texts = []
     for row in rows:
         name = row.module or row.config or row.kind
@@ -336,7 +311,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
             texts.append(f"not timed: {row.calls:g} calls a step of {name}, for {why}")
             continue
         fastest = times.fastest(row.points)
-        if times.verdict(row.points, str(row.ran), than=fastest) == "unknown":
+        if fastest and times.verdict(row.points, str(row.ran), than=fastest) == "unknown":
             texts.append(
                 f"{name}: {row.ran} is not told apart from {fastest}, which has the lower median; "
                 "sample longer with --max-time"

@@ -29,17 +29,18 @@ from profharness.commands._types import (
     complete_runs,
     store_path,
 )
-from profharness.commands.layers.forecast_map import forecast_map
-from profharness.commands.layers.gpu_tables import (
+from profharness.commands.layers.by_gpu import (
+    LayersByGpu,
     benches_document,
-    forecasts_document,
+    find_benches,
+    find_layers_by_gpu,
     layers_by_gpu_document,
 )
+from profharness.commands.layers.forecast_map import forecast_map
 from profharness.commands.layers.tables import layers_document
 from profharness.errors import NotFoundError, UsageError
 from profharness.files import RUNS_FOLDER
 from profharness.jobs.into_store import Listener, time_layers
-from profharness.program.by_gpu import LayersByGpu, find_benches, find_layers_by_gpu
 from profharness.program.gates import (
     Gates,
     check_gates,
@@ -318,7 +319,7 @@ def show(
     named = split_names(benches)
     gates = parse_gates(fail_on, expect)
     if found.predicted:
-        return forecasts_document(found.maps[0], full=full)
+        return layers_document(found.maps[0], full=full)
     if found.classes is not None or len(named) > 1:
         return _show_several(found, named, gates, full=full)
     (own,) = found.maps

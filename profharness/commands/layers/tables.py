@@ -47,8 +47,9 @@ GAPS = (
 )
 REGRET = pick(LayerRow, "best", "saves_ns")
 OF_FORECAST = tuple(name for name in field_names(Forecast) if name != "rows")
+GPU_LAYER = pick(LayerRow, "module", "config")  # first columns of a table with a column per GPU
 FORECAST = (
-    *pick(LayerRow, "module", "config"),
+    *GPU_LAYER,
     *pick(LayerForecast, "predicted_backend", "predicted_ns", "predicted_low_ns"),
     *pick(LayerForecast, "predicted_high_ns", "predicted_source", "predicted_total_ns"),
     *pick(LayerForecast, "predicted_share", "predicted_best", "predicted_saves_ns"),
@@ -57,9 +58,9 @@ FORECAST = (
 
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     """Return the document of `layers`. With `full`, it contains whole module names, kernels and
-    gaps.
+    gaps. Predictions for several GPUs have a table with one column each, and the JSON key `classes`.
     """
-    lines = [line_of(row, full) for row in layers.rows]
+    lines = [_line(row, full) for row in layers.rows]
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
     columns = (*COLUMNS, *(REGRET if layers.regret else ()))
     blocks: list[Block] = [Heading(f"Attention of run {layers.run}", _summary(layers))]
@@ -79,12 +80,15 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     if full and layers.gaps:
         blocks += [Heading("Where the GPU waited", "the largest gaps", 3), _gaps(layers)]
     extra = {
-        "steps": [record_of(step) for step in layers.steps],
-        "gaps": [record_of(gap) for gap in layers.gaps],
+        "steps": [step._asdict() for step in layers.steps],
+        "gaps": [gap._asdict() for gap in layers.gaps],
         "caveats": list(layers.caveats),
         "regret": record(layers.regret) if layers.regret else None,
-        "predicted": forecast_record(layers.forecasts[0]) if layers.forecasts else None,
+        "predicted": record(layers.forecasts[0], OF_FORECAST) if layers.forecasts else None,
     }
+    if len(layers.forecasts) > 1:
+        blocks += _forecast_table(layers, lines)
+        extra["classes"] = [record(forecast, OF_FORECAST) for forecast in layers.forecasts]
     untold = (LayerForecast(),) * len(layers.rows)
     records = tuple(
         record(row) | record(beside)
@@ -94,20 +98,14 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra)
 
 
-def forecast_record(forecast: Forecast) -> dict[str, Any]:
-    """Return the JSON record of a prediction without its rows."""
-    return record(forecast, OF_FORECAST)
-
-
 def _forecast_blocks(
     forecast: Forecast, lines: Sequence[dict[str, Any]], full: bool
 ) -> Iterator[Block]:
-    """Yield the prediction for another GPU, largest time first, and its conclusions."""
     where = forecast.machine or f"{forecast.gpu}, torch {forecast.torch}, no atlas"
     whole = "a step" if forecast.of == "step" else "the whole program"
     yield Heading(f"Predicted for {where}", f"µs and saving of {whole}")
     rows = [
-        {name: line[name] for name in ("module", "config")} | record(told)
+        {column.key: line[column.key] for column in GPU_LAYER} | record(told)
         for line, told in zip(lines, forecast.rows, strict=True)
     ]
     rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
@@ -115,19 +113,67 @@ def _forecast_blocks(
     yield from map(Note, forecast.conclusions)
     if full:
         yield Heading("Predicted kernels", "of a call of median size", 3)
-        yield Table.of(
-            (KERNELS[0], *pick(LayerForecast, "predicted_kernels")),
-            rows,
+        yield Table.of((KERNELS[0], *pick(LayerForecast, "predicted_kernels")), rows)
+
+
+def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterator[Block]:
+    first, *others = layers.forecasts
+    measured = any(row.forward_ns is not None for row in layers.rows)
+    names = [forecast.gpu for forecast in layers.forecasts]
+    verbs = ["takes"] * len(names)
+    if measured:
+        names.insert(0, f"measured {layers.gpu or 'here'}")
+        verbs.insert(0, "ran")
+    whole = "a step" if first.of == "step" else "the whole program"
+    yield Heading("classes", f"{len(layers.forecasts)} of them, predicted kernels of {whole}")
+    rows = []
+    for at, (row, line) in enumerate(zip(layers.rows, lines, strict=True)):
+        spent = None if row.forward_ns is None else row.kernel_ns
+        cells = [(row.ran, spent)] if measured else []
+        predicted = [forecast.rows[at] for forecast in layers.forecasts]
+        cells += [(each.predicted_backend, each.predicted_total_ns) for each in predicted]
+        rows.append({column.key: line[column.key] for column in GPU_LAYER} | figures(cells))
+    yield Table.of((*GPU_LAYER, *figure_columns(names, verbs)), rows)
+    if len({forecast.torch for forecast in layers.forecasts}) > 1:
+        there = ", ".join(f"{forecast.torch} for {forecast.gpu}" for forecast in layers.forecasts)
+        yield Note(f"predicted for several releases of torch ({there}); --torch names one for all")
+    for forecast in others:
+        pairs = [
+            (here.predicted_backend, there.predicted_backend)
+            for here, there in zip(first.rows, forecast.rows, strict=True)
+        ]
+        both = [pair for pair in pairs if all(pair)]
+        apart = sum(here != there for here, there in both)
+        yield Note(
+            f"{forecast.gpu} takes another backend than {first.gpu} for {apart} of {len(both)} rows"
         )
 
 
-def record_of(row: Any) -> dict[str, Any]:
-    """Convert a named tuple to a dict."""
-    return dict(row._asdict())
+def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
+    """Return columns for the backend and its time on each GPU, and for the speed-ups over the
+    first.
+    """
+    columns = []
+    for at, (name, verb) in enumerate(zip(names, verbs, strict=True)):
+        columns.append(Column(f"ran{at}", f"{name} {verb}"))
+        columns.append(Column(f"us{at}", f"{name} µs", "us"))
+    columns += [
+        Column(f"times{at}", f"speed-up of {name}", "ratio") for at, name in enumerate(names[1:], 1)
+    ]
+    return columns
 
 
-def line_of(row: LayerRow, full: bool) -> dict[str, Any]:
-    """Return the values that the table shows for a row."""
+def figures(cells: Sequence[tuple[str | None, float | None]]) -> dict[str, Any]:
+    """Return the values of `figure_columns`, given the backend and its time in ns on each GPU."""
+    values: dict[str, Any] = {}
+    base = cells[0][1]
+    for at, (backend, ns) in enumerate(cells):
+        ratio = base / ns if base and ns else None
+        values |= {f"ran{at}": backend, f"us{at}": ns, f"times{at}": ratio}
+    return values
+
+
+def _line(row: LayerRow, full: bool) -> dict[str, Any]:
     line = {column.key: getattr(row, column.key) for column in (*COLUMNS, *REGRET)}
     if not full:
         line["module"] = short_module(row.module)
@@ -142,9 +188,7 @@ def line_of(row: LayerRow, full: bool) -> dict[str, Any]:
 
 
 def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:
-    """Return a text such as `dims q 8x64, k v 32x64` for a call without a config. None without
-    dims.
-    """
+    """Format dimensions, such as `dims q 8x64, k v 32x64`."""
     names: dict[str, list[str]] = {}
     for name, sizes in zip(("q", "k", "v", "mask"), dims, strict=False):
         if sizes:
@@ -167,8 +211,7 @@ def _summary(layers: LayerMap) -> str:
         made = sum(row.program_calls or 0 for row in layers.rows)
         return f"{made:,} calls of {layers.processes} process(es), counted" if made else ""
     step, busy = layers.step_ns, layers.busy_ns
-    measured = [row for row in layers.rows if row.forward_ns is not None]
-    attention = sum(row.kernel_ns for row in measured)
+    measured = any(row.forward_ns is not None for row in layers.rows)
     count = len(layers.steps)
     name = layers.steps[0].name if count == 1 else f"{count} steps of"
     share = f" ({busy / step:.0%})" if step else ""
@@ -177,11 +220,13 @@ def _summary(layers: LayerMap) -> str:
         parts.append(f"GPU busy {busy / 1e6:,.2f} ms{share}")
     else:
         parts.append("no kernels recorded" + (", times are of CPU ops" if measured else ""))
-    return ", ".join([*parts, *([f"attention {attention / 1e6:,.2f} ms"] if measured else [])])
+    return ", ".join(
+        [*parts, *([f"attention {layers.attention_ns / 1e6:,.2f} ms"] if measured else [])]
+    )
 
 
 def _notes(row: LayerRow, full: bool) -> Iterator[Note]:
-    label = line_of(row, full)["module"] or row.config or row.kind
+    label = _line(row, full)["module"] or row.config or row.kind
     doubtful = row.ran in ("math", "eager") or row.mask == NO_MASK_EFFECT
     level = "warning" if doubtful else "note"
     for reason in row.reasons:
@@ -196,5 +241,5 @@ def _gaps(layers: LayerMap) -> Table:
         late = None if gap.launch_ns is None else (gap.launch_ns - gap.start_ns) / 1e3
         op = gap.op_path.rpartition(";")[2] if gap.op_path else None
         lateness = None if late is None else f"{late:,.1f}" if late > 0 else "before it"
-        rows.append(record_of(gap) | {"op": op, "late": lateness})
+        rows.append(gap._asdict() | {"op": op, "late": lateness})
     return Table.of(GAPS, rows)

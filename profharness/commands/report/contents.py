@@ -32,7 +32,11 @@ from profharness.commands.kernels.tables import (
     kernels_document,
     witness_document,
 )
-from profharness.commands.layers.gpu_tables import layers_by_gpu_blocks, layers_by_gpu_record
+from profharness.commands.layers.by_gpu import (
+    find_programs,
+    layers_by_gpu_blocks,
+    layers_by_gpu_record,
+)
 from profharness.commands.layers.tables import layers_document
 from profharness.commands.predict.tables import against_blocks
 from profharness.commands.report.glossary import glossary_blocks
@@ -41,7 +45,6 @@ from profharness.device_types import device_name
 from profharness.errors import NotFoundError
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
-from profharness.program.by_gpu import find_programs
 from profharness.program.changes import OF_A_FILE
 from profharness.render.devices import device_blocks
 from profharness.render.document import Block, Chart, Code, Document, Heading, Note, Table

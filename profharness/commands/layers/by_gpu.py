@@ -1,0 +1,509 @@
+"""Compare the attention of one model on several GPU models, layer by layer, in programs and in benches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Any
+
+from profharness.attention.config import AUTO, SDPA_BACKENDS
+from profharness.columns import Column, pick
+from profharness.commands.layers.tables import GPU_LAYER, figure_columns, figures, layers_document
+from profharness.device_types import device_name
+from profharness.errors import NotFoundError, UsageError
+from profharness.measurements.evaluation import TIMED, BenchResult, backend_of_cell, evaluate_bench
+from profharness.program.changes import environment_changes
+from profharness.program.layer_map import LayerMap, LayerRow, find_layers, short_module
+from profharness.program.matching import LayerSide, MatchedLayers, find_program, match_layers
+from profharness.program.regret import MEASUREMENTS, BenchTimes, bench_doubts, regret_map
+from profharness.render.document import Block, Document, Heading, Note, Table, record
+from profharness.store import Selection, Store
+
+SOFTWARE = ("torch", "torch_cuda", "cudnn", "driver")  # versions in an environment
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayers:
+    """One run and its device."""
+
+    name: str  # name of the device, followed by the run if two runs have the same device
+    device: str
+    layers: LayerMap
+    changes: tuple[str, ...]  # versions that differ from the versions of the first run
+
+
+@dataclass(frozen=True, slots=True)
+class LayersByGpu:
+    """The maps of several runs, and the layers that match across the runs."""
+
+    classes: tuple[GpuLayers, ...]
+    rows: tuple[MatchedLayers, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchedCall:
+    """The times of a layer in the bench on one GPU model. They are average nanoseconds per call."""
+
+    # The backend that runs on this GPU. On the program's own GPU, it is the backend that ran in the
+    # program. On any other GPU, it is the backend that PyTorch chose in the bench among those that
+    # the program allowed. None if unknown.
+    backend: str | None = None
+    ns: float | None = None
+    # the fastest correct backend, or the backend that runs if the samples show no other to be
+    # faster
+    best: str | None = None
+    best_ns: float | None = None
+    calls: float | None = None  # calls per step, or of the whole program if no step was recorded
+    doubt: str | None = None  # a sentence about what is unknown
+
+    @property
+    def total_ns(self) -> float:
+        """The time of all calls, or 0 if it is unknown."""
+        return (self.ns or 0) * (self.calls or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBench:
+    """A bench and its GPU. `bench` is None if no bench ran on the program's GPU."""
+
+    name: str
+    device: str
+    bench: BenchResult | None
+    # The map of the program that ran on this GPU model, with the savings of the fastest backends.
+    # None if no program ran on it.
+    layers: LayerMap | None
+    calls: tuple[BenchedCall, ...]  # in the order of LayersByGpu.rows
+    changes: tuple[str, ...] = ()  # versions that differ from the versions of the first bench
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def measurement(self) -> str | None:
+        """The measurement by which backends are ranked."""
+        return self.bench.ranking if self.bench else None
+
+
+def find_layers_by_gpu(
+    store: Store, runs: Sequence[str], *, torch: str | None = None
+) -> LayersByGpu:
+    """Compare several runs with the first run. `torch` has the same meaning as in `find_layers`.
+    Raise NotFoundError for a run without attention calls, and UsageError for a run that captured
+    configs instead of a program.
+    """
+    if captures := [run for run in runs if store.cells(run)]:
+        remedy = "leave it out"
+        if len(captures) == len(runs):
+            remedy = f"compare such runs with profharness report {' '.join(runs)}"
+        raise UsageError(f"run {captures[0]} is of configs, and layers are a program's; {remedy}")
+    return _compare_maps(store, [find_layers(store, run, torch=torch) for run in runs])
+
+
+def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
+    """Compare those of the runs that recorded programs. There may be only one such run, or none."""
+    maps = []
+    for run in runs:
+        with contextlib.suppress(NotFoundError):  # the run is a trace that contains no attention
+            maps += [] if store.cells(run) else [find_layers(store, run)]
+    return _compare_maps(store, maps)
+
+
+def _compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
+    environments = [store.environment(layers.run) for layers in maps]
+    devices = [
+        layers.gpu or device_name(environment) or "CPU"
+        for layers, environment in zip(maps, environments, strict=True)
+    ]
+    classes = [
+        GpuLayers(
+            name=device if devices.count(device) == 1 else f"{device} ({layers.run})",
+            device=device,
+            layers=layers,
+            changes=_software_changes(environments[0], environment),
+        )
+        for device, layers, environment in zip(devices, maps, environments, strict=True)
+    ]
+    programs = [find_program(store, layers.run) for layers in maps]
+    return LayersByGpu(tuple(classes), match_layers([each for each in programs if each]))
+
+
+def _software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the versions that differ, such as `torch 2.11.0 → 2.12.0`."""
+    return tuple(
+        f"{each.key} {each.baseline} → {each.candidate}"
+        for each in environment_changes(one, other)
+        if each.key in SOFTWARE
+    )
+
+
+def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> list[GpuBench]:
+    """Return each program together with the bench on its GPU. If there is only one program, return
+    each bench instead. Raise UsageError for a bench that fits no program, and for two benches on
+    the same GPU. Raise NotFoundError for a bench that has no time of the layers.
+    """
+    benches = _evaluate(store, names)
+    for one, other in combinations(benches, 2):
+        if _device(one) == _device(other):
+            raise UsageError(
+                f"--bench: runs {one.run} and {other.run} were both timed on {_device(one)}; name one a class"
+            )
+    found = []
+    if len(programs.classes) == 1:
+        (only,) = programs.classes
+        calls = [row.sides[0] for row in programs.rows]
+        for bench in benches:
+            own = only if only.layers.gpu == bench.gpu else None
+            found.append(_bench_class(store, own, bench, benches[0], calls, only.layers.run))
+        return found
+    for bench in benches:
+        if all(bench.gpu != each.layers.gpu for each in programs.classes):
+            raise UsageError(
+                f"run {bench.run} was timed on {_device(bench)}, where none of these programs ran; "
+                "name one program alone, and benches of any GPUs stand beside each other"
+            )
+    by_gpu = {bench.gpu: bench for bench in benches}
+    fitting = [by_gpu.get(program.layers.gpu) for program in programs.classes]
+    first = next(filter(None, fitting))
+    for at, (program, bench_of_gpu) in enumerate(zip(programs.classes, fitting, strict=True)):
+        calls, run = [row.sides[at] for row in programs.rows], program.layers.run
+        found.append(_bench_class(store, program, bench_of_gpu, first, calls, run))
+    return found
+
+
+def _evaluate(store: Store, names: Sequence[str]) -> list[BenchResult]:
+    """Evaluate stored benches, by a measurement that all of them have if there is one."""
+    runs = [store.find_run(Selection(name), *TIMED) for name in names]
+    if twice := [run for run in runs if runs.count(run) > 1]:
+        raise UsageError(f"--bench names run {twice[0]} twice; name it once")
+    for rank_by in (MEASUREMENTS, MEASUREMENTS[1:]):
+        benches = [evaluate_bench(store, run, rank_by=rank_by) for run in runs]
+        if len({bench.ranking for bench in benches}) == 1:
+            return benches
+    return [evaluate_bench(store, run, rank_by=MEASUREMENTS) for run in runs]
+
+
+def _device(bench: BenchResult) -> str:
+    return device_name(bench.environment) or "a CPU"
+
+
+def _bench_class(
+    store: Store,
+    program: GpuLayers | None,
+    bench: BenchResult | None,
+    first: BenchResult,
+    sides: Sequence[LayerSide | None],
+    run: str,
+) -> GpuBench:
+    """Return a bench with its times of the layers of `run`, and the doubts about it. `program` is
+    the program on the GPU of the bench. `first` is the bench whose versions it is compared with.
+    """
+    if bench is None:
+        assert program is not None
+        doubt = f"no bench of {program.device} is named, so none of its times is told"
+        calls = (BenchedCall(),) * len(sides)
+        return GpuBench(program.name, program.device, None, program.layers, calls, doubts=(doubt,))
+    times = BenchTimes(bench)
+    calls = tuple(_benched_call(side, bench, times, own=program is not None) for side in sides)
+    if all(call.ns is None and call.best_ns is None for call in calls):
+        unknown = "; ".join(dict.fromkeys(call.doubt for call in calls if call.doubt))
+        remedy = ""
+        if any(call.calls for call in calls):
+            remedy = f": bench what `profharness layers {run} --regret --configs` prints"
+        raise NotFoundError(
+            f"run {bench.run} has no time of a layer of run {run} ({unknown}){remedy}"
+        )
+    doubts, layers = bench_doubts(bench), program.layers if program else None
+    if layers is not None:
+        if changes := _software_changes(store.environment(layers.run), bench.environment):
+            doubts.append(
+                f"run {bench.run} has other versions than the program: {', '.join(changes)}"
+            )
+        try:
+            layers = regret_map(layers, bench)
+        except NotFoundError as error:
+            doubts.append(f"what the best backends save is not told: {error}")
+    return GpuBench(
+        name=program.name if program else _device(bench),
+        device=_device(bench),
+        bench=bench,
+        layers=layers,
+        calls=calls,
+        changes=_software_changes(first.environment, bench.environment),
+        doubts=tuple(doubts),
+    )
+
+
+def _benched_call(
+    side: LayerSide | None, bench: BenchResult, times: BenchTimes, *, own: bool
+) -> BenchedCall:
+    """Return the times of equal calls. If `own`, the bench ran on the program's own GPU."""
+    if side is None:
+        return BenchedCall()
+    if not side.points:
+        return BenchedCall(doubt="no config replays these calls")
+    calls = sum(weight for _, weight in side.points)
+    ran = side.ran if own and side.ran in SDPA_BACKENDS else None
+    asked = ran or (AUTO if side.asked is None else side.asked.replace(",", "+"))
+    best = times.fastest(side.points)
+    least = times.total(side.points, best) if best else None
+    spent = times.total(side.points, asked)
+    if spent is None:
+        lacks = next(label for label, _ in side.points if times.median(label, asked) is None)
+        so = "" if ran else ", so what PyTorch takes there is not told"
+        doubt = f"run {bench.run} has no correct {asked} of {lacks}{so}"
+        return BenchedCall(None, None, best, least and least / calls, calls, doubt)
+    backend = ran or _chosen_backend(bench, side, asked) or asked
+    verdict = times.verdict(side.points, asked, than=best) if best else "same"
+    unclear = verdict == "unknown" and best != backend and (least or spent) < spent
+    doubt = f"{backend} is not told apart from {best}, which has the lower median"
+    # a lower median alone may be noise
+    if verdict != "slower" or best == backend:
+        best, least = backend, spent
+    return BenchedCall(
+        backend, spent / calls, best, least and least / calls, calls, doubt if unclear else None
+    )
+
+
+def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | None:
+    """Return the backend that PyTorch chose in the bench among the allowed ones, or several if the
+    choice depends on the length. Return None if it is unknown.
+    """
+    labels = {label for label, _ in side.points}
+    cells = [cell for cell in bench.cells if cell.backend == asked and cell.config in labels]
+    chosen = {backend_of_cell(cell) for cell in cells}
+    return None if None in chosen else " and ".join(sorted(map(str, chosen))) or None
+
+
+def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Document:
+    """Return the map of each run, and a table with one column per GPU.
+
+    The rows are those of all runs. Further JSON keys are those of the first run, `classes` and
+    `layers`. A single run has its usual document.
+    """
+    documents = [layers_document(each.layers, full=full) for each in answer.classes]
+    first = documents[0]
+    if len(documents) < 2:
+        return first
+    return replace(
+        first,
+        blocks=(
+            *chain.from_iterable(each.blocks for each in documents),
+            *layers_by_gpu_blocks(answer, full),
+        ),
+        records=tuple(chain.from_iterable(each.records for each in documents)),
+        extra={**first.extra, **layers_by_gpu_record(answer)},
+    )
+
+
+def layers_by_gpu_record(answer: LayersByGpu) -> dict[str, Any]:
+    """Return the JSON keys of the GPUs and of the matched layers. Times of GPUs are per step."""
+    classes = [
+        {
+            "run": each.layers.run,
+            "device": each.device,
+            "steps": len(each.layers.steps),
+            "step_ns": each.layers.step_ns,
+            "busy_ns": each.layers.busy_ns,
+            "attention_ns": each.layers.attention_ns,
+            "changes": list(each.changes),
+        }
+        for each in answer.classes
+    ]
+    return {"classes": classes, "layers": [record(row) for row in answer.rows]}
+
+
+def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Block]:
+    """Yield the table with one column per GPU, the times per step, and differences between GPUs."""
+    names = [each.name for each in answer.classes]
+    yield Heading("classes", f"{len(names)} of them, medians of one call's kernels")
+    rows = []
+    ordered = sorted(answer.rows, key=lambda row: -_spent(row))
+    for row in ordered:
+        side = row.first
+        line = {"module": _name(row, full=full), "config": side.config, "calls": side.calls}
+        ran = [each.ran if each else None for each in row.sides]
+        rows.append(line | figures(list(zip(ran, row.call_ns, strict=True))))
+    columns = (*GPU_LAYER, *pick(LayerRow, "calls"), *figure_columns(names, ["ran"] * len(names)))
+    yield Table.of(columns, rows)
+    yield from map(Note, _step_texts(answer))
+    for row, line in zip(ordered, rows, strict=True):
+        label = str(line["module"] or line["config"] or "a call")
+        for name, each, reasons in zip(names, row.sides, row.reasons, strict=True):
+            if each is None:
+                yield Note(f"{name} has no such layer of these sizes", label)
+            elif reasons:
+                yield Note(f"on {name} {'; '.join(reasons)}", label)
+        if row.basis == "forward" and any(
+            each and each.backward_ns is not None for each in row.sides
+        ):
+            yield Note("not each class has a backward, so that times are of forward alone", label)
+
+
+def _name(row: MatchedLayers, *, full: bool) -> str | None:
+    """Return the module in the first program, and the direction unless it is forward."""
+    name = row.first.module if full else short_module(row.first.module)
+    return f"{name or ''} ({row.direction})" if row.direction != "forward" else name
+
+
+def _spent(row: MatchedLayers) -> float:
+    """Return the time per step on the first GPU that has it, or per call without recorded steps."""
+    spent = (
+        ns * (side.calls or 1)
+        for side, ns in zip(row.sides, row.call_ns, strict=True)
+        if side and ns is not None
+    )
+    return next(spent, 0)
+
+
+def _step_texts(answer: LayersByGpu) -> Iterator[str]:
+    first, *others = answer.classes
+    before = first.layers.attention_ns
+    for at, other in enumerate(others, 1):
+        after = other.layers.attention_ns
+        shared = [
+            (row.sides[0].ran, side.ran)
+            for row in answer.rows
+            if row.sides[0] and (side := row.sides[at])
+        ]
+        if not shared:
+            yield f"{other.name} has no layer in common with {first.name}; are they of one model?"
+        elif before and after:
+            yield (
+                f"attention of a step: {before / 1e6:,.2f} ms on {first.name}, "
+                f"{after / 1e6:,.2f} ms on {other.name} ({before / after:.2f}x)"
+            )
+        if both := [pair for pair in shared if all(pair)]:
+            apart = sum(here != there for here, there in both)
+            yield (
+                f"on {other.name} another backend than on {first.name} runs for {apart} of "
+                f"{len(both)} rows"
+            )
+        if other.changes:
+            yield f"{other.name} differs in more than the GPU: {', '.join(other.changes)}"
+
+
+def benches_document(
+    programs: LayersByGpu, benches: Sequence[GpuBench], *, full: bool = False
+) -> Document:
+    """Return the map of each program with its benchmark, then the benchmarks side by side.
+
+    JSON keys are those of `layers_by_gpu_document`, `benches` and `benched`.
+    """
+    maps = {each.layers.run: each.layers for each in benches if each.layers is not None}
+    classes = tuple(
+        replace(each, layers=maps.get(each.layers.run, each.layers)) for each in programs.classes
+    )
+    document = layers_by_gpu_document(replace(programs, classes=classes), full=full)
+    benched = [
+        {
+            "direction": row.direction,
+            "sides": [record(side) if side else None for side in row.sides],
+            "calls": [record(each.calls[at]) for each in benches],
+        }
+        for at, row in enumerate(programs.rows)
+    ]
+    return replace(
+        document,
+        blocks=(*document.blocks, *_bench_blocks(programs.rows, benches, full)),
+        extra={**document.extra, "benches": list(map(_bench_record, benches)), "benched": benched},
+    )
+
+
+def _bench_record(item: GpuBench) -> dict[str, Any]:
+    regret = item.layers.regret if item.layers else None
+    return {
+        "run": item.bench.run if item.bench else None,
+        "device": item.device,
+        "measurement": item.measurement,
+        "changes": list(item.changes),
+        "doubts": list(item.doubts),
+        "program": item.layers.run if item.layers else None,
+        "regret": record(regret) if regret else None,
+    }
+
+
+def _bench_blocks(
+    rows: Sequence[MatchedLayers], benches: Sequence[GpuBench], full: bool
+) -> Iterator[Block]:
+    """Yield the table with one column per GPU, sums over all layers, and what is unknown."""
+    names = [each.name for each in benches]
+    timed = [
+        f"{each.name}: {each.measurement} times of run {each.bench.run}"
+        if each.bench
+        else f"{each.name}: no bench"
+        for each in benches
+    ]
+    yield Heading("classes in benches", f"µs of one call; {', '.join(timed)}")
+    layers = list(zip(rows, zip(*(each.calls for each in benches), strict=True), strict=True))
+    lines = []
+    # sort by the time on the first GPU that has it
+    for row, calls in sorted(
+        layers, key=lambda pair: -next(filter(None, (call.total_ns for call in pair[1])), 0)
+    ):
+        points = row.first.points
+        # for recomputed calls only the forward is timed
+        config = points[(len(points) - 1) // 2][0] if points else row.first.config
+        line = {"module": _name(row, full=full), "config": config}
+        line |= figures([(call.backend, call.ns) for call in calls])
+        for at, (call, each) in enumerate(zip(calls, benches, strict=True)):
+            line |= {f"best{at}": call.best, f"best_us{at}": call.best_ns}
+            if each.measurement != benches[0].measurement:
+                line[f"times{at}"] = None
+        lines.append(line)
+    best = [
+        column
+        for at, name in enumerate(names)
+        for column in (
+            Column(f"best{at}", f"{name} best"),
+            Column(f"best_us{at}", f"{name} best µs", "us"),
+        )
+    ]
+    yield Table.of((*GPU_LAYER, *figure_columns(names, ["runs"] * len(names)), *best), lines)
+    yield from map(Note, _bench_sums(rows, benches))
+    for each in benches:
+        if each.changes:
+            changes = ", ".join(each.changes)
+            yield Note(f"the bench of {each.name} differs in more than the GPU: {changes}")
+        for doubt in each.doubts:
+            yield Note(doubt, each.name, "warning")
+    for row, calls in layers:
+        for text in dict.fromkeys(call.doubt for call in calls if call.doubt):
+            yield Note(text, _name(row, full=full) or "a call", "warning")
+
+
+def _bench_sums(rows: Sequence[MatchedLayers], benches: Sequence[GpuBench]) -> Iterator[str]:
+    """Yield the time of all layers on each GPU, and what the fastest backends save."""
+    sides = [side for row in rows for side in row.sides if side]
+    whole = "a step" if all(side.calls is not None for side in sides) else "the whole program"
+    first, *others = benches
+    for other in others:
+        if first.bench and other.bench and first.measurement != other.measurement:
+            yield (
+                f"{first.measurement} times on {first.name} and {other.measurement} times on {other.name} "
+                "do not compare"
+            )
+            continue
+        both = zip(first.calls, other.calls, strict=True)
+        shared = [
+            (one.total_ns, two.total_ns) for one, two in both if one.total_ns and two.total_ns
+        ]
+        if not shared:
+            yield f"no layer has a time on both {first.name} and {other.name}"
+            continue
+        here, there = map(sum, zip(*shared, strict=True))
+        yield (
+            f"attention of {whole} in these benches: {here / 1e6:,.3f} ms on {first.name}, "
+            f"{there / 1e6:,.3f} ms on {other.name} ({here / there:.2f}x), of {len(shared)} of "
+            f"{len(rows)} rows"
+        )
+    for each in benches:
+        saved = sum(
+            call.total_ns - (call.best_ns or 0) * (call.calls or 0)
+            for call in each.calls
+            if call.ns
+        )
+        if saved > 0:
+            yield (
+                f"on {each.name} the fastest correct backends save {saved / 1e6:,.3f} ms of the "
+                f"kernels of {whole}"
+            )
