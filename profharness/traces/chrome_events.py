@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from enum import IntEnum
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Union
 
@@ -50,6 +51,8 @@ from profharness.traces.ops import (
 )
 
 Triple = tuple[int, int, int]
+ReadArguments = Callable[[list[int]], "list[tuple[OpArguments, int] | None]"]
+"""Returns the arguments and sequence number of the ops in these rows. None means that an op is broken."""
 
 # In microseconds. A double below this limit is precise enough to give the right nanosecond.
 EXACT_LIMIT = float(1 << 43)
@@ -137,11 +140,20 @@ class Collector:
         if any(self._pending[kind] for kind in ("op", "launch", "loose", "gpu")):
             self.flush()
 
-    def add_ops(self, rows: OpRows, args: Callable[[int], bytes]) -> None:
-        """Write ops. `args` must return the text of the arguments of a row."""
+    def add_ops(self, rows: OpRows, read: ReadArguments) -> None:
+        """Write ops. `read` returns the arguments and sequence numbers of rows."""
         keep = np.ones(len(rows.start), np.bool_)
-        self._detail(rows, keep, args)
+        self._detail(rows, keep, read)
         self.write(rows, keep)
+
+    def decoded(self, args: bytes) -> tuple[OpArguments, int] | None:
+        """Return the arguments and sequence number of an op, or None if it is broken."""
+        if not args:
+            return NO_ARGUMENTS, -1
+        try:
+            return self._arguments.decode(bytes(args))
+        except UNDECODABLE:  # the decoder would also treat the event as broken
+            return None
 
     def add_modules(self, names: list[str], columns: tuple[Ints, ...]) -> None:
         """Collect calls of modules. The columns contain their start, end and thread."""
@@ -204,14 +216,13 @@ class Collector:
         start, duration, keep = self._times(events)
         names = self.tables.names.column([e.name for e in events])
         rows = OpRows(start, start + duration, self._threads(events), names)
-        self._detail(rows, keep, lambda row: bytes(events[row].args))
+        self._detail(rows, keep, lambda rows: [self.decoded(events[row].args) for row in rows])
         self.write(rows, keep)
 
-    def _detail(self, rows: OpRows, keep: Flags, args: Callable[[int], bytes]) -> None:
+    def _detail(self, rows: OpRows, keep: Flags, read: ReadArguments) -> None:
         """Store the ops whose name requires more than a row in the columns.
 
-        `args` must return the text of the arguments of a row. If an op turns out to be broken, its
-        element of `keep` is set to False.
+        If an op turns out to be broken, its element of `keep` is set to False.
         """
         names = self.tables.names
         new = list(islice(names, len(self._kept), None))
@@ -222,17 +233,15 @@ class Collector:
         columns = (rows.start, rows.end, rows.thread)
         self._add_evaluations(*(column[evaluated] for column in columns))
         places = np.flatnonzero((kept >= AS_DETAIL) & keep)
-        lists = (column[places].tolist() for column in (kept, *rows))
-        for row, how, start, end, thread, name in zip(places.tolist(), *lists, strict=True):
-            arguments, sequence = NO_ARGUMENTS, -1
-            if how == WITH_ARGUMENTS and (text := args(row)):
-                try:
-                    arguments, sequence = self._arguments.decode(text)
-                except UNDECODABLE:  # the decoder would also treat the event as broken
-                    keep[row] = False
-                    continue
-            detail = HostSpan(self._texts[name], start, end, thread, arguments, sequence)
-            self.tables.details.append(detail)
+        wanted = places[kept[places] == WITH_ARGUMENTS].tolist()
+        read_arguments = dict(zip(wanted, read(wanted), strict=True))
+        lists = (column[places].tolist() for column in rows)
+        for row, start, end, thread, name in zip(places.tolist(), *lists, strict=True):
+            arguments = read_arguments.get(row, (NO_ARGUMENTS, -1))
+            if arguments is None:
+                keep[row] = False
+                continue
+            self.tables.details.append(HostSpan(self._texts[name], start, end, thread, *arguments))
 
     def _add_evaluations(self, start: Ints, end: Ints, thread: Ints) -> None:
         if len(start):
@@ -615,9 +624,10 @@ _DEVICE = [
     Column.KEY, Column.NODE, Column.BYTES,
 ]  # fmt: skip
 # Kinds of texts that have ids. The other kinds are the positions of the categories in ROLES.
-THREADS, CONFIGS = 254, 255
+ARGUMENTS, THREADS, CONFIGS = 253, 254, 255
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
 NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
+_OP_KEYS = [field.encode_name for field in msgspec.structs.fields(OpArgs)][:4]
 PARTS = [_KEYS[name] for name in ("grid", "block", "registers", "shared")]
 
 
@@ -652,10 +662,16 @@ class EventColumns:
         self._collector = collector
         roles = bytes(ROLES.values())
         self._scanner = Scanner(
-            _joined([*ROLES]), roles, _joined(NUMBERS), _joined(PARTS), MODULE.encode()
+            _joined([*ROLES]),
+            roles,
+            _joined(NUMBERS),
+            _joined(PARTS),
+            _joined(["Sequence number", *_OP_KEYS]),
+            MODULE.encode(),
         )
         self._rows: Ints = np.empty((len(Role), len(Column), CAPACITY), np.int64)
         self._modules: list[str] = []
+        self._arguments: list[OpArguments] = []
         # The collector's id for each id of the scanner. -1 means that the text is unreadable.
         self._ids = np.empty(0, np.int64)
 
@@ -695,6 +711,9 @@ class EventColumns:
                 args = _GPU_ARGS.decode(_members(PARTS, text))
                 config = (args.grid, args.block, args.registers, args.shared)
                 return tables.configs[config] if fits(config) else -1
+            if kind == ARGUMENTS:
+                self._arguments.append(OpArguments(*map(_decoded_list, text.split(b"\0"))))
+                return len(self._arguments) - 1
             name = _NAME.decode(text)
         except UNDECODABLE:
             return -1
@@ -724,7 +743,7 @@ class EventColumns:
         begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]]
         start, duration, name, thread = (ops[column] for column in _OP)
         columns = OpRows(start, start + duration, thread, name)
-        add.add_ops(columns, lambda row: bytes(text[begins[row] : ends[row]]))
+        add.add_ops(columns, partial(self._read_arguments, text, begins, ends))
         add.write(LaunchRows(*(rows[Role.CALL][column] for column in _KEYED)))
         add.write(GpuRows(*(rows[Role.DEVICE][column] for column in _DEVICE)))
         add.tables.arrows.blocks.append(rows[Role.ARROW][_KEYED])
@@ -736,6 +755,21 @@ class EventColumns:
         if places.size:
             places = places[:, np.argsort(places[0])]
             add.add_texts([bytes(text[begin:end]) for begin, end in places.T.tolist()])
+
+    def _read_arguments(
+        self, text: bytes | memoryview, begins: Ints, ends: Ints, rows: list[int]
+    ) -> list[tuple[OpArguments, int] | None]:
+        """Return the arguments and sequence numbers of ops."""
+        found = np.stack([begins[rows], ends[rows]], axis=1)
+        self._scanner.arguments(text, found)
+        self._learn()
+        known = [-1 if number < 0 else self._ids[number] for number in found[:, 0].tolist()]
+        return [
+            (self._arguments[number], sequence)
+            if number >= 0
+            else self._collector.decoded(bytes(text[begins[row] : ends[row]]))
+            for row, number, sequence in zip(rows, known, found[:, 1].tolist(), strict=True)
+        ]
 
     def _resolve(self, role: Role, rows: Ints) -> Flags:
         """Replace the scanner's ids by the ids of the tables.

@@ -1,6 +1,6 @@
 """Import the compiled parts of the parsers. They are None if they were not built at installation."""
 
-FORM = 3  # version of the arguments and results; it must be the same as in scanner.c
+FORM = 4  # version of the arguments and results; it must be the same as in scanner.c
 try:
     from profharness.traces._scanner import FORM as COMPILED
     from profharness.traces._scanner import Scanner, parents

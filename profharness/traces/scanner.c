@@ -33,14 +33,16 @@ enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
-#define FORM 3 /* version of the arguments and results; it must match compiled.py */
+#define FORM 4 /* version of the arguments and results; it must match compiled.py */
 #define MAX_KEYS 16                        /* maximum number of keys to read in args */
 #define MAX_TEXTS (1 << 20)                /* maximum number of distinct texts in the table */
 #define MAX_ARENA (256 << 20)              /* maximum size of these texts, in bytes */
 #define MAX_DURATION (INT64_C(1000) << 43) /* in nanoseconds */
-#define THREADS 254 /* THREADS and CONFIGS are kinds of texts; the other kinds are categories */
+#define MAX_ARGUMENTS (4 << 20)            /* maximum size of the arguments of ops among them, in bytes */
+#define ARGUMENTS 253 /* these three are kinds of texts; the other kinds are categories */
+#define THREADS 254
 #define CONFIGS 255
-#define GIVEN 5
+#define GIVEN 6
 
 typedef struct {
     uint64_t hash;
@@ -51,15 +53,16 @@ typedef struct {
     PyObject ob_base;
     unsigned char *arena; /* the texts, one after the other */
     size_t used, room;
+    size_t argument_bytes; /* size of the texts of the kind ARGUMENTS */
     size_t *ends; /* end of each text, by its number */
     int64_t texts, texts_room;
     Bucket *buckets;
     size_t mask;
     int64_t latest[CONFIGS + 1]; /* the last number found for each kind */
     PyObject *given[GIVEN]; /* the owners of the slices below */
-    Slice categories[THREADS], keys[MAX_KEYS], module;
+    Slice categories[ARGUMENTS], keys[MAX_KEYS], op_keys[MAX_KEYS], module;
     Place roles;
-    int category_count, numbers, key_count;
+    int category_count, numbers, key_count, op_key_count;
     Opening frame;
     Leads leads, leads_of_args[DEVICE + 1]; /* leads of events, and leads of args for each role */
 } Scanner;
@@ -204,6 +207,10 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
             return self->latest[kind] = number;
     if (length > MAX_ARENA - self->used || self->texts >= MAX_TEXTS)
         return -1;
+    if (kind == ARGUMENTS && (self->argument_bytes += length) > MAX_ARGUMENTS) {
+        self->argument_bytes -= length;
+        return -1;
+    }
     unsigned char *at = self->arena + self->used;
     *at++ = (unsigned char)kind;
     for (int i = 0; i < count; i++) {
@@ -389,6 +396,40 @@ static PyObject *scan(PyObject *object, PyObject *arguments) {
     return told ? Py_BuildValue("nN", behind, told) : NULL;
 }
 
+/* Read the args of ops. A row has the begin and the end of an op's args in the text. They are replaced by
+ * the number of the text of its arguments, or -1 if the decoder must read them, and by the sequence
+ * number, or -1 if there is none.
+ */
+static PyObject *arguments(PyObject *object, PyObject *given) {
+    Scanner *self = (Scanner *)object;
+    Py_buffer source, target;
+    if (!PyArg_ParseTuple(given, "y*w*", &source, &target))
+        return NULL;
+    int failed = 0;
+    int64_t *rows = target.buf;
+    for (int64_t i = 0; i < target.len / 16 && !failed; i++) {
+        int64_t *row = rows + 2 * i, begin = row[0], end = row[1];
+        Slice values[MAX_KEYS];
+        row[0] = row[1] = -1;
+        if (begin < 0 || end > source.len || begin >= end)
+            continue;
+        Place at = (Place)source.buf + begin;
+        Text text = {.stop = (Place)source.buf + end, .unread = -1, .asked = -1};
+        if (*at != '{' || !skip_members(&text, at, 1, self->op_keys, self->op_key_count, values,
+                                        &self->leads_of_args[OP]))
+            continue;
+        if (text.odd || (values[0].begin && !whole(values[0], &row[1])))
+            continue;
+        row[0] = number_of(self, ARGUMENTS, values + 1, self->op_key_count - 1);
+        failed = row[0] == -2;
+    }
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&target);
+    if (failed)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *texts(PyObject *object, PyObject *arguments) {
     Scanner *self = (Scanner *)object;
     Py_ssize_t first;
@@ -452,27 +493,29 @@ static int split(PyObject *bytes, Slice *parts, int most) {
 }
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) {
-    PyObject *categories, *roles, *numbers, *parts, *module;
+    PyObject *categories, *roles, *numbers, *parts, *op_keys, *module;
     (void)names;
-    if (!PyArg_ParseTuple(arguments, "SSSSS", &categories, &roles, &numbers, &parts, &module))
+    if (!PyArg_ParseTuple(arguments, "SSSSSS", &categories, &roles, &numbers, &parts, &op_keys,
+                          &module))
         return NULL;
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Scanner *self = (Scanner *)alloc(type, 0); /* zeroed */
     if (!self)
         return NULL;
-    PyObject *given[GIVEN] = {categories, roles, numbers, parts, module};
+    PyObject *given[GIVEN] = {categories, roles, numbers, parts, op_keys, module};
     for (int i = 0; i < GIVEN; i++) {
         Py_INCREF(given[i]);
         self->given[i] = given[i];
     }
     self->roles = (Place)PyBytes_AsString(roles);
-    self->category_count = split(categories, self->categories, THREADS);
+    self->category_count = split(categories, self->categories, ARGUMENTS);
     self->numbers = split(numbers, self->keys, MAX_KEYS - 1);
     int more =
         self->numbers > 0 ? split(parts, self->keys + self->numbers, MAX_KEYS - self->numbers) : -1;
     self->key_count = self->numbers + more;
+    self->op_key_count = split(op_keys, self->op_keys, MAX_KEYS);
     split(module, &self->module, 1);
-    if (more > 0 && self->category_count > 0 && self->category_count == PyBytes_Size(roles))
+    if (more > 0 && self->op_key_count > 1 && self->category_count > 0 && self->category_count == PyBytes_Size(roles))
         return (PyObject *)self;
     PyErr_SetString(PyExc_ValueError, "too many keys or categories, or not a role for each");
     Py_DECREF(self);
@@ -492,6 +535,7 @@ static void dealloc(PyObject *object) {
 }
 
 static PyMethodDef methods[] = {{"scan", scan, METH_VARARGS, NULL},
+                                {"arguments", arguments, METH_VARARGS, NULL},
                                 {"texts", texts, METH_VARARGS, NULL},
                                 {NULL, NULL, 0, NULL}};
 static PyType_Slot slots[] = {
