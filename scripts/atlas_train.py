@@ -26,6 +26,8 @@ from profharness.atlas.data import NOTHING, NUMBERS, Atlas
 from profharness.atlas.features import (
     TILES,
     Columns,
+    Integers,
+    Values,
     at,
     product_features,
     product_sizes,
@@ -34,6 +36,7 @@ from profharness.atlas.features import (
 )
 from profharness.atlas.kernels import (
     COMPUTED,
+    LEAF,
     MAX_SLOTS,
     PRODUCT,
     SAME_LAYOUT,
@@ -41,8 +44,10 @@ from profharness.atlas.kernels import (
     Choice,
     Formula,
     Key,
+    Net,
     Rules,
     Size,
+    Tree,
     pooled,
     product_of,
     quantity,
@@ -53,6 +58,7 @@ from profharness.atlas.shards import DECODER_BYTES
 from profharness.atlas.times import (
     PRODUCT_WORKS,
     WORKS,
+    Boost,
     Curve,
     Launched,
     columns,
@@ -60,7 +66,6 @@ from profharness.atlas.times import (
     regimes_of,
     together,
 )
-from profharness.atlas.trees import LEAF, Boost, Integers, Net, Tree, Values
 from profharness.attention.config import SDPA_BACKENDS, Config
 from profharness.errors import UsageError, printable_path
 from profharness.files import RECORD_BYTES, read_input

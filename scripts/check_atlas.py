@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from profharness.atlas.catalog import PACKAGE, Entry, find_place
 from profharness.atlas.data import (
     NOTHING,
     Atlas,
@@ -31,6 +30,7 @@ from profharness.atlas.data import (
     read_atlas,
 )
 from profharness.atlas.model import Estimate, estimate, model_of
+from profharness.atlas.predictions import PACKAGE, Entry, find_place
 from profharness.atlas.shards import parse_cell, shard_lines
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
 from profharness.errors import ProfharnessError, UsageError

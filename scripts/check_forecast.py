@@ -206,7 +206,7 @@ class Row:
 
 def compared(folder: Path, gpu: str) -> Iterator[Row]:
     """Yield the rows of all traces in a folder whose calls have kernels and a config."""
-    from profharness.atlas.catalog import find_place, known_atlases
+    from profharness.atlas.predictions import find_place, known_atlases
     from profharness.commands.layers.forecast_map import OF_SDPA, forecast_map
     from profharness.errors import NotFoundError
     from profharness.program.layer_map import find_layers

@@ -13,34 +13,30 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-from profharness.atlas.checks import (
-    BACKENDS,
-    CHOICES,
-    LARGEST,
-    STATUSES,
-    Dim3,
-    machine_fault,
-    parse_label,
-)
 from profharness.atlas.npz import MAGIC, read_arrays, write_arrays
-from profharness.attention.config import Config
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config
+from profharness.attention.dispatch.machine import parse_release
 from profharness.errors import ProfharnessError, UsageError, printable_path
 from profharness.files import decode_json, open_input
 from profharness.run import NOT_A_RECORD
 
 VERSION = 2
 SUFFIX, MODEL_SUFFIX = ".npz", ".model.npz"
-OLD_MAGIC = b"phatlas\n"  # first bytes of files before version 2
 PACKAGED = Path(__file__).parent
+STATUSES = ("ok", "refused", "oom", "error")
+SETTLED = ("ok", "refused")  # statuses that stay the same when the machine runs the cell again
+BACKENDS = (AUTO, *SDPA_BACKENDS)
+CHOICES = (*SDPA_BACKENDS, "none", "unknown")
 NUMBERS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_kv", "head_dim")
 KEY = (*NUMBERS, "variant", "backend")
 # The columns, and the items for which they have values. `cells` have one value per cell. A launch
@@ -76,37 +72,53 @@ TABLES = {
     "kernel": "kernels",
 }
 MAX_TIME_GAP = 0.5  # maximum relative difference between two times of one cell
+MAX_SHOWN = 60  # maximum number of characters of a value in a message
 NOTHING = -1  # stands for a missing value in a column
-VERSIONS = (
-    "gpu",
-    "torch",
-    "cuda",
-    "cudnn",
-    "driver",
-)  # fields by which two machines are distinguished
+LARGEST = 1 << 62  # upper limit of integers, because columns have the dtype int64
+VERSIONS = ("gpu", "torch", "cuda", "cudnn", "driver")  # fields that identify a machine
 WIDTHS = Counter(COLUMNS.values())  # number of columns for each kind of item
+VARIANT = tuple(each.name for each in fields(Config) if each.name not in NUMBERS)
+variant_of = attrgetter(*VARIANT)  # returns the values of these fields of a config
+_DEFAULTS = {each.name: each.default for each in fields(Config)}
+
 Integers = npt.NDArray[np.int64]
+Text = Annotated[str, Meta(pattern=r"\S")]
+Count = Annotated[int, Meta(ge=0, lt=LARGEST)]
+Dim3 = tuple[Count, Count, Count]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPU and software on which an atlas was measured."""
+    """The GPU and software on which an atlas was measured.
 
-    gpu: str
-    torch: str
-    cuda: str | None = None
-    cudnn: int | None = None  # 91900 for 9.19.0
-    driver: str | None = None
-    capability: str | None = None
-    num_sms: int | None = None
-    l2_bytes: int | None = None
+    Raise UsageError if `torch` is not a release.
+    """
+
+    gpu: Text = ""
+    torch: Text = ""
+    cuda: Text | None = None
+    cudnn: Annotated[int, Meta(gt=0, lt=LARGEST)] | None = None  # 91900 for 9.19.0
+    driver: Text | None = None
+    capability: Text | None = None
+    num_sms: Count | None = None
+    l2_bytes: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.torch:
+            parse_release(self.torch)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, Any]) -> Machine:
-        """Return the machine that the environment of a run or shard describes."""
-        renamed = {"cuda": "torch_cuda"}
-        names = (each.name for each in fields(cls))
-        return cls(**{name: environment.get(renamed.get(name, name)) for name in names})  # type: ignore[arg-type]
+        """Return the machine that the environment of a run or shard describes.
+
+        The environment may lack any of the fields. Raise UsageError if a value is invalid.
+        """
+        row = {**environment, "cuda": environment.get("torch_cuda")}
+        row = {name: value for name, value in row.items() if value is not None}
+        try:
+            return msgspec.convert(row, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(field_error(error, row)) from None
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -125,6 +137,30 @@ class Machine:
         # a name from a foreign file must not lead to a path outside the folder
         return re.sub(r"[^\w.-]+", "-", "-".join(parts)).lstrip("-.")
 
+    def require_gpu_and_release(self, source: str) -> None:
+        """Raise UsageError if the GPU or the release is unknown."""
+        for name in ("gpu", "torch"):
+            if not getattr(self, name):
+                raise UsageError(f"{source}: no {name}: an atlas belongs to a GPU and a release")
+
+
+def field_error(error: msgspec.ValidationError, row: Mapping[str, Any]) -> str:
+    """Return an error of msgspec as `cudnn -1: expected …`, with the field and its value."""
+    text, _, path = str(error).partition(" - at `$.")
+    name = re.split(r"[.\[`]", path)[0]
+    value = repr(row.get(name))
+    shown = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}…"
+    return f"{name} {shown}: {text[:1].lower()}{text[1:]}"
+
+
+@lru_cache(maxsize=16)
+def parse_label(label: str) -> Config:
+    """Parse the label of a config. Raise UsageError if it is invalid.
+
+    A small cache is enough, because the cells of a config are stored one after the other.
+    """
+    return parse_config(label)
+
 
 class Launch(NamedTuple):
     """One kernel of a call. A memset has neither a grid nor registers."""
@@ -135,10 +171,6 @@ class Launch(NamedTuple):
     registers: int | None
     shared_bytes: int | None
     time_us: float | None
-
-
-def _kinds(launches: Iterable[Launch]) -> list[tuple[Any, ...]]:
-    return [launch[:5] for launch in launches]
 
 
 @dataclass(frozen=True)
@@ -157,24 +189,17 @@ class AtlasCell:
     message: str | None
 
     def difference(self, other: AtlasCell) -> tuple[str, str] | None:
-        """Compare this result with another one. Return the first field that differs and a
-        description.
+        """Return the name and a description of the first field that differs, or None.
 
-        Return None if the results agree. Fields that one of the results lacks are not compared.
+        Fields that one of the cells lacks are not compared.
         """
-        values: tuple[tuple[str, Any, Any], ...] = (
-            ("status", self.status, other.status),
-            ("choice", self.choice, other.choice),
-            ("kernels", _kinds(self.launches), _kinds(other.launches)),
-        )
-        for name, old, new in values:
-            if old == new or not old or not new:
-                continue
-            if name != "kernels":
-                return name, f"{old} ↔ {new}"
-            if len(old) != len(new):
-                return name, f"{len(old)} and {len(new)} launches"
-            return name, "other kernels or launch configurations"
+        for name in ("status", "choice"):
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine and its and mine != its:
+                return name, f"{mine} ↔ {its}"
+        kernels = [[launch[:5] for launch in cell.launches] for cell in (self, other)]
+        if all(kernels) and kernels[0] != kernels[1]:
+            return "kernels", "other kernels or launch configurations"
         if self.kernel_us and other.kernel_us:
             low, high = sorted((self.kernel_us, other.kernel_us))
             if high / low - 1 > MAX_TIME_GAP:
@@ -187,9 +212,8 @@ class Atlas:
     """The cells of one machine."""
 
     machine: Machine
-    tables: Mapping[
-        str, tuple[Any, ...]
-    ]  # a variant contains the fields of a config that are not in NUMBERS
+    # a variant contains the fields of a config that are not in NUMBERS
+    tables: Mapping[str, tuple[Any, ...]]
     columns: Mapping[str, Integers]
     source: str = ""  # path of the file, for messages
 
@@ -198,14 +222,15 @@ class Atlas:
 
     @cached_property
     def starts(self) -> Integers:
-        """Return the index of the first launch of each distinct sequence, followed by the number of launches."""
-        return _edges(self.columns["length"])
+        """Return the index of each sequence's first launch, and the number of launches."""
+        return np.concatenate([[0], np.cumsum(self.columns["length"])])
 
     @cached_property
     def time_starts(self) -> Integers:
-        """Return the index of the first launch time of each cell, followed by the number of times."""
+        """Return the index of each cell's first launch time, and the number of times."""
         # a cell without launches has the sequence -1, which selects the appended length 0
-        return _edges(np.append(self.columns["length"], 0)[self.columns["sequence"]])
+        lengths = np.append(self.columns["length"], 0)[self.columns["sequence"]]
+        return np.concatenate([[0], np.cumsum(lengths)])
 
     @cached_property
     def _rows(self) -> dict[bytes, int]:
@@ -216,8 +241,8 @@ class Atlas:
     @cached_property
     def _variants(self) -> dict[tuple[Any, ...], int]:
         return {
-            variant_of(_config(dict.fromkeys(NUMBERS, 1), fields)): code
-            for code, fields in enumerate(self.tables["variants"])
+            variant_of(_config(dict.fromkeys(NUMBERS, 1), variant)): code
+            for code, variant in enumerate(self.tables["variants"])
         }
 
     def rows(self, configs: Iterable[Config], backends: Iterable[str]) -> list[int]:
@@ -253,18 +278,25 @@ class Atlas:
 
     def cell(self, row: int) -> AtlasCell:
         """Return one cell."""
-        peak_bytes = int(self.columns["peak_bytes"][row])
+        texts = {
+            name: self.tables[TABLES[name]][self.columns[name][row]]
+            for name in ("backend", "regime", "status", "choice", "message")
+        }
+        numbers = {
+            name: None if (value := int(self.columns[name][row])) == NOTHING else value
+            for name in ("kernel_ns", "graph_ns", "peak_bytes")
+        }
         return AtlasCell(
             config=self.config(row),
-            backend=self._text("backend", row),
-            regime=self._text("regime", row),
-            status=self._text("status", row),
-            choice=self._text("choice", row) or None,
+            backend=texts["backend"],
+            regime=texts["regime"],
+            status=texts["status"],
+            choice=texts["choice"] or None,
             launches=self.launches(row),
-            kernel_us=self._us("kernel_ns", row),
-            graph_us=self._us("graph_ns", row),
-            peak_bytes=None if peak_bytes == NOTHING else peak_bytes,
-            message=self._text("message", row) or None,
+            kernel_us=_us(numbers["kernel_ns"]),
+            graph_us=_us(numbers["graph_ns"]),
+            peak_bytes=numbers["peak_bytes"],
+            message=texts["message"] or None,
         )
 
     def launches(self, row: int) -> tuple[Launch, ...]:
@@ -274,47 +306,28 @@ class Atlas:
             return ()
         first, last = self.starts[sequence : sequence + 2].tolist()
         times = self.columns["time_ns"][self.time_starts[row] :][: last - first].tolist()
-        return tuple(
-            self._launch(index, time / 1e3)
-            for index, time in zip(range(first, last), times, strict=True)
-        )
-
-    def _launch(self, index: int, time_us: float) -> Launch:
-        kind = self.columns["kind"][index]
-        registers, shared_bytes = (
-            int(self.columns[name][kind]) for name in ("registers", "shared_bytes")
-        )
-        return Launch(
-            kernel=self.tables["kernels"][self.columns["kernel"][kind]],
-            grid=_dim3(*(self.columns[f"grid_{axis}"][index] for axis in "xyz")),
-            block=_dim3(*(self.columns[f"block_{axis}"][kind] for axis in "xyz")),
-            registers=None if registers == NOTHING else registers,
-            shared_bytes=None if shared_bytes == NOTHING else shared_bytes,
-            time_us=time_us,
-        )
-
-    def _text(self, name: str, row: int) -> str:
-        return str(self.tables[TABLES[name]][self.columns[name][row]])
-
-    def _us(self, name: str, row: int) -> float | None:
-        value = self.columns[name][row]
-        return None if value == NOTHING else float(value) / 1e3
-
-
-def variant_of(config: Config) -> tuple[Any, ...]:
-    """Return the values of the fields of a config that are not in NUMBERS."""
-    others: tuple[Any, ...] = _variant(config)
-    return others
-
-
-VARIANT = tuple(each.name for each in fields(Config) if each.name not in NUMBERS)
-_variant = attrgetter(*VARIANT)
-_DEFAULTS = {each.name: each.default for each in fields(Config)}
+        launches = []
+        for index, time in zip(range(first, last), times, strict=True):
+            kind = self.columns["kind"][index]
+            registers, shared = (
+                int(self.columns[name][kind]) for name in ("registers", "shared_bytes")
+            )
+            launches.append(
+                Launch(
+                    kernel=self.tables["kernels"][self.columns["kernel"][kind]],
+                    grid=_dim3(*(self.columns[f"grid_{axis}"][index] for axis in "xyz")),
+                    block=_dim3(*(self.columns[f"block_{axis}"][kind] for axis in "xyz")),
+                    registers=None if registers == NOTHING else registers,
+                    shared_bytes=None if shared == NOTHING else shared,
+                    time_us=time / 1e3,
+                )
+            )
+        return tuple(launches)
 
 
 def _config(numbers: Mapping[str, int], variant: Mapping[str, Any]) -> Config:
     # tuples were stored as JSON lists
-    others: dict[str, Any] = {
+    others = {
         name: tuple(each) if isinstance(each, list) else each for name, each in variant.items()
     }
     values: dict[str, Any] = {**numbers, **others}
@@ -329,16 +342,12 @@ def _ns(us: float | None) -> int:
     return NOTHING if us is None else round(us * 1e3)
 
 
-def _names(kind: str) -> list[str]:
-    return [name for name, each in COLUMNS.items() if each == kind]
-
-
-def _edges(lengths: Integers) -> Integers:
-    return np.concatenate([[0], np.cumsum(lengths)])
+def _us(ns: int | None) -> float | None:
+    return None if ns is None else ns / 1e3
 
 
 class _Builder:
-    """Build the columns and tables of an atlas while cells are added.
+    """Builds the columns and tables of an atlas while cells are added.
 
     Columns are arrays and keys are bytes, because tuples of integers would take ten times the
     memory.
@@ -347,8 +356,7 @@ class _Builder:
     def __init__(self, source: str) -> None:
         self._source = source
         self._columns = {kind: array("q") for kind in MAX_COUNTS}  # row by row
-        self._tables: dict[str, dict[Any, int]] = {name: {} for name in TABLES.values()}
-        self._variants: list[dict[str, Any]] = []
+        self._tables: dict[str, dict[str, int]] = {name: {} for name in TABLES.values()}
         self._text_bytes = 0
         self._cells: set[bytes] = set()
         self._kinds: dict[bytes, int] = {}
@@ -356,9 +364,11 @@ class _Builder:
 
     def add(self, cell: AtlasCell) -> None:
         """Add a cell. Ignore it if a cell with its config and backend was added before."""
+        others = zip(VARIANT, variant_of(cell.config), strict=True)
+        variant = {name: each for name, each in others if each != _DEFAULTS[name]}
         identity = (
             *(getattr(cell.config, name) for name in NUMBERS),
-            self._variant(cell.config),
+            self._code("variants", json.dumps(variant)),
             self._code("backends", cell.backend),
         )
         key = array("q", identity).tobytes()
@@ -382,18 +392,18 @@ class _Builder:
             ),
         )
 
-    def columns(self) -> dict[str, Integers]:
-        """Return the columns by name."""
+    def build(self, machine: Machine) -> Atlas:
+        """Return the atlas."""
         columns: dict[str, Integers] = {}
         for kind, values in self._columns.items():
             table = np.asarray(values, np.int64).reshape(-1, WIDTHS[kind]).T
-            columns.update(zip(_names(kind), table, strict=True))
-        return columns
-
-    def tables(self) -> dict[str, tuple[Any, ...]]:
-        """Return the tables by name."""
-        tables = {name: tuple(table) for name, table in self._tables.items()}
-        return tables | {"variants": tuple(self._variants)}
+            names = [name for name, each in COLUMNS.items() if each == kind]
+            columns.update(zip(names, table, strict=True))
+        tables: dict[str, tuple[Any, ...]] = {
+            name: tuple(table) for name, table in self._tables.items()
+        }
+        tables["variants"] = tuple(map(json.loads, tables["variants"]))
+        return Atlas(machine, tables, columns, self._source)
 
     def _append(self, kind: str, values: Sequence[int]) -> None:
         column = self._columns[kind]
@@ -401,30 +411,14 @@ class _Builder:
             raise UsageError(f"{self._source}: more than {MAX_COUNTS[kind]:,} {kind} in one atlas")
         column.extend(values)
 
-    def _variant(self, config: Config) -> int:
-        table, key = self._tables["variants"], variant_of(config)
-        if key not in table:
-            values = zip(VARIANT, key, strict=True)
-            text = json.dumps({name: each for name, each in values if each != _DEFAULTS[name]})
-            self._count_text(text)
-            self._variants.append(json.loads(text))
-            table[key] = len(table)
-        return table[key]
-
     def _code(self, name: str, text: str) -> int:
         table = self._tables[name]
         if text not in table:
-            self._count_text(json.dumps(text))
+            self._text_bytes += len(json.dumps(text)) + 1
+            if self._text_bytes > MAX_HEADER_BYTES:
+                raise _too_much_text(self._source)
             table[text] = len(table)
         return table[text]
-
-    def _count_text(self, text: str) -> None:
-        self._text_bytes += len(text) + 1
-        if self._text_bytes > MAX_HEADER_BYTES:
-            raise UsageError(
-                f"{self._source}: more than {MAX_HEADER_BYTES:,} bytes of names and messages in "
-                "one atlas"
-            )
 
     def _kind(self, launch: Launch) -> int:
         numbers = (*(launch.block or (NOTHING,) * 3), launch.registers, launch.shared_bytes)
@@ -451,6 +445,12 @@ class _Builder:
         return self._sequences[key]
 
 
+def _too_much_text(source: object) -> UsageError:
+    return UsageError(
+        f"{source}: more than {MAX_HEADER_BYTES:,} bytes of names and messages in one atlas"
+    )
+
+
 def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") -> Atlas:
     """Return an atlas of cells, in their order.
 
@@ -460,7 +460,7 @@ def build_atlas(machine: Machine, cells: Iterable[AtlasCell], source: str = "") 
     builder = _Builder(source)
     for cell in cells:
         builder.add(cell)
-    return Atlas(machine, builder.tables(), builder.columns(), source)
+    return builder.build(machine)
 
 
 def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
@@ -469,16 +469,10 @@ def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
     Raise UsageError if the file exists and `force` is False, or if the header is longer than
     MAX_HEADER_BYTES.
     """
-    header = {
-        "version": VERSION,
-        "machine": asdict(atlas.machine),
-        "tables": {name: list(atlas.tables[name]) for name in TABLES.values()},
-    }
+    header = {"version": VERSION, "machine": asdict(atlas.machine), "tables": atlas.tables}
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_BYTES:
-        raise UsageError(
-            f"{path}: more than {MAX_HEADER_BYTES:,} bytes of names and messages in one atlas"
-        )
+        raise _too_much_text(path)
     arrays = {name: narrowed(atlas.columns[name]) for name in COLUMNS}
     write_arrays({"header": np.frombuffer(text, np.uint8), **arrays}, path, force=force)
 
@@ -487,6 +481,12 @@ def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Convert integers to the narrowest signed dtype that can represent all of them."""
     largest = int(np.abs(values).max(initial=0))
     return values.astype(next(f"<i{n}" for n in (1, 2, 4, 8) if largest < 1 << (8 * n - 1)))
+
+
+class _Header(msgspec.Struct):
+    version: int
+    machine: dict[str, Any]
+    tables: dict[str, list[Any]]
 
 
 def read_atlas(path: Path) -> Atlas:
@@ -498,32 +498,26 @@ def read_atlas(path: Path) -> Atlas:
     name = printable_path(path)
     try:
         with open_input(path) as file:
-            start = file.read(len(OLD_MAGIC))
-        if start == OLD_MAGIC:
-            raise UsageError(
-                f"{name}: an atlas in the format before .npz; export it as .jsonl with the version "
-                "that wrote it, or run `profharness atlas add` on its shards or store"
-            )
-        if not start.startswith(MAGIC):
-            raise UsageError(
-                f"{name}: not an atlas; `profharness atlas list` prints the known ones"
-            )
-        counts = {name: MAX_COUNTS[kind] for name, kind in COLUMNS.items()}
+            if file.read(len(MAGIC)) != MAGIC:
+                raise UsageError(
+                    f"{name}: not an atlas; `profharness atlas list` prints the known ones"
+                )
+        counts = {column: MAX_COUNTS[kind] for column, kind in COLUMNS.items()}
         arrays = read_arrays(path, {"header": MAX_HEADER_BYTES, **counts})
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}; give the path of an atlas") from None
     try:
         header = decode_json(arrays.pop("header").tobytes(), _Header)
-        if header.version != VERSION:
-            raise UsageError(
-                f"{name}: an atlas of version {header.version}; this profharness reads version {VERSION}"
-            )
-        machine = msgspec.convert(header.machine, Machine)
-        if machine_fault(machine.environment) or asdict(machine).keys() < header.machine.keys():
-            raise ValueError
-        tables = _checked_tables(header.tables)
-    except (ValueError, TypeError, KeyError, *NOT_A_RECORD):
+        if header.version == VERSION:
+            machine = msgspec.convert(header.machine, Machine)
+            machine.require_gpu_and_release(name)
+            tables = _checked_tables(header.tables)
+    except (UsageError, ValueError, TypeError, KeyError, AttributeError, *NOT_A_RECORD):
         raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
+    if header.version != VERSION:
+        raise UsageError(
+            f"{name}: an atlas of version {header.version}; this profharness reads version {VERSION}"
+        )
     _check_columns(arrays, tables, name)
     # pop() frees each array as soon as it is converted to a column
     columns = {each: arrays.pop(each).astype(np.int64, copy=False) for each in COLUMNS}
@@ -534,29 +528,16 @@ def read_atlas(path: Path) -> Atlas:
     return atlas
 
 
-class _Header(msgspec.Struct):
-    version: int
-    machine: dict[str, str | int | None]
-    tables: dict[str, list[Any]]
-
-
 def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return the tables of a header as tuples.
-
-    Raise ValueError, TypeError, KeyError or a msgspec error if a table is invalid.
-    """
     allowed = {"backends": BACKENDS, "statuses": STATUSES, "choices": (*CHOICES, "")}
     checked = {name: tuple(tables[name]) for name in TABLES.values()}
     for name, table in checked.items():
         if name == "variants":
             for variant in table:
-                if not isinstance(variant, dict) or not variant.keys() <= set(VARIANT):
+                if not variant.keys() <= set(VARIANT):
                     raise ValueError
-                try:
-                    config = msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config)
-                    parse_label(config.label)
-                except UsageError as error:
-                    raise ValueError from error
+                config = msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config)
+                parse_label(config.label)
         elif not all(isinstance(each, str) for each in table) or not set(table) <= set(
             allowed.get(name, table)
         ):
@@ -596,5 +577,5 @@ def packaged_atlases() -> tuple[Path, ...]:
 
 def atlas_files(folder: Path) -> tuple[Path, ...]:
     """Return the paths of the atlases in a folder. Files of models are excluded."""
-    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ()
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
     return tuple(path for path in paths if not path.name.endswith(MODEL_SUFFIX))

@@ -7,13 +7,16 @@ from the public code of FlashAttention and PyTorch. The other rules were derived
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from profharness.atlas.trees import Integers, Values
 from profharness.attention.config import Config
 from profharness.dtypes import CONFIG_DTYPES
 
+Values = npt.NDArray[Any]  # floats
+Integers = npt.NDArray[Any]
 Columns = dict[str, Values]
 SMS = 132
 KINDS = ("none", "bool", "float")  # kinds of masks that the atlas contains
@@ -36,7 +39,7 @@ RESIDENT = (1, 2, 3, 4, 6, 8)  # numbers of blocks per SM for which waves are co
 
 
 def ceil(value: Values, step: Values | float) -> Values:
-    """Return the number of steps that cover a value."""
+    """Return value / step, rounded up."""
     return np.ceil(value / step)
 
 
@@ -90,22 +93,17 @@ def with_shapes(c: Columns) -> Columns:
         c[f"BLOCKS{step}"] = c["BH"] * ceil(c["SQ"], step)
         c[f"KBLOCKS{step}"] = c["BH"] * ceil(c["SK"], step)
     c["SQ*SK8"] = c["SQ"] * c["SK8"]
-    c["PADDED"] = np.where(
-        c["MASK"] == 2, c["M8"], 1.0
-    )  # number of elements that a fill kernel writes
-    for name in (
-        "S",
-        "K",
-        "KX",
-    ):  # PyTorch splits elementwise kernels so that each of them processes at most 2 GiB
+    # number of elements that a fill kernel writes
+    c["PADDED"] = np.where(c["MASK"] == 2, c["M8"], 1.0)
+    # PyTorch splits elementwise kernels so that each of them processes at most 2 GiB
+    for name in ("S", "K", "KX"):
         pieces = np.exp2(np.ceil(np.log2(np.maximum(1, c[name] * 4 / 2**31))))
         c[f"{name}P"], c[f"{name}PIECES"] = c[name] / pieces, pieces
-    return cudnn_shapes(efficient_shapes(flash_shapes(c)))
+    return _cudnn_shapes(_efficient_shapes(_flash_shapes(c)))
 
 
-def efficient_shapes(c: Columns) -> Columns:
-    """Add the number of key splits in the backward of `efficient`, and the number of floats that it
-    clears.
+def _efficient_shapes(c: Columns) -> Columns:
+    """Add the key splits in the backward of `efficient`, and the number of floats that it clears.
 
     It clears a buffer and a lock for each tile of dQ, and the sums over splits.
     """
@@ -122,9 +120,8 @@ def efficient_shapes(c: Columns) -> Columns:
     return c
 
 
-def cudnn_shapes(c: Columns) -> Columns:
-    """Add the grid sizes of the small kernels around cuDNN's backward, and the key splits of its
-    decode.
+def _cudnn_shapes(c: Columns) -> Columns:
+    """Add the grids of the small kernels around cuDNN's backward, and the key splits of its decode.
 
     If there are many keys but few blocks, the decode kernel splits the keys. The number of splits
     is the largest power of two up to 64 for which there are fewer than two blocks per SM and at
@@ -150,7 +147,7 @@ def _product(c: Columns) -> Values:
     return result
 
 
-def flash_shapes(c: Columns) -> Columns:
+def _flash_shapes(c: Columns) -> Columns:
     """Add the sizes that FlashAttention computes with.
 
     If there is one query and several query heads share a key head, FlashAttention treats these
@@ -165,7 +162,7 @@ def flash_shapes(c: Columns) -> Columns:
     step = np.where(c["D8"] <= 64, 256.0, np.where(c["D8"] <= 128, 128.0, 64.0))
     c["FN"] = ceil(c["SK"], step)
     c["FBLOCKS"] = c["FBH"] * ceil(c["FSQ"], 64)
-    c["SPLITS"] = split_count(c["FBLOCKS"], c["FN"])
+    c["SPLITS"] = _split_count(c["FBLOCKS"], c["FN"])
     c["SPLIT"] = (c["SPLITS"] > 1) * 1.0
     c["LOGSPLITS"] = np.ceil(np.log2(c["SPLITS"]))
     rows = np.where(c["D8"] > 224, 64.0, 128.0)
@@ -175,7 +172,7 @@ def flash_shapes(c: Columns) -> Columns:
     return c
 
 
-def split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 128) -> Values:
+def _split_count(blocks: Values, tiles: Values, sms: int = 2 * SMS, most: int = 128) -> Values:
     """Return the smallest number of key splits that reaches 85 % of the best utilization of the SMs."""
     limit = np.minimum(np.minimum(float(sms), tiles), most)
     best, result = np.zeros(len(blocks), np.float32), np.ones_like(blocks)
@@ -220,8 +217,7 @@ def product_sizes(c: Columns, product: Integers | int) -> Columns:
 
 
 def tiled(p: Columns) -> Columns:
-    """Return the number of tiles of each size in a product, and the grid that CUTLASS launches for
-    them.
+    """Return the number of tiles of each size in a product, and CUTLASS's grid for them.
 
     Column `T32x64` has the number of tiles of 32x64, and columns `X32x64` and `Y32x64` have the x
     and y sizes of the grid. CUTLASS groups up to eight tiles along m.

@@ -2,13 +2,14 @@
 
 A template lists the slots of a call, in the order of its launches. For each slot, a tree or network
 selects the kernels that are launched, another tree selects the block, registers and shared memory
-of each kernel, and formulas compute the sizes of the grid.
+of each kernel, and formulas compute the sizes of the grid. scripts/atlas_train.py fits all of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,8 +18,14 @@ import msgspec
 import numpy as np
 
 from profharness.atlas.data import NOTHING
-from profharness.atlas.features import Columns, product_features, product_sizes, tiled
-from profharness.atlas.trees import Integers, Net, Tree, Values
+from profharness.atlas.features import (
+    Columns,
+    Integers,
+    Values,
+    product_features,
+    product_sizes,
+    tiled,
+)
 
 # Kernels whose shared memory contains a row of scores and one number for each warp of the block.
 COMPUTED = re.compile(r"cunn_SoftMax(Forward|Backward)Smem")
@@ -32,6 +39,59 @@ Key = tuple[str, int]
 # rules for dV also apply to dK, which has the same memory layout but other sizes.
 SAME_PRODUCT = {3: 0, 5: 1}
 SAME_LAYOUT = {4: 2}
+LEAF = -1
+ROWS_AT_ONCE = 8192
+
+
+class Tree(msgspec.Struct, frozen=True, tag=True):
+    """A binary decision tree that classifies. Children come after their parent."""
+
+    names: tuple[str, ...]  # names of the features
+    feature: Integers  # LEAF at a leaf
+    threshold: Values  # a value up to the threshold goes to the left child
+    left: Integers  # the left child, or the class at a leaf
+    right: Integers
+
+    def __post_init__(self) -> None:
+        # if children come after their parents, every row reaches a leaf
+        inner = np.flatnonzero(self.feature != LEAF)
+        for child in (self.left[inner], self.right[inner]):
+            if not ((child > inner) & (child < len(self.feature))).all():
+                raise ValueError("a tree with a circle")
+
+    def classes(self, columns: Mapping[str, Values]) -> Integers:
+        """Return the class of each row. `columns` contains the features by name."""
+        if self.feature[0] == LEAF:
+            return np.full(len(columns["B"]), self.left[0])
+        table = np.stack([columns[name] for name in self.names], axis=1)
+        node = np.zeros(len(table), np.int64)
+        going = np.arange(len(table))
+        while len(going):
+            at = node[going]
+            lower = table[going, self.feature[at]] <= self.threshold[at]
+            node[going] = np.where(lower, self.left[at], self.right[at])
+            going = going[self.feature[node[going]] != LEAF]
+        return self.left[node]
+
+
+class Net(msgspec.Struct, frozen=True, tag=True):
+    """A neural network that classifies. It has fully connected layers with ReLU between them."""
+
+    shift: Values
+    scale: Values
+    layers: tuple[Values, ...]  # weights of each layer; the last row is the bias
+
+    def classes(self, table: Values) -> Integers:
+        """Return the class of each row of a table that has features as columns."""
+        layers = [layer.astype(np.float32) for layer in self.layers]
+        found = np.empty(len(table), np.int64)
+        for first in range(0, len(table), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            values = ((table[rows] - self.shift) * self.scale).astype(np.float32)
+            for layer in layers[:-1]:
+                values = np.maximum(values @ layer[:-1] + layer[-1], 0)
+            found[rows] = (values @ layers[-1][:-1] + layers[-1][-1]).argmax(axis=1)
+        return found
 
 
 class Subset(Columns):
@@ -62,7 +122,7 @@ class Formula(NamedTuple):
     limit: int = 0  # 0 means no limit
 
     def values(self, c: Columns) -> Values:
-        """Return the sizes for some configs."""
+        """Return a size for each config."""
         steps = np.ceil(quantity(c, self.quantity) / self.step - 1e-9)
         value = steps * quantity(c, self.multiplier)
         return np.minimum(value, self.limit) if self.limit else value
@@ -86,7 +146,7 @@ class Choice(msgspec.Struct, frozen=True, tag=True):
     tree: Tree
 
     def values(self, c: Columns) -> Values:
-        """Return the sizes for some configs."""
+        """Return a size for each config."""
         return np.array(self.sizes, np.float64)[self.tree.classes(c)]
 
 
@@ -115,16 +175,13 @@ class Rules(msgspec.Struct, frozen=True):
 
     templates: tuple[tuple[Key, ...], ...]  # the slots of a call
     template: Tree
-    parts: dict[
-        Key, tuple[tuple[str, ...], ...]
-    ] = {}  # the kernels of a slot, for each class of its role
+    # the kernels of a slot, for each class of its role
+    parts: dict[Key, tuple[tuple[str, ...], ...]] = {}
     roles: dict[Key, Tree | Net] = {}
-    kinds: dict[
-        tuple[Key, str], tuple[tuple[int, ...], Tree]
-    ] = {}  # launch kinds of a kernel, and the tree that selects one
-    formulas: dict[
-        tuple[int, Key], tuple[Size, Size, Size]
-    ] = {}  # sizes x, y and z of the grid, by launch kind and slot
+    # launch kinds of a kernel, and the tree that selects one
+    kinds: dict[tuple[Key, str], tuple[tuple[int, ...], Tree]] = {}
+    # sizes x, y and z of the grid, by launch kind and slot
+    formulas: dict[tuple[int, Key], tuple[Size, Size, Size]] = {}
 
     def calls(self, c: Columns) -> Calls:
         """Return the launches of each config, in order."""

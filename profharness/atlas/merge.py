@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profharness.atlas.catalog import Entry, same_machine
-from profharness.atlas.checks import MAX_EXAMPLES, SETTLED, machine_fault
 from profharness.atlas.data import (
+    BACKENDS,
+    SETTLED,
     SUFFIX,
     VERSIONS,
     Atlas,
@@ -21,7 +21,8 @@ from profharness.atlas.data import (
     build_atlas,
     write_atlas,
 )
-from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config
+from profharness.atlas.predictions import MAX_EXAMPLES, Entry, same_machine
+from profharness.attention.config import SDPA_BACKENDS, parse_config
 from profharness.device_types import on_gpu
 from profharness.errors import NotFoundError, ProfharnessError, UsageError
 from profharness.rows import GRAPH, CellRow, LaunchRow, preferred_profiler_rows, triple
@@ -79,16 +80,15 @@ def conflicts(one: Atlas, other: Atlas) -> str:
         shared += 1
         if known.kernel_us and cell.kernel_us:
             ratios.append(cell.kernel_us / known.kernel_us)
-        if (found := known.difference(cell)) is not None:
+        if found := known.difference(cell):
             counts[found[0]] += 1
-            if len(examples) < MAX_EXAMPLES:
-                examples.append(f"{cell.config.label} {cell.backend}: {found[1]}")
+            examples.append(f"{cell.config.label} {cell.backend}: {found[1]}")
     texts = []
     if counts:
         parts = ", ".join(f"{what} of {count}" for what, count in counts.items())
         texts = [
             f"{counts.total():,} of {shared:,} shared cells disagree: {parts}",
-            f"first {'; '.join(examples)}",
+            f"first {'; '.join(examples[:MAX_EXAMPLES])}",
         ]
     ratio = median(ratios) if len(ratios) >= LEAST_FOR_MEDIAN else 1.0
     if abs(ratio - 1) > MAX_MEDIAN_GAP:
@@ -100,31 +100,28 @@ def add(atlas: Atlas, folder: Path, entries: Sequence[Entry]) -> tuple[Path | No
     """Add the new cells of an atlas to the user's own atlas of that machine.
 
     Return the path of the user's atlas and the number of new cells. If there are no new cells,
-    write nothing and return None as the path. Raise UsageError for an invalid machine, and the
-    errors of `merge`.
+    write nothing and return None as the path. Raise the errors of `merge`.
     """
-    source = atlas.source or "the atlas"
-    if fault := machine_fault(atlas.machine.environment):
-        raise UsageError(f"{source}: {fault}")
     same = [entry for entry in entries if same_machine(entry.atlas.machine, atlas.machine)]
     for entry in same:
         if text := conflicts(entry.atlas, atlas):
             raise ProfharnessError(
-                f"{source} is not added to {entry.name} ({entry.origin}), for the two disagree: {text}"
+                f"{atlas.source} is not added to {entry.name} ({entry.origin}), for the two disagree: "
+                f"{text}"
             )
-    cells = atlas.cells()
-    unknown = (cell for cell in cells if not any(_contains(each.atlas, cell) for each in same))
-    new = build_atlas(atlas.machine, unknown, source)
+    unknown = (
+        cell for cell in atlas.cells() if not any(_contains(each.atlas, cell) for each in same)
+    )
+    new = build_atlas(atlas.machine, unknown, atlas.source)
     if not len(new):
         return None, 0
     path = folder / f"{atlas.machine.name}{SUFFIX}"
-    parts = [each.atlas for each in same if each.path == path]
-    parts.append(new)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be made: {error.strerror}; give --atlas") from None
-    write_atlas(merge(parts), path, force=True)
+    parts = [each.atlas for each in same if each.path == path]
+    write_atlas(merge([*parts, new]), path, force=True)
     return path, len(new)
 
 
@@ -137,16 +134,19 @@ def atlases_of_store(store: Store, run: str = ALL_RUNS) -> list[Atlas]:
     """Build an atlas for each machine on which the runs of a store captured PyTorch's backends.
 
     If several runs contain a cell, the result of the newest run is used. Raise NotFoundError if the
-    store has no such cells.
+    store has no such cells, and UsageError if a run's environment is invalid.
     """
     names = [row.run for row in store.runs()] if run == ALL_RUNS else [store.resolve(run)]
     found: dict[Machine, list[AtlasCell]] = {}
     for name in names:
         environment = store.environment(name)
-        if not on_gpu(environment) or not environment.get("gpu"):
-            continue
-        machine = Machine.from_environment(environment)
-        found.setdefault(machine, []).extend(_run_cells(store, name))
+        if on_gpu(environment) and environment.get("gpu"):
+            try:
+                machine = Machine.from_environment(environment)
+            except UsageError as error:
+                raise UsageError(f"run {name}: {error}") from None
+            machine.require_gpu_and_release(f"run {name}")
+            found.setdefault(machine, []).extend(_run_cells(store, name))
     atlases = [
         build_atlas(machine, cells, f"the store's {machine.name}")
         for machine, cells in found.items()
@@ -166,10 +166,9 @@ def _run_cells(store: Store, run: str) -> Iterator[AtlasCell]:
     for launch in preferred_profiler_rows(store.launches(run)):
         launches.setdefault(launch.cell, []).append(launch)
     for cell in store.cells(run):
-        if cell.backend in (AUTO, *SDPA_BACKENDS) and cell.status in SETTLED:
-            own = launches.get(cell.cell, [])
-            if own or cell.status == "refused":
-                yield _cell(cell, own)
+        own = launches.get(cell.cell, [])
+        if cell.backend in BACKENDS and (cell.status == "refused" or (cell.status == "ok" and own)):
+            yield _cell(cell, own)
 
 
 def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,12 +32,11 @@ from profharness.atlas.data import (
     narrowed,
     variant_of,
 )
-from profharness.atlas.features import KINDS, Columns, at, sizes, with_shapes
+from profharness.atlas.features import KINDS, Columns, Integers, Values, at, sizes, with_shapes
 from profharness.atlas.kernels import COMPUTED, Rules
 from profharness.atlas.npz import DTYPES, Array, read_arrays, write_arrays
-from profharness.atlas.times import Curve, Launched, columns, regimes_of, together
-from profharness.atlas.trees import Boost, Integers, Values
-from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
+from profharness.atlas.times import Boost, Curve, Launched, columns, regimes_of, together
+from profharness.attention.config import AUTO, Config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.machine import Machine, from_config, machine_for
 from profharness.attention.dispatch.predict import predict
@@ -46,11 +46,10 @@ from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import ProfharnessError, UsageError, printable_path
 
 MODEL_VERSION = 3
-MAX_HEADER_BYTES = (
-    4_000_000  # maximum size of the header, which contains all values except the arrays
-)
+MAX_HEADER_BYTES = 4_000_000  # maximum size of the header, which contains all but the arrays
 MAX_VALUES = 4_000_000  # maximum number of values in all arrays of one dtype
 MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # mask shapes that the atlas contains
+# Fields of a config that the atlas samples in a range, and their names in messages.
 BOUNDS = {
     "batch": "batch",
     "num_heads": "heads",
@@ -69,9 +68,8 @@ class Timing(msgspec.Struct, frozen=True):
     """The part of the model for the times of one backend in one direction."""
 
     trees: Boost  # log of the factor by which the time differs from the sum of the curves
-    errors: dict[
-        str, float
-    ]  # relative error of the 90 % interval by regime; "" for all other regimes
+    # relative error of the 90 % interval by regime; "" for all other regimes
+    errors: dict[str, float]
     graph: dict[str, float]  # ratio of graph time to kernel time, by size of the call
 
 
@@ -102,14 +100,8 @@ def write_model(model: Model, path: Path) -> None:
         return [DTYPES.index(dtype), start, *array.shape]
 
     header = msgspec.msgpack.encode(model, enc_hook=encode)
-    arrays = {dtype: np.concatenate([np.zeros(0, dtype), *pools[dtype]]) for dtype in DTYPES}
-    names = {dtype: dtype[1:] for dtype in DTYPES}
-    write_arrays(
-        {"header": np.frombuffer(header, np.uint8)}
-        | {names[dtype]: array for dtype, array in arrays.items()},
-        path,
-        force=True,
-    )
+    arrays = {dtype[1:]: np.concatenate([np.zeros(0, dtype), *pools[dtype]]) for dtype in DTYPES}
+    write_arrays({"header": np.frombuffer(header, np.uint8), **arrays}, path, force=True)
 
 
 def read_model(path: Path) -> Model:
@@ -157,25 +149,6 @@ class Estimate:
     outside: str | None = None  # reason why the atlas does not contain such configs
 
 
-class Dispatched(NamedTuple):
-    """The backend that PyTorch chooses by the dispatch rules, and whether each backend is eligible."""
-
-    choice: str
-    eligible: dict[str, bool | None]
-
-    def answer(self, backend: str) -> tuple[str | None, str]:
-        """Return the backend that runs if `backend` is requested, and the status of the call."""
-        if backend == AUTO:
-            known = self.choice in SDPA_BACKENDS
-            return (
-                (self.choice, "ok")
-                if known
-                else (None, "refused" if self.choice == "none" else "unknown")
-            )
-        eligible = self.eligible.get(backend)
-        return (backend, "ok") if eligible else (None, "unknown" if eligible is None else "refused")
-
-
 class Dispatch:
     """The dispatch rules of a machine.
 
@@ -184,17 +157,20 @@ class Dispatch:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[tuple[object, ...], Dispatched] = {}
+        self._known: dict[tuple[object, ...], dict[str, tuple[str | None, str]]] = {}
 
-    def dispatch(self, config: Config) -> Dispatched:
-        """Return the choice and the eligible backends for a config."""
+    def answers(self, config: Config) -> dict[str, tuple[str | None, str]]:
+        """Return for each backend the backend that runs, or None, and the status of the call."""
         key = self._key(config) if self.machine.torch >= (2, 9) else (config,)
         if len(self._known) > MAX_KNOWN:
             self._known.clear()
         if key not in self._known:
             prediction = predict(from_config(config), self.machine)
             eligible = {name: each.eligible for name, each in prediction.backends.items()}
-            self._known[key] = Dispatched(prediction.choice, eligible)
+            auto = {"none": False, "unknown": None}.get(prediction.choice, True)
+            self._known[key] = {AUTO: _answer(prediction.choice, auto)} | {
+                name: _answer(name, is_eligible) for name, is_eligible in eligible.items()
+            }
         return self._known[key]
 
     def _key(self, config: Config) -> tuple[object, ...]:
@@ -214,21 +190,13 @@ class Dispatch:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=4)
-def dispatch_of(machine: Machine) -> Dispatch:
-    """Return the dispatch rules of a machine. Calls for the same machine share a cache."""
-    return Dispatch(machine)
+def _answer(backend: str, eligible: bool | None) -> tuple[str | None, str]:
+    if eligible:
+        return backend, "ok"
+    return None, "unknown" if eligible is None else "refused"
 
 
-class Forecast(NamedTuple):
-    """The predictions of the model for some configs on one backend."""
-
-    edges: list[int]  # the launches of config i are those from edges[i] to edges[i + 1]
-    launches: list[Launch]
-    us: list[float]
-    error: list[float]
-    graph: list[float]
-    bottleneck: list[str]
+dispatch_of = lru_cache(maxsize=4)(Dispatch)  # calls for the same machine share a cache
 
 
 def estimate(
@@ -248,36 +216,37 @@ def estimate(
     UsageError for an unknown GPU.
     """
     configs = [config.resolve(CUDA) for config in configs]
-    count = len(backends)
-    rows = [NOTHING] * (len(configs) * count)
+    rows = [NOTHING] * (len(configs) * len(backends))
     if atlas is not None and measured:
         rows = atlas.rows(configs, backends)
     dispatch = dispatch_of(rules or machine_for(gpu, torch))
     model = None if atlas is None else model_of(atlas.machine.name)
-    answers: list[Estimate | None] = [None] * len(rows)
-    wanted: dict[
-        str, dict[int, list[int]]
-    ] = {}  # by chosen backend and config, the indices of the answers
+    answers = []
+    # by chosen backend and config, the indices of the answers that the model predicts
+    wanted: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     bounds = {} if model is None else model.bounds
     limits = [(name, bounds[f"least {name}"], bounds[name]) for name in BOUNDS if name in bounds]
     for place, row in enumerate(rows):
-        config, backend = configs[place // count], backends[place % count]
+        number, backend = place // len(backends), backends[place % len(backends)]
         if atlas is not None and row != NOTHING:
-            answers[place] = measured_estimate(atlas.cell(row))
+            answers.append(measured_estimate(atlas.cell(row)))
             continue
-        choice, status = dispatch.dispatch(config).answer(backend)
+        config = configs[number]
+        choice, status = dispatch.answers(config).get(backend, (None, "unknown"))
         outside = None if model is None or choice is None else _outside(config, limits)
         answer = Estimate(backend, "floor", choice, status, outside=outside)
-        if choice is None and status == "refused" and model is not None:
-            answers[place] = replace(answer, source="model")
-        elif choice is None or model is None or outside or choice not in model.rules:
-            answers[place] = replace(answer, low_us=floor_us(config, gpu) if choice else None)
+        if choice is None:
+            if status == "refused" and model is not None:
+                answer = replace(answer, source="model")
+        elif model is None or outside or choice not in model.rules:
+            answer = replace(answer, low_us=floor_us(config, gpu))
         else:
-            wanted.setdefault(choice, {}).setdefault(place // count, []).append(place)
+            wanted[choice][number].append(place)
+        answers.append(answer)
     if model is not None and wanted:
         with _uncollected():
-            _fill(answers, model, configs, backends, wanted, gpu)
-    return [answer for answer in answers if answer is not None]
+            _fill(answers, model, configs, wanted, gpu)
+    return answers
 
 
 @contextmanager
@@ -293,45 +262,31 @@ def _uncollected() -> Iterator[None]:
 
 
 def _fill(
-    answers: list[Estimate | None],
+    answers: list[Estimate],
     model: Model,
     configs: Sequence[Config],
-    backends: Sequence[str],
     wanted: dict[str, dict[int, list[int]]],
     gpu: str,
 ) -> None:
-    """Set the answers that the model predicts."""
-    asked = sorted({index for places in wanted.values() for index in places})
-    c = with_shapes(sizes([configs[index] for index in asked]))
-    number = {index: row for row, index in enumerate(asked)}
+    """Replace the answers that the model predicts."""
+    numbers = sorted({number for places in wanted.values() for number in places})
+    c = with_shapes(sizes([configs[number] for number in numbers]))
+    row_of = {number: row for row, number in enumerate(numbers)}
     for choice, places in wanted.items():
-        rows = np.array([number[index] for index in places])
-        forecast = _forecast(model, choice, at(c, rows), gpu)
         most = model.bounds[f"{choice} us"] * LONGER
-        for row, (index, users) in enumerate(places.items()):
-            us, error = forecast.us[row], forecast.error[row]
-            first, last = forecast.edges[row : row + 2]
-            launches = tuple(forecast.launches[first:last])
+        rows = np.array([row_of[number] for number in places])
+        forecasts = _forecast(model, choice, at(c, rows), gpu)
+        for forecast, (number, users) in zip(forecasts, places.items(), strict=True):
+            if (forecast.kernel_us or 0) > most:
+                text = f"{choice} was measured up to {most / LONGER / 1e3:.0f} ms a call"
+                low = floor_us(configs[number], gpu)
+                forecast = Estimate("", "floor", choice, "ok", low_us=low, outside=text)
             for place in users:
-                backend = backends[place % len(backends)]
-                if us > most:
-                    text = f"{choice} was measured up to {most / LONGER / 1e3:.0f} ms a call"
-                    answers[place] = Estimate(
-                        backend,
-                        "floor",
-                        choice,
-                        "ok",
-                        low_us=floor_us(configs[index], gpu),
-                        outside=text,
-                    )
-                    continue
-                answers[place] = Estimate(
-                    backend, "model", choice, "ok", launches, us, us / (1 + error), us * (1 + error), error,
-                    forecast.graph[row], forecast.bottleneck[row],
-                )  # fmt: skip
+                answers[place] = replace(forecast, backend=answers[place].backend)
 
 
-def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
+def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Iterator[Estimate]:
+    """Yield the prediction of the model for each config on a backend, without the backend's name."""
     calls = model.rules[choice].calls(c)
     whole = together(calls, c, model.codes, model.curves[choice])
     count = len(c["B"])
@@ -342,8 +297,9 @@ def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
         if len(rows) and timing is not None:
             part, some = at(c, rows), whole.at(rows)
             us[rows] = np.exp(timing.trees.sums(columns(part, some))) * some.us
-            error[rows], graph[rows] = _errors(timing, part, us[rows])
-    scale = us / whole.us
+            regimes = regimes_of(part, us[rows])
+            error[rows] = [timing.errors.get(each, timing.errors[""]) for each in regimes]
+            graph[rows] = us[rows] * [timing.graph.get(each.split()[1], 1.0) for each in regimes]
     kinds = [
         (
             model.names[name],
@@ -352,27 +308,27 @@ def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Forecast:
         )
         for name, x, y, z, registers, _ in model.kinds.tolist()
     ]
-    times = (whole.each * scale[calls.place]).tolist()
-    grids = map(tuple, calls.grid.tolist())
-    shared_bytes = computed_bytes(model, calls.kind, c["SK"][calls.place]).tolist()
     launches = []
     for kind, grid, time, shared in zip(
-        calls.kind.tolist(), grids, times, shared_bytes, strict=True
+        calls.kind.tolist(),
+        map(tuple, calls.grid.tolist()),
+        (whole.each * (us / whole.us)[calls.place]).tolist(),
+        computed_bytes(model, calls.kind, c["SK"][calls.place]).tolist(),
+        strict=True,
     ):
         name, block, registers = kinds[kind]
         launches.append(
             Launch(name, grid if block else None, block, registers, shared if block else None, time)
         )
     edges = np.searchsorted(calls.place, np.arange(count + 1)).tolist()
-    bottleneck = _bottlenecks(c, whole, us, gpu)
-    return Forecast(edges, launches, us.tolist(), error.tolist(), graph.tolist(), bottleneck)
-
-
-def _errors(timing: Timing, c: Columns, us: Values) -> tuple[list[float], list[float]]:
-    regimes = regimes_of(c, us)
-    error = [timing.errors.get(each, timing.errors[""]) for each in regimes]
-    graph = [timing.graph.get(each.split()[1], 1.0) for each in regimes]
-    return error, (np.array(graph) * us).tolist()
+    bottlenecks = _bottlenecks(c, whole, us, gpu)
+    for row, (time, off, graph_us) in enumerate(
+        zip(us.tolist(), error.tolist(), graph.tolist(), strict=True)
+    ):
+        yield Estimate(
+            "", "model", choice, "ok", tuple(launches[edges[row] : edges[row + 1]]), time,
+            time / (1 + off), time * (1 + off), off, graph_us, bottlenecks[row],
+        )  # fmt: skip
 
 
 def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]:

@@ -23,15 +23,12 @@ from profharness.files import atomic_file, read_input
 
 Array = npt.NDArray[Any]
 MAGIC = b"PK\3\4"
-END = struct.Struct(
-    "<4s8xII2x"
-)  # the last record of a zip file, with the signature and the size of the directory
+# The last record of a zip file: signature, size and offset of the directory.
+END = struct.Struct("<4s8xII2x")
 MAX_ENTRY = 200  # maximum size of the zip directory for each array, in bytes
 MAX_RATIO = 64  # maximum compression ratio; deflate can reach 1,032
 ALWAYS_UNPACKED = 1 << 20  # unpacked size in bytes up to which the ratio is not limited
-START = struct.Struct(
-    "<8sH"
-)  # the start of an array, with the magic bytes, the version and the header size
+START = struct.Struct("<8sH")  # magic bytes, version and header size of an array
 # The header of an array as numpy writes it. numpy would parse it as Python source, which can fail
 # with many kinds of errors.
 HEADER = re.compile(
@@ -62,49 +59,36 @@ def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
     """
     data = read_input(path)
     try:
-        return _read(data, counts)
+        # zipfile reads the whole directory, and a zip64 record could replace its size
+        signature, directory, _ = END.unpack(data[-END.size :])
+        _require(signature == b"PK\5\6" and b"PK\6\7" not in data[-END.size - 20 : -END.size])
+        _require(directory <= MAX_ENTRY * len(counts))
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
+            _require(members.keys() == counts.keys() and len(archive.infolist()) == len(counts))
+            unpacked = sum(each.file_size for each in members.values())
+            _require(unpacked <= max(ALWAYS_UNPACKED, MAX_RATIO * len(data)))
+            return {name: _read(archive, members[name], counts[name]) for name in members}
     except FORGED:
         text = f"{printable_path(path)}: the file was cut short, changed or forged; get it again"
         raise ProfharnessError(text) from None
 
 
-def _read(data: bytes, counts: Mapping[str, int]) -> dict[str, Array]:
-    # zipfile reads the whole directory, and a zip64 record could replace its size
-    signature, directory, _ = END.unpack(data[-END.size :])
-    if signature != b"PK\5\6" or b"PK\6\7" in data[-END.size - 20 : -END.size]:
-        raise ValueError("no plain end of a zip file")
-    if directory > MAX_ENTRY * len(counts):
-        raise ValueError("the directory is too large")
-    arrays = {}
-    names = {f"{name}.npy": name for name in counts}
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
-        if sorted(each.filename for each in members) != sorted(names):
-            raise ValueError("other arrays")
-        unpacked = sum(each.file_size for each in members)
-        if unpacked > max(ALWAYS_UNPACKED, MAX_RATIO * len(data)):
-            raise ValueError("it unpacks to too much")
-        for each in members:
-            if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ValueError("another compression")
-            name = names[each.filename]
-            arrays[name] = _read_array(archive, each, counts[name])
-    return arrays
-
-
-def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> Array:
+def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> Array:
+    _require(member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
     with archive.open(member) as file:
-        start = file.read(START.size)
-        magic, length = START.unpack(start)
+        magic, length = START.unpack(file.read(START.size))
         header = HEADER.fullmatch(file.read(length))
         if magic != b"\x93NUMPY\1\0" or header is None:
-            raise ValueError("another format")
+            raise ValueError
         dtype = np.dtype(header[1].decode())
         shape = tuple(int(size) for size in header[2].split(b",") if size)
-        if dtype.str not in DTYPES:
-            raise ValueError("another dtype")
-        if math.prod(shape) > limit:
-            raise ValueError("too many values")
-        if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
-            raise ValueError("another number of values")
-        return np.frombuffer(file.read(member.file_size - file.tell()), dtype).reshape(shape)
+        left = member.file_size - file.tell()
+        _require(dtype.str in DTYPES and math.prod(shape) <= limit)
+        _require(math.prod(shape) * dtype.itemsize == left)
+        return np.frombuffer(file.read(left), dtype).reshape(shape)
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError

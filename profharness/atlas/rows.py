@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from profharness.atlas.answer import Place, Predicted, nanoseconds, predict_all
-from profharness.atlas.catalog import place_at, predicted
-from profharness.atlas.checks import BACKENDS
-from profharness.atlas.data import Launch
+from profharness.atlas.data import BACKENDS, Launch
+from profharness.atlas.predictions import (
+    Place,
+    Predicted,
+    nanoseconds,
+    place_at,
+    predict_all,
+    predicted,
+)
 from profharness.attention.config import Config, parse_config
 from profharness.device_types import on_gpu
 from profharness.devices import Device, occupancy
@@ -63,30 +69,30 @@ def _cell_row(prediction: Predicted, place: Place) -> CellRow:
 
 def _kernel_rows(prediction: Predicted, place: Place) -> Iterator[KernelRow]:
     """Yield one row per kernel and launch configuration, as a store does for a captured run."""
-    groups: dict[tuple[Any, ...], list[tuple[int, Launch]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[int, int | None]]] = {}
     for order, launch in enumerate(prediction.kernels or ()):
-        key = (launch.kernel, launch.grid, launch.block, launch.registers, launch.shared_bytes)
-        groups.setdefault(key, []).append((order, launch))
-    whole = sum(nanoseconds(launch.time_us) or 0 for launch in prediction.kernels or ())
-    for same in groups.values():
-        yield _kernel_row(prediction, place, same, whole)
+        groups.setdefault(launch[:5], []).append((order, nanoseconds(launch.time_us)))
+    whole = sum(ns or 0 for same in groups.values() for _, ns in same)
+    for kind, same in groups.items():
+        yield _kernel_row(prediction, place, Launch._make((*kind, None)), same, whole)
 
 
 def _kernel_row(
-    prediction: Predicted, place: Place, same: Sequence[tuple[int, Launch]], whole_ns: int
+    prediction: Predicted,
+    place: Place,
+    launch: Launch,
+    same: Sequence[tuple[int, int | None]],
+    whole_ns: int,
 ) -> KernelRow:
-    order, launch = same[0]
     name = parse_kernel_name(launch.kernel)
-    times = sorted(ns for _, each in same if (ns := nanoseconds(each.time_us)) is not None)
+    times = sorted(ns for _, ns in same if ns is not None)
     total = sum(times) if len(times) == len(same) else None
     filled = None
     if launch.block is not None and None not in (launch.registers, launch.shared_bytes):
-        major, minor = place.rules.capability
-        device = Device(
-            0, place.gpu, major, minor, 0
-        )  # occupancy does not depend on the number of SMs
-        x, y, z = launch.block
-        filled = occupancy(x * y * z, launch.registers or 0, launch.shared_bytes or 0, device)
+        # occupancy does not depend on the number of SMs
+        device = Device(0, place.gpu, *place.rules.capability, 0)
+        threads = math.prod(launch.block)
+        filled = occupancy(threads, launch.registers or 0, launch.shared_bytes or 0, device)
     return KernelRow(
         run=place.text,
         config=prediction.config,
@@ -112,7 +118,7 @@ def _kernel_row(
         min_ns=times[0] if total is not None else None,
         max_ns=times[-1] if total is not None else None,
         share=total / whole_ns if total is not None and whole_ns else None,
-        first_ns=order,
+        first_ns=same[0][0],
         op_path=None,
         sdpa_op=None,
         occupancy=filled.fraction if filled else None,
@@ -138,8 +144,7 @@ def against(
     `inside` is whether the measured time is in the model's interval. It is None if the time does
     not come from the model.
     """
-    gpu, torch = environment.get("gpu"), environment.get("torch")
-    if not on_gpu(environment) or not gpu or not torch:
+    if not on_gpu(environment) or not environment.get("gpu") or not environment.get("torch"):
         return []
     by_cell: dict[str, list[KernelRow]] = {}
     for row in rows:
@@ -149,32 +154,33 @@ def against(
     if place is None or not ran:
         return []
     labels = list(dict.fromkeys(cell.config for cell in ran))
-    answers = dict(zip(labels, predict_all(place, list(map(parse_config, labels))), strict=True))
+    predictions = {
+        (row.config, row.backend): row
+        for answer in predict_all(place, list(map(parse_config, labels)))
+        for row in answer
+    }
     found = []
     for cell in ran:
-        (prediction,) = (row for row in answers[cell.config] if row.backend == cell.backend)
+        prediction = predictions[cell.config, cell.backend]
         if prediction.kernel_ns:
-            found.append(_compared(prediction, prediction.kernel_ns, by_cell[cell.cell]))
+            values = _compared(prediction, prediction.kernel_ns, by_cell[cell.cell])
+            found.append({name: values[name] for name in AGAINST})
     return found
 
 
 def _compared(prediction: Predicted, expected_ns: int, rows: Sequence[KernelRow]) -> dict[str, Any]:
     ran_ns = round(sum(row.call_ns or 0 for row in rows))
-    inside = None
-    if (
-        prediction.source == "model"
-        and prediction.low_ns is not None
-        and prediction.high_ns is not None
-    ):
-        inside = prediction.low_ns <= ran_ns <= prediction.high_ns
     launched = Counter[str]()
     for row in rows:
         launched[row.kernel_short] += round(row.launches_per_call or 0)
     expected = Counter(parse_kernel_name(each.kernel).short for each in prediction.kernels or ())
-    values = {
+    inside = None
+    low_ns, high_ns = prediction.low_ns, prediction.high_ns
+    if prediction.source == "model" and low_ns is not None and high_ns is not None:
+        inside = low_ns <= ran_ns <= high_ns
+    return vars(prediction) | {
         "ran_ns": ran_ns,
         "ratio": ran_ns / expected_ns,
         "inside": inside,
         "same_kernels": launched == expected if expected else None,
     }
-    return {name: values[name] if name in values else getattr(prediction, name) for name in AGAINST}

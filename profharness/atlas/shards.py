@@ -12,10 +12,26 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, Any, Literal, cast
 
-from profharness.atlas.checks import SETTLED, Dim3, line_fault, machine_fault, parse_label
-from profharness.atlas.data import Atlas, AtlasCell, Launch, Machine, build_atlas
+import msgspec
+from msgspec import Meta
+
+from profharness.atlas.data import (
+    LARGEST,
+    NUMBERS,
+    SETTLED,
+    Atlas,
+    AtlasCell,
+    Count,
+    Dim3,
+    Launch,
+    Machine,
+    Text,
+    build_atlas,
+    field_error,
+    parse_label,
+)
 from profharness.device_types import CUDA
 from profharness.errors import ProfharnessError, UsageError, printable_path
 from profharness.files import LINE_BYTES, InputFile, open_input, read_lines
@@ -25,12 +41,40 @@ MAX_RATIO = 200  # maximum compression ratio; shards have about 40, xz can reach
 ALWAYS_UNPACKED = 16 << 20  # unpacked size in bytes up to which the ratio is not limited
 MAX_LINE_BYTES = 1 << 20  # maximum size of a line; a decoded line takes 40 times as much
 SHARD_VERSION = 1
-SKIPPED = (
-    tarfile.DIRTYPE,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    *b"LK",
-)  # folders, headers, long names
+# Tar members without content for a shard: folders, headers, long names.
+SKIPPED = (tarfile.DIRTYPE, tarfile.XHDTYPE, tarfile.XGLTYPE, *b"LK")
+Microseconds = Annotated[float, Meta(ge=0, lt=LARGEST / 1e3)]
+
+
+class _Line(msgspec.Struct):
+    """A line of a shard, which is a header with the environment, or a cell."""
+
+    atlas: int | None = None
+    environment: dict[str, Any] | None = None
+    config: Text | None = None
+    backend: Literal["auto", "flash", "efficient", "cudnn", "math"] | None = None
+    status: Literal["ok", "refused", "oom", "error"] | None = None
+    choice: Literal["flash", "efficient", "cudnn", "math", "none", "unknown"] | None = None
+    regime: str | None = None
+    kernels: list[tuple[Text, Dim3 | None, Dim3 | None, Count | None, Count | None]] | None = None
+    kernel_us_each: list[Microseconds | None] | None = None
+    kernel_us: Microseconds | None = None
+    graph_us: Microseconds | None = None
+    peak_bytes: Count | None = None
+    message: str | None = None
+
+    def check(self) -> None:
+        """Raise UsageError if the machine or the config is invalid, or if a field is missing."""
+        if self.environment is not None:
+            Machine.from_environment(self.environment)
+        elif self.atlas is None:
+            for name in ("config", "backend", "status"):
+                if getattr(self, name) is None:
+                    raise UsageError(f"no {name}")
+        if self.config is not None:
+            config = parse_label(self.config)
+            if min(getattr(config, name) for name in NUMBERS) < 1:
+                raise UsageError(f"config {self.config!r}: a size is not positive")
 
 
 class XzReader(io.RawIOBase):
@@ -71,16 +115,25 @@ def shard_lines(path: Path) -> Iterator[dict[str, Any]]:
     UsageError for any other invalid line.
     """
     try:
-        for source, number, line in _source_lines(path):
-            if (row := _parse_line(line, f"{source}, line {number}")) is not None:
-                yield row
+        for source, lines in _sources(path):
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = _parse_line(line)
+                except UsageError as error:
+                    raise UsageError(f"{source}, line {number}: {error}") from None
+                if row is not None:
+                    yield row
     except OSError as error:
         raise UsageError(f"{printable_path(path)}: cannot be read: {error.strerror}") from None
+    except (tarfile.TarError, lzma.LZMAError) as error:
+        raise UsageError(
+            f"{printable_path(path)}: not a whole archive of shards ({error})"
+        ) from None
 
 
-def _parse_line(line: bytes, place: str) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     if len(line) > MAX_LINE_BYTES:
-        raise UsageError(f"{place}: more than {MAX_LINE_BYTES:,} bytes")
+        raise UsageError(f"more than {MAX_LINE_BYTES:,} bytes")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -88,39 +141,29 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any] | None:
     if not isinstance(row, dict):
         if not line.endswith(b"\n"):
             return None
-        raise UsageError(f"{place}: not a line of an atlas")
+        raise UsageError("not a line of an atlas")
     if row.get("atlas", SHARD_VERSION) != SHARD_VERSION:
-        raise UsageError(f"{place}: not a shard of an atlas of version {SHARD_VERSION}")
-    if fault := line_fault(row):
-        raise UsageError(f"{place}: {fault}")
+        raise UsageError(f"not a shard of an atlas of version {SHARD_VERSION}")
+    try:
+        msgspec.convert(row, _Line).check()
+    except msgspec.ValidationError as error:
+        raise UsageError(field_error(error, row)) from None
     return row
 
 
-def _source_lines(path: Path) -> Iterator[tuple[str, int, bytes]]:
-    """Yield each line with the name of its file and its line number.
-
-    Raise UsageError if an archive is damaged, and OSError if a file cannot be read.
-    """
+def _sources(path: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Yield the name and the lines of each file."""
     if path.is_dir():
         for each in sorted(path.glob("shard-*.jsonl")):
-            yield from _numbered(printable_path(each), read_lines(each))
+            yield printable_path(each), read_lines(each)
     elif path.name.endswith(".tar.xz"):
-        try:
-            with open_input(path) as file, io.BufferedReader(XzReader(file), 1 << 20) as plain:
-                yield from _members(path, cast("IO[bytes]", plain))
-        except (tarfile.TarError, lzma.LZMAError) as error:
-            raise UsageError(
-                f"{printable_path(path)}: not a whole archive of shards ({error})"
-            ) from None
+        with open_input(path) as file, io.BufferedReader(XzReader(file), 1 << 20) as plain:
+            yield from _members(path, cast("IO[bytes]", plain))
     else:
-        yield from _numbered(printable_path(path), read_lines(path))
+        yield printable_path(path), read_lines(path)
 
 
-def _numbered(source: str, lines: Iterator[bytes]) -> Iterator[tuple[str, int, bytes]]:
-    return ((source, number, line) for number, line in enumerate(lines, start=1))
-
-
-def _members(path: Path, file: IO[bytes]) -> Iterator[tuple[str, int, bytes]]:
+def _members(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Iterator[bytes]]]:
     # read block by block, because tarfile would load a header with a long name into memory
     while len(block := file.read(tarfile.BLOCKSIZE)) == tarfile.BLOCKSIZE:
         if not any(block):
@@ -129,7 +172,7 @@ def _members(path: Path, file: IO[bytes]) -> Iterator[tuple[str, int, bytes]]:
         name = f"{printable_path(path)}, {printable_path(member.name)}"
         lines = _lines(file, member.size)
         if member.isreg():
-            yield from _numbered(name, lines)
+            yield name, lines
         elif member.type not in SKIPPED:
             raise UsageError(f"{name}: no regular file; an archive of shards has nothing else")
         for _ in lines:
@@ -184,34 +227,31 @@ def read_shards(path: Path) -> Atlas:
 
     Raise UsageError if a line is invalid, or if the shards name no machine or several machines.
     """
+    source = printable_path(path)
     machines: set[Machine] = set()
-
-    def not_one(names: str) -> UsageError:
-        text = f"{printable_path(path)}: shards of {names}; an atlas belongs to one machine"
-        return UsageError(text)
 
     def cells() -> Iterator[AtlasCell]:
         for row in shard_lines(path):
             if "environment" in row:
                 machines.add(Machine.from_environment(row["environment"]))
                 if len(machines) > 1:
-                    raise not_one(", ".join(sorted(machine.name for machine in machines)))
+                    names = ", ".join(sorted(machine.name for machine in machines))
+                    raise UsageError(
+                        f"{source}: shards of {names}; an atlas belongs to one machine"
+                    )
             elif row.get("status") in SETTLED:
                 yield parse_cell(row)
 
     try:
-        atlas = build_atlas(Machine("", ""), cells(), printable_path(path))
+        atlas = build_atlas(Machine(), cells(), source)
     except ProfharnessError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UsageError(
-            f"{printable_path(path)}: a line is no cell of an atlas ({type(error).__name__}: {error})"
+            f"{source}: a line is no cell of an atlas ({type(error).__name__}: {error})"
         ) from None
-    if not machines:
-        raise not_one("no machine")
-    machine = machines.pop()
-    if fault := machine_fault(machine.environment):
-        raise UsageError(f"{printable_path(path)}: {fault}")
+    machine = machines.pop() if machines else Machine()
+    machine.require_gpu_and_release(source)
     return replace(atlas, machine=machine)
 
 

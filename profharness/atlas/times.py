@@ -1,6 +1,7 @@
 """Estimate the times of launches.
 
-Each kernel has a curve, which gives its time as a function of its work.
+Each kernel has a curve, which gives its time as a function of its work. Regression trees correct the
+sum of a call. scripts/atlas_train.py fits both.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from profharness.atlas.features import SMS, Columns, at, ceil, product_sizes
+from profharness.atlas.features import SMS, Columns, Integers, Values, at, ceil, product_sizes
 from profharness.atlas.kernels import Calls
-from profharness.atlas.trees import Integers, Values
 
 KERNEL_US = 1.5  # time of a kernel that has no curve
 FEW_QUERIES = 8
@@ -21,10 +21,7 @@ TINY_US, LONG_US = 20, 200
 
 
 def _pairs(c: Columns, rows: float, keys: float) -> Values:
-    """Return the number of scores of a head in whole tiles.
-
-    With a causal mask, only the tiles up to the diagonal are counted.
-    """
+    """Return the scores of a head in whole tiles, up to the diagonal if the mask is causal."""
     height, width = ceil(c["SQ"], rows) * rows, ceil(c["SK"], keys) * keys
     low = np.minimum(height, width)
     below = low * (low + keys) / 2 + (height - low) * width
@@ -106,6 +103,29 @@ PRODUCT_WORKS: dict[str, Callable[[Columns], Values]] = {
 }
 
 
+class Boost(msgspec.Struct, frozen=True):
+    """A sum of small regression trees.
+
+    A tree with n inner nodes is stored as a table of 2**n values. Bit i of the index into the table
+    is set if the feature of node i is above its threshold.
+    """
+
+    feature: Integers  # trees x n
+    threshold: Values  # trees x n
+    values: Values  # trees x 2**n
+    base: float = 0.0  # added to the sum
+
+    def sums(self, table: Values) -> Values:
+        """Return the sum for each column of a table that has features as rows."""
+        bits = (1 << np.arange(self.feature.shape[1], dtype=np.uint8))[:, None]
+        total = np.full(table.shape[1], self.base)
+        thresholds, values = self.threshold[:, :, None], self.values.astype(np.float64)
+        for feature, threshold, tree in zip(self.feature, thresholds, values, strict=True):
+            above = (table[feature] > threshold).view(np.uint8)
+            total += tree[np.bitwise_or.reduce(above * bits, axis=0)]
+        return total
+
+
 class Curve(msgspec.Struct, frozen=True):
     """The time of a launch, interpolated linearly between knots.
 
@@ -151,9 +171,7 @@ class Launched:
 
     us: Values  # microseconds, as all times
     count: Values
-    longest: (
-        Values  # time of the longest launch; `share`, `blocks` and `code` are of this launch too
-    )
+    longest: Values  # time of the longest launch, to which also the next three fields belong
     share: Values
     blocks: Values
     code: Values

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import click
 
-from profharness.atlas.answer import Place
+from profharness.atlas.predictions import Place
 from profharness.commands._command import as_is, command, declaration_of, document, gate
 from profharness.commands._options import Option
 from profharness.commands._output import DEFAULT_WIDTH, hint

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from profharness.atlas import catalog
+from profharness.atlas import predictions
 from profharness.atlas.data import (
     Atlas,
     build_atlas,
@@ -137,13 +137,11 @@ def test_damaged_files_are_refused_by_name(other: Path, tmp_path: Path) -> None:
     data = other.read_bytes()
     (tmp_path / "short.npz").write_bytes(data[:-7])
     (tmp_path / "changed.npz").write_bytes(data[:200] + b"\0" + data[201:])
-    (tmp_path / "old.atlas").write_bytes(b"phatlas\n" + data)
     (tmp_path / "text.npz").write_text("hello")
     (tmp_path / "lines.jsonl").write_text('{"atlas": 7}\n')
     for name, text in {
         "short.npz": "cut short, changed or forged",
         "changed.npz": "cut short, changed or forged",
-        "old.atlas": "the format before .npz",
         "text.npz": "not an atlas",
         "lines.jsonl": "not a shard of an atlas of version 1",
     }.items():
@@ -166,7 +164,7 @@ def test_cells_that_the_package_has_are_not_copied(
     (own,) = (tmp_path / "data" / "profharness" / "atlases").iterdir()
     assert [cell.config for cell in read_atlas(own).cells()] == [new.config]
     # a package of as few cells, for all of them take seconds to be merged and packed
-    monkeypatch.setattr(catalog, "packaged_atlases", lambda: (tmp_path / "same.npz",))
+    monkeypatch.setattr(predictions, "packaged_atlases", lambda: (tmp_path / "same.npz",))
     ok("export", "H200", "-o", "whole.npz")
     assert len(read_atlas(tmp_path / "whole.npz")) == 21
 

@@ -12,6 +12,7 @@ import pytest
 
 from profharness.atlas.data import MODEL_SUFFIX, PACKAGED, Atlas
 from profharness.atlas.features import sizes, with_shapes
+from profharness.atlas.kernels import LEAF, Net, Tree
 from profharness.atlas.model import (
     Dispatch,
     Model,
@@ -20,7 +21,7 @@ from profharness.atlas.model import (
     read_model,
     write_model,
 )
-from profharness.atlas.trees import LEAF, Boost, Net, Tree
+from profharness.atlas.times import Boost
 from profharness.attention.config import SDPA_BACKENDS, parse_config
 from profharness.attention.dispatch.machine import from_config, machine_for
 from profharness.attention.dispatch.predict import predict
@@ -92,9 +93,13 @@ def test_cached_dispatch_equals_the_rules(packaged: Atlas) -> None:
     configs = {packaged.config(row): None for row in range(0, len(packaged), 19)}
     for config in configs:
         full = predict(from_config(config), H200)
-        found = dispatch.dispatch(config)
-        assert found.choice == full.choice, config
-        assert found.eligible == {name: each.eligible for name, each in full.backends.items()}
+        found = dict(dispatch.answers(config))
+        auto = full.choice if full.choice in SDPA_BACKENDS else None
+        assert found.pop("auto")[0] == auto, config
+        statuses = {True: "ok", False: "refused", None: "unknown"}
+        assert {name: status for name, (_, status) in found.items()} == {
+            name: statuses[each.eligible] for name, each in full.backends.items()
+        }
 
 
 def test_estimates_have_a_source(packaged: Atlas) -> None:

@@ -335,7 +335,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
 
 def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
     """Return time and best backend from the platform's atlas. Without one, print the GPUs that have one."""
-    from profharness.atlas.catalog import timed  # loads numpy
+    from profharness.atlas.predictions import timed  # loads numpy
 
     prediction, doubt = timed(config, str(platform.gpu), platform.machine)
     if doubt:

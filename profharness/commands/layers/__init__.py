@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from profharness.atlas.answer import Place
-from profharness.atlas.catalog import find_place, known_atlases
+from profharness.atlas.predictions import Place, find_place, known_atlases
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
@@ -390,7 +389,7 @@ def find_places(
 
     Raise UsageError for an unknown GPU and for one that is named twice.
     """
-    entries, names = known_atlases(None if atlas is None else Path(atlas)), gpu_names(gpus)
+    entries, names = known_atlases(atlas), gpu_names(gpus)
     places = [find_place(entries, name, torch, driver=driver) for name in names]
     require_distinct(names, [place.gpu for place, _ in places])
     return places

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from profharness.atlas.answer import Place, disagreement, machine_text, place_estimates
 from profharness.atlas.model import Estimate
+from profharness.atlas.predictions import Place, disagreement, machine_text, place_estimates
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config, sdpa_setting
 from profharness.attention.dispatch.machine import from_config, permitted
 from profharness.attention.dispatch.predict import predict

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from profharness.atlas.answer import flat_record
-from profharness.atlas.catalog import Asked, predicted
+from profharness.atlas.predictions import Asked, flat_record, predicted
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
@@ -90,8 +89,7 @@ def predict(
     has no time, and low_ns is the roofline bound. Kernels are short names. `attrs["answers"]` has the
     full rows, `attrs["place"]` the machine, and `attrs["doubt"]` any doubts.
     """
-    folder = None if atlas is None else Path(atlas)
-    found = predicted(config_list(configs), split_names(backends), gpu, torch, folder, driver)
+    found = predicted(config_list(configs), split_names(backends), gpu, torch, atlas, driver)
     if gpu is None:
         hint(f"answering for {found.place.text}")
     if found.doubt:

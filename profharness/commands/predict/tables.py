@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from profharness.atlas.answer import (
+from profharness.atlas.data import VERSIONS
+from profharness.atlas.predictions import (
     FIELDS,
     Place,
     Predicted,
@@ -14,7 +15,6 @@ from profharness.atlas.answer import (
     predicted_record,
     statement,
 )
-from profharness.atlas.data import VERSIONS
 from profharness.attention.config import AUTO, parse_config
 from profharness.attention.dispatch.advice import call_code
 from profharness.columns import Column, pick

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
 
 import click
 
-from profharness.atlas.catalog import (
+from profharness.atlas.data import SUFFIX, Machine, write_atlas
+from profharness.atlas.merge import add, atlases_of_store, merge
+from profharness.atlas.predictions import (
     Entry,
     find_entries,
     known_atlases,
     read_any,
     user_folder,
 )
-from profharness.atlas.data import SUFFIX, write_atlas
-from profharness.atlas.merge import add, atlases_of_store, merge
 from profharness.atlas.shards import format_lines
+from profharness.columns import Column
 from profharness.commands._command import CommandGroup, as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint
@@ -27,10 +30,9 @@ from profharness.commands._types import (
     PathLike,
     complete_runs,
 )
-from profharness.commands.atlas.tables import atlas_document
 from profharness.errors import UsageError
 from profharness.files import atomic_file
-from profharness.render.document import Document
+from profharness.render.document import Document, Note, Table
 from profharness.store import ALL_RUNS, open_store
 
 AtlasFiles = Annotated[
@@ -57,9 +59,21 @@ OnlyRun = Annotated[
 ]
 AtlasName = Annotated[str, Option(metavar="NAME")]
 
-
-def _folder(atlas: PathLike | None) -> Path | None:
-    return None if atlas is None else Path(atlas)
+SCHEMA = "profharness.atlas/1"
+COLUMNS = (
+    Column("name", "name"),
+    Column("origin", "from"),
+    Column("gpu", "GPU"),
+    Column("torch", "torch"),
+    Column("cuda", "CUDA"),
+    Column("cudnn", "cuDNN"),
+    Column("driver", "driver"),
+    Column("cells", "cells", "count"),
+)
+FIELDS = (
+    *("name", "origin", *(each.name for each in fields(Machine))),
+    *("cells", "statuses", "regimes", "path"),
+)
 
 
 @command("list", frame=as_is)
@@ -71,13 +85,28 @@ def list_atlases(*, atlas: AtlasFolder = None) -> list[Entry]:
       profharness atlas list
       profharness atlas list --atlas /data/atlases --format json
     """
-    return known_atlases(_folder(atlas))
+    return known_atlases(atlas)
 
 
 @document(list_atlases)
 def show(entries: list[Entry]) -> Document:
-    """Return the document."""
-    return atlas_document(entries)
+    """Return the document, with one row per atlas."""
+    records = []
+    for entry in entries:
+        atlas = entry.atlas
+        record = asdict(atlas.machine) | {
+            "name": entry.name,
+            "origin": entry.origin,
+            "path": str(entry.path),
+            "cells": len(atlas),
+        }
+        for name, column in (("statuses", "status"), ("regimes", "regime")):
+            codes = Counter(atlas.columns[column].tolist())
+            record[name] = {atlas.tables[name][code]: count for code, count in codes.items()}
+        records.append({name: record[name] for name in FIELDS})
+    table = Table.of(COLUMNS, records)
+    note = Note("none; `profharness atlas add FILE` takes one")
+    return Document(SCHEMA, "Atlases", (table if records else note,), FIELDS, tuple(records))
 
 
 @command("add", frame=as_is)
@@ -108,7 +137,7 @@ def add_atlases(
         with open_store(Path(store)) as opened:
             made += atlases_of_store(opened, run or ALL_RUNS)
     for each in made:
-        path, count = add(each, user_folder(_folder(atlas)), known_atlases(_folder(atlas)))
+        path, count = add(each, user_folder(atlas), known_atlases(atlas))
         where = f"; in {path}" if path else ", so nothing was written"
         hint(f"{each.source}: {count:,} new cells of {len(each):,}{where}")
 
@@ -154,7 +183,7 @@ def export_atlas(
         raise UsageError("atlas export needs -o FILE, ending in .npz or .jsonl")
     path = Path(output)
     _check_suffix(path, ".jsonl")
-    entries = find_entries(known_atlases(_folder(atlas)), name)
+    entries = find_entries(known_atlases(atlas), name)
     found = merge([entry.atlas for entry in entries]) if len(entries) > 1 else entries[0].atlas
     if path.suffix == SUFFIX:
         write_atlas(found, path, force=force)

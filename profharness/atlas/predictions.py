@@ -1,0 +1,574 @@
+"""Find the atlas of a GPU and release, and predict configs from it.
+
+A prediction contains the backend that PyTorch chooses, its kernels and time, the fastest backend,
+and the time lost if PyTorch does not choose the fastest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from profharness.atlas.data import (
+    BACKENDS,
+    NOTHING,
+    SETTLED,
+    SUFFIX,
+    VERSIONS,
+    Atlas,
+    Launch,
+    Machine,
+    atlas_files,
+    packaged_atlases,
+    read_atlas,
+)
+from profharness.atlas.model import Estimate, estimate, measured_estimate
+from profharness.atlas.shards import read_shards
+from profharness.attention.config import AUTO, SDPA_BACKENDS, Config
+from profharness.attention.dispatch.machine import (
+    RELEASES,
+    from_config,
+    machine_for,
+    machine_of,
+    parse_release,
+    release_text,
+)
+from profharness.attention.dispatch.machine import Machine as RuleMachine
+from profharness.attention.dispatch.predict import judge
+from profharness.device_types import CPU, CUDA
+from profharness.devices import Gpu, data_sheet, find_gpu
+from profharness.environment import gpu_name
+from profharness.errors import NotFoundError, ProfharnessError, UsageError, printable_path
+from profharness.rows import Refusal
+from profharness.traces.kernel_names import parse_kernel_name
+
+PACKAGE, USER = "package", "user"
+MEASURED = "measured"
+REPEATS = 0.03  # relative difference of 90 % of the times if measured again on another H200
+MAX_EXAMPLES = 3  # maximum number of cells that a message lists
+TIMED = (
+    *("source", "choice", "kernel_ns", "low_ns", "high_ns", "graph_ns", "bottleneck"),
+    *("best", "best_ns", "regret", "certain", "outside"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An atlas with its path and its origin, which is PACKAGE or USER."""
+
+    path: Path
+    origin: str
+    atlas: Atlas
+
+    @property
+    def name(self) -> str:
+        """Return the name that identifies the atlas in commands."""
+        return self.path.name.removesuffix(SUFFIX)
+
+
+def user_folder(named: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder of the user's atlases, by default `$XDG_DATA_HOME/profharness/atlases`."""
+    if named is not None:
+        return Path(named)
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "profharness" / "atlases"
+
+
+def known_atlases(named: str | os.PathLike[str] | None = None) -> list[Entry]:
+    """Return the atlases of the package, followed by those of the user.
+
+    A file in the user's folder that is not a valid atlas is logged and skipped. If an atlas of the
+    package cannot be read, raise the errors of `read_atlas`.
+    """
+    entries = [Entry(path, PACKAGE, read_atlas(path)) for path in packaged_atlases()]
+    for path in atlas_files(user_folder(named)):
+        try:
+            entries.append(Entry(path, USER, read_atlas(path)))
+        except ProfharnessError as error:
+            _log_once(f"{error} (left out)")
+    return entries
+
+
+@cache
+def _log_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
+
+
+def same_machine(one: Machine, other: Machine) -> bool:
+    """Return whether GPU, torch, CUDA, cuDNN and driver are the same."""
+    return all(getattr(one, name) == getattr(other, name) for name in VERSIONS)
+
+
+def same_gpu(one: str, other: str) -> bool:
+    """Return whether two names mean the same GPU.
+
+    Two variants of a board are different GPUs if their data sheets give different rates.
+    """
+    names, rates = set(), set()
+    for text in (one, other):
+        known, sheet = _known_gpu(text), data_sheet(text)
+        names.add(known.name if known else re.sub(r"[^a-z0-9]|nvidia", "", text.lower()))
+        if sheet is not None:  # no data sheet is found if the user spells the name differently
+            rates.add((*sheet.flops_per_s.items(), sheet.bandwidth_bytes_per_s))
+    return len(names) == 1 and len(rates) < 2
+
+
+def _known_gpu(name: str) -> Gpu | None:
+    try:
+        return find_gpu(name)
+    except UsageError:
+        return None
+
+
+def read_any(path: Path) -> Atlas:
+    """Read an atlas from a `.npz` file, from shards (JSON lines), or from an archive of shards.
+
+    Raise the errors of `read_atlas` and `read_shards`.
+    """
+    if not path.exists():
+        raise UsageError(
+            f"{printable_path(path)}: there is no such file; give an atlas, or shards of one"
+        )
+    if path.is_file() and path.suffix != ".jsonl" and not path.name.endswith(".tar.xz"):
+        return read_atlas(path)
+    return read_shards(path)
+
+
+def find_entries(entries: Sequence[Entry], name: str) -> list[Entry]:
+    """Return the atlases of one machine.
+
+    `name` is the name or path of an atlas, or the name of a GPU whose atlases are all of one
+    machine. Raise NotFoundError if nothing matches or if several machines match.
+    """
+    named = [entry for entry in entries if name in (entry.name, entry.path.name)]
+    fitting = named or [each for each in entries if same_gpu(each.atlas.machine.gpu, name)]
+    if fitting and all(
+        same_machine(each.atlas.machine, fitting[0].atlas.machine) for each in fitting
+    ):
+        return fitting
+    path = Path(name)
+    if path.exists():
+        return [Entry(path, USER, read_any(path))]
+    names = ", ".join(dict.fromkeys(entry.name for entry in fitting or entries)) or "none"
+    fault = "more than one atlas is of" if fitting else "no atlas and no file is called"
+    raise NotFoundError(f"{fault} {printable_path(name)!r}; there are {names}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A GPU and a PyTorch release.
+
+    `atlas` is None if no atlas was measured on this GPU with this release. `asked` is the GPU's
+    name in the table of GPUs, or its compute capability if the table does not contain it. `own`
+    contains the user's atlases of the same machine. Their cells take precedence over those of
+    `atlas`. `others` describes the atlases of other versions, which are not used.
+    """
+
+    gpu: str
+    release: str
+    rules: RuleMachine
+    asked: str
+    atlas: Atlas | None = None
+    own: tuple[Atlas, ...] = ()
+    others: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return a text such as `NVIDIA H200, torch 2.11.0+cu130, cuDNN 91900, driver 580.159.04`."""
+        if self.atlas is not None:
+            return machine_text(self.atlas.machine)
+        cudnn = f", cuDNN {self.rules.cudnn}" if self.rules.cudnn else ""
+        return f"{self.gpu}, torch {self.release}{cudnn}, no atlas"
+
+
+def machine_text(machine: Machine) -> str:
+    """Describe a machine in one line."""
+    driver = f", driver {machine.driver}" if machine.driver else ""
+    return f"{machine.gpu}, torch {machine.torch}, cuDNN {machine.cudnn}{driver}"
+
+
+def find_place(
+    entries: Sequence[Entry],
+    gpu: str | None,
+    torch: str | None,
+    *,
+    driver: str | None = None,
+    like: Mapping[str, Any] | None = None,
+) -> tuple[Place, str]:
+    """Return the GPU and release that a user named, and the reason why there is no atlas of them.
+
+    The reason is "" if there is an atlas. If several atlases match, those with the versions of the
+    environment `like` are preferred. Raise UsageError for an unknown GPU or release.
+    """
+    gpu = gpu or _default_gpu(entries)
+    if gpu.lower() == CPU:
+        raise UsageError(
+            "an atlas is of a GPU; what a CPU takes says `profharness explain --gpu cpu`"
+        )
+    fitting = [entry for entry in entries if same_gpu(gpu, entry.atlas.machine.gpu)]
+    releases = {parse_release(entry.atlas.machine.torch) for entry in fitting}
+    release = parse_release(torch) if torch is not None else max(releases, default=max(RELEASES))
+    found = [entry for entry in fitting if parse_release(entry.atlas.machine.torch) == release]
+    if asked := [entry for entry in found if driver in (None, entry.atlas.machine.driver)]:
+        return _best_place(asked, like or {}), ""
+    rules, name = machine_for(gpu, release_text(release)), find_gpu(gpu).name
+    place = Place(name if same_gpu(gpu, name) else gpu, release_text(rules.torch), rules, name)
+    what = f"{place.gpu} with torch {place.release}"
+    if found:
+        what += f" and driver {driver}"
+        drivers = dict.fromkeys(str(entry.atlas.machine.driver) for entry in found)
+        there = f"its atlases are of driver {', '.join(drivers)}"
+    elif releases:
+        there = f"its atlases are of torch {', '.join(map(release_text, sorted(releases)))}"
+    else:
+        gpus = dict.fromkeys(entry.atlas.machine.gpu for entry in entries)
+        there = f"there are atlases of {', '.join(gpus) or 'no GPU'}"
+    return place, f"no atlas of {what}, so there is no time: {there}"
+
+
+def _default_gpu(entries: Sequence[Entry]) -> str:
+    """Return the GPU of this machine if it has an atlas, else the only GPU that has one."""
+    gpus = list(dict.fromkeys(entry.atlas.machine.gpu for entry in entries))
+    own = gpu_name()
+    if own is not None and any(same_gpu(own, gpu) for gpu in gpus):
+        return own
+    if len(gpus) == 1:
+        return gpus[0]
+    known = f"there are atlases of {', '.join(gpus)}" if gpus else "there is no atlas"
+    raise UsageError(f"which GPU is not said, and {known}; add --gpu NAME, such as --gpu H200")
+
+
+def _best_place(found: Sequence[Entry], like: Mapping[str, Any]) -> Place:
+    """Return the best machine among several atlases of one GPU and release.
+
+    Prefer the machine that has the most versions in common with `like`, then a machine whose atlas
+    is in the package and has a model, then the machine with the most cells. The place contains all
+    atlases of that machine.
+    """
+
+    def fit(entry: Entry) -> tuple[int, bool, int]:
+        known = entry.atlas.machine.environment
+        alike = sum(like.get(name) in (None, value) for name, value in known.items())
+        return alike, entry.origin == PACKAGE, len(entry.atlas)
+
+    best = max(found, key=fit).atlas.machine
+    alike = [entry.atlas for entry in found if same_machine(entry.atlas.machine, best)]
+    # known_atlases returns the package's atlas first, and the model was fitted to that atlas
+    atlas, *own = alike
+    others = []
+    for entry in found:
+        machine = entry.atlas.machine
+        names = [name for name in VERSIONS if getattr(machine, name) != getattr(best, name)]
+        versions = ", ".join(f"{name} {getattr(machine, name)}" for name in names)
+        if versions:
+            others.append(f"{versions} ({entry.origin}, {len(entry.atlas):,} cells)")
+    text = (
+        f"the atlas of driver {best.driver}, cuDNN {best.cudnn} answers; others of this GPU and "
+        f"release are not mixed in: {'; '.join(others)}"
+        if others
+        else ""
+    )
+    known = _known_gpu(best.gpu)
+    capability = ".".join(map(str, known.capability)) if known else best.capability
+    rules = machine_of(best.environment | {"capability": capability})
+    name, asked = (known.name, known.name) if known else (best.gpu, rules.sm)
+    return Place(name, release_text(rules.torch), rules, asked, atlas, tuple(own), text)
+
+
+def place_estimates(
+    place: Place, configs: Sequence[Config], backends: Sequence[str]
+) -> list[Estimate]:
+    """Return an estimate for each config on each backend, in the order configs x backends.
+
+    The user's own measurements take precedence.
+    """
+    asked = (place.atlas, configs, backends, place.asked, place.release)
+    estimates = estimate(*asked, rules=place.rules)
+    for atlas in place.own:
+        for at, row in enumerate(atlas.rows(configs, backends)):
+            if row != NOTHING and (cell := atlas.cell(row)).status in SETTLED:
+                estimates[at] = measured_estimate(cell)
+    return estimates
+
+
+def disagreement(place: Place, configs: Sequence[Config]) -> str:
+    """Describe the cells of these configs on which the user's and the package's atlas disagree.
+
+    Return "" if all results agree.
+    """
+    if place.atlas is None:
+        return ""
+    differing = []
+    for atlas in place.own:
+        rows = [row for row in atlas.rows(configs, BACKENDS) if row != NOTHING]
+        for cell in map(atlas.cell, rows):
+            known = place.atlas.find(cell.config, cell.backend)
+            if known is not None and (what := known.difference(cell)):
+                differing.append(f"{cell.config.label} {cell.backend}: {what[0]} {what[1]}")
+    if not differing:
+        return ""
+    return (
+        f"your own atlas of this machine and {place.atlas.source} disagree on {len(differing):,} "
+        f"cells, and your own answer: {'; '.join(differing[:MAX_EXAMPLES])}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """The prediction for a config on a backend.
+
+    `source` is `measured` if the atlas contains the cell, and `model` if the model interpolates
+    between measured cells. It is `floor` if no time is known. Then low_ns is the roofline bound.
+    Otherwise low_ns and high_ns are the limits of the 90 % interval, and `error` is the relative
+    error of the model. `choice` is the backend that the dispatch rules choose for `auto`, or `none`
+    if PyTorch raises an error. `reasons` explains why the backend refuses the config. `best` is the
+    fastest backend whose time is known, and `regret` is kernel_ns / best_ns - 1. `certain` is whether
+    the intervals of this backend and of the fastest one are disjoint. The interval of a measured time
+    is the time plus or minus REPEATS.
+    """
+
+    config: str
+    backend: str
+    gpu: str
+    torch: str
+    source: str
+    status: str
+    choice: str | None
+    reasons: tuple[Refusal, ...]
+    kernel_ns: int | None
+    low_ns: int | None
+    high_ns: int | None
+    error: float | None
+    graph_ns: int | None
+    bottleneck: str | None
+    best: str | None = None
+    best_ns: int | None = None
+    regret: float | None = None
+    certain: bool | None = None
+    outside: str | None = None
+    kernels: tuple[Launch, ...] | None = None
+
+
+FIELDS = tuple(field.name for field in fields(Predicted))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Predictions for configs.
+
+    `doubt` explains why a time is missing or may be wrong, and `answers` has a tuple of rows for
+    each config. `backends` are the backends to show.
+    """
+
+    place: Place
+    doubt: str
+    answers: list[tuple[Predicted, ...]]
+    backends: tuple[str, ...]
+
+    def of(self, answer: Iterable[Predicted]) -> list[Predicted]:
+        """Return the rows of the backends to show."""
+        return [row for row in answer if row.backend in self.backends]
+
+
+def predicted(
+    configs: Sequence[Config],
+    backends: Sequence[str] = (),
+    gpu: str | None = None,
+    torch: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    driver: str | None = None,
+) -> Asked:
+    """Predict configs on a GPU. `folder` contains the user's own atlases.
+
+    Raise UsageError for an unknown GPU, release or backend, and the errors of `read_atlas`.
+    """
+    for name in backends:
+        if name not in (*BACKENDS, "all"):
+            raise UsageError(
+                f"--backend {name!r}: an atlas has {', '.join(BACKENDS)}; name one of them"
+            )
+    shown = BACKENDS if not backends or "all" in backends else tuple(dict.fromkeys(backends))
+    if not configs:
+        raise UsageError("predict needs a config: 2,8,512,64,bf16 with --config, or --configs FILE")
+    place, doubt = find_place(known_atlases(folder), gpu, torch, driver=driver)
+    doubts = (doubt, place.others, disagreement(place, configs))
+    return Asked(place, "\n".join(filter(None, doubts)), predict_all(place, configs), shown)
+
+
+def place_at(environment: Mapping[str, Any]) -> Place | None:
+    """Return the place with the GPU and release of a run's environment, or None without an atlas.
+
+    If several atlases match, prefer one that was recorded with the same library versions.
+    """
+    gpu, torch = str(environment.get("gpu")), str(environment.get("torch"))
+    try:
+        place, doubt = find_place(known_atlases(), gpu, torch, like=environment)
+    except UsageError:  # an unknown GPU
+        return None
+    return None if doubt else place
+
+
+def timed(config: Config, gpu: str, rules: RuleMachine) -> tuple[dict[str, Any] | None, str]:
+    """Return the prediction for `auto` on a GPU, and the reason why there is no prediction.
+
+    The prediction contains a sentence that describes it, and the reason is "" then. If there is no
+    atlas of this GPU, release and cuDNN version, return None and the reason. The reason is also ""
+    if the GPU has no atlas at all.
+    """
+    like = {"torch_cuda": rules.cuda, "cudnn": rules.cudnn}
+    entries = known_atlases()
+    place, doubt = find_place(entries, gpu, release_text(rules.torch), like=like)
+    if doubt:
+        known = any(same_gpu(gpu, entry.atlas.machine.gpu) for entry in entries)
+        return None, doubt if known else ""
+    if place.rules.cudnn != rules.cudnn:
+        return None, f"no time: the atlas is of {place.text}, not of cuDNN {rules.cudnn}"
+    (answer,) = predict_all(place, [config])
+    return {"statement": statement(answer)} | {name: getattr(answer[0], name) for name in TIMED}, ""
+
+
+def predict_all(place: Place, configs: Sequence[Config]) -> list[tuple[Predicted, ...]]:
+    """Return the predictions for each config: for `auto`, and then for each PyTorch backend.
+
+    `auto` and the backend that PyTorch chooses for it make the same call. If only one of them was
+    measured, its result is used for both.
+    """
+    resolved = [config.resolve(CUDA) for config in configs]
+    estimates = iter(place_estimates(place, resolved, BACKENDS))
+    answers = []
+    for config in resolved:
+        estimated = {backend: next(estimates) for backend in BACKENDS}
+        auto = estimated[AUTO]
+        if auto.choice in SDPA_BACKENDS and auto.status == "ok":
+            for known, other in ((AUTO, auto.choice), (auto.choice, AUTO)):
+                if estimated[known].source == MEASURED != estimated[other].source:
+                    estimated[other] = replace(estimated[known], backend=other, choice=auto.choice)
+        timed = [each for name, each in estimated.items() if each.kernel_us and name != AUTO]
+        best = min(timed, key=lambda each: each.kernel_us or 0, default=None)
+        answers.append(tuple(_row(config, each, best, place) for each in estimated.values()))
+    return answers
+
+
+def _row(config: Config, estimated: Estimate, best: Estimate | None, place: Place) -> Predicted:
+    choice, reasons = None, tuple[Refusal, ...]()
+    if estimated.backend == AUTO:
+        choice = estimated.choice or ("unknown" if estimated.status == "unknown" else "none")
+    elif estimated.status == "refused":
+        verdict = judge(estimated.backend, from_config(config), place.rules)
+        reasons = verdict.certain or verdict.reasons
+    regret = certain = None
+    if best is not None and best.kernel_us and estimated.kernel_us is not None:
+        same = best.backend in (estimated.backend, estimated.choice)
+        regret = 0.0 if same else max(0.0, estimated.kernel_us / best.kernel_us - 1)
+        certain = same or _bounds(estimated)[0] > _bounds(best)[1]
+    return Predicted(
+        config=config.label,
+        backend=estimated.backend,
+        gpu=place.gpu,
+        torch=place.release,
+        source=estimated.source,
+        status="refused" if estimated.status == "none" else estimated.status,
+        choice=choice,
+        reasons=reasons,
+        kernel_ns=nanoseconds(estimated.kernel_us),
+        low_ns=nanoseconds(estimated.low_us),
+        high_ns=nanoseconds(estimated.high_us),
+        error=estimated.error,
+        graph_ns=nanoseconds(estimated.graph_us),
+        bottleneck=estimated.bottleneck,
+        best=None if best is None else best.backend,
+        best_ns=None if best is None else nanoseconds(best.kernel_us),
+        regret=regret,
+        certain=certain,
+        outside=estimated.outside or None,
+        kernels=tuple(estimated.launches) or None,
+    )
+
+
+def _bounds(estimated: Estimate) -> tuple[float, float]:
+    low, high = estimated.low_us or 0.0, estimated.high_us or math.inf
+    measured = estimated.source == MEASURED
+    return (low * (1 - REPEATS), high * (1 + REPEATS)) if measured else (low, high)
+
+
+def nanoseconds(us: float | None) -> int | None:
+    """Convert microseconds to whole nanoseconds."""
+    return None if us is None else round(1e3 * us)
+
+
+def statement(answer: Sequence[Predicted]) -> str:
+    """Describe the choice of `auto`, its time, the fastest backend, and the time that `auto` loses."""
+    auto = answer[0]
+    lead = f"auto takes {auto.choice}"
+    if auto.choice == "none":
+        return "auto raises: no backend takes this config."
+    if auto.choice == "unknown":
+        return "what auto takes is not known: the rules of this release do not tell."
+    if auto.kernel_ns is None:
+        bound = "" if not auto.low_ns else f", and not below {_us(auto.low_ns)} by the roofline"
+        return f"{lead} by rule; its time is not known{bound}."
+    lead = f"{lead}: {_time(auto)}"
+    if auto.best is None or auto.regret is None:
+        return f"{lead}."
+    if auto.best == auto.choice:
+        return f"{lead}; no other backend with a known time is faster."
+    best = next(row for row in answer if row.backend == auto.best)
+    if not auto.certain:
+        return f"{lead}; {auto.best} may be faster: {_time(best)}, which the intervals leave open."
+    return f"{lead}; {auto.best} is the fastest: {_time(best)}. auto loses {auto.regret:.0%}."
+
+
+def _time(row: Predicted) -> str:
+    """Return a text such as `41.20 µs, measured`. A time from the model has its interval."""
+    text = _us(row.kernel_ns)
+    if row.source != "model" or row.low_ns is None or row.high_ns is None:
+        return f"{text}, {row.source}"
+    return f"{text} ({row.low_ns / 1e3:.2f} to {row.high_ns / 1e3:.2f}) by the model"
+
+
+def _us(ns: int | None) -> str:
+    return "-" if ns is None else f"{ns / 1e3:.2f} µs"
+
+
+def predicted_record(row: Predicted) -> dict[str, Any]:
+    """Return the JSON record of a prediction. Times are in ns, and each kernel is a dict."""
+    record = {name: getattr(row, name) for name in FIELDS}
+    record["reasons"] = [asdict(reason) for reason in row.reasons]
+    record["kernels"] = None if row.kernels is None else list(map(launch_record, row.kernels))
+    return record
+
+
+def launch_record(launch: Launch) -> dict[str, Any]:
+    """Return a launch as a dict with the keys of a row of `kernels`.
+
+    The grid, block, registers and shared memory of a memset are None.
+    """
+    return {
+        "kernel": launch.kernel,
+        "kernel_short": parse_kernel_name(launch.kernel).short,
+        "grid": launch.grid,
+        "block": launch.block,
+        "registers_per_thread": launch.registers,
+        "shared_bytes": launch.shared_bytes,
+        "duration_ns": nanoseconds(launch.time_us),
+    }
+
+
+def flat_record(row: Predicted) -> dict[str, Any]:
+    """Return a prediction as a flat row of a data frame.
+
+    Kernels are given by their short names, and reasons by their codes.
+    """
+    record = predicted_record(row)
+    names = [each["kernel_short"] for each in record["kernels"] or ()]
+    return record | {
+        "reasons": "; ".join(reason.code for reason in row.reasons),
+        "kernels": "; ".join(names) or None,
+    }
