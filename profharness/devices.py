@@ -341,7 +341,10 @@ def sm_limits(device: Device) -> SmLimits | None:
 
 
 def occupancy(
-    block_threads: int, registers_per_thread: int, shared_bytes: int, limits: SmLimits | Device
+    block_threads: int | None,
+    registers_per_thread: int | None,
+    shared_bytes: int | None,
+    limits: SmLimits | Device | None,
 ) -> Occupancy | None:
     """Return the theoretical occupancy according to the formulas of cuda_occupancy.h.
 
@@ -349,9 +352,11 @@ def occupancy(
     and dynamic shared memory of one block, without the part that the driver reserves. Named
     barriers, which only ncu reports, and clusters are ignored.
 
-    Return None if the device is unknown or could not launch such a block, so that the occupancy of
-    an actual launch is never 0.
+    Return None if a value is unknown or the device could not launch such a block, so that the
+    occupancy of an actual launch is never 0.
     """
+    if block_threads is None or registers_per_thread is None or shared_bytes is None:
+        return None
     sm = sm_limits(limits) if isinstance(limits, Device) else limits
     if sm is None or not 0 < block_threads <= sm.max_threads_per_block:
         return None

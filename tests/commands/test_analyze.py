@@ -12,22 +12,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import profharness
 from profharness.attention.config import parse_config
 from profharness.commands.analyze.cells import analyze_all, analyze_cell
-from profharness.commands.analyze.counter_rules import THRESHOLDS, WARP_STATE_WORDS
 from profharness.commands.analyze.figures import (
     DERIVED,
     MEASURED,
     SEVERITIES,
     CellAnalysis,
     Evidence,
-    Facts,
     Finding,
     RunMachine,
     analyze_record,
-    run_machine,
 )
-from profharness.commands.analyze.finding_rules import score_traffic
+from profharness.commands.analyze.rules import THRESHOLDS, WARP_STATE_WORDS, score_traffic
 from profharness.commands.analyze.several import (
     LITTLE_MEMORY,
     changed_problems,
@@ -63,7 +61,7 @@ from profharness.recording.profilers.ncu_metrics import (
 )
 from profharness.render.document import Heading, Note
 from profharness.rows import DRAM_READ, DRAM_WRITE, CellRow, KernelRow
-from profharness.store import ingest_path, open_store
+from profharness.store import ingest_path
 
 TRACES = Path(__file__).parents[2] / "traces"
 H200 = Device(
@@ -82,9 +80,7 @@ def h200(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Cell
     """Return every cell of the run with three profilers, by config and backend."""
     path = tmp_path_factory.mktemp("analysis") / "s.db"
     ingest_path(path, TRACES / "h200-torch-nsys-ncu")
-    with open_store(path) as store:
-        machine = run_machine(store.environment(), store.devices(), store.peaks())
-        found = analyze_all(store.cells(), store.kernels(), machine, store.wrong())
+    found = profharness.analyze(store=path).attrs["analyses"]
     return {(each.config.label, each.backend): each for each in found}
 
 
@@ -363,11 +359,7 @@ def test_the_l2_is_named_only_where_dram_saw_less(
     each = h200[SQUARE, "math"]
     assert each.figures is not None
     steps = sum(phase.bytes for phase in each.phases)
-    figures = replace(each.figures, dram_bytes=per_step * steps)
-    facts = Facts(
-        each.config, "math", each.machine, figures, each.kernels, each.phases, each.kernels[0]
-    )
-    (found,) = score_traffic(facts)
+    (found,) = score_traffic(each, replace(each.figures, dram_bytes=per_step * steps))
     assert "ncu counted" in found.sentence
     assert ("hit the L2" in found.sentence) == hit
 

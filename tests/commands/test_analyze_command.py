@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import profharness
 from profharness.cli import find_command
-from profharness.commands.analyze.cells import analyze_stored
 from profharness.commands.analyze.figures import CellAnalysis, KernelFigures
 from profharness.commands.analyze.tables import analyze_document, traffic_points
 from profharness.devices import MEASURED, Peaks, l1_bytes
@@ -22,7 +22,7 @@ from profharness.errors import CaptureError, UsageError
 from profharness.program.counters import Counters
 from profharness.recording.profilers.ncu_metrics import PRESETS, TENSOR_PIPE_OF_ADA
 from profharness.render.document import Chart, Heading, Note
-from profharness.store import Selection, ingest_path, open_store
+from profharness.store import ingest_path, open_store
 
 analyze = find_command("analyze")
 kernels = find_command("kernels")
@@ -221,7 +221,9 @@ def cells(counters: Path) -> dict[tuple[str, str], CellAnalysis]:
     return {
         (analysis.config.label, analysis.backend): analysis
         for run in runs
-        for analysis in analyze_stored(counters, Selection(run=run), "data-sheet")
+        for analysis in profharness.analyze(run=run, peaks="data-sheet", store=counters).attrs[
+            "analyses"
+        ]
     }
 
 

@@ -19,15 +19,16 @@ from profharness.commands._types import (
 )
 from profharness.commands.analyze.cells import (
     ANALYZED,
-    analyze_here,
     analyze_program,
-    analyze_selected,
+    analyze_rows,
     prepare_peaks,
     selected_program,
 )
 from profharness.commands.analyze.figures import FIELDS, CellAnalysis, analyze_record
 from profharness.commands.analyze.tables import analyze_document
 from profharness.commands.kernels import find_rows, select
+from profharness.devices import DATA_SHEET
+from profharness.errors import NotFoundError
 from profharness.render.document import Document
 from profharness.store import frame
 
@@ -87,14 +88,20 @@ def analyze(
     """
     path = store_path(store)
     selection = select(run, config_list(configs), split_names(backends))
-    if not is_command_line():
-        return analyze_selected(path, selection, peaks, warnings.warn)
     program = selected_program(path, selection)
+    source = DATA_SHEET if peaks == "data-sheet" else None
     if program is not None:
-        prepare_peaks(path, [program], peaks, hint)
-        return analyze_program(path, program, selection, peaks, hint)
+        prepare_peaks(path, [program], peaks)
+        say = hint if is_command_line() else warnings.warn
+        return analyze_program(path, program, selection, source, say)
     rows, cells = find_rows(path, selection, needs=ANALYZED)
-    return analyze_here(path, cells, rows, peaks, hint)
+    if not cells:
+        raise NotFoundError(
+            "analyze needs configs: a captured run, or a trace with attention calls, recorded with "
+            "record_shapes=True; `profharness kernels` shows the kernels of any other"
+        )
+    prepare_peaks(path, [cell.run for cell in cells], peaks)
+    return analyze_rows(path, cells, rows, source)
 
 
 @document(analyze)

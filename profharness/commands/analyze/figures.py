@@ -1,9 +1,9 @@
-"""The records of an analysis and its figures, with helpers for evidence and text."""
+"""The records of an analysis, and the figures of a cell."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Annotated, Any
@@ -46,6 +46,7 @@ from profharness.rows import (
     CellRow,
     KernelRow,
 )
+from profharness.store import Store
 from profharness.traces.kernel_names import parse_kernel_name
 
 MEASURED = "measured"  # from a counter or a timing
@@ -99,17 +100,19 @@ class RunMachine:
     @property
     def name(self) -> str | None:
         """The name of the device, from its traces or else from its peaks."""
-        if self.device is not None:
-            return self.device.name
-        return self.peaks.device if self.peaks else None
+        named = self.device.name if self.device else None
+        return named or (self.peaks.device if self.peaks else None)
+
+    @property
+    def num_sms(self) -> int | None:
+        return self.device.num_sms if self.device else None
 
     def facts(self) -> tuple[DeviceFact, ...]:
         """Return the known facts about the device, including its data sheet and its peaks."""
         known = (data_sheet(self.name or ""), self.peaks)
-        by_source = {peaks.source: peaks for peaks in known if peaks}
         return device_facts(
             self.device,
-            [*by_source.values()],
+            [*{peaks.source: peaks for peaks in known if peaks}.values()],
             l2_bytes=self.l2_bytes,
             sm_mhz=self.sm_mhz,
             memory_mhz=self.memory_mhz,
@@ -117,25 +120,21 @@ class RunMachine:
 
 
 def run_machine(
-    environment: Mapping[str, Any],
-    devices: Sequence[Device],
-    peaks: Peaks | None,
-    cells: Sequence[CellRow] = (),
+    store: Store, run: str | None = None, source: str | None = None, cells: Sequence[CellRow] = ()
 ) -> RunMachine:
-    """Return the machine of a run from its stored environment, devices, peaks and cells."""
+    """Return the machine of a run, with its peaks from `source` and the clocks of the cells."""
+    environment, devices = store.environment(run), store.devices(run)
+    clocks: dict[str, float | None] = {}
+    for name in ("sm_mhz", "memory_mhz"):
+        values = [value for cell in cells if (value := cell.clocks.get(name))]
+        clocks[name] = float(median(values)) if values else None
     return RunMachine(
         device=devices[0] if devices else None,
-        peaks=peaks,
+        peaks=store.peaks(run, source),
         l2_bytes=environment.get("l2_bytes"),
         tf32=bool(environment.get("tf32")),
-        sm_mhz=_clock(cells, "sm_mhz"),
-        memory_mhz=_clock(cells, "memory_mhz"),
+        **clocks,
     )
-
-
-def _clock(cells: Sequence[CellRow], name: str) -> float | None:
-    values = [value for cell in cells if (value := cell.clocks.get(name))]
-    return float(median(values)) if values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +258,16 @@ class CellAnalysis:
     ] = None
     wrong: bool = False  # a check found wrong results
 
+    @property
+    def l2_size(self) -> int | None:
+        """The size of the L2 in bytes, from the machine or else from its peaks."""
+        peaks = self.machine.peaks
+        return self.machine.l2_bytes or (peaks.l2_bytes if peaks else None)
+
+    def share_of(self, *roles: str) -> float:
+        """Return the fraction of the kernels' time that kernels of these roles take."""
+        return sum(kernel.share or 0 for kernel in self.kernels if kernel.role in roles)
+
     def finding(self, code: str) -> Finding | None:
         """Return the finding with this code, or None."""
         return next((finding for finding in self.findings if finding.code == code), None)
@@ -288,83 +297,6 @@ BASIS_SOURCE = {
     EAGER: "eager samples, L2 warm",
     WALL: "wall samples",
 }
-FLUSHED = (COLD, EVENT)
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The input of the rules: one cell with its figures."""
-
-    config: Config
-    backend: str
-    machine: RunMachine
-    figures: Figures
-    kernels: tuple[KernelFigures, ...]
-    phases: tuple[PhaseFigures, ...]
-    main: KernelFigures | None  # None if no kernel has a grid
-
-    @property
-    def score_dtype(self) -> str | None:
-        """The dtype of the score matrices, or None if no score matrix was stored in memory."""
-        return _score_dtype(self.config, self.kernels)
-
-    @property
-    def l2_bytes(self) -> int | None:
-        """The size of the L2 in bytes, from the machine or else from its peaks."""
-        peaks = self.machine.peaks
-        return self.machine.l2_bytes or (peaks.l2_bytes if peaks else None)
-
-    @property
-    def dram_share(self) -> float | None:
-        """Measured DRAM bytes per second divided by the peak bandwidth."""
-        peaks, rate = self.machine.peaks, self.figures.dram_bytes_per_s
-        top = peaks.bandwidth_bytes_per_s if peaks else None
-        return rate / top if rate and top else None
-
-    @property
-    def num_sms(self) -> int | None:
-        return self.machine.device.num_sms if self.machine.device else None
-
-    @property
-    def fused(self) -> tuple[KernelFigures, ...]:
-        return tuple(kernel for kernel in self.kernels if kernel.role in FUSED_ROLES)
-
-    def share_of(self, *roles: str) -> float:
-        """Return the fraction of the kernels' time that kernels of these roles take."""
-        return sum(kernel.share or 0 for kernel in self.kernels if kernel.role in roles)
-
-    def duration(self) -> Evidence:
-        """Return the time from which the rates are computed, as evidence."""
-        basis = self.figures.basis or ""
-        return us(f"{basis} time", self.figures.duration_ns or 0, BASIS_SOURCE[basis])
-
-
-Rule = Callable[[Facts], list[Finding]]
-
-
-def us(name: str, value_ns: float, source: str) -> Evidence:
-    """Return a time as evidence, in microseconds."""
-    return Evidence(name, round(value_ns / 1e3, 3), "µs", source)
-
-
-def share(name: str, value: float, source: str) -> Evidence:
-    """Return a share, given as a fraction, as evidence."""
-    return Evidence(name, round(value, 4), "", source)
-
-
-def size(value: float) -> str:
-    """Format a number of bytes, for example as `16.8 MB` or `64.0 kB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.1f} {unit}"
-    return f"{value:.0f} B"
-
-
-def percent(value: float) -> str:
-    """Format a fraction as a percentage, for example as `38.5 %`."""
-    return f"{100 * value:.1f} %"
-
-
 WAVES = "launch__waves_per_multiprocessor"
 
 
@@ -377,11 +309,48 @@ def kernel_figures(
     timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
     counted = {(row.kernel, row.grid, row.block): row for row in rows if row.profiler in COUNTERS}
-    total = sum(row.total_ns or 0 for _, row in roles)
-    return tuple(
-        _kernel(role, row, counted.get((row.kernel, row.grid, row.block)), machine, total, calls)
-        for role, row in roles
-    )
+    whole = sum(row.total_ns or 0 for _, row in roles)
+    figures = []
+    for role, row in roles:
+        ncu = counted.get((row.kernel, row.grid, row.block))
+        metrics = ncu.metrics if ncu else {}
+        blocks = math.prod(row.grid) if row.grid else None
+        threads = math.prod(row.block) if row.block else None
+        fit = occupancy(threads, row.registers_per_thread, row.shared_bytes, machine.device)
+        waves = metric(metrics, WAVES)
+        if waves is None and blocks and fit and machine.num_sms:
+            waves = blocks / (fit.blocks_per_sm * machine.num_sms)
+        active = metric(metrics, ACTIVE_WARPS)
+        figures.append(
+            KernelFigures(
+                role=role,
+                kernel=row.kernel_short,
+                family=row.family,
+                launches_per_call=launches_per_call(row, calls),
+                call_ns=call_ns(row, calls),
+                share=row.total_ns / whole if row.total_ns and whole else None,
+                blocks=blocks,
+                threads=threads,
+                blocks_per_sm=fit.blocks_per_sm if fit else None,
+                waves=waves,
+                occupancy=row.occupancy,
+                limiter=row.occupancy_limiter,
+                achieved_occupancy=None if active is None else active / 100,
+                registers_per_thread=row.registers_per_thread,
+                shared_bytes=row.shared_bytes,
+                dram_read_bytes=metric(metrics, DRAM_READ),
+                dram_write_bytes=metric(metrics, DRAM_WRITE),
+                ncu_ns=float(ncu.duration_ns) if ncu and ncu.duration_ns else None,
+                grid=row.grid,
+                l1_bytes=metric(metrics, L1_BYTES),
+                l2_bytes=metric(metrics, L2_BYTES),
+                dtype=parse_kernel_name(row.kernel, row.kernel_kind).dtype,
+                dram_bytes_per_s=ncu.dram_bytes_per_s if ncu else None,
+                shared_share=row.shared_share,
+                counters=read_counters(metrics),
+            )
+        )
+    return tuple(figures)
 
 
 def cell_figures(
@@ -398,14 +367,11 @@ def cell_figures(
     work, moved = flops(config), compulsory_bytes(config)
     peaks = machine.peaks
     rate = flop_peak(peaks, str(config.dtype), tf32=machine.tf32) if peaks else None
+    top = peaks.bandwidth_bytes_per_s if peaks else None
     flops_per_s = work / duration * 1e9 if duration else None
     bytes_per_s = moved / duration * 1e9 if duration else None
-    dram, ncu_ns = (
-        _sum_of_call(kernels, _dram_bytes),
-        _sum_of_call(kernels, lambda kernel: kernel.ncu_ns),
-    )
-    l1 = _sum_of_call(kernels, lambda kernel: kernel.l1_bytes)
-    top = peaks.bandwidth_bytes_per_s if peaks else None
+    dram = _sum_of_call(kernels, "dram_read_bytes", "dram_write_bytes")
+    l1, ncu_ns = _sum_of_call(kernels, "l1_bytes"), _sum_of_call(kernels, "ncu_ns")
     one_head = config.seq_len_kv * (config.head_dim + config.value_dim)
     return Figures(
         basis=basis,
@@ -433,10 +399,21 @@ def cell_figures(
         cold_ns=times.get(COLD),
         eager_ns=times.get(EAGER),
         host_ns=times.get(HOST),
-        l2_bytes=_sum_of_call(kernels, lambda kernel: kernel.l2_bytes),
+        l2_bytes=_sum_of_call(kernels, "l2_bytes"),
         l1_bytes=l1,
         ncu_ns=ncu_ns,
         past_l1=bool(kernels_past_l1(kernels)) or (l1 is not None and l1 < moved),
+    )
+
+
+def _sum_of_call(kernels: Sequence[KernelFigures], name: str, *others: str) -> float | None:
+    """Sum counters over a call. Return None unless ncu recorded the first for all kernels except copies."""
+    launched = [kernel for kernel in kernels if kernel.blocks is not None]
+    if not launched or any(getattr(kernel, name) is None for kernel in launched):
+        return None
+    return sum(
+        sum(getattr(kernel, each) or 0 for each in (name, *others)) * kernel.launches_per_call
+        for kernel in launched
     )
 
 
@@ -460,13 +437,18 @@ def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
     ]
 
 
+def stored_score_dtype(config: Config, kernels: Sequence[KernelFigures]) -> str | None:
+    """Return the dtype of the score matrices, or None if none was stored in memory."""
+    return score_dtype(str(config.dtype), [(kernel.role, kernel.dtype) for kernel in kernels])
+
+
 def phase_figures(
     config: Config, kernels: Sequence[KernelFigures], ridge_point: float | None
 ) -> tuple[PhaseFigures, ...]:
     """Return the phases of the call that its kernels carry out."""
     copies = any(kernel.role == "copy" for kernel in kernels)
     result = []
-    for phase in phases(config, _score_dtype(config, kernels)):
+    for phase in phases(config, stored_score_dtype(config, kernels)):
         if phase.name == REPEAT and not copies:
             continue
         bound = None
@@ -478,10 +460,6 @@ def phase_figures(
     return tuple(result)
 
 
-def _score_dtype(config: Config, kernels: Sequence[KernelFigures]) -> str | None:
-    return score_dtype(str(config.dtype), [(kernel.role, kernel.dtype) for kernel in kernels])
-
-
 def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
     """Return the fused attention kernel that takes the longest time per call. If no kernel is fused,
     return the longest kernel. Return None if no kernel has a grid.
@@ -489,68 +467,3 @@ def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
     own = [kernel for kernel in kernels if kernel.blocks is not None]
     fused = [kernel for kernel in own if kernel.role in FUSED_ROLES]
     return max(fused or own, key=lambda kernel: kernel.call_ns or 0, default=None)
-
-
-def _kernel(
-    role: str,
-    row: KernelRow,
-    ncu: KernelRow | None,
-    machine: RunMachine,
-    total_ns: float,
-    calls: int,
-) -> KernelFigures:
-    counters = ncu.metrics if ncu else {}
-    threads = math.prod(row.block) if row.block else None
-    blocks = math.prod(row.grid) if row.grid else None
-    fits = None
-    if machine.device and threads and None not in (row.registers_per_thread, row.shared_bytes):
-        fit = occupancy(
-            threads, row.registers_per_thread or 0, row.shared_bytes or 0, machine.device
-        )
-        fits = fit.blocks_per_sm if fit else None
-    sms = machine.device.num_sms if machine.device else None
-    waves = metric(counters, WAVES)
-    if waves is None and blocks and fits and sms:
-        waves = blocks / (fits * sms)
-    active = metric(counters, ACTIVE_WARPS)
-    return KernelFigures(
-        role=role,
-        kernel=row.kernel_short,
-        family=row.family,
-        launches_per_call=launches_per_call(row, calls),
-        call_ns=call_ns(row, calls),
-        share=row.total_ns / total_ns if row.total_ns and total_ns else None,
-        blocks=blocks,
-        threads=threads,
-        blocks_per_sm=fits,
-        waves=waves,
-        occupancy=row.occupancy,
-        limiter=row.occupancy_limiter,
-        achieved_occupancy=None if active is None else active / 100,
-        registers_per_thread=row.registers_per_thread,
-        shared_bytes=row.shared_bytes,
-        dram_read_bytes=metric(counters, DRAM_READ),
-        dram_write_bytes=metric(counters, DRAM_WRITE),
-        ncu_ns=float(ncu.duration_ns) if ncu and ncu.duration_ns else None,
-        grid=row.grid,
-        l1_bytes=metric(counters, L1_BYTES),
-        l2_bytes=metric(counters, L2_BYTES),
-        dtype=parse_kernel_name(row.kernel, row.kernel_kind).dtype,
-        dram_bytes_per_s=ncu.dram_bytes_per_s if ncu else None,
-        shared_share=row.shared_share,
-        counters=read_counters(counters),
-    )
-
-
-def _sum_of_call(
-    kernels: Sequence[KernelFigures], value: Callable[[KernelFigures], float | None]
-) -> float | None:
-    """Sum a value of ncu over a call. Return None unless ncu recorded all kernels except copies."""
-    seen = [(value(kernel), kernel) for kernel in kernels if kernel.blocks is not None]
-    known = [count * kernel.launches_per_call for count, kernel in seen if count is not None]
-    return sum(known) if known and len(known) == len(seen) else None
-
-
-def _dram_bytes(kernel: KernelFigures) -> float | None:
-    read, written = kernel.dram_read_bytes, kernel.dram_write_bytes
-    return None if read is None else read + (written or 0)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from profharness.attention.config import SDP_BACKENDS, Config, pytorch_chooses
-from profharness.commands.analyze.figures import DERIVED, MEASURED, Facts, Finding, Remedy, percent
+from profharness.commands.analyze.figures import (
+    DERIVED,
+    MEASURED,
+    CellAnalysis,
+    Figures,
+    Finding,
+    Remedy,
+)
+from profharness.commands.analyze.rules import dram_share, percent
 from profharness.program.roles import GEMMS
 
 NEAR_PEAK = 0.6  # minimum share of a peak for the resource to be the bottleneck
@@ -15,124 +22,90 @@ HALF = 0.5
 # minimum share of the kernel time for the steps between products to be the bottleneck
 BESIDE_PRODUCTS = 0.4
 
-Findings = Mapping[str, Finding]
+Findings = Mapping[str, Finding]  # by code
 Bottleneck = tuple[str, Finding]  # the word for the bottleneck, and the finding `bottleneck`
 Text = str | Callable[[Config, str], str]
 
+# Code of a finding that is the bottleneck if it is major -> the word for it, and the cause.
+CAUSES = {
+    "launch_gap": ("launch", "launching"),
+    "input_copies": ("input copies", "copies of the inputs"),
+    "score_traffic": ("score traffic", "score traffic"),
+    "few_blocks": ("few blocks", "too few blocks"),
+    "split_overhead": ("combine", "combining"),
+    "kv_reread": ("K and V traffic", "K and V traffic"),
+}
 
-def bottleneck(facts: Facts, findings: Findings) -> Bottleneck | None:
+
+def bottleneck(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottleneck | None:
     """Return the bottleneck, or None if no figure determines it."""
-    return next((named for judge in _CANDIDATES if (named := judge(facts, findings))), None)
-
-
-def _is_math(backend: str) -> bool:
-    """Return whether a backend's unfused kernels are those of PyTorch's math backend."""
-    return backend == "math" or pytorch_chooses(backend)
+    causes = [*CAUSES][1:]
+    if figures.kernels_ns is None or 1 - cell.share_of(*GEMMS) < BESIDE_PRODUCTS:
+        causes = [code for code in causes if code not in ("input_copies", "score_traffic")]
+    if cell.share_of("combine") < HALF:
+        causes.remove("split_overhead")
+    return (
+        _major(findings, ["launch_gap"])
+        or _at_peak(cell, figures, findings)
+        or _major(findings, causes)
+        or _latency(cell, figures, findings)
+    )
 
 
 def _named(word: str, text: str, finding: Finding) -> Bottleneck:
     return word, Finding("bottleneck", text, "major", finding.grade, finding.evidence)
 
 
-def _major(
-    facts: Facts,
-    findings: Findings,
-    code: str,
-    word: str,
-    cause: str,
-    holds: Callable[[Facts], bool] = lambda _: True,
-) -> Bottleneck | None:
-    """Return a major finding as the bottleneck, if the figures support it."""
-    finding = findings.get(code)
-    if finding is None or finding.severity != "major" or not holds(facts):
-        return None
-    return _named(word, f"Bottleneck: {cause}. {finding.sentence}", finding)
+def _major(findings: Findings, codes: Sequence[str]) -> Bottleneck | None:
+    """Return the first of these findings that is major as the bottleneck."""
+    for code in codes:
+        if code in findings and findings[code].severity == "major":
+            word, cause = CAUSES[code]
+            return _named(word, f"Bottleneck: {cause}. {findings[code].sentence}", findings[code])
+    return None
 
 
-def _at_peak(facts: Facts, findings: Findings) -> Bottleneck | None:
-    figures = facts.figures
+def _at_peak(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottleneck | None:
     rate, memory = figures.flops_share or 0, figures.bandwidth_share or 0
-    traffic = findings.get("dram_traffic")
-    if traffic is not None and facts.dram_share and facts.dram_share >= NEAR_PEAK:
-        text = f"Bottleneck: memory. DRAM runs at {percent(facts.dram_share)} of its peak."
+    traffic, achieved = findings.get("dram_traffic"), findings.get("achieved")
+    part = dram_share(cell, figures) or 0
+    if traffic is not None and part >= NEAR_PEAK:
+        text = f"Bottleneck: memory. DRAM runs at {percent(part)} of its peak."
         return _named("memory", text, traffic)
-    achieved = findings.get("achieved")
     if achieved is None or "bandwidth_above_peak" in findings or "rate_above_peak" in findings:
         return None
     if memory >= NEAR_PEAK and memory >= rate:
         text = f"Bottleneck: memory. Compulsory bytes alone take {percent(memory)} of its peak."
         return _named("memory", text, achieved)
     if rate >= NEAR_PEAK:
-        text = (
-            f"Bottleneck: compute. The products run at {percent(rate)} of the {figures.rate} peak."
-        )
-        return _named("compute", text, achieved)
+        peak = f"{percent(rate)} of the {figures.rate} peak"
+        return _named("compute", f"Bottleneck: compute. The products run at {peak}.", achieved)
     return None
 
 
-def _scores_take_time(facts: Facts) -> bool:
-    outside = 1 - facts.share_of(*GEMMS)
-    return facts.figures.kernels_ns is not None and outside >= BESIDE_PRODUCTS
-
-
-def _latency(facts: Facts, findings: Findings) -> Bottleneck | None:
+def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottleneck | None:
     """Return latency as the bottleneck if no ceiling is near and the grid is large enough."""
-    figures, achieved = facts.figures, findings.get("achieved")
-    if achieved is None or figures.flops_share is None or figures.bandwidth_share is None:
+    rate, memory, achieved = figures.flops_share, figures.bandwidth_share, findings.get("achieved")
+    if achieved is None or rate is None or memory is None or cell.main is None:
         return None
-    if max(figures.flops_share, figures.bandwidth_share) >= NEAR_PEAK or facts.main is None:
+    if max(rate, memory) >= NEAR_PEAK:
         return None
     text = (
-        f"Bottleneck: latency. Neither the {figures.rate} rate ({percent(figures.flops_share)}) nor "
-        f"the bandwidth ({percent(figures.bandwidth_share)}) is near its peak"
+        f"Bottleneck: latency. Neither the {figures.rate} rate ({percent(rate)}) nor the bandwidth "
+        f"({percent(memory)}) is near its peak"
     )
+    if cell.main.waves is not None and cell.main.waves <= 1:
+        text += ", and a single wave of blocks leaves nothing to overlap its start and end with"
     evidence = achieved.evidence
     for code in ("one_wave", "tail", "few_blocks", "low_occupancy", "idle_warps"):
         if code in findings:
             evidence += findings[code].evidence
-    if facts.main.waves is not None and facts.main.waves <= 1:
-        text += ", and a single wave of blocks leaves nothing to overlap its start and end with"
     return _named("latency", f"{text}.", replace(achieved, evidence=tuple(dict.fromkeys(evidence))))
 
 
-# These functions are tried in order. The first bottleneck that one of them returns is used.
-_CANDIDATES: tuple[Callable[[Facts, Findings], Bottleneck | None], ...] = (
-    partial(_major, code="launch_gap", word="launch", cause="launching"),
-    _at_peak,
-    partial(
-        _major,
-        code="input_copies",
-        word="input copies",
-        cause="copies of the inputs",
-        holds=_scores_take_time,
-    ),
-    partial(
-        _major,
-        code="score_traffic",
-        word="score traffic",
-        cause="score traffic",
-        holds=_scores_take_time,
-    ),
-    partial(_major, code="few_blocks", word="few blocks", cause="too few blocks"),
-    partial(
-        _major,
-        code="split_overhead",
-        word="combine",
-        cause="combining",
-        holds=lambda facts: facts.share_of("combine") >= HALF,
-    ),
-    partial(_major, code="kv_reread", word="K and V traffic", cause="K and V traffic"),
-    _latency,
-)
-
-
-def _split(config: Config, _: str) -> str:
-    if config.seq_len_q * 4 <= config.seq_len_kv:
-        return (
-            "Split over the keys (flash's split-KV and cuDNN do so for short queries), or batch "
-            "more sequences into one call."
-        )
-    return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
+def _is_math(backend: str) -> bool:
+    """Return whether a backend's unfused kernels are those of PyTorch's math backend."""
+    return backend == "math" or pytorch_chooses(backend)
 
 
 EAGER_REMEDY = (
@@ -168,7 +141,16 @@ REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
             else f"Hand {config.dtype} to the products; tensor cores add them up in fp32."
         ),
     ),
-    (("few_blocks",), _split),
+    (
+        ("few_blocks",),
+        lambda config, _: (
+            "Split over the keys (flash's split-KV and cuDNN do so for short queries), or batch "
+            "more sequences into one call."
+            if config.seq_len_q * 4 <= config.seq_len_kv
+            else "Batch more sequences or heads into one call, or use a kernel with smaller query "
+            "tiles."
+        ),
+    ),
     (
         ("tail",),
         "Change batch, heads or query tiles so that the blocks fill whole waves, or use a "
@@ -217,26 +199,26 @@ OF_AN_AUTHOR = ("no_tensor_cores", "uncoalesced", "bank_conflicts")
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
     """Return remedies for findings above a note: the largest known gain first, then major findings."""
-    told = {code for code, finding in findings.items() if finding.severity != "note"}
+    relevant = {code for code, finding in findings.items() if finding.severity != "note"}
+    of_pytorch = backend in SDP_BACKENDS or pytorch_chooses(backend)
     helpful = []
     for codes, text in REMEDIES:
-        mine = [code for code in codes if code in told]
-        if not mine or mine[0] != codes[0] or BESIDE.get(mine[0]) in told:
+        mine = tuple(code for code in codes if code in relevant)
+        if codes[0] not in mine or BESIDE.get(codes[0]) in relevant:
             continue
-        if mine[0] in OF_AN_AUTHOR and (backend in SDP_BACKENDS or pytorch_chooses(backend)):
+        if of_pytorch and codes[0] in OF_AN_AUTHOR:
             continue
         factor = max((f for code in mine if (f := findings[code].factor) is not None), default=None)
-        said = text if isinstance(text, str) else text(config, backend)
-        helpful.append(Remedy(said, tuple(mine), factor, findings[mine[0]].grade))
-    faster = findings.get("faster_backend")
-    if faster is not None:
+        advice = text if isinstance(text, str) else text(config, backend)
+        helpful.append(Remedy(advice, mine, factor, findings[codes[0]].grade))
+    if faster := findings.get("faster_backend"):
         name = str(faster.evidence[0].value)
         how = f": with torch.nn.attention.sdpa_kernel(SDPBackend.{SDP_BACKENDS.get(name)})"
-        said = f"Use {name}{how if name in SDP_BACKENDS else ''}."
-        helpful.append(Remedy(said, ("faster_backend",), faster.factor, MEASURED))
-    return tuple(sorted(helpful, key=lambda remedy: _rank(remedy, findings)))
+        advice = f"Use {name}{how if name in SDP_BACKENDS else ''}."
+        helpful.append(Remedy(advice, ("faster_backend",), faster.factor, MEASURED))
 
+    def rank(remedy: Remedy) -> tuple[bool, float, bool, bool]:
+        major = any(findings[code].severity == "major" for code in remedy.findings)
+        return (remedy.factor is None, -(remedy.factor or 0), not major, remedy.grade == DERIVED)
 
-def _rank(remedy: Remedy, findings: Findings) -> tuple[bool, float, bool, bool]:
-    major = any(findings[code].severity == "major" for code in remedy.findings)
-    return (remedy.factor is None, -(remedy.factor or 0), not major, remedy.grade == DERIVED)
+    return tuple(sorted(helpful, key=rank))

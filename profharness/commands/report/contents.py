@@ -178,7 +178,7 @@ def _run_blocks(
     if told := against(cells, [row for row in kernels if row.profiler == best], environment):
         blocks += against_blocks(told)
         extra.setdefault("atlas", []).extend({"run": run} | row for row in told)
-    machine = run_machine(environment, store.devices(run), store.peaks(run), cells)
+    machine = run_machine(store, run, cells=cells)
     blocks += device_blocks(machine.name, machine.facts())
     blocks += environment_blocks(environment)
     return blocks

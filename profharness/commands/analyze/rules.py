@@ -1,0 +1,914 @@
+"""The rules that derive findings, with their evidence, from the figures of a cell.
+
+The rules at the end need counters of ncu (`capture --profiler torch,ncu --metrics …`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from profharness.attention.config import Config
+from profharness.attention.costs import CASTS, REPEAT, matrix_bytes, tensor_bytes
+from profharness.commands.analyze.figures import (
+    BASIS_SOURCE,
+    DERIVED,
+    MEASURED,
+    CellAnalysis,
+    Evidence,
+    Figures,
+    Finding,
+    KernelFigures,
+    stored_score_dtype,
+)
+from profharness.devices import KIB, l1_bytes
+from profharness.program.roles import FUSED_ROLES, GEMMS
+from profharness.recording.profilers.ncu_metrics import (
+    BANK_CONFLICTS,
+    FMA_PIPE,
+    ISSUE_ACTIVE,
+    L1_BYTES,
+    L1_HIT_RATE,
+    L2_BYTES,
+    L2_HIT_RATE,
+    LOAD_SECTORS,
+    STORE_SECTORS,
+    TENSOR_INSTRUCTIONS,
+    TENSOR_PIPE,
+    warp_state,
+)
+from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
+
+Rule = Callable[[CellAnalysis, Figures], Iterator[Finding]]
+KernelRule = Callable[[CellAnalysis, KernelFigures], Iterator[Finding]]
+
+DRAM_EXCESS = 1.5
+SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
+HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
+COPIES = ("copy", "copy_bwd", "cast", "cast_bwd", "memory", "memory_bwd")
+TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # minimum share of SM time that the last wave leaves idle
+MANY_WAVES = 8
+LOW_OCCUPANCY = 0.25
+FAR_BELOW = 0.6  # reported if achieved / theoretical occupancy is less
+UNUSED_SHARED = 0.25
+SEVERAL_READERS = 2
+# If ncu counted less than this fraction of the bytes that the grid implies, the grid is no evidence.
+DISPROVED = 0.5
+LOW_INTENSITY = 1.0  # FLOPs per byte; cache traffic is a major finding below it
+GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # minimum share of a call in which no kernel runs
+# Families whose blocks are known to read all of a head's K and V. Any other kernel may divide
+# head_dim or the keys among its blocks, which the grid does not show.
+READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
+UNCOUNTED = (
+    " (if every block reads a whole head; `capture --profiler torch,ncu --metrics cache` counts it)"
+)
+SHAPES = "shapes and dtype"
+HOST_SOURCE = f"{HOST} samples: the CPU's own time of an eager call"
+
+
+def us(name: str, value_ns: float, source: str) -> Evidence:
+    """Return a time as evidence, in microseconds."""
+    return Evidence(name, round(value_ns / 1e3, 3), "µs", source)
+
+
+def share(name: str, value: float | None, source: str) -> Evidence | None:
+    """Return a share, given as a fraction, as evidence."""
+    return None if value is None else Evidence(name, round(value, 4), "", source)
+
+
+def in_bytes(name: str, value: float, source: str = SHAPES) -> Evidence:
+    """Return a size or an amount of traffic as evidence."""
+    return Evidence(name, value, "B", source)
+
+
+def size(value: float) -> str:
+    """Format a number of bytes, for example as `16.8 MB` or `64.0 kB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def percent(value: float) -> str:
+    """Format a fraction as a percentage, for example as `38.5 %`."""
+    return f"{100 * value:.1f} %"
+
+
+def _finding(
+    grade: str,
+    code: str,
+    sentence: str,
+    severity: str,
+    *evidence: Evidence | None,
+    factor: float | None = None,
+) -> Finding:
+    known = tuple(item for item in evidence if item is not None)
+    return Finding(code, sentence, severity, grade, known, factor)
+
+
+measured = partial(_finding, MEASURED)
+derived = partial(_finding, DERIVED)
+
+
+def _severity(value: float, major: float, minor: float = -math.inf) -> str:
+    return "major" if value >= major else "minor" if value >= minor else "note"
+
+
+def _duration(figures: Figures) -> Evidence:
+    basis = figures.basis or ""
+    return us(f"{basis} time", figures.duration_ns or 0, BASIS_SOURCE[basis])
+
+
+def dram_share(cell: CellAnalysis, figures: Figures) -> float | None:
+    """Return the measured DRAM bytes per second divided by the peak bandwidth."""
+    peaks, rate = cell.machine.peaks, figures.dram_bytes_per_s
+    top = peaks.bandwidth_bytes_per_s if peaks else None
+    return rate / top if rate and top else None
+
+
+def intensity(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report on which side of the ridge the config lies, regardless of the kernels that ran."""
+    peaks = cell.machine.peaks
+    if figures.ridge is None or peaks is None:
+        return
+    below = figures.intensity < figures.ridge
+    side, than = ("memory", "below") if below else ("compute", "above")
+    text = (
+        f"By its shapes the config is {side}-bound: {figures.intensity:.2f} FLOPs per compulsory "
+        f"byte, {than} the ridge of {figures.ridge:.0f}."
+    )
+    moving = [phase for phase in cell.phases if phase.intensity is not None]
+    low = [phase.name for phase in moving if phase.bound == "memory"]
+    if low and not below:
+        text += f" These phases alone lie below it: {', '.join(low)}."
+    source = f"{figures.rate} rate / bandwidth, {peaks.source}"
+    formula = "FLOPs (exact) / compulsory bytes"
+    yield derived(
+        f"{side}_bound",
+        text,
+        "note",
+        Evidence("intensity", round(figures.intensity, 2), "FLOP/B", formula),
+        Evidence("ridge", round(figures.ridge, 1), "FLOP/B", source),
+        *(
+            Evidence(
+                f"intensity of {p.name}", round(p.intensity, 2), "FLOP/B", "FLOPs / bytes of it"
+            )
+            for p in moving
+            if p.intensity is not None
+        ),
+    )
+
+
+def achieved(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report FLOP/s and compulsory bytes per second as shares of the peaks."""
+    if figures.flops_per_s is None or figures.bytes_per_s is None or not cell.kernels:
+        return
+    tera, giga = figures.flops_per_s / 1e12, figures.bytes_per_s / 1e9
+    text = f"{tera:.2f} TFLOP/s and {giga:.0f} GB/s of compulsory bytes"
+    parts = []
+    if figures.flops_share is not None:
+        parts.append(f"{percent(figures.flops_share)} of the {figures.rate} rate")
+    if figures.bandwidth_share is not None:
+        parts.append(f"{percent(figures.bandwidth_share)} of the bandwidth")
+    text += f": {' and '.join(parts)} ({figures.against})." if parts else "; no peaks are known."
+    against = f"{figures.against} peak" if figures.against else ""
+    time = f"{figures.basis} time"
+    yield measured(
+        "achieved",
+        text,
+        "note",
+        _duration(figures),
+        Evidence("rate", round(tera, 3), "TFLOP/s", f"FLOPs (exact) / {time}"),
+        Evidence("compulsory bandwidth", round(giga, 1), "GB/s", f"compulsory bytes / {time}"),
+        share("share of rate", figures.flops_share, against),
+        share("share of bandwidth", figures.bandwidth_share, against),
+    )
+
+
+def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report rates that exceed the peaks of the device, and explain why."""
+    if (figures.bandwidth_share or 0) > 1:
+        working, l2 = figures.working_set_bytes, cell.l2_size
+        if l2 and working < l2 and figures.basis not in (COLD, EVENT):
+            why = (
+                f"the inputs and the output ({size(working)}) fit in the L2 ({size(l2)}) and were "
+                "read from there, so this is no DRAM bandwidth"
+            )
+        else:
+            why = (
+                "the working set does not explain it: the peak is too low for this device, or the "
+                "time misses part of the work"
+            )
+        yield measured(
+            "bandwidth_above_peak",
+            f"{percent(figures.bandwidth_share or 0)} of the peak bandwidth cannot be: {why}.",
+            "minor",
+            _duration(figures),
+            in_bytes("working set", working),
+            Evidence("L2", l2 or "unknown", "B", "device"),
+        )
+    if (figures.flops_share or 0) > 1:
+        text = (
+            f"{percent(figures.flops_share or 0)} of the peak {figures.rate} rate cannot be: the "
+            f"peak ({figures.against}) is too low for this device, or the call skips scores that "
+            "the formula counts (a mask with blocks of nothing)."
+        )
+        yield measured("rate_above_peak", text, "minor", _duration(figures))
+
+
+def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Compare measured DRAM bytes with compulsory bytes."""
+    if figures.dram_bytes is None:
+        return
+    ratio = figures.dram_bytes / figures.compulsory_bytes
+    text = (
+        f"ncu counted {size(figures.dram_bytes)} of DRAM traffic, {ratio:.2f} times the compulsory "
+        f"{size(figures.compulsory_bytes)}"
+    )
+    part = dram_share(cell, figures)
+    if part is not None:
+        text += f", at {percent(part)} of the bandwidth ({figures.against})"
+    if ratio < 1:
+        text += "; what is missing was in the L2, or is still there unwritten"
+    yield measured(
+        "dram_traffic",
+        f"{text}.",
+        _severity(ratio, 2 * DRAM_EXCESS, DRAM_EXCESS),
+        in_bytes("DRAM bytes", figures.dram_bytes, "ncu dram__bytes_read + dram__bytes_write"),
+        in_bytes("compulsory bytes", figures.compulsory_bytes),
+        share("DRAM share", part, "ncu bytes / ncu time / bandwidth"),
+    )
+
+
+def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report that unfused attention stores its score matrices in memory, and how large they are."""
+    dtype = stored_score_dtype(cell.config, cell.kernels)
+    if dtype is None:
+        return
+    matrix = matrix_bytes(cell.config, dtype)
+    by_phases = sum(phase.bytes for phase in cell.phases)
+    outside = 1 - cell.share_of(*GEMMS)
+    evidence = [
+        in_bytes("score matrix", matrix, f"batch x heads x seq_q x seq_kv, {dtype}"),
+        in_bytes("bytes of the steps", by_phases, "phases, unfused"),
+        in_bytes("compulsory bytes", figures.compulsory_bytes),
+        share("time outside of products", outside, "roles of the kernels"),
+    ]
+    text = (
+        f"The scores go through memory: one matrix of them is {size(matrix)}, and the steps move at "
+        f"least {size(by_phases)} where fused attention moves {size(figures.compulsory_bytes)}"
+    )
+    finding = derived
+    if figures.dram_bytes is not None:
+        finding = measured
+        evidence.append(in_bytes("DRAM bytes", figures.dram_bytes, "ncu dram__bytes"))
+        rest = ", the rest hit the L2" if figures.dram_bytes < by_phases else ""
+        text += f" (ncu counted {size(figures.dram_bytes)} from and to DRAM{rest})"
+    if figures.peak_memory_bytes:
+        evidence.append(in_bytes("peak memory", figures.peak_memory_bytes, "allocator"))
+    text += f"; {percent(outside)} of the kernel time is no matrix product."
+    severity = _severity(by_phases / figures.compulsory_bytes, 2)
+    copies = [phase for phase in cell.phases if phase.name in (REPEAT, CASTS)]
+    copied = sum(phase.bytes for phase in copies)
+    if copied >= by_phases / 2:
+        what = " and ".join(phase.name for phase in copies)
+        yield derived(
+            "input_copies",
+            f"Copies of the inputs go through memory: {size(copied)} of the {size(by_phases)} that "
+            f"the steps move are for what math does before its products ({what}), and one score "
+            f"matrix is {size(matrix)}; fused attention moves {size(figures.compulsory_bytes)} in "
+            "all.",
+            severity,
+            in_bytes("bytes of copies", copied, "phases, unfused"),
+            *evidence,
+        )
+        severity = "minor"
+    yield finding("score_traffic", text, severity, *evidence)
+
+
+def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report that attention written in Python stores its score matrices in memory. Their size is a
+    lower bound, because their dtype is at least as wide as the inputs' dtype.
+    """
+    compulsory, dtype = figures.compulsory_bytes, str(cell.config.dtype)
+    matrix = matrix_bytes(cell.config, dtype)
+    moved = 4 * matrix  # written by QK^T, read and written by the softmax, read by PV
+    yield derived(
+        "score_traffic",
+        f"The scores go through memory: one matrix of them is at least {size(matrix)}, and it is "
+        f"written twice and read twice where fused attention moves {size(compulsory)}.",
+        _severity((moved + compulsory) / compulsory, 2),
+        in_bytes("score matrix", matrix, f"batch x heads x seq_q x seq_kv, {dtype}"),
+        in_bytes("compulsory bytes", compulsory),
+        share("time outside of products", 1 - cell.share_of(*GEMMS), "roles of the kernels"),
+    )
+
+
+def full_precision(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
+    """Report that 16-bit inputs are multiplied in fp32, as PyTorch's math backend does by default."""
+    dtype, peaks = str(cell.config.dtype), cell.machine.peaks
+    name = "tf32" if cell.machine.tf32 else "fp32"
+    if dtype == "fp32" or stored_score_dtype(cell.config, cell.kernels) != "fp32" or not peaks:
+        return
+    rates = peaks.flops_per_s
+    if name not in rates or dtype not in rates:
+        return
+    ratio = rates[dtype] / rates[name]
+    yield derived(
+        "fp32_products",
+        f"The products run in fp32 on {dtype} inputs, where the device multiplies {ratio:.0f} times "
+        f"slower ({name} against {dtype}, {peaks.source}).",
+        _severity(ratio, 4),
+        *(
+            Evidence(f"{kind} rate", round(rates[kind] / 1e12, 1), "TFLOP/s", peaks.source)
+            for kind in (name, dtype)
+        ),
+    )
+
+
+def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report the share of time that the combine kernel takes if the keys are split."""
+    combines = [kernel for kernel in cell.kernels if kernel.role == "combine"]
+    part = cell.share_of("combine")
+    if not combines or part < SPLIT_MINOR:
+        return
+    time_ns = sum(kernel.call_ns or 0 for kernel in combines)
+    yield measured(
+        "split_overhead",
+        f"Splitting over the keys costs a second kernel: {combines[0].kernel} takes {percent(part)} "
+        f"of the kernel time ({time_ns / 1e3:.1f} µs) to put the parts together.",
+        _severity(part, SPLIT_MAJOR),
+        us("combine time", time_ns, "trace"),
+        us("kernel time", figures.kernels_ns or 0, BASIS_SOURCE[KERNEL]),
+        share("share", part, "trace"),
+        factor=1 / (1 - part) if part < 1 else None,
+    )
+
+
+def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
+    """Report the time that copies, padding and casts take beside a fused kernel."""
+    part = cell.share_of(*COPIES)
+    if part < HELPERS_MINOR or not any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
+        return
+    copies = [kernel for kernel in cell.kernels if kernel.role in COPIES]
+    time_ns = sum(kernel.call_ns or 0 for kernel in copies)
+    text = (
+        f"Copies around the attention kernel take {percent(part)} of the kernel time "
+        f"({time_ns / 1e3:.1f} µs): {', '.join(sorted({kernel.kernel for kernel in copies}))}"
+    )
+    dims = (cell.config.head_dim, cell.config.value_dim)
+    if any(dim % 8 for dim in dims):
+        text += f"; head_dim {max(dims)} is no multiple of 8, so the inputs are padded"
+    yield measured(
+        "copies",
+        f"{text}.",
+        _severity(part, HELPERS_MAJOR),
+        us("copy time", time_ns, "trace"),
+        share("share", part, "trace"),
+        factor=1 / (1 - part) if part < 1 else None,
+    )
+
+
+def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
+    """Report whether the main kernel's grid fills the device, and how much of the device is idle
+    during the last wave.
+    """
+    main, sms = cell.main, cell.machine.num_sms
+    if main is None or not main.blocks or not sms:
+        return
+    evidence = [
+        Evidence("blocks", main.blocks, "", f"grid of {main.kernel}"),
+        Evidence("SMs", sms, "", "device"),
+    ]
+    if main.waves is not None:
+        evidence.append(Evidence("waves", round(main.waves, 3), "", "blocks / blocks that fit"))
+    if main.blocks < sms:
+        filled = main.blocks / sms
+        yield derived(
+            "few_blocks",
+            f"{main.kernel} has {main.blocks} blocks for {sms} SMs: at least {sms - main.blocks} "
+            "SMs have nothing to do.",
+            "major" if filled <= 0.75 else "minor" if filled <= 0.95 else "note",
+            *evidence,
+            factor=sms / main.blocks,
+        )
+        return
+    if main.waves is None:
+        return
+    whole = math.ceil(main.waves)
+    idle = 1 - main.waves / whole
+    if main.waves <= 1:
+        text = f"{main.kernel} runs in one wave that is {percent(main.waves)} full."
+        yield derived("one_wave", text, "note", *evidence)
+    elif idle >= TAIL_MINOR and main.waves <= MANY_WAVES:
+        yield derived(
+            "tail",
+            f"{main.kernel} needs {main.waves:.2f} waves, so {whole} rounds: the last one leaves "
+            f"{percent(idle)} of the block slots of the whole run empty.",
+            _severity(idle, TAIL_MAJOR),
+            *evidence,
+            factor=1 / (1 - idle),
+        )
+
+
+def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
+    """Report low theoretical occupancy with its limiter, and much lower measured occupancy."""
+    main = cell.main
+    if main is None or main.occupancy is None:
+        return
+    evidence = [
+        share("occupancy", main.occupancy, "theoretical, launch configuration"),
+        Evidence("limiter", main.limiter or "", "", "launch configuration"),
+        Evidence("registers", main.registers_per_thread or 0, "per thread", "trace"),
+        Evidence("shared memory", main.shared_bytes or 0, "B per block", "trace"),
+    ]
+    if main.occupancy <= LOW_OCCUPANCY:
+        yield derived(
+            "low_occupancy",
+            f"{main.kernel} keeps at most {percent(main.occupancy)} of an SM's warps resident, "
+            f"limited by {(main.limiter or '').replace('_', ' ')}; tensor-core kernels are built "
+            "that way and hide latency inside a block, so this alone is no fault.",
+            "note",
+            *evidence,
+        )
+    active = main.achieved_occupancy
+    if active is not None and active < FAR_BELOW * main.occupancy:
+        yield measured(
+            "idle_warps",
+            f"{main.kernel} had {percent(active)} of the warps active on average where "
+            f"{percent(main.occupancy)} could be resident: blocks were missing or uneven.",
+            "minor",
+            share("active warps", active, "ncu sm__warps_active.avg.pct_of_peak"),
+            *evidence,
+        )
+
+
+def _readers(cell: CellAnalysis, kernel: KernelFigures) -> float | None:
+    """Return how many blocks of a forward kernel read the same row of K and V, derived from its grid.
+    Return None if the grid does not show that several do, or if ncu counted too few bytes for it.
+    """
+    config, sms = cell.config, cell.machine.num_sms
+    heads = config.batch * config.num_kv_heads
+    if kernel.role != "attention" or not kernel.blocks or kernel.blocks % heads:
+        return None
+    if sms and kernel.blocks % sms == 0:
+        return None  # a persistent kernel, whose blocks each compute several tiles
+    splits = 1
+    if kernel.family == "flash_splitkv" and kernel.grid is not None:
+        splits = kernel.grid[1]
+    elif any(launched.role == "combine" for launched in cell.kernels):
+        return None
+    times = kernel.blocks / heads / splits
+    most = config.seq_len_q * config.num_heads // config.num_kv_heads
+    if not SEVERAL_READERS <= times <= most:
+        return None
+    counted = [moved for moved in (kernel.l1_bytes, kernel.l2_bytes) if moved is not None]
+    disproved = counted and max(counted) < DISPROVED * _read_bytes(config, times)
+    return None if disproved else times
+
+
+def _read_bytes(config: Config, times: float) -> float:
+    """Return how many bytes of K and V are read if `times` blocks read K and V of each head. If
+    `causal` is set, a block stops at the last row to which its last query attends.
+    """
+    tensors = tensor_bytes(config)
+    whole = times * (tensors.key + tensors.value)
+    if not config.causal:
+        return whole
+    blocks = times * config.num_kv_heads / config.num_heads  # blocks of one query head
+    tile = math.ceil(config.seq_len_q / max(1.0, blocks))
+    ends = [min(end, config.seq_len_q) for end in range(tile, config.seq_len_q + tile, tile)]
+    seen = min(config.seq_len_q, config.seq_len_kv)
+    return whole * (sum(min(end, seen) for end in ends) / (len(ends) * seen))
+
+
+def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report how often K and V are read. The number is derived from the grid and assumes that every
+    block reads all of its head's K and V.
+    """
+    config, l2 = cell.config, cell.l2_size
+    for kernel in cell.kernels:
+        times = _readers(cell, kernel)
+        if times is None:
+            continue
+        tensors = tensor_bytes(config)
+        both = tensors.key + tensors.value  # excludes fully masked rows if causal
+        moved = _read_bytes(config, times)
+        per_byte = figures.flops / moved
+        rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
+        text = (
+            f"{kernel.kernel} reads every row of K and V from {times:.0f} blocks, {size(moved)} in "
+            f"all for {size(both)} of K and V; a block has {rows:.0f} query row(s) to use them for"
+        )
+        if kernel.family not in READS_ALL and kernel.l1_bytes is None and kernel.l2_bytes is None:
+            text += UNCOUNTED
+        fits = both <= (l2 or 0)
+        text += (
+            f", {per_byte:.2f} FLOPs per byte, and the repeats "
+            f"{'can' if fits else 'cannot all'} be served by the L2."
+        )
+        rate = None
+        if kernel.call_ns:
+            value = round(moved / kernel.call_ns, 1)
+            rate = Evidence("its rate", value, "GB/s", "K and V traffic / time")
+        yield derived(
+            "kv_reread",
+            text,
+            "major" if rows <= 1 or not fits else "note",
+            Evidence("blocks per K/V head", times, "", f"grid of {kernel.kernel}"),
+            in_bytes("K and V traffic", round(moved), "blocks x K and V of a head"),
+            in_bytes("K and V", both),
+            Evidence("intensity of it", round(per_byte, 3), "FLOP/B", "FLOPs / K and V traffic"),
+            Evidence("L2", l2 or "unknown", "B", "device"),
+            rate,
+        )
+
+
+def cache_traffic(_: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Compare the bytes that ncu counted in the L1 and the L2 with the compulsory bytes."""
+    counted = [
+        (name, counter, moved)
+        for name, counter, moved in (
+            ("L1", L1_BYTES, None if figures.past_l1 else figures.l1_bytes),
+            ("L2", L2_BYTES, figures.l2_bytes),
+        )
+        if moved is not None
+    ]
+    most = max((moved for *_, moved in counted), default=0.0)
+    if not most:
+        return
+    ratio, per_byte = most / figures.compulsory_bytes, figures.flops / most
+    clauses = " and ".join(f"{size(moved)} through the {name}" for name, _, moved in counted)
+    yield measured(
+        "cache_traffic",
+        f"ncu counted {clauses}: up to {ratio:.1f} times the compulsory "
+        f"{size(figures.compulsory_bytes)}, {per_byte:.2f} FLOPs per byte.",
+        "major" if per_byte < LOW_INTENSITY else "note",
+        *(in_bytes(f"{name} bytes", round(moved), f"ncu {key}") for name, key, moved in counted),
+        in_bytes("compulsory bytes", figures.compulsory_bytes),
+        Evidence("intensity of it", round(per_byte, 3), "FLOP/B", "FLOPs / the larger count"),
+    )
+
+
+def _memories(cell: CellAnalysis) -> list[tuple[str, str, int]]:
+    """Return a short name, a name for use in a sentence, and the bytes of each on-chip memory. Return
+    an empty list if the device is not known. The L1's size excludes the main kernel's shared memory.
+    """
+    device, main = cell.machine.device, cell.main
+    if device is None:
+        return []
+    block = device.shared_bytes_per_block_optin or device.shared_bytes_per_block or 0
+    resident = (main.blocks_per_sm or 1, main.shared_bytes or 0) if main else (1, 0)
+    memories = [
+        ("shared", "one block's shared memory", block),
+        ("L1", "what shared memory leaves of an SM's L1", l1_bytes(device, *resident) or 0),
+        ("L2", "the L2", cell.l2_size or 0),
+    ]
+    return [(short, name, room) for short, name, room in memories if room]
+
+
+def kv_places(cell: CellAnalysis, figures: Figures) -> tuple[str, ...] | None:
+    """Return the memories that can contain K and V of one head, with their sizes. Return None if no
+    memory size is known.
+    """
+    memories = _memories(cell)
+    fitting = [(short, room) for short, _, room in memories if room >= figures.kv_head_bytes]
+    return (
+        tuple(f"{short} ({room / KIB:,.0f} KiB)" for short, room in fitting) if memories else None
+    )
+
+
+def working_set(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Compare K and V of one head with shared memory and L1, and all inputs and output with the L2."""
+    memories = _memories(cell)
+    if not memories:
+        return
+    clauses = []
+    for short, name, room in memories:
+        have = figures.working_set_bytes if short == "L2" else figures.kv_head_bytes
+        clauses.append(f"{'fit' if have <= room else 'do not fit'} in {name} ({size(room)})")
+    text = f"K and V of one head ({size(figures.kv_head_bytes)}) "
+    if cell.l2_size and len(memories) > 1:
+        whole = f"inputs and output together ({size(figures.working_set_bytes)})"
+        text += f"{' and '.join(clauses[:-1])}; {whole} {clauses[-1]}."
+    else:
+        text += f"{' and '.join(clauses)}."
+    yield derived(
+        "working_set",
+        text,
+        "note",
+        in_bytes("K and V of one head", figures.kv_head_bytes),
+        in_bytes("inputs and output", figures.working_set_bytes),
+        *(in_bytes(name, room, "device limits") for _, name, room in memories),
+    )
+
+
+def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
+    """Report shared memory that the main kernel leaves unused although K and V are read repeatedly."""
+    main, device = cell.main, cell.machine.device
+    if main is None or device is None or main.shared_bytes is None or not main.blocks_per_sm:
+        return
+    times, whole = _readers(cell, main), device.shared_bytes_per_sm
+    if times is None or not whole:
+        return
+    resident = min(main.blocks_per_sm, math.ceil((main.blocks or 0) / device.num_sms))
+    used = resident * main.shared_bytes / whole
+    if used < UNUSED_SHARED:
+        yield derived(
+            "unused_shared",
+            f"{main.kernel} uses {size(main.shared_bytes)} of shared memory per block, "
+            f"{percent(used)} of an SM's with {resident} block(s) on it, while {times:.0f} blocks "
+            "read the same K and V.",
+            "minor",
+            Evidence("shared memory", main.shared_bytes, "B per block", "trace"),
+            Evidence("blocks per SM", resident, "", "grid, occupancy and SMs"),
+            in_bytes("shared memory per SM", whole, "device limits"),
+        )
+
+
+def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report how long the GPU waits for the CPU in an eager call: the time of the call minus the time
+    of its graph replay. If there is no graph sample, use the time of the kernels instead of the
+    replay. All of these times are measured with warm caches.
+    """
+    eager, host = figures.eager_ns, figures.host_ns
+    if not eager:
+        yield from _gap_of_older_runs(cell, figures)
+        return
+    basis, busy = (GRAPH, figures.graph_ns) if figures.graph_ns else (KERNEL, figures.kernels_ns)
+    if not busy or 1 - busy / eager < GAP_MINOR:
+        return
+    gap = 1 - busy / eager
+    without = "replayed as a CUDA graph it takes" if basis == GRAPH else "its kernels take"
+    text = (
+        f"Of an eager call of {eager / 1e3:.1f} µs {percent(gap)} pass waiting for the CPU: "
+        f"{without} {busy / 1e3:.1f} µs"
+    )
+    if host:
+        text += f", and the CPU needs {host / 1e3:.1f} µs to issue it"
+    yield measured(
+        "launch_gap",
+        f"{text}.",
+        _severity(gap, GAP_MAJOR),
+        us("eager time", eager, BASIS_SOURCE[EAGER]),
+        us(f"{basis} time", busy, BASIS_SOURCE[basis]),
+        Evidence("launches", figures.launches, "per call", "trace"),
+        us("host time", host, HOST_SOURCE) if host else None,
+        factor=eager / busy,
+    )
+
+
+def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
+    """Report a lower bound of the gap from `event` samples, which older runs recorded. In these
+    samples the flush hid a part of the launch path, and the caches were cold. The upper bound of the
+    kernels' time is the larger of two sums: the profiled time plus the time to refill the L2, and
+    ncu's time plus the time of copies.
+    """
+    event, busy, peaks = figures.event_ns, figures.kernels_ns, cell.machine.peaks
+    if figures.cold_ns or not event or not busy:
+        return
+    sources: list[Evidence] = []
+    if peaks and peaks.bandwidth_bytes_per_s:
+        refill = figures.compulsory_bytes / peaks.bandwidth_bytes_per_s * 1e9
+        busy += refill
+        sources = [us("refilling the L2", refill, f"compulsory bytes / bandwidth, {peaks.source}")]
+    launched = [kernel for kernel in cell.kernels if kernel.blocks is not None]
+    if launched and all(kernel.ncu_ns for kernel in launched):
+        cold = sum((kernel.ncu_ns or 0) * kernel.launches_per_call for kernel in launched)
+        rest = sum(kernel.call_ns or 0 for kernel in cell.kernels if kernel.blocks is None)
+        if cold + rest > busy:
+            busy = cold + rest
+            sources = [us("cold kernel time", cold, "ncu gpu__time_duration")]
+            if rest:
+                sources.append(us("copies and fills", rest, BASIS_SOURCE[KERNEL]))
+    gap = 1 - busy / event
+    if gap < GAP_MINOR:
+        return
+    text = (
+        f"Of a call of {event / 1e3:.1f} µs at least {percent(gap)} pass without a kernel running: "
+        f"its {figures.launches:.0f} launches take {busy / 1e3:.1f} µs even with cold caches"
+    )
+    graph = figures.graph_ns
+    if graph:
+        text += f", and replayed as a CUDA graph the call takes {graph / 1e3:.1f} µs"
+    yield measured(
+        "launch_gap",
+        f"{text}.",
+        _severity(gap, GAP_MAJOR),
+        us("event time", event, BASIS_SOURCE[EVENT]),
+        us("kernel time", figures.kernels_ns or 0, BASIS_SOURCE[KERNEL]),
+        *sources,
+        Evidence("launches", figures.launches, "per call", "trace"),
+        us("graph time", graph, BASIS_SOURCE[GRAPH]) if graph else None,
+        factor=event / busy,
+    )
+
+
+_STALL_RULES = "Nsight Compute's rules CPIStall and IssueSlotUtilization"
+_OWN = "profharness: what is less than that costs less than other things on the list"
+THRESHOLDS: dict[str, tuple[float, str]] = {
+    "tensor pipe": (0.6, "Nsight Compute's rule SOLBottleneck: below it latency limits"),
+    "tensor cores": (
+        0.01,
+        "H200 runs: products without tensor cores stay below 0.5 %, those with them above 2 %",
+    ),
+    "issue slots": (0.8, _STALL_RULES),
+    "stall": (0.3, _STALL_RULES),
+    "sectors": (18, "32 threads of 16 bytes in 32-byte sectors, and two for a ragged start"),
+    "scattered": (24, "half as many again as the widest access needs"),
+    "narrow": (4, "32 threads of 4 bytes in 32-byte sectors"),
+    "bank conflicts": (0.1, _OWN),
+    "many bank conflicts": (0.5, "every second pass of shared memory is a repetition"),
+    "kernel": (0.2, "profharness: the part of a call's time that makes a kernel worth it"),
+}
+"""The threshold from which each counter is reported, and the source of the threshold."""
+
+
+_FEWER = "put other instructions between those of that unit, or need fewer of them"
+WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
+    "long_scoreboard": (
+        "for data from global or local memory (L1, L2 or DRAM)",
+        "load earlier (a pipeline of several tiles with cp.async or TMA), keep in shared memory what "
+        "is read again, or have more warps resident",
+    ),
+    "short_scoreboard": (
+        "for shared memory or a special function such as exp",
+        "read shared memory in wider words and without bank conflicts, or need fewer of them",
+    ),
+    "mio_throttle": ("for room in the queue of shared memory and special functions", _FEWER),
+    "lg_throttle": (
+        "for room in the queue of global memory",
+        "make fewer and wider accesses, 16 bytes a thread",
+    ),
+    "tex_throttle": ("for room in the queue of texture memory", _FEWER),
+    "math_pipe_throttle": (
+        "for an arithmetic pipe that is busy",
+        "this is what a kernel at its limit looks like; only fewer instructions help",
+    ),
+    "barrier": (
+        "for other warps of the block at a barrier",
+        "even out the work between barriers, or have smaller blocks and more of them on an SM; where "
+        "warps load and others compute, those that are idle wait by design",
+    ),
+    "gmma": (
+        "for the registers of asynchronous tensor-core products (wgmma)",
+        "have two groups of warps take turns, so that one computes while the other prepares",
+    ),
+    "wait": (
+        "a fixed time for the instruction before",
+        "have more independent instructions in a warp, or more warps resident",
+    ),
+    "branch_resolving": ("for the target of a branch", "unroll loops, and branch less"),
+    "no_instruction": (
+        "for instructions to be fetched",
+        "make the code of the loop smaller, or unroll it less",
+    ),
+    "imc_miss": ("for constants", "let all threads of a warp read the same constant"),
+    "membar": ("for a memory barrier", "use fences of a smaller scope, and fewer"),
+    "drain": ("for their stores, after the end", "write the results in wider words"),
+    "sleeping": ("in a sleep of the code's own", "let them sleep less"),
+    "dispatch_stall": ("for the dispatcher", "look at the pipes: one is busy"),
+    "misc": ("for other reasons of the hardware", "nothing known helps"),
+    "not_selected": (
+        "for a scheduler that issues from another warp",
+        "there are warps enough; fewer with more registers each would do as well",
+    ),
+}
+"""What the warps of a state wait for, as NVIDIA's table of metrics describes it, and what helps."""
+
+
+def _over(name: str, value: float | None) -> bool:
+    return value is not None and value >= THRESHOLDS[name][0]
+
+
+def tensor_pipe(cell: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
+    """Report how busy the tensor cores are in a kernel that multiplies matrices."""
+    busy, count = kernel.counters.tensor_pipe, kernel.counters.tensor_instructions
+    if kernel.role not in (*FUSED_ROLES, *GEMMS) or busy is None or _over("tensor pipe", busy):
+        return
+    fma = kernel.counters.fma_pipe
+    beside = f"; the FMA pipe is at work in {percent(fma)}" if fma is not None else ""
+    if _over("tensor cores", busy):
+        code, severity = "tensor_pipe", "note"
+        text = f"The tensor pipe is at work in {percent(busy)} of the cycles of {kernel.kernel}{beside}"
+    else:
+        plain = cell.config.dtype == "fp32" and not cell.machine.tf32
+        code, severity = "no_tensor_cores", "note" if plain else "major"
+        text = (
+            f"{kernel.kernel} multiplies without tensor cores: their pipe is at work in "
+            f"{percent(busy)} of the cycles{beside}"
+        )
+        text += ", as fp32 products without TF32 do not" if plain else ""
+    instructions = None
+    if count is not None:
+        instructions = Evidence("tensor instructions", count, "", f"ncu {TENSOR_INSTRUCTIONS}")
+    yield measured(
+        code,
+        f"{text}.",
+        severity,
+        share("tensor pipe", busy, f"ncu {TENSOR_PIPE}, on Ada its _v2"),
+        instructions,
+        share("FMA pipe", fma, f"ncu {FMA_PIPE}"),
+    )
+
+
+def coalescing(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
+    """Report sectors per request of a warp. Many sectors mean that the accesses are scattered. Few
+    sectors mean that the accesses are narrow.
+    """
+    for what, sectors, name in (
+        ("load", kernel.counters.load_sectors, LOAD_SECTORS),
+        ("store", kernel.counters.store_sectors, STORE_SECTORS),
+    ):
+        if sectors is None:
+            continue
+        evidence = Evidence(f"sectors a {what}", round(sectors, 2), "", f"ncu {name}")
+        text = f"A {what} of {kernel.kernel} asks for {sectors:.1f} sectors of 32 bytes"
+        if sectors > THRESHOLDS["sectors"][0]:
+            text += (
+                ", more than the 16 that 32 threads with 16 bytes each need: its threads do not "
+                "access neighbouring addresses."
+            )
+            severity = "major" if _over("scattered", sectors) else "minor"
+            yield measured("uncoalesced", text, severity, evidence)
+        elif sectors < THRESHOLDS["narrow"][0]:
+            text += ": its threads access fewer than 4 bytes each, or the same ones."
+            yield measured("narrow_access", text, "note", evidence)
+
+
+def bank_conflicts(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
+    """Report passes of shared memory caused by bank conflicts."""
+    part = kernel.counters.bank_conflicts
+    if part is not None and _over("bank conflicts", part):
+        yield measured(
+            "bank_conflicts",
+            f"{percent(part)} of the passes of {kernel.kernel} over shared memory are bank "
+            "conflicts.",
+            "major" if _over("many bank conflicts", part) else "minor",
+            share("bank conflicts", part, f"ncu {BANK_CONFLICTS} / wavefronts"),
+        )
+
+
+def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
+    """Report hit rates of L1 and L2. ncu flushes both before each kernel, so few hits are expected
+    from a kernel that reads its data once.
+    """
+    rates = (
+        ("L1", kernel.counters.l1_hit_rate, L1_HIT_RATE),
+        ("L2", kernel.counters.l2_hit_rate, L2_HIT_RATE),
+    )
+    known = [(name, rate, metric) for name, rate, metric in rates if rate is not None]
+    if known:
+        parts = " and ".join(f"the {name} {percent(rate)}" for name, rate, _ in known)
+        yield measured(
+            "hit_rates",
+            f"Of the sectors that {kernel.kernel} asks for, {parts} had, from cold caches: what is "
+            "read once misses.",
+            "note",
+            *(share(f"{name} hits", rate, f"ncu {metric}") for name, rate, metric in known),
+        )
+
+
+def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
+    """Report what most resident warps wait for, if the schedulers do not issue all the time."""
+    states = [item for item in kernel.counters.warp_states.items() if item[0] != "selected"]
+    issue = kernel.counters.issue_active
+    if not states or _over("issue slots", issue) or not _over("stall", states[0][1]):
+        return
+    (name, part), *others = states
+    waits, change = WARP_STATE_WORDS[name]
+    text = f"Warps of {kernel.kernel} spend {percent(part)} of their time waiting {waits}"
+    if issue is not None:
+        text += f"; the schedulers issue in {percent(issue)} of the cycles"
+    yield measured(
+        "stalls",
+        f"{text}. What helps: {change}.",
+        "minor",
+        share(name, part, f"ncu {warp_state(name)} / all of them"),
+        *(share(other, of, "the same") for other, of in others[:2]),
+        share("issue slots", issue, f"ncu {ISSUE_ACTIVE}"),
+    )
+
+
+def counters(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
+    """Apply KERNEL_RULES to the main kernel and the others that take a large share of the time."""
+    kernels = [kernel for kernel in cell.kernels if _over("kernel", kernel.share)]
+    if cell.main is not None:
+        kernels = [cell.main, *(kernel for kernel in kernels if kernel is not cell.main)]
+    for rule in KERNEL_RULES:
+        for kernel in kernels:
+            yield from rule(cell, kernel)
+
+
+KERNEL_RULES: tuple[KernelRule, ...] = (tensor_pipe, coalescing, bank_conflicts, hit_rates, stalls)
+RULES: tuple[Rule, ...] = (
+    *(intensity, achieved, above_ceiling, dram_traffic, launch_gap),
+    *(blocks_and_waves, occupancy, kv_traffic, cache_traffic, working_set, unused_shared),
+    *(score_traffic, full_precision, split_overhead, helpers, counters),
+)
+# Attention written in Python chooses its own dtypes, so rules that assume SDPA's dtypes are omitted.
+EAGER_RULES: tuple[Rule, ...] = (
+    *(rule for rule in RULES if rule not in (score_traffic, full_precision)),
+    eager_scores,
+)
