@@ -104,6 +104,20 @@ def told(path: Path) -> tuple[Any, ...]:
         return ordered_rows(trace), *lists, trace.ranges, trace.steps, trace.warnings, trace.skipped
 
 
+SHAPES = b'"Input Dims": [[1, 2, 128, 64], [1, 2, 128, 64], [1, 2, 128, 64]]'
+ODD_ARGUMENTS = [
+    b'"Sequence number": 7, "Concrete Inputs": [], ' + SHAPES,
+    b'"Sequence number": 7.0, "Concrete Inputs": [], ' + SHAPES,
+    b'"Sequence number": null, "Concrete Inputs": [], ' + SHAPES,
+    b'"Sequence number": 7, "Sequence number": 8, "Concrete Inputs": [], ' + SHAPES,
+    b'"Sequence\\u0020number": 7, "Concrete Inputs": [], ' + SHAPES,
+    b'"Concrete Inputs": [], "x": NaN, ' + SHAPES,
+    b'"Concrete Inputs": [], "Input type": [nan], ' + SHAPES,
+    b'"Concrete Inputs": [], "Input type": 3, ' + SHAPES,
+    b'"Concrete Inputs": [], "Input type": nan, nan, ' + SHAPES,
+]
+
+
 @pytest.mark.parametrize("time", [b"5.0", b"98765432109876.543"], ids=["usual", "exact"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", ODD)
@@ -137,6 +151,25 @@ def test_the_scanner_and_the_decoder_agree_on_damage(
             decoded = told(path)
         assert scanned[:-2] == decoded[:-2], data
         assert scanned[-1] == decoded[-1] or scanned[-1] < decoded[-1], data
+
+
+@pytest.mark.parametrize("args", ODD_ARGUMENTS)
+def test_the_scanner_and_the_decoder_agree_on_arguments(
+    args: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them are more distinct arguments than the scanner keeps."""
+    path, many = tmp_path / "t.json", []
+    for number in range(700):
+        filler = b"%0*d" % (10_000, number)
+        ours = args.replace(b"[]", b'["%b"]' % filler) if number % 3 else args
+        start = b'"ts": %d.0, "dur": 0.5' % (number + 10)
+        many.append(b'{"ph": "X", "cat": "cpu_op", "name": "aten::scaled_dot_product_attention",'
+                    b' "pid": 1, "tid": 1, %b, "args": {%b}}' % (start, ours))  # fmt: skip
+    path.write_bytes(document([GOOD, *many, GOOD]))
+    scanned = told(path)
+    monkeypatch.setattr(chrome_events, "Scanner", None)
+    assert told(path) == scanned
+    assert len(scanned[5]) == (0 if b"nan," in args else 700)
 
 
 @pytest.fixture(params=["scanner", "decoder"])
