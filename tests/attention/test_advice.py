@@ -22,9 +22,10 @@ from profharness.attention.dispatch.advice import (
     Advice,
     advise,
     call_code,
+    rule_choice,
+    rule_oracle,
 )
 from profharness.attention.dispatch.machine import Machine, from_config, machine_for
-from profharness.attention.dispatch.perturb import rule_choice, rule_oracle
 from profharness.attention.dispatch.predict import Eligibility, judge, predict
 from profharness.rows import Refusal
 

@@ -10,16 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from profharness.attention.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.attention.dispatch.machine import RELEASES, Machine, from_config, machine_for
-from profharness.attention.dispatch.perturb import (
+from profharness.attention.dispatch.advice import (
     PROPERTIES,
-    Blocker,
     blockers,
     difficult_properties,
     keep_only,
     make_easy,
     rule_oracle,
 )
+from profharness.attention.dispatch.machine import RELEASES, Machine, from_config, machine_for
 from profharness.attention.dispatch.predict import Eligibility, judge
 
 H200 = machine_for("H200", "2.11")
@@ -39,7 +38,7 @@ def first_only(machine: Machine) -> Callable[[Config, str], Eligibility]:
 def found(text: str, backend: str, machine: Machine = H200) -> dict[str, tuple[str, ...]]:
     """Return the properties by reason code."""
     answer = blockers(parse_config(text), backend, first_only(machine))
-    return {blocker.reason.code: blocker.properties for blocker in answer}
+    return {reason.code: properties for properties, reason in answer}
 
 
 def test_every_blocking_property_is_named() -> None:
@@ -59,8 +58,8 @@ def test_every_blocking_property_is_named() -> None:
 def test_the_first_blocker_is_pytorchs_first_reason() -> None:
     config = parse_config("2,8,512,100,fp32,layout=strided_last,mask=bool")
     for backend in ("flash", "efficient", "cudnn"):
-        told = blockers(config, backend, first_only(H200))[0].reason
-        assert told.message == judge(backend, from_config(config), H200).reasons[0].message
+        _, first = blockers(config, backend, first_only(H200))[0]
+        assert first.message == judge(backend, from_config(config), H200).reasons[0].message
 
 
 def test_later_reasons_have_the_order_of_the_properties() -> None:
@@ -109,10 +108,9 @@ def test_a_reason_of_only_the_easy_dtype_is_not_reported() -> None:
 def test_a_missing_backend_is_the_only_reason() -> None:
     v100 = machine_for("V100", "2.11")
     config = parse_config("2,8,512,100,fp32,mask=bool")
-    (blocker,) = blockers(config, "flash", first_only(v100))
-    assert blocker.properties == ()
-    assert blocker.reason.code == "capability"
-    assert "sm 7.0" in blocker.reason.message
+    ((properties, reason),) = blockers(config, "flash", first_only(v100))
+    assert (properties, reason.code) == ((), "capability")
+    assert "sm 7.0" in reason.message
 
 
 def test_an_unknown_release_has_no_blockers() -> None:
@@ -123,7 +121,7 @@ def test_a_text_contains_the_requested_sizes() -> None:
     answer = blockers(
         parse_config("3,8,1,64,seq_kv=77,causal,mask=bool"), "flash", rule_oracle(H200)
     )
-    (text,) = [item.reason.message for item in answer if item.reason.code == "causal_non_square"]
+    (text,) = [reason.message for _, reason in answer if reason.code == "causal_non_square"]
     assert "seqlen_q: 1 seqlen_k: 77" in text
 
 
@@ -134,8 +132,8 @@ def test_a_set_of_more_than_three_properties_is_found() -> None:
         return Eligibility(not together <= set(difficult_properties(config)))
 
     config = parse_config("1,2,32,64,mask=bool,dropout=0.5,causal,bwd,layout=bshd")
-    (blocker,) = blockers(config, "flash", oracle)
-    assert set(blocker.properties) == together
+    ((properties, _),) = blockers(config, "flash", oracle)
+    assert set(properties) == together
 
 
 numbers = st.sampled_from([1, 2, 8, 63, 64, 100, 128, 192, 200, 256, 300])
@@ -174,21 +172,19 @@ def test_blockers_are_empty_if_and_only_if_eligible_and_easing_them_helps(
     answer = blockers(config, backend, oracle)
     verdict = judge(backend, from_config(config), machine)
     assert (answer != ()) == (verdict.eligible is False)
-    if not answer or answer[0].properties == ():
+    if not answer or answer[0][0] == ():
         return
-    names = {name for blocker in answer for name in blocker.properties}
+    names = {name for properties, _ in answer for name in properties}
     assert names <= set(difficult_properties(config))
     assert oracle(make_easy(config, names), backend).eligible is not False
     # each property is a blocker on its own: making only the others easy is not enough
     for blocker in answer:
-        others = {n for other in answer if other is not blocker for n in other.properties}
-        assert (
-            oracle(make_easy(config, others - set(blocker.properties)), backend).eligible is False
-        )
+        others = {name for other in answer if other is not blocker for name in other[0]}
+        assert oracle(make_easy(config, others - set(blocker[0])), backend).eligible is False
     known = {reason.code for reason in verdict.certain}
     if config.head_dim == 1:
         known.add("last_dim_stride")  # a stride that only matters once head_dim is padded
-    assert {blocker.reason.code for blocker in answer} <= known
+    assert {reason.code for _, reason in answer} <= known
 
 
 @settings(max_examples=200)
@@ -226,6 +222,4 @@ def test_every_property_can_be_a_blocker(name: str) -> None:
     def oracle(asked: Config, _: str) -> Eligibility:
         return Eligibility(PROPERTIES[name](asked) == asked)
 
-    found_names = {b.properties for b in blockers(config, "flash", oracle)}
-    assert (name,) in found_names
-    assert Blocker((), blockers(config, "flash", oracle)[0].reason) not in found_names
+    assert (name,) in [properties for properties, _ in blockers(config, "flash", oracle)]

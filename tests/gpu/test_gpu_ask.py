@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from profharness.attention.config import Config
+from profharness.attention.dispatch.advice import blockers, rule_oracle
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.machine import machine_of, with_flags
-from profharness.attention.dispatch.perturb import blockers, rule_oracle
 from profharness.commands.explain.explanations import explain_live
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.jobs.into_store import default_backends
@@ -91,7 +91,7 @@ def test_reasons_and_texts_equal_those_of_the_rules(
         }
         rules = rule_oracle(machine_of(environment), "cuda", with_flags(environment))
         for side in answer.backends:
-            expected = [item.reason.code for item in blockers(config, side.backend, rules)]
+            expected = [reason.code for _, reason in blockers(config, side.backend, rules)]
             if [reason.code for reason in side.reasons] != expected:
                 wrong.append((answer.config, side.backend, expected, side.reasons))
             sources.update(reason.source for reason in side.reasons)

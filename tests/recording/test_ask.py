@@ -15,10 +15,9 @@ import pytest
 from waiting import HANG, PATIENCE_S
 
 from profharness.attention.config import LAYOUTS, MASKS, Config, parse_config
-from profharness.attention.dispatch.advice import BackendAnswer
+from profharness.attention.dispatch.advice import BackendAnswer, blockers, rule_oracle
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.machine import from_config, machine_of, with_flags
-from profharness.attention.dispatch.perturb import blockers, rule_oracle
 from profharness.attention.dispatch.predict import judge
 from profharness.commands.explain import explanations
 from profharness.commands.explain.explanations import explain_live
@@ -233,7 +232,7 @@ def test_live_reasons_equal_those_of_the_rules() -> None:
     for config, answer in zip(configs, answers, strict=True):
         environment = answer.environment | {"device_type": "cpu"}
         rules = rule_oracle(machine_of(environment), "cpu", with_flags(environment))
-        expected = [blocker.reason for blocker in blockers(config, "flash", rules)]
+        expected = [reason for _, reason in blockers(config, "flash", rules)]
         flash = side(answer, "flash")
         # the end of this text depends on the release
         got = [(each.code, each.message.split("Got Query.stride")[0]) for each in flash.reasons]

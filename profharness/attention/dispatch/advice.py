@@ -1,25 +1,228 @@
-"""Find the smallest change of a config that lets a backend compute it.
+"""Find every property of a config that prevents a backend from computing it, and the smallest change
+that lets the backend compute it.
 
-The search asks an oracle whether the backend accepts each candidate.
+Both searches ask an oracle whether the backend accepts a config. PyTorch stops at its first failing
+check, so a single answer does not contain all reasons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from profharness.attention.config import AUTO, SDP_BACKENDS, Config, SdpaSetting, sdpa_setting
-from profharness.attention.dispatch.perturb import ChoiceFunction, Oracle, rounded_up, with_dims
-from profharness.attention.dispatch.predict import Eligibility
+from profharness.attention.dispatch.machine import AttentionParams, Machine, from_config, permitted
+from profharness.attention.dispatch.predict import Eligibility, judge, predict
+from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES
 from profharness.rows import Refusal
 
-PADDED_LENGTH = 8
-LARGEST_DIM = 256
+ANSWERS_FILE = "answers.jsonl"
+EASY_DIM = 64
+EASY_LENGTH = 32  # a multiple of 8 that is greater than 1 and not 64 modulo 128
+EASY_HEADS = 8
+EASY_GROUP = 4
+LARGEST_SET = 3
+Oracle = Callable[[Config, str], Eligibility]
+"""A function that returns whether a backend accepts a config. PyTorch's first reason against the
+backend comes first. An oracle queries either PyTorch or the rules.
+"""
+ChoiceFunction = Callable[[Config], str]
+"""A function that returns the backend that `auto` selects for a config, `none` (PyTorch raises) or
+`unknown`.
+"""
+_Ask = Callable[[Config], Refusal | None]
+"""A function that returns why the backend refuses a config. It returns None if the backend accepts
+the config or if its eligibility is unknown.
+"""
 
 
-@dataclass(frozen=True)
-class ConfigChange:
+def rounded_up(number: int, multiple: int = 8) -> int:
+    """Round a number up to a multiple, for example 100 to 104."""
+    return -(-number // multiple) * multiple
+
+
+def with_dims(config: Config, head_dim: int, value_dim: int) -> Config:
+    """Return the config with these head dims. If they are equal, head_dim_v is None, as in a parsed
+    config.
+    """
+    return replace(
+        config, head_dim=head_dim, head_dim_v=value_dim if value_dim != head_dim else None
+    )
+
+
+def _easy_remainder(config: Config) -> Config:
+    head_dim = rounded_up(config.head_dim)
+    return with_dims(config, head_dim, head_dim if config.head_dim_v is None else config.value_dim)
+
+
+def _easy_size(config: Config) -> Config:
+    """Return the config with a head_dim of 57 to 64, or of 121 to 128 if head_dim_v is 64. The
+    remainder of head_dim modulo 8 is kept.
+    """
+    easy = EASY_DIM * (2 if config.head_dim_v == EASY_DIM else 1)
+    head_dim = easy - (-config.head_dim % 8)
+    return with_dims(config, head_dim, config.head_dim_v or head_dim)
+
+
+def _easy_heads(config: Config) -> Config:
+    """Return the config with at most 8 heads. Grouped heads stay grouped."""
+    if config.num_heads <= EASY_HEADS:
+        return config
+    kv_heads = min(config.num_kv_heads, 2)
+    group = min(config.num_heads // config.num_kv_heads, EASY_GROUP)
+    return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
+
+
+# The order is that in which a config is made easy: the remainder of head_dim is read before its
+# size is changed. The order also decides which of several reasons comes first.
+PROPERTIES: dict[str, Callable[[Config], Config]] = {
+    "dtype": lambda c: replace(c, dtype="fp16"),
+    "mask": lambda c: replace(c, mask="none", mask_shape=None, mask_strides=None),
+    "dropout": lambda c: replace(c, dropout=0.0),
+    "causal": lambda c: replace(c, causal=False),
+    "deterministic": lambda c: replace(c, deterministic=False),
+    "bwd": lambda c: replace(c, bwd=False),
+    "layout": Config.contiguous,
+    "kv_batch": lambda c: replace(c, kv_batch=None),
+    "kv_heads": lambda c: replace(c, num_kv_heads=c.num_heads),
+    "heads": _easy_heads,
+    "head_dim_v": lambda c: replace(c, head_dim_v=None),
+    "head_dim remainder": _easy_remainder,
+    "head_dim": _easy_size,
+    "lengths": lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH),
+    "batch": lambda c: replace(c, batch=min(c.batch, 2)),
+}
+"""Functions that set one property to a value that every backend accepts."""
+
+
+def make_easy(config: Config, names: Collection[str]) -> Config:
+    """Return the config with each of these properties set to its easy value."""
+    for name, ease in PROPERTIES.items():
+        if name in names:
+            config = ease(config)
+    return config
+
+
+def keep_only(config: Config, names: Collection[str]) -> Config:
+    """Return the config with all properties except these set to their easy values."""
+    return make_easy(config, PROPERTIES.keys() - set(names))
+
+
+def difficult_properties(config: Config) -> tuple[str, ...]:
+    """Return the properties in which a config differs from an easy one."""
+    return tuple(name for name, ease in PROPERTIES.items() if ease(config) != config)
+
+
+def blockers(
+    config: Config, backend: str, oracle: Oracle
+) -> tuple[tuple[tuple[str, ...], Refusal], ...]:
+    """Return everything that prevents `backend`, starting with PyTorch's first reason. Return nothing
+    if the backend is eligible, or if its eligibility is unknown.
+
+    A blocker is a set of properties that together prevent the backend, and the reason that applies
+    if the properties of all other blockers are made easy. If the properties of all blockers are made
+    easy, the backend accepts the config. The set is empty if the backend refuses even the easy
+    config, because then no change of the config can help.
+    """
+    verdict = oracle(config, backend)
+    if verdict.eligible is not False:
+        return ()
+    easy = oracle(keep_only(config, ()), backend)
+    if easy.eligible is not True:
+        return (((), _first(easy if easy.eligible is False else verdict)),)
+
+    def refusal(changed: Config) -> Refusal | None:
+        answer = oracle(changed, backend)
+        return _first(answer) if answer.eligible is False else None
+
+    # A set is kept only if the backend still refuses the config after the properties of all other
+    # sets are made easy. For example, a reason against an fp16 config may not exist in fp32.
+    sets = _minimal_sets(config, refusal)
+    involved = {name for names in sets for name in names}
+    found = [
+        (names, reason)
+        for names in sets
+        if (reason := refusal(make_easy(config, involved - set(names)))) is not None
+    ]
+    found += _remaining(config, {name for names, _ in found for name in names}, refusal)
+    first = _first(verdict)
+    index = next((i for i, (_, reason) in enumerate(found) if reason.code == first.code), None)
+    if index is not None:
+        found.insert(0, (found.pop(index)[0], first))
+    return tuple(found)
+
+
+def _first(answer: Eligibility) -> Refusal:
+    if answer.reasons:
+        return answer.reasons[0]
+    return Refusal("no_text", "PyTorch gave no reason.", "inferred")
+
+
+def _minimal_sets(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
+    """Return the minimal sets of properties with which an easy config is refused."""
+    names = difficult_properties(config)
+    sets: list[tuple[str, ...]] = [(name,) for name in names if refusal(keep_only(config, (name,)))]
+    rest = [name for name in names if (name,) not in sets]
+    for size in range(2, LARGEST_SET + 1):
+        if not refusal(keep_only(config, rest)):
+            break
+        for group in itertools.combinations(rest, size):
+            if any(set(smaller) <= set(group) for smaller in sets):
+                continue
+            if refusal(keep_only(config, group)):
+                sets.append(group)
+    return sets
+
+
+def _remaining(
+    config: Config, gone: set[str], refusal: _Ask
+) -> Iterator[tuple[tuple[str, ...], Refusal]]:
+    """Yield the reasons that remain after the properties found so far are made easy. To find the
+    cause of a reason, make the other properties easy one by one, as long as the backend still
+    refuses the config.
+    """
+    while (reason := refusal(make_easy(config, gone))) is not None:
+        needed = [name for name in difficult_properties(config) if name not in gone]
+        without = set(gone)
+        for name in list(needed):
+            if refusal(make_easy(config, without | {name})):
+                without.add(name)
+                needed.remove(name)
+        if not needed:
+            return
+        yield tuple(needed), refusal(make_easy(config, without)) or reason
+        gone = gone | set(needed)
+
+
+def rule_oracle(
+    machine: Machine,
+    device: str = CUDA,
+    adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
+) -> Oracle:
+    """Return an oracle that applies the rules. `adjust` can set parameters that a config does not
+    contain, such as runtime flags.
+    """
+
+    def ask(config: Config, backend: str) -> Eligibility:
+        verdict = judge(backend, adjust(from_config(config, device)), machine)
+        return Eligibility(verdict.eligible, verdict.certain or verdict.reasons, verdict.certain)
+
+    return ask
+
+
+def rule_choice(
+    machine: Machine, device: str = CUDA, setting: SdpaSetting | None = None
+) -> ChoiceFunction:
+    """Return a function that predicts which backend PyTorch selects under `auto`, or under
+    `setting` if it is given.
+    """
+    return lambda config: predict(permitted(from_config(config, device), setting), machine).choice
+
+
+class ConfigChange(NamedTuple):
     """A change of a config that may remove a reason against a backend."""
 
     name: str
@@ -64,7 +267,7 @@ def _fewer_keys(config: Config) -> Config | None:
 
 def _pad_queries(config: Config) -> Config | None:
     one_query = config.seq_len_q == 1 and config.mask == "none"
-    return replace(config, seq_len_q=PADDED_LENGTH) if one_query else None
+    return replace(config, seq_len_q=8) if one_query else None
 
 
 def _pad_keys(config: Config) -> Config | None:
@@ -93,7 +296,7 @@ CHANGES = (
     ConfigChange("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
            "pad head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to the same {a.head_dim}, keep the scale "
            "and slice the output"),
-    ConfigChange("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, LARGEST_DIM),
+    ConfigChange("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, 256),
            "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
            "slice the output"),
     ConfigChange("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
@@ -264,8 +467,7 @@ class Advice:
     """Names of the changes, in order."""
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     config: Config
     answer: Eligibility
     steps: tuple[str, ...] = ()
@@ -289,10 +491,22 @@ def advise(
     backend, if its eligibility is unknown, or if no change helps.
     """
     answer = oracle(config, backend)
-    if answer.eligible is None:
+    if answer.eligible is None or (answer.eligible and choose(config) == backend):
         return ()
     if answer.eligible:
-        return () if choose(config) == backend else (_name_it(config, backend, asked),)
+        fallback = setting_code(SdpaSetting((backend, "math"), ordered=True))
+        return (
+            Advice(
+                change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow "
+                f"{backend} alone with sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the "
+                f"others as a fallback, with {fallback})",
+                code=call_code(config, config, backend),
+                config=config.label,
+                verified=True,
+                choice=backend,
+                steps=("name it",),
+            ),
+        )
     start = _State(config, answer)
     ways = [
         _way(config, state, backend, choose, asked) for state in _search(start, backend, oracle)
@@ -304,8 +518,7 @@ def advise(
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
     """Search for accepted configs breadth-first, so that the configs with the fewest changes are
-    found first. Each step must remove the first reason against the backend, because PyTorch stops
-    there.
+    found first.
     """
     seen = {start.config}
     level = [start]
@@ -320,6 +533,7 @@ def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
 
 
 def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config]) -> list[_State]:
+    """Apply each change that may remove the first reason against the backend."""
     states: list[_State] = []
     served: set[str] = set()  # groups from which a change has already removed the reason
     for change in CHANGES:
@@ -338,13 +552,10 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
 
 
 def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, asked: str) -> Advice:
-    """Return the advice for a config that the search found. If PyTorch selects another backend even
-    after the change, the code also requests the wanted backend.
-    """
     choice = choose(state.config)
     named = asked if choice == backend else backend
     sentences = list(state.sentences)
-    if named != asked:
+    if named != asked:  # PyTorch selects another backend even after the change
         sentences.append(f"then name {backend} with sdpa_kernel, since {asked} takes {choice}")
     return Advice(
         change="; ".join(sentences),
@@ -353,22 +564,6 @@ def _way(config: Config, state: _State, backend: str, choose: ChoiceFunction, as
         verified=True,
         choice=choice,
         steps=state.steps,
-    )
-
-
-def _name_it(config: Config, backend: str, asked: str) -> Advice:
-    """Return the advice for a backend that is eligible but not selected, which is to request the
-    backend with sdpa_kernel.
-    """
-    return Advice(
-        change=f"nothing to change: {backend} can take it, but {asked} prefers another; allow {backend} alone with "
-        "sdpa_kernel (PyTorch 2.6 and newer: or put it first and keep the others as a fallback, with "
-        f"{setting_code(SdpaSetting((backend, 'math'), ordered=True))})",
-        code=call_code(config, config, backend),
-        config=config.label,
-        verified=True,
-        choice=backend,
-        steps=("name it",),
     )
 
 
@@ -407,7 +602,6 @@ OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
     "runtime_disabled": _switch,
     "not_4d": _four_d,
 }
-ANSWERS_FILE = "answers.jsonl"
 
 
 @dataclass(frozen=True)

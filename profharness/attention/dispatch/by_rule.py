@@ -21,7 +21,7 @@ from profharness.attention.config import (
     sdpa_setting,
     setting_name,
 )
-from profharness.attention.dispatch.advice import BackendAnswer, advise
+from profharness.attention.dispatch.advice import BackendAnswer, advise, rule_choice, rule_oracle
 from profharness.attention.dispatch.machine import (
     RELEASES,
     SETS_PRIORITY,
@@ -36,7 +36,6 @@ from profharness.attention.dispatch.machine import (
     permitted,
     release_text,
 )
-from profharness.attention.dispatch.perturb import rule_choice, rule_oracle
 from profharness.attention.dispatch.predict import CPU_ORDER, Prediction, predict, undecided
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.devices import GPUS, find_gpu
@@ -123,8 +122,8 @@ def chosen(answer: Explanation) -> str:
 
 
 def settle(answer: Explanation) -> Explanation:
-    """Return the explanation with the field `agree` set. It says whether all known choices are
-    equal, and is None if fewer than two choices are known.
+    """Return the explanation with the field `agree` set. It is None if fewer than two choices are
+    known.
     """
     witnesses = (answer.predicted, answer.choice, answer.observed)
     names = [name for name in witnesses if name not in (None, "unknown")]
@@ -148,14 +147,13 @@ class Platform:
         are None.
         """
         machine = self.machine
-        environment: dict[str, Any] = {
+        gpu = {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
+        return {
             "torch": release_text(machine.torch),
             "torch_cuda": machine.cuda,
             "device_type": self.device,
+            **(gpu if is_gpu(self.device) else {}),
         }
-        if is_gpu(self.device):
-            environment |= {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
-        return environment
 
     @property
     def text(self) -> str:
@@ -197,7 +195,17 @@ def named_platforms(
                 "Live, PyTorch's own version counts"
             )
         return []
-    releases = parse_releases(torch) if torch is not None else [_installed()]
+    try:  # read the installed release from the package metadata, because importing torch is slow
+        releases = (
+            parse_releases(torch)
+            if torch is not None
+            else [parse_release(metadata.version("torch"))]
+        )
+    except metadata.PackageNotFoundError:
+        raise UsageError(
+            "--gpu without --torch means the installed torch, and none is installed; "
+            "add --torch, for example --torch 2.11"
+        ) from None
     if cuda is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?", cuda, re.ASCII):
         raise UsageError(f"CUDA version {cuda!r} is not a version; write 12.8")
     if (gpu or "").lower() == CPU:
@@ -223,19 +231,6 @@ def named_platforms(
         )
         for release in releases
     ]
-
-
-def _installed() -> tuple[int, ...]:
-    """Return the release of the installed torch. It is read from the package metadata, so torch is
-    not imported.
-    """
-    try:
-        return parse_release(metadata.version("torch"))
-    except metadata.PackageNotFoundError:
-        raise UsageError(
-            "--gpu without --torch means the installed torch, and none is installed; "
-            "add --torch, for example --torch 2.11"
-        ) from None
 
 
 FUSED_BACKENDS = ("flash", "efficient", "cudnn")
@@ -285,8 +280,8 @@ def explain_by_rule(
     advice: bool = True,
     asked: str = AUTO,
 ) -> Explanation:
-    """Explain by the rules which backend PyTorch selects for a config on a platform, under `auto`
-    or a setting. If `backends` is given, there is advice only for these backends.
+    """Explain which backend PyTorch selects for a config under `auto` or a setting. If `backends` is
+    given, there is advice only for these backends.
     """
     config = config.resolve(platform.device)
     machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
@@ -303,16 +298,16 @@ def explain_by_rule(
             else side
             for side in sides
         ]
-    early = _sets_no_order(asked, machine)
+    too_early = _sets_no_order(asked, machine)
     return Explanation(
         config=config.label,
         environment=platform.environment,
         source="rules",
-        priority_order=() if early else prediction.priority_order,
-        predicted="unknown" if early else prediction.choice,
+        priority_order=() if too_early else prediction.priority_order,
+        predicted="unknown" if too_early else prediction.choice,
         backends=tuple(sides),
         caveats=(*prediction.hazards, *_caveats(platform, params, prediction)),
-        error=NO_ORDER if early else None,
+        error=NO_ORDER if too_early else None,
         asked=asked,
     )
 
@@ -355,16 +350,14 @@ def matrix(config: Config, platforms: Sequence[Platform], asked: str = AUTO) -> 
         explain_by_rule(config, platform, advice=False, asked=asked) for platform in platforms
     ]
     rows = [
-        MatrixRow(after, before.predicted != after.predicted, _changes(before, after))
+        MatrixRow(after, before.predicted != after.predicted, tuple(_changes(before, after)))
         for before, after in pairwise(answers)
     ]
     return [MatrixRow(answers[0]), *rows]
 
 
-def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
-    """Return the differences between two explanations, as sentences. If the choice differs, that
-    comes first.
-    """
+def _changes(before: Explanation, after: Explanation) -> list[str]:
+    """Return the differences between two explanations, as sentences. A different choice comes first."""
     changes = []
     if before.predicted != after.predicted:
         changes.append(f"choice {before.predicted} → {after.predicted}")
@@ -383,7 +376,7 @@ def _changes(before: Explanation, after: Explanation) -> tuple[str, ...]:
     old_cudnn, new_cudnn = (answer.environment.get("cudnn") for answer in (before, after))
     if changes and None not in (old_cudnn, new_cudnn) and old_cudnn != new_cudnn:
         changes.append(f"cuDNN {old_cudnn} → {new_cudnn}")
-    return tuple(changes)
+    return changes
 
 
 COMPILED = (
@@ -402,9 +395,7 @@ LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
 def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """Yield the assumptions of the rules that may be wrong, and the caveats that always apply if
-    PyTorch selects the backend.
-    """
+    """Yield the assumptions that may be wrong, and the caveats of any choice by PyTorch."""
     machine, on_gpu = platform.machine, is_gpu(platform.device)
     release = release_text(machine.torch)
     if not machine.known:
@@ -422,7 +413,15 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
             "not known here (--cudnn VERSION)."
         )
     if machine.known and prediction.choice == "unknown":
-        yield f"The rules cannot decide this call: {'; '.join(_gaps(platform, params, prediction))}."
+        gaps = []
+        if not prediction.priority_order:
+            facts = " and ".join(FACTS[name] for name in undecided(params, machine))
+            gaps.append(f"the order of the backends hangs on {facts}")
+        names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
+        if names:
+            reasons = "their reasons" if len(names) > 1 else "its reasons"
+            gaps.append(f"whether {' and '.join(names)} can take it is not known, as {reasons} say")
+        yield f"The rules cannot decide this call: {'; '.join(gaps)}."
     yield COMPILED
     if params.priority and (not on_gpu or machine.torch >= (2, 9)):
         yield FIRST_CHOICE if on_gpu else CPU_IGNORES
@@ -431,23 +430,16 @@ def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction
 
 
 def unread(answers: Iterable[Explanation]) -> str | None:
-    """Return a sentence about the releases whose rules are unknown. Return None if there are none
-    among the explanations by rule.
-    """
-    releases = [
-        parse_release(answer.environment["torch"]) for answer in answers if answer.source == "rules"
-    ]
-    missing = [release for release in dict.fromkeys(releases) if release not in RELEASES]
+    """Return a sentence about the releases whose rules are unknown, or None if all are known."""
+    texts = [answer.environment["torch"] for answer in answers if answer.source == "rules"]
+    releases = dict.fromkeys(map(parse_release, texts))
+    missing = [release for release in releases if release not in RELEASES]
     return _unread(missing) if missing else None
-
-
-LISTED = 6  # maximum number of releases in one sentence
 
 
 def skipped_text(releases: Sequence[str]) -> str:
     """Return a sentence about the releases of a range that have no explanation."""
-    names = join_few(releases, LISTED)
-    return f"left out of the answer: the rules of PyTorch {names} were not read"
+    return f"left out of the answer: the rules of PyTorch {join_few(releases, 6)} were not read"
 
 
 def _unread(missing: Sequence[Release]) -> str:
@@ -457,14 +449,3 @@ def _unread(missing: Sequence[Release]) -> str:
     verb = "is" if len(near) == 1 else "are"
     releases = ", ".join(map(release_text, missing))
     return f"The rules of PyTorch {releases} were not read; known {verb} {names}."
-
-
-def _gaps(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """Yield sentences that say what is missing for a decision."""
-    if not prediction.priority_order:
-        facts = " and ".join(FACTS[name] for name in undecided(params, platform.machine))
-        yield f"the order of the backends hangs on {facts}"
-    names = [name for name, verdict in prediction.backends.items() if verdict.eligible is None]
-    if names:
-        their = "their" if len(names) > 1 else "its"
-        yield f"whether {' and '.join(names)} can take it is not known, as {their} reasons say"

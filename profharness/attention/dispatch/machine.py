@@ -8,12 +8,12 @@ its rows, which would slow the start of every command.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from profharness.attention.config import SDPA_BACKENDS, Config, SdpaSetting
-from profharness.device_types import CPU, CUDA, DEVICE_TYPES
+from profharness.device_types import CPU, CUDA
 from profharness.devices import find_gpu
 from profharness.dtypes import DTYPES
 from profharness.errors import UsageError
@@ -28,7 +28,7 @@ class Wheel(NamedTuple):
     cuDNN versions have the format of cudnnGetVersion(): 9.19.0 is 91900, and 8.9.2 is 8902.
     """
 
-    cuda: str
+    cuda: str | None
     cudnn: int | None
     """The cuDNN version that the wheel requires at run time."""
     cudnn_compiled: int | None = None
@@ -98,10 +98,6 @@ class Machine:
         """The capability in the format of PyTorch's messages, such as `9.0`."""
         return f"{self.capability[0]}.{self.capability[1]}"
 
-    @property
-    def cuda_major(self) -> int | None:
-        return int(self.cuda.split(".")[0]) if self.cuda else None
-
 
 def machine_for(
     gpu: str,
@@ -113,18 +109,18 @@ def machine_for(
     """Return the machine that has this GPU and the release's build for this CUDA version.
 
     If `cuda` is None, the build is the PyPI wheel. `cudnn` and `cudnn_compiled` replace the
-    versions of the build. Versions that are not known are None. If the release is unknown, the
-    returned machine is not `known`. Raise UsageError for an unknown GPU.
+    versions of the build. Raise UsageError for an unknown GPU.
     """
     number = parse_release(release) if isinstance(release, str) else release
-    wheel = build_of(number, cuda)
-    own, compiled = (wheel.cudnn, wheel.cudnn_compiled) if wheel else (None, None)
+    wheel = build_of(number, cuda) or Wheel(cuda, None)
     return Machine(
         torch=number,
         capability=find_gpu(gpu).capability,
-        cudnn=own if cudnn is None else parse_cudnn(cudnn),
-        cuda=cuda or (wheel.cuda if wheel else None),
-        cudnn_compiled=compiled if cudnn_compiled is None else parse_cudnn(cudnn_compiled),
+        cudnn=wheel.cudnn if cudnn is None else parse_cudnn(cudnn),
+        cuda=cuda or wheel.cuda,
+        cudnn_compiled=wheel.cudnn_compiled
+        if cudnn_compiled is None
+        else parse_cudnn(cudnn_compiled),
     )
 
 
@@ -168,15 +164,21 @@ def parse_release(text: str) -> Release:
     return max((release for release in RELEASES if release[:2] == minor), default=(*minor, 0))
 
 
-def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
-    """Return the releases from `first` to `last` whose rules are known, and the releases in this
-    range whose rules are unknown. `2.5` as the first release means 2.5.0, and `2.15` as the last
-    release means its newest patch release.
+def _supported(text: str) -> Release:
+    release = parse_release(text)
+    if release < OLDEST:
+        oldest = release_text(OLDEST)
+        raise UsageError(
+            f"PyTorch {release_text(release)} is too old: {oldest} is the oldest supported release"
+        )
+    return release
 
-    Raise UsageError for an empty range, for a range without a known release, and for a range that
-    starts before 2.5.
+
+def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
+    """Return the known and the unknown releases of a range. `2.5` as the first release means 2.5.0,
+    and `2.15` as the last release means its newest patch release.
     """
-    low, high = _supported(parse_release(first)), parse_release(last)
+    low, high = _supported(first), parse_release(last)
     low = low if first.count(".") > 1 else (*low[:2], 0)
     text = f"release range '{first.strip()}..{last.strip()}'"
     if low > high:
@@ -193,24 +195,6 @@ def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
     return releases, unknown
 
 
-def _supported(release: Release) -> Release:
-    if release < OLDEST:
-        oldest = release_text(OLDEST)
-        raise UsageError(
-            f"PyTorch {release_text(release)} is too old: {oldest} is the oldest supported release"
-        )
-    return release
-
-
-def _parse_parts(text: str) -> Iterator[tuple[list[Release], set[Release]]]:
-    """Yield the releases of each comma-separated part, as `_parse_range` returns them. A single
-    release is never reported as unknown.
-    """
-    for part in text.split(","):
-        first, dots, last = part.partition("..")
-        yield _parse_range(first, last) if dots else ([_supported(parse_release(part))], set())
-
-
 def parse_releases(text: str) -> list[Release]:
     """Parse `2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or
     a combination of these. Return the releases, oldest first.
@@ -218,27 +202,22 @@ def parse_releases(text: str) -> list[Release]:
     Raise UsageError for a release before 2.5, for an empty range, and for a range that contains no
     known release.
     """
-    return sorted({release for known, _ in _parse_parts(text) for release in known})
+    found: set[Release] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        found |= set(_parse_range(first, last)[0]) if dots else {_supported(part)}
+    return sorted(found)
 
 
 def skipped_releases(text: str) -> list[Release]:
     """Return the releases in the ranges of `text` that the rules do not cover, oldest first."""
-    return sorted(
-        {release for _, unknown in _parse_parts(text) for release in unknown} if text else ()
-    )
+    ranges = [part.split("..", 1) for part in text.split(",") if ".." in part]
+    return sorted({release for first, last in ranges for release in _parse_range(first, last)[1]})
 
 
 def release_text(release: Release) -> str:
     """Format `(2, 9, 1)` as `2.9.1`."""
     return ".".join(map(str, release))
-
-
-ALLOWED = {
-    "dtype": tuple(DTYPES),
-    "device": tuple(DEVICE_TYPES),
-    "deterministic": ("off", "error", "warn_only"),
-    "flash_impl": ("FA2", "FA3", "FA4"),
-}
 
 
 class Mask(NamedTuple):
@@ -283,16 +262,13 @@ class AttentionParams:
     storage_offset_bytes: int = 0
     """The storage offset of query, key and value, in bytes."""
     deterministic: str = "off"
+    """`off`, `error` or `warn_only`."""
     enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
     """The backends whose runtime flag is on."""
     priority: tuple[str, ...] = ()
     """The backends that the caller put first (`set_priority=True`), in order."""
     flash_impl: str = "FA2"
-
-    def __post_init__(self) -> None:
-        for name, allowed in ALLOWED.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise UsageError(f"{name} {value!r} is unknown; allowed are {' '.join(allowed)}")
+    """`FA2`, `FA3` or `FA4`."""
 
     @property
     def value_dim(self) -> int:
@@ -309,16 +285,6 @@ class AttentionParams:
     @property
     def same_heads(self) -> bool:
         return self.heads == self.kv_heads == self.value_heads
-
-    @property
-    def itemsize(self) -> int:
-        """The size of an element in bytes."""
-        return DTYPES[self.dtype].bytes
-
-    @property
-    def dtype_text(self) -> str:
-        """The dtype in the format of PyTorch's messages."""
-        return DTYPES[self.dtype].message
 
     @property
     def query_sizes(self) -> list[int]:
@@ -416,10 +382,8 @@ def _of_kind(value: object, kind: type[Value]) -> Value | None:
 
 def rules_know(environment: Mapping[str, Any]) -> bool:
     """Return whether the rules cover the environment's release, device and capability."""
-    machine = machine_of(environment)
-    if machine.torch not in RELEASES or str(environment.get("device_type")) not in DEVICE_TYPES:
-        return False
-    return environment["device_type"] == CPU or machine.capability != (0, 0)
+    machine, device = machine_of(environment), environment.get("device_type")
+    return machine.known and (device == CPU or (device == CUDA and machine.capability != (0, 0)))
 
 
 def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
@@ -428,5 +392,5 @@ def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], At
     """
     on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)
     activated = str(environment.get("flash_attention_impl"))
-    impl = activated if activated in ALLOWED["flash_impl"] else "FA2"
+    impl = activated if activated in ("FA2", "FA3", "FA4") else "FA2"
     return lambda params: replace(params, enabled=on, flash_impl=impl)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,20 +36,15 @@ from profharness.attention.dispatch.rules import (
 from profharness.device_types import CPU, CUDA
 from profharness.rows import Refusal
 
-# The order of PyTorch's checks in earlier releases. A row has the first release with this order,
-# the first release without it, and the checks.
-EARLIER_ORDER: dict[str, tuple[tuple[Release, Release, tuple[str, ...]], ...]] = {
-    "cudnn": (
-        ((2, 5), (2, 7), ("runtime_disabled", "nonzero_lengths", "last_stride", "on_device",
-                  "tensor_shapes", "cudnn_shapes", "deterministic", "dtypes", "mask_shape",
-                  "hardware")),
-        ((2, 7), (2, 9), ("runtime_disabled", "nonzero_lengths", "on_device", "tensor_shapes",
-                  "cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware",
-                  "last_stride", "num_heads")),
-    ),
-}  # fmt: skip
-
-
+# The checks of cuDNN in the order of releases before 2.7, and of 2.7 and 2.8.
+CUDNN_BEFORE_2_7 = (
+    *("runtime_disabled", "nonzero_lengths", "last_stride", "on_device", "tensor_shapes"),
+    *("cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware"),
+)
+CUDNN_BEFORE_2_9 = (
+    *("runtime_disabled", "nonzero_lengths", "on_device", "tensor_shapes", "cudnn_shapes"),
+    *("deterministic", "dtypes", "mask_shape", "hardware", "last_stride", "num_heads"),
+)
 TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
     (CUDA, "flash"): FLASH,
     (CUDA, "efficient"): EFFICIENT,
@@ -61,11 +56,6 @@ TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
     (CPU, "math"): MATH,
 }
 
-_SUFFIX = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
-_HEADER = re.compile(
-    r"^(memory efficient kernel|flash attention kernel|cudnn attention kernel) not used because:$",
-    re.IGNORECASE,
-)
 # Lower-case fragments of PyTorch's refusal messages, and their reason codes. The first match wins.
 CODES: tuple[tuple[str, str], ...] = (
     ("has been runtime disabled", "runtime_disabled"),
@@ -118,20 +108,21 @@ CODES: tuple[tuple[str, str], ...] = (
 def active_rules(device: str, backend: str, release: Release) -> tuple[Rule, ...]:
     """Return the rules that apply in a release, in the order in which the release checks them."""
     rules = [rule for rule in TABLES[device, backend] if rule.since <= release < rule.until]
-    for since, until, names in EARLIER_ORDER.get(backend, ()) if device == CUDA else ():
-        if since <= release < until:
-            return tuple(sorted(rules, key=lambda rule: names.index(rule.check)))
+    if (device, backend) == (CUDA, "cudnn") and release < (2, 9):
+        order = CUDNN_BEFORE_2_7 if release < (2, 7) else CUDNN_BEFORE_2_9
+        rules.sort(key=lambda rule: order.index(rule.check))
     return tuple(rules)
 
 
 def clean(text: str) -> str:
     """Remove the C++ source position that PyTorch appends to a warning."""
-    return _SUFFIX.sub("", text).strip()
+    return re.sub(r"\s*\(Triggered internally at .*\)\s*$", "", text, flags=re.DOTALL).strip()
 
 
 def is_header(text: str) -> bool:
     """Return whether a warning only announces the reasons that follow it."""
-    return bool(_HEADER.match(clean(text)))
+    kernels = "memory efficient kernel|flash attention kernel|cudnn attention kernel"
+    return re.match(rf"({kernels}) not used because:$", clean(text), re.IGNORECASE) is not None
 
 
 def code(text: str) -> str:
@@ -140,16 +131,13 @@ def code(text: str) -> str:
     return next((code for fragment, code in CODES if fragment in lowered), "unknown")
 
 
-# One cuDNN version from each of the intervals into which the versions in the rules divide all
-# versions.
-CUDNN_POINTS = (
-    *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402, 92501),
-    92600,
-)
 # The fields of Machine that may be unknown and that the order of the backends depends on. Their
 # values are on both sides of each limit in the rules.
 MISSING: dict[str, tuple[object, ...]] = {
-    "cudnn": CUDNN_POINTS,
+    "cudnn": (
+        *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402),
+        *(92501, 92600),
+    ),
     "cuda": ("12.9", "13.0"),
     "cudnn_compiled": (90500, 90501, 90800, 90900, 91000),
 }
@@ -185,34 +173,27 @@ class Prediction(NamedTuple):
     """Descriptions of the known failures of the selected backend."""
 
 
-class Priority(NamedTuple):
-    """The order in which a range of releases tries the backends. It is `preferred` on machines for
-    which `prefers` returns True, and `otherwise` on all other machines.
+def _default_order(machine: Machine) -> tuple[str, ...]:
+    """Return the order in which PyTorch tries the backends on CUDA if the caller sets none.
+
+    The overrideable backend, which 2.9 added at the end of the order, is omitted: PyTorch raises an
+    exception when it reaches this backend.
     """
-
-    since: Release
-    until: Release
-    prefers: Callable[[Machine], bool]
-    preferred: tuple[str, ...] = CUDNN_FIRST
-    otherwise: tuple[str, ...] = DEFAULT_ORDER
-
-
-def _newer_cudnn(machine: Machine) -> bool:
-    return (machine.cudnn or 0) > 91500 and machine.major in (9, 10)
-
-
-# The overrideable backend, which 2.9 added at the end of the order, is omitted: on CUDA, PyTorch
-# raises an exception when it reaches this backend.
-PRIORITIES = (
-    Priority((2, 5, 0), (2, 5, 1), lambda m: m.major >= 9,
-             otherwise=("flash", "cudnn", "efficient", "math")),
-    Priority((2, 5, 1), (2, 9), lambda _: False),
-    Priority((2, 9), (2, 10),
-             lambda m: (m.cudnn_compiled or 0) >= 90900 and m.capability in ((9, 0), (10, 0))),
-    Priority((2, 10), (2, 13), lambda m: _newer_cudnn(m) and m.capability[1] in (0, 3)),
-    Priority((2, 13), (99,),
-             lambda m: _newer_cudnn(m) and (m.capability[1] in (0, 3) or (m.cuda_major or 0) >= 13)),
-)  # fmt: skip
+    release, (major, minor) = machine.torch, machine.capability
+    if release < (2, 5, 1):
+        return CUDNN_FIRST if major >= 9 else ("flash", "cudnn", "efficient", "math")
+    if release < (2, 9) or machine.cudnn_preferred is False:
+        return DEFAULT_ORDER
+    if release < (2, 10):
+        prefers_cudnn = (machine.cudnn_compiled or 0) >= 90900 and (major, minor) in (
+            (9, 0),
+            (10, 0),
+        )
+    else:
+        cuda_13 = release >= (2, 13) and int((machine.cuda or "0").split(".")[0]) >= 13
+        prefers_cudnn = (machine.cudnn or 0) > 91500 and major in (9, 10)
+        prefers_cudnn &= minor in (0, 3) or cuda_13
+    return CUDNN_FIRST if prefers_cudnn else DEFAULT_ORDER
 
 
 def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibility:
@@ -223,17 +204,19 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} were not read."
         return Eligibility(None, (Refusal("unknown", text, "rule"),))
+    versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
+    machines = _completions(machine, tuple(name for name in versions if name in _missing(machine)))
     reasons: list[Refusal] = []
     certain: list[Refusal] = []
     for rule in active_rules(params.device, backend, machine.torch):
-        answer = _evaluate(rule, params, machine)
-        if answer is False:
+        answers = {rule.refuses(params, each) for each in machines}
+        if answers == {False}:
             continue
         text = rule.text(params, machine)
-        if answer is None:
+        if answers != {True}:
             text = f"Cannot be known from what was given; PyTorch might say: {text}"
         reasons.append(Refusal(rule.code, text, "rule"))
-        certain += reasons[-1:] if answer else []
+        certain += reasons[-1:] if answers == {True} else []
     eligible = False if certain else None if reasons else True
     return Eligibility(eligible, tuple(reasons), tuple(certain))
 
@@ -330,17 +313,8 @@ def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...],
         return ()
     if params.device == CPU:
         return (CPU_ORDER,)
-    orders = _default_orders(machine)
+    orders = dict.fromkeys(map(_default_order, _completions(machine, _missing(machine))))
     return tuple({tuple(dict.fromkeys((*params.priority, *order))): None for order in orders})
-
-
-def _default_orders(machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """Return the possible default orders of the backends on CUDA."""
-    row = next(row for row in PRIORITIES if row.since <= machine.torch < row.until)
-    if machine.cudnn_preferred is False and machine.torch >= (2, 9):
-        return (row.otherwise,)
-    machines = _completions(machine, _missing(machine))
-    return tuple({row.preferred if row.prefers(each) else row.otherwise for each in machines})
 
 
 def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
@@ -371,15 +345,3 @@ def _completions(machine: Machine, missing: tuple[str, ...]) -> tuple[Machine, .
         replace(machine, **dict(zip(missing, values, strict=True)))  # type: ignore[arg-type]
         for values in itertools.product(*(MISSING[name] for name in missing))
     )
-
-
-def _evaluate(rule: Rule, params: AttentionParams, machine: Machine) -> bool | None:
-    """Evaluate the condition of a rule. If a cuDNN version is unknown, try all versions, and return
-    None if the results differ.
-    """
-    versions = ("cudnn", "cudnn_compiled") if machine.torch < (2, 9, 1) else ("cudnn",)
-    missing = tuple(name for name in versions if getattr(machine, name) is None)
-    if not missing:
-        return rule.refuses(params, machine)
-    results = {rule.refuses(params, each) for each in _completions(machine, missing)}
-    return results.pop() if len(results) == 1 else None

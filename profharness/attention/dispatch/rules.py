@@ -19,46 +19,43 @@ Condition = Callable[[AttentionParams, Machine], bool | None]
 """The condition of a check. It returns True if the backend refuses the call, False if it accepts
 the call, and None if this is unknown.
 """
-CPU_DTYPES = ("fp32", "fp64", "bf16", "fp16")
-# The newest architecture that a release's fused backends accept.
-NEWEST_SM: tuple[tuple[Release, tuple[int, int]], ...] = (
-    ((2, 5), (9, 0)),
-    ((2, 7), (12, 0)),
-    ((2, 8), (12, 1)),
-)
+Message = str | Callable[[AttentionParams, Machine], str]
+Dtypes = Callable[[AttentionParams, Machine], tuple[str, ...]]
+NEVER: Release = (99,)
 
 
-def runtime_cudnn(machine: Machine) -> int:
-    return machine.cudnn or 0
+class Rule(NamedTuple):
+    """One condition under which a backend refuses a call, or fails although it accepted the call."""
 
-
-def compiled_cudnn(machine: Machine) -> int:
-    return machine.cudnn_compiled or 0
-
-
-class HeadDimLimit(NamedTuple):
-    """The largest head_dim that cuDNN accepts in a range of releases on some architectures."""
-
-    since: Release
-    until: Release
-    """The first release without the limit."""
-    limit: int
-    min_cudnn: int
-    fits: Callable[[Machine], bool]
-    only: tuple[int, int] | None = None
-    """The only pair (head_dim, head_dim_v) that the limit applies to. None means that the limit
-    applies to every pair.
+    code: str
+    """The reason code, such as `head_dim`."""
+    check: str
+    """The PyTorch function that contains the condition."""
+    refuses: Condition
+    message: Message
+    """The text of PyTorch's message. It is a function, or a format string over `p` (the params) and
+    `m` (the machine).
     """
-    version: Callable[[Machine], int] = runtime_cudnn
-    """A function that returns the cuDNN version that the release compares with `min_cudnn`."""
+    since: Release = OLDEST
+    until: Release = NEVER
+    """The first release without the rule."""
+
+    def text(self, params: AttentionParams, machine: Machine) -> str:
+        """Return the message with its values filled in."""
+        if callable(self.message):
+            return self.message(params, machine)
+        return self.message.format(p=params, m=machine)
+
+
+def newest_sm(machine: Machine) -> tuple[int, int]:
+    """Return the newest architecture that the fused backends of a release accept."""
+    if machine.torch < (2, 7):
+        return (9, 0)
+    return (12, 0) if machine.torch < (2, 8) else (12, 1)
 
 
 def sm90(machine: Machine) -> bool:
     return machine.capability == (9, 0)
-
-
-def sm90_or_10x(machine: Machine) -> bool:
-    return sm90(machine) or machine.major == 10
 
 
 def takes_d256(machine: Machine) -> bool:
@@ -66,83 +63,49 @@ def takes_d256(machine: Machine) -> bool:
     needs cuDNN 9.25.1 or newer.
     """
     too_new = machine.capability == (10, 7) and (machine.cudnn or 0) <= 92500
-    return sm90_or_10x(machine) and not too_new
-
-
-NEVER = (99,)
-# The first matching row decides. If no row matches, the limit is 128. The binaries up to 2.9.0 call
-# versionCuDNN(), which returns the version of the build. Binaries from 2.9.1 on call
-# cudnnGetVersion(). In the 2.9.0 wheels, the limit is therefore always 128.
-CUDNN_HEAD_DIM = (
-    HeadDimLimit((2, 8), (2, 9), 256, 90501, sm90, version=compiled_cudnn),
-    HeadDimLimit((2, 9), (2, 9, 1), 256, 91000, sm90, version=compiled_cudnn),
-    HeadDimLimit((2, 9, 1), (2, 14), 256, 91000, sm90),
-    HeadDimLimit((2, 11), (2, 14), 192, 91100, lambda m: m.major == 10, (192, 128)),
-    HeadDimLimit((2, 14), NEVER, 256, 92201, takes_d256),
-    HeadDimLimit((2, 14), NEVER, 192, 91100, sm90_or_10x, (192, 128)),
-)
-
-
-def newest_sm(machine: Machine) -> tuple[int, int]:
-    return next(sm for since, sm in reversed(NEWEST_SM) if machine.torch >= since)
+    return (sm90(machine) or machine.major == 10) and not too_new
 
 
 def cudnn_head_dim_limit(params: AttentionParams, machine: Machine) -> int:
     """Return the largest head_dim that cuDNN accepts. Both cuDNN versions must be known."""
-    pair = (params.head_dim, params.value_dim)
-    for row in CUDNN_HEAD_DIM:
-        if (
-            row.since <= machine.torch < row.until
-            and row.version(machine) >= row.min_cudnn
-            and row.fits(machine)
-            and row.only in (None, pair)
-        ):
-            return row.limit
-    return 128
+    torch, cudnn = machine.torch, machine.cudnn or 0
+    if torch < (2, 8):
+        return 128
+    # The binaries up to 2.9.0 call versionCuDNN(), which returns the version of the build. Binaries
+    # from 2.9.1 on call cudnnGetVersion(). In the 2.9.0 wheels, the limit is therefore always 128.
+    if torch < (2, 9, 1):
+        cudnn = machine.cudnn_compiled or 0
+    large_dims, oldest = sm90(machine), 90501 if torch < (2, 9) else 91000
+    unequal_dims = torch >= (2, 11) and machine.major == 10
+    if torch >= (2, 14):
+        large_dims, oldest = takes_d256(machine), 92201
+        unequal_dims |= sm90(machine)
+    if large_dims and cudnn >= oldest:
+        return 256
+    is_192_128 = (params.head_dim, params.value_dim) == (192, 128)
+    return 192 if unequal_dims and cudnn >= 91100 and is_192_128 else 128
 
 
 def gemm_alignment(params: AttentionParams, machine: Machine) -> int:
     """Return the number of elements that head_dim must be a multiple of for the efficient kernels."""
     half = params.dtype in HALF
-    tensor_cores = machine.major >= 8 or (machine.major == 7 and half)
-    wide = (8 if half else 4) if tensor_cores else 1
-    return max(wide, 4 if machine.major >= 8 else 1)
-
-
-def dims_unaligned(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether head_dim or head_dim_v is not a positive multiple of `gemm_alignment`."""
-    dims = (params.head_dim, params.value_dim)
-    return any(dim == 0 or dim % gemm_alignment(params, machine) for dim in dims)
+    if machine.major >= 8:
+        return 8 if half else 4
+    return 8 if machine.major == 7 and half else 1
 
 
 def alignment_bytes(params: AttentionParams, machine: Machine) -> int:
     """Return the number of bytes that storage offsets must be a multiple of."""
-    return gemm_alignment(params, machine) * params.itemsize
-
-
-def outside(oldest: tuple[int, int]) -> Condition:
-    """Return a condition that refuses GPUs that are older than `oldest` or newer than the release
-    supports.
-    """
-    return lambda _, machine: not oldest <= machine.capability <= newest_sm(machine)
+    return gemm_alignment(params, machine) * DTYPES[params.dtype].bytes
 
 
 def low_precision(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the 16-bit dtypes that a GPU supports: fp16, and from sm80 on also bf16."""
     return HALF if machine.major >= 8 else ("fp16",)
 
 
 def flash_dtypes(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the dtypes that flash accepts. They include fp8 if FA3 is active on sm90 or newer
-    (from release 2.11 on).
-    """
     fa3 = params.flash_impl == "FA3" and machine.major >= 9 and machine.torch >= (2, 11)
     return ("fp8_e4m3", *HALF) if fa3 else low_precision(params, machine)
-
-
-def efficient_dtypes(_: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the dtypes that the efficient kernels accept: fp16, fp32, and from sm80 on also bf16."""
-    return ("fp16", "fp32", "bf16") if machine.major >= 8 else ("fp16", "fp32")
 
 
 def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
@@ -160,40 +123,15 @@ def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
     return params.requires_grad and small and large
 
 
-def heads_differ(gqa: bool) -> Condition:
-    """Return a condition that refuses unequal numbers of heads. If `gqa` is true, they are accepted
-    when enable_gqa is set.
-    """
-
-    def check(params: AttentionParams, machine: Machine) -> bool:
-        # 2.14 and newer broadcast a single key and value head without enable_gqa.
-        one_head = machine.torch >= (2, 14) and params.kv_heads == params.value_heads == 1
-        return not ((gqa and params.enable_gqa) or params.same_heads or one_head)
-
-    return check
+def heads_differ(params: AttentionParams, machine: Machine) -> bool:
+    # 2.14 and newer broadcast a single key and value head without enable_gqa.
+    one_head = machine.torch >= (2, 14) and params.kv_heads == params.value_heads == 1
+    return not (params.same_heads or one_head)
 
 
 def heads_not_divisible(params: AttentionParams, _: Machine) -> bool:
-    """Return whether enable_gqa is set although the number of key or value heads does not divide
-    the number of query heads.
-    """
     groups = (params.kv_heads, params.value_heads)
     return params.enable_gqa and any(params.heads % max(heads, 1) for heads in groups)
-
-
-def strided(singleton_ok: bool, mask_matters: bool = True) -> Condition:
-    """Return a condition that refuses a last dimension whose stride is not 1.
-
-    If `singleton_ok` is true, a head_dim of 1 may have any stride. If `mask_matters` is true, the
-    condition also checks attn_mask.
-    """
-
-    def check(params: AttentionParams, _: Machine) -> bool:
-        inputs = params.last_stride != 1 and not (singleton_ok and params.head_dim == 1)
-        mask = params.mask is not None and params.mask.last_stride != 1
-        return inputs or (mask_matters and mask)
-
-    return check
 
 
 def mask_rows(params: AttentionParams, _: Machine) -> bool:
@@ -214,7 +152,6 @@ def mask_shape(params: AttentionParams, machine: Machine) -> bool:
 
 
 def misaligned(params: AttentionParams, machine: Machine) -> bool:
-    """Return whether storage offsets are misaligned for the efficient kernels on sm80 and newer."""
     return machine.major >= 8 and params.storage_offset_bytes % alignment_bytes(params, machine) > 0
 
 
@@ -252,70 +189,30 @@ def fa4_capability(params: AttentionParams, machine: Machine) -> bool | None:
     return None if machine.major in (9, 10) else True
 
 
-class Hazard(NamedTuple):
-    """A known failure of a backend in a range of releases."""
-
-    backend: str
-    since: Release
-    until: Release
-    """The first release without the failure."""
-    applies: Callable[[AttentionParams, Machine], bool]
-    text: str
-
-
-# These failures were observed on an H200 with 2.11. From 2.13 on, the dispatcher checks the
-# alignment itself.
-HAZARDS = (
-    Hazard("efficient", (2, 5), (2, 13), misaligned,
-           "The storage offset is not aligned: the efficient kernel can die with `CUDA error: misaligned address`, "
-           "which ends the process's CUDA context. Copy the inputs with clone() first."),
-    Hazard("cudnn", (2, 11), (2, 12), lambda p, _: p.batch_stride_zero and p.head_dim != p.value_dim,
-           "The batch is expanded with stride 0 and head_dim_v differs from head_dim: cuDNN raises `The stride for "
-           "the last dimension … should be 1`. Make the inputs contiguous first."),
-)  # fmt: skip
+# Known failures of a backend that accepts the call. They were observed on an H200 with 2.11. From 2.13
+# on, the dispatcher checks the alignment itself.
+HAZARDS = {
+    "efficient": Rule(
+        "alignment", "kernel", misaligned,
+        "The storage offset is not aligned: the efficient kernel can die with `CUDA error: misaligned address`, "
+        "which ends the process's CUDA context. Copy the inputs with clone() first.",
+        until=(2, 13)),
+    "cudnn": Rule(
+        "last_dim_stride", "kernel", lambda p, _: p.batch_stride_zero and p.head_dim != p.value_dim,
+        "The batch is expanded with stride 0 and head_dim_v differs from head_dim: cuDNN raises `The stride for "
+        "the last dimension … should be 1`. Make the inputs contiguous first.",
+        (2, 11), (2, 12)),
+}  # fmt: skip
 
 
 def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """Return descriptions of the known failures of a call that the dispatcher accepts. Each
     contains a remedy.
     """
-    if params.device != CUDA:
-        return ()
-    return tuple(
-        hazard.text
-        for hazard in HAZARDS
-        if hazard.backend == backend
-        and hazard.since <= machine.torch < hazard.until
-        and hazard.applies(params, machine)
-    )
-
-
-GRID_LIMIT = 65_535  # maximum size of the second and third dimension of a CUDA grid
-
-RuleMessage = str | Callable[[AttentionParams, Machine], str]
-
-
-class Rule(NamedTuple):
-    """One condition under which a backend refuses a call."""
-
-    code: str
-    """The reason code, such as `head_dim`."""
-    check: str
-    """The PyTorch function that contains the condition."""
-    refuses: Condition
-    message: RuleMessage
-    """The text of PyTorch's message. It is a function, or a format string over `p` (the params) and
-    `m` (the machine).
-    """
-    since: Release = OLDEST
-    until: Release = NEVER
-    """The first release without the rule."""
-
-    def text(self, params: AttentionParams, machine: Machine) -> str:
-        """Return the message with its values filled in."""
-        if callable(self.message):
-            return self.message(params, machine)
-        return self.message.format(p=params, m=machine)
+    rule = HAZARDS.get(backend) if params.device == CUDA else None
+    if rule and rule.since <= machine.torch < rule.until and rule.refuses(params, machine):
+        return (rule.text(params, machine),)
+    return ()
 
 
 _SIZES = "Query.sizes(): {p.query_sizes}, Key.sizes(): {p.key_sizes}, Value.sizes(): {p.value_sizes} instead."
@@ -335,27 +232,29 @@ _MASK_SHAPES = (
 )
 
 
-def sm_range(kernel: str, oldest: str) -> RuleMessage:
+def capability_rule(kernel: str, oldest: tuple[int, int]) -> Rule:
     def text(_: AttentionParams, machine: Machine) -> str:
         major, minor = newest_sm(machine)
         return (
-            f"{kernel} only supports gpu architectures in the range [{oldest}, sm{major}{minor}]. "
+            f"{kernel} only supports gpu architectures in the range [sm{oldest[0]}{oldest[1]}, sm{major}{minor}]. "
             f"Attempting to run on a sm {machine.sm} gpu."
         )
 
-    return text
+    return Rule(
+        "capability", "hardware", lambda _, m: not oldest <= m.capability <= newest_sm(m), text
+    )
 
 
-def dtype_text(allowed: Callable[[AttentionParams, Machine], tuple[str, ...]]) -> RuleMessage:
+def dtype_rule(allowed: Dtypes) -> Rule:
     def text(params: AttentionParams, machine: Machine) -> str:
         names = ", ".join(DTYPES[name].message for name in allowed(params, machine))
-        got = params.dtype_text
+        got = DTYPES[params.dtype].message
         return (
             f"Expected query, key and value to all be of dtype: {{{names}}}. "
             f"Got Query dtype: {got}, Key dtype: {got}, and Value dtype: {got} instead."
         )
 
-    return text
+    return Rule("dtype", "dtypes", lambda p, m: p.dtype not in allowed(p, m), text)
 
 
 # Rules that several tables share.
@@ -386,7 +285,18 @@ MASK_RULES = (
 )  # fmt: skip
 
 
-def stride(singleton_ok: bool, mask_matters: bool = True) -> Rule:
+def stride_rule(singleton_ok: bool, mask_matters: bool = True) -> Rule:
+    """Return a rule that refuses a last dimension whose stride is not 1.
+
+    If `singleton_ok` is true, a head_dim of 1 may have any stride. If `mask_matters` is true, the
+    rule also checks attn_mask.
+    """
+
+    def refuses(params: AttentionParams, _: Machine) -> bool:
+        inputs = params.last_stride != 1 and not (singleton_ok and params.head_dim == 1)
+        mask = params.mask is not None and params.mask.last_stride != 1
+        return inputs or (mask_matters and mask)
+
     def text(params: AttentionParams, _: Machine) -> str:
         step = params.last_stride
         inputs = (
@@ -400,7 +310,6 @@ def stride(singleton_ok: bool, mask_matters: bool = True) -> Rule:
             "dimension to have stride 1 while the CPU does not)."
         )
 
-    refuses = strided(singleton_ok, mask_matters)
     return Rule("last_dim_stride", "last_stride", refuses, text)
 
 
@@ -416,42 +325,35 @@ def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> t
         text = _DENSE_HEADS if machine.torch < (2, 15) else late
         return (text + _EXPAND).format(p=params)
 
-    uneven = "The number of heads in key/value must divide number of heads in query."
-    only_v2 = (
-        "FlashAttentionV2 only supports grouped query attention, where the number of heads in "
-        "key/value must divide number of heads in query."
-    )
-    same = "Both fused kernels require key and value to have the same num_heads"
+    def rule(refuses: Condition, message: Message, since: Release, until: Release = NEVER) -> Rule:
+        return Rule("num_heads", "num_heads", refuses, message, since, until)
+
+    def unequal(params: AttentionParams, _: Machine) -> bool:
+        return same_kv and params.enable_gqa and params.kv_heads != params.value_heads
+
     start = max(since, gqa)
-
-    def other_kv(params: AttentionParams, _: Machine) -> bool:
-        return params.enable_gqa and params.kv_heads != params.value_heads
-
-    grouped = (
-        Rule("num_heads", "num_heads", heads_not_divisible, only_v2 + _GROUPS, start, (2, 8)),
-        Rule("num_heads", "num_heads", heads_not_divisible, uneven + _GROUPS, max(start, (2, 8))),
-    )  # fmt: skip
-    unequal = (
-        Rule("num_heads", "num_heads", other_kv,
-             same + " and batch_size but got: Key sizes: {p.key_sizes}, Value sizes: {p.value_sizes}, "
-             "Query sizes: {p.query_sizes} instead.", start, (2, 15)),
-        Rule("num_heads", "num_heads", other_kv,
-             same + ". Got Key num_heads: {p.kv_heads}, Value num_heads: {p.value_heads} instead.",
-             max(start, (2, 15))),
-    )  # fmt: skip
+    same = "Both fused kernels require key and value to have the same num_heads"
+    divide = "the number of heads in key/value must divide number of heads in query."
     return (
         Rule("batch_size", "num_heads", lambda p, _: p.key_batch != p.batch,
              "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
              + _SIZES + _EXPAND, since),
-        Rule("num_heads", "num_heads", heads_differ(False), differ, since, gqa),
-        Rule("num_heads", "num_heads", heads_differ(True), differ, start),
-        *(unequal if same_kv else ()),
-        *grouped,
+        rule(heads_differ, differ, since, gqa),
+        rule(lambda p, m: not p.enable_gqa and heads_differ(p, m), differ, start),
+        rule(unequal, same + " and batch_size but got: Key sizes: {p.key_sizes}, Value sizes: {p.value_sizes}, "
+             "Query sizes: {p.query_sizes} instead.", start, (2, 15)),
+        rule(unequal, same + ". Got Key num_heads: {p.kv_heads}, Value num_heads: {p.value_heads} instead.",
+             max(start, (2, 15))),
+        rule(heads_not_divisible,
+             "FlashAttentionV2 only supports grouped query attention, where " + divide + _GROUPS, start, (2, 8)),
+        rule(heads_not_divisible, "T" + divide[1:] + _GROUPS, max(start, (2, 8))),
     )  # fmt: skip
 
 
-def _over_grid(params: AttentionParams, _: Machine) -> bool:
-    return max(params.batch, params.heads) > GRID_LIMIT
+def grid_rule(backend: str, check: str, since: Release) -> Rule:
+    text = f"{backend} does not support batch size or num_heads greater than 65535. "
+    return Rule("grid_size", check, lambda p, _: max(p.batch, p.heads) > 65535,
+                text + "Got batch size: {p.batch}, num_heads: {p.heads}", since)  # fmt: skip
 
 
 def disabled(backend: str, name: str, since: Release = OLDEST, until: Release = NEVER) -> Rule:
@@ -476,7 +378,7 @@ FLASH = (
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim or p.head_dim > 256,
          "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. "
          + _DIMS),
-    Rule("capability", "hardware", outside((8, 0)), sm_range("Flash attention", "sm80")),
+    capability_rule("Flash attention", (8, 0)),
     Rule("head_dim_training", "head_dim_gt192", training_large_heads,
          "Flash attention currently doesn't support training with head_dim ∈ (192, 224] or (head_dim ∈ (224, 256] "
          "and dropout > 0.0) on gpu architectures in the range[sm86, sm89]. Attempting to run with dropout set to: "
@@ -486,22 +388,21 @@ FLASH = (
          "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {p.seq_q} "
          "seqlen_k: {p.seq_kv}. If you would like to use causal attention with non-square masks, please see "
          "CausalAttnMask."),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in flash_dtypes(p, m), dtype_text(flash_dtypes)),
+    dtype_rule(flash_dtypes),
     *head_rules(gqa=(2, 5)),
-    Rule("grid_size", "grid_size", _over_grid,
-         "Flash attention does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
-         "num_heads: {p.heads}", (2, 15)),
+    grid_rule("Flash attention", "grid_size", (2, 15)),
     ZERO_LENGTH,
-    stride(singleton_ok=True),
+    stride_rule(singleton_ok=True),
 )  # fmt: skip
 
 
 EFFICIENT = (
     disabled("efficient", "Memory Efficient"),
     ON_DEVICE,
-    Rule("capability", "hardware", outside((5, 0)), sm_range("Mem Efficient Attention", "sm50")),
+    capability_rule("Mem Efficient Attention", (5, 0)),
     FOUR_D,
-    Rule("head_dim_multiple", "head_dim_size", dims_unaligned,
+    Rule("head_dim_multiple", "head_dim_size",
+         lambda p, m: any(dim == 0 or dim % gemm_alignment(p, m) for dim in (p.head_dim, p.value_dim)),
          lambda p, m: "Mem efficient attention requires last dimension of inputs to be divisible by "
          f"{gemm_alignment(p, m)}. " + _DIMS.format(p=p)),
     Rule("alignment", "data_ptr_alignment", misaligned,
@@ -509,9 +410,9 @@ EFFICIENT = (
          f"to be aligned to {alignment_bytes(p, m)} bytes. Got {p.storage_offset_bytes} bytes.",
          (2, 13)),
     ZERO_LENGTH,
-    stride(singleton_ok=False),
+    stride_rule(singleton_ok=False),
     *head_rules(gqa=(2, 14)),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in efficient_dtypes(p, m), dtype_text(efficient_dtypes)),
+    dtype_rule(lambda _, m: ("fp16", "fp32", "bf16") if m.major >= 8 else ("fp16", "fp32")),
 )  # fmt: skip
 
 
@@ -524,18 +425,16 @@ CUDNN = (
     FOUR_D,
     Rule("deterministic", "deterministic", lambda p, _: p.deterministic == "error",
          "cuDNN SDPA is not deterministic."),
-    Rule("dtype", "dtypes", lambda p, m: p.dtype not in low_precision(p, m), dtype_text(low_precision)),
+    dtype_rule(low_precision),
     *MASK_RULES,
-    Rule("capability", "hardware", outside((8, 0)), sm_range("cuDNN MHA", "sm80")),
+    capability_rule("cuDNN MHA", (8, 0)),
     Rule("dropout", "cudnn_dropout", lambda p, _: (p.dropout * 16) % 1 != 0,
          "cuDNN dropout probability resolution is limited to 1/16.Use a dropout probability that is a multiple of "
          "1/16 to select the cuDNN backend", (2, 12)),
     ZERO_LENGTH,
-    stride(singleton_ok=True),
+    stride_rule(singleton_ok=True),
     *head_rules(gqa=(2, 8), since=(2, 8), same_kv=False),
-    Rule("grid_size", "cudnn_shapes", _over_grid,
-         "cuDNN SDPA does not support batch size or num_heads greater than 65535. Got batch size: {p.batch}, "
-         "num_heads: {p.heads}", (2, 13)),
+    grid_rule("cuDNN SDPA", "cudnn_shapes", (2, 13)),
     Rule("head_dim", "cudnn_shapes", lambda p, m: max(p.head_dim, p.value_dim) > cudnn_head_dim_limit(p, m),
          lambda p, m: f"head_dim should be no more than {cudnn_head_dim_limit(p, m)}"),
     Rule("head_dim_multiple", "cudnn_shapes", lambda p, _: p.head_dim % 8 != 0 or p.value_dim % 8 != 0,
@@ -584,7 +483,6 @@ CPU_FLASH = (
     Rule("head_dim", "head_dim_size", lambda p, _: p.head_dim != p.value_dim,
          "Flash attention requires q,k,v to have the same last dimension. " + _DIMS),
     ZERO_LENGTH,
-    stride(singleton_ok=False, mask_matters=False),
-    Rule("dtype", "dtypes", lambda p, _: p.dtype not in CPU_DTYPES,
-         dtype_text(lambda *_: CPU_DTYPES)),
+    stride_rule(singleton_ok=False, mask_matters=False),
+    dtype_rule(lambda *_: ("fp32", "fp64", "bf16", "fp16")),
 )  # fmt: skip

@@ -27,10 +27,12 @@ from profharness.attention.dispatch.advice import (
     ANSWERS_FILE,
     BackendAnswer,
     LiveAnswer,
+    Oracle,
     advise,
+    blockers,
+    rule_oracle,
 )
 from profharness.attention.dispatch.machine import machine_of, with_flags
-from profharness.attention.dispatch.perturb import Oracle, blockers, rule_oracle
 from profharness.attention.dispatch.predict import CPU_ORDER, Eligibility, clean, code, is_header
 from profharness.device_types import is_gpu
 from profharness.recording.worker.environment import backend_name, priority_order, set_deterministic
@@ -120,7 +122,7 @@ class LiveDispatch:
         can_use = (
             None if name == "math" or not is_gpu(self.device) else self.can_use(config, name)[0]
         )
-        reasons = dict.fromkeys(blocker.reason for blocker in blockers(config, name, oracle))
+        reasons = dict.fromkeys(reason for _, reason in blockers(config, name, oracle))
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
     def choose(self, config: Config, asked: Backend = BACKENDS[AUTO]) -> str:
