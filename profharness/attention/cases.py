@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from profharness.attention.config import Config
 from profharness.errors import UsageError
@@ -15,24 +16,6 @@ STANDARD = "standard"
 NO_CASES = "none"
 MAX_BATCH = 2  # maximum batch size of a derived case; two batch elements suffice to expose a fault
 MAX_HEADS = 8
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem to verify.
-
-    The inputs are normally distributed, except in four cases. `large` has scores beyond the range
-    of exp. `equal` has the same score for every key. `large_offset` has tensors that start 1 MiB
-    elements into their storage. `masked_row` has a query row that may not attend to any key.
-    """
-
-    name: str
-    config: Config
-
-    @property
-    def values(self) -> str:
-        """The distribution of the inputs: one of VALUES, or `normal`."""
-        return values_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +49,13 @@ class VerificationRow:
     status: str
 
 
-def _small(config: Config) -> Config:
+def _small(config: Config, **changes: Any) -> Config:
     """Return the config with as few batch elements and heads as are needed to expose faults, and
     with contiguous tensors. The number of query heads per key head is kept.
     """
     group = config.num_heads // config.num_kv_heads
     kv_heads = max(1, min(config.num_kv_heads, MAX_HEADS // group))
-    return replace(
+    small = replace(
         replace(config.contiguous(), layout=config.layout),
         batch=min(config.batch, MAX_BATCH),
         num_heads=kv_heads * group,
@@ -80,13 +63,14 @@ def _small(config: Config) -> Config:
         kv_batch=None,
         mask_strides=None,
     )
+    return replace(small, **changes)
 
 
 Derive = Callable[[Config], Config | None]
 
 
 def _sized(rows: int, columns: int) -> Derive:
-    return lambda config: replace(_small(config), seq_len_q=rows, seq_len_kv=columns)
+    return lambda config: _small(config, seq_len_q=rows, seq_len_kv=columns)
 
 
 def _grouped(divisor: int | None) -> Derive:
@@ -100,13 +84,13 @@ def _grouped(divisor: int | None) -> Derive:
         kv_heads = 1 if divisor is None else heads // divisor
         if config.num_kv_heads == kv_heads == 1:
             return None
-        return replace(_small(config), num_heads=heads, num_kv_heads=kv_heads)
+        return _small(config, num_heads=heads, num_kv_heads=kv_heads)
 
     return derive
 
 
 def _laid_out(layout: str) -> Derive:
-    return lambda config: replace(_small(config), layout=layout, batch=max(2, _small(config).batch))
+    return lambda config: _small(config, layout=layout, batch=MAX_BATCH)
 
 
 def _narrower(change: int) -> Derive:
@@ -115,13 +99,13 @@ def _narrower(change: int) -> Derive:
         if min(head_dim, value_dim) < 1:
             return None
         own = None if head_dim == value_dim else value_dim
-        return replace(_small(config), head_dim=head_dim, head_dim_v=own)
+        return _small(config, head_dim=head_dim, head_dim_v=own)
 
     return derive
 
 
 def _plain(config: Config) -> Config:
-    return _small(config).contiguous()
+    return _small(config, layout="contiguous")
 
 
 # How each case changes the config. A function returns None if its case does not apply to the
@@ -145,18 +129,19 @@ _DERIVED: dict[str, Derive] = {
     "equal": _plain,
     "masked_row": lambda config: _plain(config) if config.mask != "none" else None,
 }
-VALUES = (
-    "large_offset",
-    "large",
-    "equal",
-    "masked_row",
-)  # cases whose inputs are not normally distributed
 CASES = (AS_GIVEN, *_DERIVED)
+VALUES = {
+    "large_offset": "tensors that start 1 MiB elements into their storage",
+    "large": "scores beyond the range of exp",
+    "equal": "the same score for every key",
+    "masked_row": "a query row that may not attend to any key",
+}
+"""The cases whose inputs are not only normally distributed, and what is special about them."""
 
 
-def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
+def derive_cases(config: Config, names: Sequence[str]) -> list[tuple[str, Config]]:
     """Return the config itself, followed by its derived cases that `names` selects and that apply
-    to it, without duplicates.
+    to it, without duplicates. A case has a name and a config.
 
     `names` contains names of cases, `standard` (all cases) or `none` (the config alone). Dropout is
     off in all cases, because its result is random. Raise UsageError for an unknown name.
@@ -167,17 +152,16 @@ def derive_cases(config: Config, names: Sequence[str]) -> tuple[Case, ...]:
             f"no case {unknown[0]!r}; known are {STANDARD}, {NO_CASES}, {', '.join(CASES)}"
         )
     config = replace(config, dropout=0.0)
-    cases = {(config, "normal"): Case(AS_GIVEN, config)}
+    cases = {(config, "normal"): AS_GIVEN}
     for name, derive in _DERIVED.items():
         derived = derive(config) if STANDARD in names or name in names else None
         if derived is not None:
-            case = Case(name, derived)
-            cases.setdefault((derived, case.values), case)
-    return tuple(cases.values())
+            cases.setdefault((derived, values_of(name)), name)
+    return [(name, derived) for (derived, _), name in cases.items()]
 
 
 def values_of(case: str) -> str:
-    """Return the distribution of the inputs of a case."""
+    """Return the distribution of the inputs of a case: one of VALUES, or `normal`."""
     return case if case in VALUES else "normal"
 
 

@@ -276,9 +276,6 @@ class SdpaSetting(NamedTuple):
         return (">" if self.ordered else "+").join(self.backends)
 
 
-_JOINED = re.compile(r"(\+|>|-then-)")
-
-
 def sdpa_setting(backend: str) -> SdpaSetting | None:
     """Parse a backend name that permits some of SDPA's backends: `math`, a set `flash+math`, or an
     order `cudnn>flash` (or `cudnn-then-flash`).
@@ -288,7 +285,8 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
     """
     if backend == ALL_DISABLED:
         return SdpaSetting(("cudnn",))
-    names, marks = _JOINED.split(backend)[::2], set(_JOINED.split(backend)[1::2])
+    words = re.split(r"(\+|>|-then-)", backend)
+    names, marks = words[::2], set(words[1::2])
     # The name of a file or of a package may contain `+` or `>`, and an implementation may have such
     # a name too. Neither is a setting.
     if re.search(r"[./:]", backend) or not {*names} & {*SDPA_BACKENDS}:
@@ -311,21 +309,21 @@ def setting_name(backend: str) -> str:
     """Return the canonical name of a set or an order of backends, such as `flash+math` for
     `math+flash`. Return any other name unchanged.
     """
-    setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
-    return backend if setting is None else setting.name
+    setting = sdpa_setting(backend)
+    return backend if backend == ALL_DISABLED or setting is None else setting.name
 
 
 def pytorch_chooses(backend: str) -> bool:
     """Return whether PyTorch selects the backend itself, either from all of its backends or from
     several permitted backends.
     """
-    setting = None if backend in OWN_CHOICE else sdpa_setting(backend)
+    setting = sdpa_setting(backend)
     return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
 
 
 def split_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     """Split `"flash, math"` or `["flash,math", "auto"]` into names, without empty names and
-    duplicates. Return no names if `names` is None. Raise UsageError for values that are not text.
+    duplicates. Raise UsageError for values that are not text.
     """
     if names is None:
         return ()
@@ -347,21 +345,10 @@ def expand_configs(text: str) -> list[Config]:
     text = text.strip()
     if re.fullmatch(r"b\d+-h\d+-.*", text):
         return [_parse_label(text)]
-    tokens = _split(text)
-    if len(tokens) < 4:
-        raise UsageError(
-            f"config {text!r}: {len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}"
-        )
-    positions = ("batch", "num_heads", "seq", "head_dim")
-    fields: dict[str, list[Any]] = {
-        name: list(_numbers(token, text)) for name, token in zip(positions, tokens[:4], strict=True)
-    }
-    for token in tokens[4:]:
-        name, values = _option(token, text)
-        if name in fields:
-            raise UsageError(f"config {text!r}: {token!r} says {name} a second time")
-        fields[name] = values
-    return _product(fields, text)
+    try:
+        return _expand(text)
+    except UsageError as error:
+        raise UsageError(f"config {text!r}: {error}") from None
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
@@ -387,51 +374,59 @@ def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Co
     return list(configs)
 
 
-def _product(fields: dict[str, list[Any]], text: str) -> list[Config]:
+def _expand(text: str) -> list[Config]:
+    tokens = _split(text)
+    if len(tokens) < 4:
+        raise UsageError(f"{len(tokens)} of 4 numbers; expected {GRAMMAR}; for example {EXAMPLE}")
+    positions = ("batch", "num_heads", "seq", "head_dim")
+    fields: dict[str, list[Any]] = {
+        name: list(_numbers(token)) for name, token in zip(positions, tokens[:4], strict=True)
+    }
+    for token in tokens[4:]:
+        name, values = _option(token)
+        if name in fields:
+            raise UsageError(f"{token!r} says {name} a second time")
+        fields[name] = values
     count = math.prod(map(len, fields.values()))
     if count > MAX_CONFIGS:
-        raise UsageError(
-            f"config {text!r} stands for {count} configs; at most {MAX_CONFIGS} at once"
-        )
+        raise UsageError(f"it stands for {count} configs; at most {MAX_CONFIGS} at once")
     configs = []
     for combination in itertools.product(*fields.values()):
         chosen: dict[str, Any] = dict(zip(fields, combination, strict=True))
         seq = chosen.pop("seq")
         heads = chosen["num_heads"]
         fill = {"num_kv_heads": heads, "seq_len_q": seq, "seq_len_kv": seq}
-        config = Config(**(fill | chosen))
-        if config.num_heads % config.num_kv_heads:
-            message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
-            raise UsageError(f"config {text!r}: {message}; grouped queries need a divisor")
-        configs.append(_canonical(config, text))
+        configs.append(_canonical(Config(**(fill | chosen))))
     # a set may contain a value twice
     return list(dict.fromkeys(configs))
 
 
-def _canonical(config: Config, text: str) -> Config:
+def _canonical(config: Config) -> Config:
     """Replace values that equal a default by the default itself. Raise UsageError for contradictory
     values.
     """
+    if config.num_heads % config.num_kv_heads:
+        message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
+        raise UsageError(f"{message}; grouped queries need a divisor")
     if config.head_dim_v == config.head_dim:
         config = replace(config, head_dim_v=None)
     if config.kv_batch == config.batch:
         config = replace(config, kv_batch=None)
     if config.kv_batch is not None and 1 not in (config.kv_batch, config.batch):
         message = f"kv_batch={config.kv_batch} and batch={config.batch}"
-        raise UsageError(f"config {text!r}: {message}; one of them must be 1 to be broadcast")
+        raise UsageError(f"{message}; one of them must be 1 to be broadcast")
     if (config.mask_shape or config.mask_strides) and config.mask == "none":
-        raise UsageError(f"config {text!r}: says a mask's shape or strides and no mask=")
+        raise UsageError("says a mask's shape or strides and no mask=")
     if config.mask_shape == WHOLE_MASKS.get(config.mask, "11qk"):
         config = replace(config, mask_shape=None)
-    strides = {name: getattr(config, f"{name}_strides") for name in ("q", "k", "v", "mask")}
-    for name, given in strides.items():
-        wanted = len(config.mask_dims) if name == "mask" else 4
+    for name in STRIDES:
+        given = getattr(config, name)
+        wanted = len(config.mask_dims) if name == "mask_strides" else 4
         if given and len(given) != wanted:
-            raise UsageError(
-                f"config {text!r}: {name}_strides has {len(given)} numbers; {wanted} are wanted"
-            )
-    if any(strides[name] for name in "qkv") and config.layout != "contiguous":
-        raise UsageError(f"config {text!r}: says strides and layout={config.layout}; say one")
+            raise UsageError(f"{name} has {len(given)} numbers; {wanted} are wanted")
+    strides = (config.q_strides, config.k_strides, config.v_strides)
+    if any(strides) and config.layout != "contiguous":
+        raise UsageError(f"says strides and layout={config.layout}; say one")
     return config
 
 
@@ -439,11 +434,11 @@ def _split(text: str) -> list[str]:
     """Split the text at each comma that is not inside braces."""
     tokens = re.findall(r"(?:\{[^{}]*\}|[^,{}])+|(?<=,)(?=,|$)|^(?=,)", text)
     if text.count("{") != text.count("}") or "".join(tokens).count("{") != text.count("{"):
-        raise UsageError(f"config {text!r}: braces do not match")
+        raise UsageError("braces do not match")
     return [token.strip() for token in tokens]
 
 
-def _option(token: str, text: str) -> tuple[str, list[Any]]:
+def _option(token: str) -> tuple[str, list[Any]]:
     """Return the field that a token sets, and its values."""
     dtypes = _elements(token) if token.startswith("{") else [token]
     if all(dtype in CONFIG_DTYPES for dtype in dtypes):
@@ -453,27 +448,24 @@ def _option(token: str, text: str) -> tuple[str, list[Any]]:
     key, equals, value = token.partition("=")
     option = KEYED.get(key) if equals else None
     if option is None:
-        raise UsageError(f"config {text!r}: {_unread(token)}")
+        raise UsageError(_unknown(token))
     if option.kind == "number":
-        return option.field, list(_numbers(value, text))
+        return option.field, list(_numbers(value))
+    words = _elements(value)
     if option.kind == "real":
-        return option.field, [_real(key, word, text) for word in _elements(value)]
+        return option.field, [_real(key, word) for word in words]
+    for word in words:
+        if option.kind == "strides" and not re.fullmatch(r"\d{1,15}(x\d{1,15})*", word):
+            raise UsageError(f"{key}={word!r} is no list of strides such as 393216x64x1536x1")
+        if option.allowed and word not in option.allowed:
+            raise UsageError(f"{key}={word!r}; allowed are {' '.join(option.allowed)}")
     if option.kind == "strides":
-        return option.field, [_strides(key, word, text) for word in _elements(value)]
-    for word in _elements(value):
-        if word not in option.allowed:
-            raise UsageError(
-                f"config {text!r}: {key}={word!r}; allowed are {' '.join(option.allowed)}"
-            )
-    return option.field, _elements(value)
+        return option.field, [tuple(map(int, word.split("x"))) for word in words]
+    return option.field, words
 
 
-def _unread(token: str) -> str:
+def _unknown(token: str) -> str:
     """Return the error text for a token that is not an option, with a suggestion if there is one."""
-    allowed = (
-        f"allowed after the four numbers: {' '.join(CONFIG_DTYPES)} {' '.join(FLAGS)} "
-        f"{' '.join(f'{name}=' for name in KEYED)}"
-    )
     if not token:
         return "a comma with nothing behind it; leave it out"
     key, equals, _ = token.partition("=")
@@ -486,71 +478,61 @@ def _unread(token: str) -> str:
     if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
         return f"cannot read {token!r}; write {hint}"
-    return f"cannot read {token!r}; {allowed}"
+    options = (*CONFIG_DTYPES, *FLAGS, *(f"{name}=" for name in KEYED))
+    return f"cannot read {token!r}; allowed after the four numbers: {' '.join(options)}"
 
 
 def _elements(value: str) -> list[str]:
     return [word.strip() for word in value.strip("{}").split(",")]
 
 
-def _real(key: str, word: str, text: str) -> float:
+def _real(key: str, word: str) -> float:
     try:
         value = float(Decimal(word))
     except (ArithmeticError, ValueError):  # float() raises ValueError for a signalling NaN
-        raise UsageError(f"config {text!r}: {key}={word!r} is not a number") from None
+        raise UsageError(f"{key}={word!r} is not a number") from None
     if key == "dropout" and not 0 <= value < 1:
-        raise UsageError(f"config {text!r}: dropout={word} is outside 0 <= p < 1")
-    if not abs(value) < float("inf"):
-        raise UsageError(f"config {text!r}: {key}={word!r} is not a finite number")
+        raise UsageError(f"dropout={word} is outside 0 <= p < 1")
+    if not math.isfinite(value):
+        raise UsageError(f"{key}={word!r} is not a finite number")
     return value
 
 
-def _strides(key: str, word: str, text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d{1,15}(x\d{1,15})*", word):
-        raise UsageError(
-            f"config {text!r}: {key}={word!r} is no list of strides such as 393216x64x1536x1"
-        )
-    return tuple(map(int, word.split("x")))
-
-
-def _numbers(token: str, text: str) -> Iterator[int]:
+def _numbers(token: str) -> Iterator[int]:
     inner = token[1:-1] if token.startswith("{") and token.endswith("}") else token
     words = inner.split(",") if inner is not token else [token]
-    values = itertools.chain.from_iterable(_range(word.strip(), text) for word in words)
+    values = itertools.chain.from_iterable(_range(word.strip()) for word in words)
     for count, value in enumerate(values):
         if count == MAX_CONFIGS:
-            raise UsageError(f"config {text!r}: {token!r} has more than {MAX_CONFIGS} values")
+            raise UsageError(f"{token!r} has more than {MAX_CONFIGS} values")
         yield value
 
 
-def _range(word: str, text: str) -> Iterator[int]:
+def _range(word: str) -> Iterator[int]:
     """Yield the numbers of `512`, `128:4096:*2` or `64:256:+64`. Both ends are included."""
     match = re.fullmatch(r"(\d+)(?::(\d+):([*+])(\d+))?", word)
-    if match and any(len(part) > MAX_DIGITS for part in re.findall(r"\d+", word)):
-        raise UsageError(
-            f"config {text!r}: {word!r} is too large; a number has at most {MAX_DIGITS} digits"
-        )
     if not match:
         raise UsageError(
-            f"config {text!r}: {word!r} is not a number; allowed are 512, a set {{1,2,4}}, "
-            "a range 128:4096:*2 or 64:256:+64"
+            f"{word!r} is not a number; allowed are 512, a set {{1,2,4}}, a range 128:4096:*2 or 64:256:+64"
         )
+    if any(len(part) > MAX_DIGITS for part in re.findall(r"\d+", word)):
+        raise UsageError(f"{word!r} is too large; a number has at most {MAX_DIGITS} digits")
     start, step = int(match[1]), int(match[4] or 0)
     stop = int(match[2] or start)
     if start < 1:
-        raise UsageError(f"config {text!r}: {word!r} must be at least 1")
+        raise UsageError(f"{word!r} must be at least 1")
     if match[2] and (stop < start or step < (2 if match[3] == "*" else 1)):
         raise UsageError(
-            f"config {text!r}: range {word!r} never reaches its end; write start:end:*factor or start:end:+step"
+            f"range {word!r} never reaches its end; write start:end:*factor or start:end:+step"
         )
-    if match[3] == "+" and (stop - start) // step >= MAX_CONFIGS:
-        raise UsageError(f"config {text!r}: range {word!r} has more than {MAX_CONFIGS} values")
-    value = start
-    while value <= stop:
-        yield value
-        if not match[3]:
-            return
-        value = value * step if match[3] == "*" else value + step
+    if not match[2]:
+        yield start
+    elif match[3] == "+":
+        yield from range(start, stop + 1, step)
+    else:
+        while start <= stop:
+            yield start
+            start *= step
 
 
 @lru_cache(maxsize=4096)  # the rows of a store contain few different labels

@@ -255,14 +255,14 @@ def plan_checks(
     """Return one pending cell per config, case and backend. Raise UsageError for unknown cases."""
     _require_configs(configs)
     planned = [
-        (config, case, backend)
+        (derived, backend, case, config.label)
         for config in dict.fromkeys(configs)
-        for case in derive_cases(replace(config, bwd=config.bwd or grad), cases)
+        for case, derived in derive_cases(replace(config, bwd=config.bwd or grad), cases)
         for backend in backends
     ]
     return tuple(
-        Cell(f"v{index:05d}", case.config, backend, case=case.name, asked=config.label)
-        for index, (config, case, backend) in enumerate(planned, 1)
+        Cell(f"v{index:05d}", config, backend, case=case, asked=asked)
+        for index, (config, backend, case, asked) in enumerate(planned, 1)
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from nsys_spelling import as_nsys
 
 from profharness.traces.kernel_names import parse_kernel_name
-from profharness.traces.kernel_names.meanings import TILED_PARAMETERS
+from profharness.traces.kernel_names.meanings import TILED
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
@@ -67,7 +67,7 @@ def test_every_kernel_in_kernels_is_known_with_its_arguments() -> None:
         assert parse_kernel_name(f"void {name}<fp16>(int)").dtype == "fp16", name
     declared = re.search(r"template <([^>]*)>\s+__global__[^;{]*?\btiled_attention\(", cuda)
     assert declared is not None
-    assert tuple(re.findall(r"(\w+)(?:,|$)", declared[1])) == TILED_PARAMETERS
+    assert tuple(re.findall(r"(\w+)(?:,|$)", declared[1])) == tuple(TILED)
     triton = (KERNELS / "_flash_triton_kernels.py").read_text()
     names = re.findall(r"^def ([a-z]\w+)", triton, re.MULTILINE)
     assert len(names) == 4

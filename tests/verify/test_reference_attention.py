@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.attention.cases import CASES, derive_cases
+from profharness.attention.cases import CASES, derive_cases, values_of
 from profharness.attention.config import Config, parse_config
 from profharness.errors import UsageError
 from profharness.recording.worker.inputs import make_inputs
@@ -152,15 +152,15 @@ def test_one_pattern_is_nan_and_the_other_is_not(dtype: torch.dtype) -> None:
 def test_cases_are_derived_and_each_problem_comes_once() -> None:
     config = parse_config("4,16,512,64,fp16,kv_heads=4,dropout=0.1,mask=bool")
     cases = derive_cases(config, ["standard"])
-    assert {case.name for case in cases} == set(CASES)
-    assert all(case.config.dropout == 0 for case in cases)
-    assert all(case.config.batch <= 2 for case in cases[1:])
-    assert len({(case.config, case.values) for case in cases}) == len(cases)
-    shapes = {case.name: case.config for case in cases}
+    shapes = dict(cases)
+    assert set(shapes) == set(CASES)
+    assert all(derived.dropout == 0 for derived in shapes.values())
+    assert all(derived.batch <= 2 for _, derived in cases[1:])
+    assert len({(derived, values_of(name)) for name, derived in cases}) == len(cases)
     assert shapes["seq_1000"].num_heads // shapes["seq_1000"].num_kv_heads == 4
     assert shapes["head_dim_odd"].head_dim == 61
-    assert [case.name for case in derive_cases(config, ["none"])] == ["as_given"]
-    names = [case.name for case in derive_cases(config, ["large", "seq_1"])]
+    assert [name for name, _ in derive_cases(config, ["none"])] == ["as_given"]
+    names = [name for name, _ in derive_cases(config, ["large", "seq_1"])]
     assert names == ["as_given", "seq_1", "large"]
     with pytest.raises(UsageError, match="no case"):
         derive_cases(config, ["lagre"])
@@ -177,8 +177,8 @@ def test_every_derived_case_is_a_config(
 ) -> None:
     batch, kv_heads, seq, head_dim = shape
     config = Config(batch, kv_heads * group, kv_heads, seq, seq, head_dim, "fp16", causal)
-    for case in derive_cases(config, ["standard"]):
-        assert parse_config(case.config.label) == case.config
+    for _, derived in derive_cases(config, ["standard"]):
+        assert parse_config(derived.label) == derived
 
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": "H200", "device_type": "cuda"}

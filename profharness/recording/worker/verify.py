@@ -126,7 +126,7 @@ class Verifier:
 
 
 def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
-    """Return inputs of a config with the values or placement of a case; see `cases.Case`."""
+    """Return inputs of a config with the values or placement of a case; see `cases.VALUES`."""
     inputs = make_inputs(config, device, seed)
     with torch.no_grad():
         if values == "large":

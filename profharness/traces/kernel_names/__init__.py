@@ -8,11 +8,12 @@ in the namespace at::native, for the kernels in the folder kernels/ and for ATen
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 from profharness.dtypes import CONFIG_DTYPES, OF_CPP_TYPE
 from profharness.traces.kernel_names.attention import parse_library
-from profharness.traces.kernel_names.meanings import FAMILIES, TILED_FLAGS, TILED_PARAMETERS
+from profharness.traces.kernel_names.meanings import FAMILIES, TILED, TILED_FLAGS
 from profharness.traces.kernel_names.serving import parse_serving
 from profharness.traces.kernel_names.text import (
     Head,
@@ -81,24 +82,17 @@ def parse_kernel_name(name: str, kind: str = "kernel") -> KernelName:
     Only the first 16 KiB of the name are read. This function never raises an exception.
     """
     if kind == "op":
-        short = shorten(name.removeprefix("aten::"))
-        family, direction = _op_family(name)
-        return KernelName(name, short, family, "aten", direction=direction)
+        return _op(name)
     transfer = _TRANSFER.match(name)
     if kind in ("memcpy", "memset") or transfer:
         family = transfer[1].lower() if transfer else kind
         return KernelName(name, shorten(name), family, "cuda")
     text = normalise(name)
     head = split_head(text, name)
-    for parse in (
-        parse_library,
-        _native,
-        _own,
-        parse_serving,
-    ):  # the first parser that recognizes the name decides
+    for parse in (parse_library, _native, _own, parse_serving):
         kernel = parse(text, head)
-        if kernel is not None:
-            return kernel.clipped()
+        if kernel is not None:  # the first parser that recognizes the name decides
+            return replace(kernel, short=shorten(kernel.short))
     return KernelName(name, shorten(generic_short(text, head)), "other", "unknown")
 
 
@@ -143,7 +137,8 @@ _SUFFIX = re.compile(r"_kernel(?:_cuda|_impl(?:_cuda)?)?$")
 _OTHER_TYPES = {"unsigned char": "uint8", "signed char": "int8", "int": "int32", "long": "int64"}
 
 
-def _word(name: str | None) -> str | None:
+def _type_name(match: re.Match[str] | None, group: int = 1) -> str | None:
+    name = match[group] if match else None
     return (OF_CPP_TYPE.get(name) or _OTHER_TYPES.get(name) or name) if name else None
 
 
@@ -151,14 +146,14 @@ def _functor(argument: str) -> tuple[str | None, str | None]:
     """Return the innermost functor or function in a template argument of an elementwise kernel, and
     its dtype.
     """
-    scalar = _LAMBDA.search(argument)
+    scalar = _type_name(_LAMBDA.search(argument))
     for match in _FUNCTION.finditer(argument):
         if not match[1].startswith("gpu_kernel"):
-            return _SUFFIX.sub("", match[1]), _word(scalar[1]) if scalar else None
+            return _SUFFIX.sub("", match[1]), scalar
     functors = [match for match in _FUNCTOR.finditer(argument) if match[1] not in _WRAPPERS]
     if not functors:
-        return None, _word(scalar[1]) if scalar else None
-    outer, inner, dtype = functors[0][1], functors[-1][1], _word(functors[-1][2])
+        return None, scalar
+    outer, inner, dtype = functors[0][1], functors[-1][1], _type_name(functors[-1], 2)
     if outer in ("AUnaryFunctor", "BUnaryFunctor") and inner != outer:
         return f"{outer.removesuffix('Functor')}<{inner}>", dtype
     return inner, dtype
@@ -185,7 +180,7 @@ def _reduce(text: str, head: Head) -> KernelName:
     operation = _REDUCTION.search(body)
     dtype = re.search(rf"ReduceOp<({_PLAIN_TYPE}),", body)
     parts = ["reduce_kernel", *numbers[:2], (operation[1] or operation[2]) if operation else None]
-    return _computed(head, parts, "reduce", _word(dtype[1]) if dtype else None)
+    return _computed(head, parts, "reduce", _type_name(dtype))
 
 
 def _arguments(text: str, head: Head, limit: int = 8) -> tuple[list[str], list[str]]:
@@ -223,8 +218,6 @@ _CUDA = frozenset({"single_query", "single_query_attention", "tiled_attention", 
 # Matches the Triton kernels. The pattern excludes CUDA kernels that have the same name, because the name
 # of a CUDA kernel contains a parameter list.
 _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
-_TILED_STAGES = TILED_PARAMETERS.index("STAGES")
-_TILED_PLACES = {TILED_PARAMETERS.index(name): word for name, word in TILED_FLAGS.items()}
 
 
 def _own(text: str, head: Head) -> KernelName | None:
@@ -241,11 +234,18 @@ def _own(text: str, head: Head) -> KernelName | None:
     arguments = template_arguments(text, head.end)
     word = short_type(arguments[0]) if arguments else ""
     sizes = [integer(argument) for argument in arguments[1:3]]
+    shown, stages = reduced_arguments(arguments), None
     if head.path != "tiled_attention" or len(sizes) < 2 or None in sizes:
-        shown, sizes = reduced_arguments(arguments), [None, None]
+        sizes = [None, None]
     else:
-        shown = [word, f"{sizes[0]}x{sizes[1]}", *_rest(arguments)]
-    is_whole = sizes[0] is not None and len(arguments) == len(TILED_PARAMETERS)
+        rest = reduced_arguments(arguments[3:])
+        if len(arguments) == len(TILED):
+            by_name = dict(zip(TILED, arguments, strict=True))
+            stages = integer(by_name["STAGES"])
+            flags = {name: flag for name, flag in TILED_FLAGS.items() if by_name[name] == "true"}
+            values = list((by_name | flags).values())[3:]
+            rest = [value for value in values if value != "false"]
+        shown = [word, f"{sizes[0]}x{sizes[1]}", *rest]
     return KernelName(
         head.name,
         join_short(head.base, *shown),
@@ -254,32 +254,19 @@ def _own(text: str, head: Head) -> KernelName | None:
         dtype=word if word in CONFIG_DTYPES else None,
         tile_m=sizes[0],
         tile_n=sizes[1],
-        stages=integer(arguments[_TILED_STAGES]) if is_whole else None,
+        stages=stages,
         direction="fwd",
     )
 
 
-def _rest(arguments: list[str]) -> list[str]:
-    """Return the template arguments of `tiled_attention` after the type and the tile.
-
-    These are the numbers, and the names of the flags that are set.
-    """
-    if len(arguments) != len(TILED_PARAMETERS):
-        return reduced_arguments(arguments[3:])
-    words = [
-        _TILED_PLACES[place] if place in _TILED_PLACES and argument == "true" else argument
-        for place, argument in enumerate(arguments)
-    ]
-    return [word for word in words[3:] if word != "false"]
-
-
-def _op_family(op: str) -> tuple[str, str | None]:
-    """Return the family and the direction of an op such as `aten::bmm`."""
+def _op(op: str) -> KernelName:
     name = op.rpartition("::")[2].partition(".")[0]
-    for word, family in _ATTENTION.items():
-        if word in name:
-            is_backward = name.endswith("_backward") or "_backward_" in name or "_bwd" in name
-            return (f"{family}_bwd", "bwd") if is_backward else (family, "fwd")
     family = _FAMILY.get(name) or _FAMILY.get(name.removesuffix("_")) or "other"
     direction = "bwd" if "_backward" in name else None
-    return family, direction
+    for word, attention in _ATTENTION.items():
+        if word in name:
+            is_backward = name.endswith("_backward") or "_backward_" in name or "_bwd" in name
+            family = f"{attention}_bwd" if is_backward else attention
+            direction = "bwd" if is_backward else "fwd"
+    short = shorten(op.removeprefix("aten::"))
+    return KernelName(op, short, family, "aten", direction=direction)

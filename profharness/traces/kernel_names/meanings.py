@@ -172,7 +172,6 @@ TILED = {
     "SPLIT": "the keys are split over blocks, and combined later: {}",
     "PER_SM": "compiled for {} blocks on an SM",
 }
-TILED_PARAMETERS = tuple(TILED)
 TILED_FLAGS = {name: name.lower() for name in ("ONE", "GRID", "SPLIT")}
 
 FLAGS = "*"  # stands for the flags of the kernel in a layout

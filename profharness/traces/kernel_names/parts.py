@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, canonical, parse_kernel_name
 from profharness.traces.kernel_names.attention import fa2_flags, fa3_flags
@@ -29,23 +29,15 @@ from profharness.traces.kernel_names.text import (
     template_arguments,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class WordPattern:
-    """A pattern that matches a token in a name.
-
-    The named groups of the pattern are fields of a KernelName.
-    """
-
-    pattern: re.Pattern[str]
-    meaning: str
-    """The meaning of the token. {0} stands for the token, and {1} for the first group."""
-    values: Mapping[str, object] = field(default_factory=dict)
-    """The values of other fields that the token implies."""
+Word = tuple[str, str, Mapping[str, object]]
+"""A pattern that matches a token in a name, the meaning of the token, and the values of fields of a
+KernelName that the token implies. The named groups of the pattern are fields, too. In the meaning,
+{0} stands for the token, and {1} for the first group.
+"""
 
 
-def _words(*rows: tuple[str, str], **values: object) -> tuple[WordPattern, ...]:
-    return tuple(WordPattern(re.compile(pattern, re.ASCII), text, values) for pattern, text in rows)
+def _words(*rows: tuple[str, str], **values: object) -> tuple[Word, ...]:
+    return tuple((pattern, meaning, values) for pattern, meaning in rows)
 
 
 _ARCH = _words((r"(?P<arch>sm\d+)[a-z]?", "code for NVIDIA GPUs of this architecture"))
@@ -69,7 +61,7 @@ _PRODUCT_TILE = (
 )
 # The words in the path of a function, by library. The path is parsed from left to right. At each
 # position, the first row that matches is used.
-WORDS: dict[str, tuple[WordPattern, ...]] = {
+WORDS: dict[str, tuple[Word, ...]] = {
     "efficient": (
         *_words(
             (r"fmha", "fused multi-head attention"),
@@ -214,23 +206,7 @@ WORDS["fa3"] = _words(
 # Libraries whose short names do not say which build of the library the kernel comes from.
 SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
 CAMEL = frozenset({"fa3", "trtllm"})  # libraries whose words begin with a capital letter
-
-
-@dataclass(frozen=True, slots=True)
-class Brackets:
-    """The meanings of the words between the brackets of a short name.
-
-    `base` matches the beginning of the short names that these meanings apply to.
-    """
-
-    base: re.Pattern[str]
-    integers: tuple[str, ...] = ()
-    """The meanings of the numbers, in order."""
-    words: tuple[WordPattern, ...] = ()
-    rest: str = ""
-    """The meaning of a word that no pattern matches, or "" if the meaning of such a word is unknown."""
-    head_dim: bool = False
-    """Whether the first number is a head dimension."""
+_FLASH = r"flash_|FlashAttn"
 
 
 _ATTENTION_WORDS = _words(
@@ -239,42 +215,38 @@ _ATTENTION_WORDS = _words(
     (r"m(\d+)", "{1} rows a block"),
     (r"split(\d+)", "combines at most {1} parts of the keys"),
 )
+_TILED_WORDS = _words(
+    (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
+    *((shown, TILED[name].removesuffix(": {}")) for name, shown in TILED_FLAGS.items()),
+)
+_TILED_NUMBERS = tuple(
+    TILED[name].replace("{}", "{0}")
+    for name in ("BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES", "PER_SM")
+)
+_LOG = (r"log", "logarithm of the softmax")
 _COMPUTED = "what is computed, or on which type"
-BRACKETS = tuple(
-    Brackets(re.compile(base, re.ASCII), *rest)
-    for base, *rest in (
-        (r"flash_|FlashAttn", ("head dimension: up to {0}",), _ATTENTION_WORDS, "", True),
-        (
-            r"tiled_attention",
-            tuple(
-                TILED[name].replace("{}", "{0}")
-                for name in ("BK", "CHUNK", "PC", "STAGES", "VALUE_STAGES", "PER_SM")
-            ),
-            (
-                *_words((r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES)),
-                *(
-                    word
-                    for name, shown in TILED_FLAGS.items()
-                    for word in _words((shown, TILED[name].removesuffix(": {}")))
-                ),
-            ),
-        ),
-        (r"(?:vectorized|unrolled)_elementwise", ("{0} elements a thread at once",), (), _COMPUTED),
-        (r"\w*elementwise", ("{0} threads a block", "{0} elements a thread"), (), _COMPUTED),
-        (
-            r"reduce_(?:1Block_)?kernel",
-            ("{0} threads a block", "results of a block: {0}"),
-            (),
-            _COMPUTED,
-        ),
-        (
-            r"softmax_warp|masked_softmax_warp|log_softmax_warp",
-            ("rows of up to 2^{0} columns",),
-            _words((r"log", "logarithm of the softmax"), (r"masked", "with a mask")),
-        ),
-        (r"cunn_", ("elements of one load: {0}",), _words((r"log", "logarithm of the softmax"))),
-        (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE)),
-    )
+# The meanings of the tokens between the brackets of a short name: a pattern that matches the beginning
+# of the name, the meanings of the numbers in order, the words, and the meaning of all other tokens.
+BRACKETS: tuple[tuple[str, tuple[str, ...], tuple[Word, ...], str | None], ...] = (
+    (_FLASH, ("head dimension: up to {0}",), _ATTENTION_WORDS, None),
+    (r"tiled_attention", _TILED_NUMBERS, _TILED_WORDS, None),
+    (r"(?:vectorized|unrolled)_elementwise", ("{0} elements a thread at once",), (), _COMPUTED),
+    (r"\w*elementwise", ("{0} threads a block", "{0} elements a thread"), (), _COMPUTED),
+    (
+        r"reduce_(?:1Block_)?kernel",
+        ("{0} threads a block", "results of a block: {0}"),
+        (),
+        _COMPUTED,
+    ),
+    (
+        r"softmax_warp|masked_softmax_warp|log_softmax_warp",
+        ("rows of up to 2^{0} columns",),
+        _words(_LOG, (r"masked", "with a mask")),
+        None,
+    ),
+    (r"cunn_", ("elements of one load: {0}",), _words(_LOG), None),
+    (r"\w*[Gg]emm", (), _words(_PRODUCT_TILE), None),
+    (r"", (), (), None),
 )
 # Patterns that match a short name or a fragment of a name, and the text with which to replace the match,
 # so that the rules for whole names can parse the result.
@@ -360,8 +332,6 @@ _SHORT = re.compile(r"[^():&*]+")
 _WRAPPED = re.compile(r"<\s?(?:\d+, ?)?(?:typename )?(?:\w+::)*(\w+)", re.ASCII)
 _FA3_BASE = re.compile(r"FlashAttn\w+", re.ASCII)
 _EXTENTS = re.compile(r"(?:C<|int, )(\d+)>")
-_MARKED = re.compile(r"[^_:]+", re.ASCII)
-_CAPITAL = re.compile(r"[A-Z]?[a-z\d]+|[A-Z]+", re.ASCII)
 
 
 def describe(name: str) -> Description:
@@ -376,15 +346,27 @@ def describe(name: str) -> Description:
     is_short = _SHORT.fullmatch(text) is not None
     library = SHORT_LIBRARIES.get(library, library) if is_short else library
     parts = list(_template(text, kernel)) if library != "cuda" else []
-    has_layout = bool(parts)
+    shown = _ALWAYS if parts else tuple(FACTS)
     values: dict[str, object] = {}
-    if not has_layout:
+    if not parts:
         source = text if is_short else kernel.short
         parts = [*_path(text, library, values), *_bracket(source, values)]
-    kernel = replace(kernel, name=given, short=given if is_short else kernel.short)
-    kernel = _completed(kernel, values)
-    facts = list(_facts(kernel, values, _ALWAYS if has_layout else FACTS))
-    return Description(kernel, library, (*facts, *parts), _untold(kernel, library))
+    if "sm" in values:
+        values["arch"] = f"sm{values.pop('sm')}"
+    found = {
+        field: value
+        for field, value in values.items()
+        if getattr(kernel, field, "") is None and len(str(value)) < 10
+    }
+    short = given if is_short else kernel.short
+    kernel = replace(kernel, name=given, short=short, **found)  # type: ignore[arg-type]
+    expected = _EXPECTED.get(kernel.family, ())
+    if kernel.family in ATTENTION_FAMILIES and not expected:
+        expected = ("dtype", "head_dim", "tile", "direction", "causal")
+    if library == "aten_op":
+        expected = ()
+    untold = tuple(field for field in expected if getattr(kernel, field) is None)
+    return Description(kernel, library, (*_facts(kernel, values, shown), *parts), untold)
 
 
 def _parsed(name: str) -> tuple[KernelName, str]:
@@ -406,12 +388,14 @@ def _parsed(name: str) -> tuple[KernelName, str]:
 
 
 def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
-    """Yield the template parameters in a name, in order.
-
-    Yield nothing if the layout of the template is unknown.
-    """
+    """Yield the template parameters in a name, in order. Yield nothing if their layout is unknown."""
     is_fa2 = kernel.backend.startswith("flash2")
-    flags = fa2_flags(split_head(text, "").base, text) if is_fa2 else fa3_flags(text)
+    head = split_head(text, "")
+    table = {flag.name: flag for flag in FLAG_TABLES.get(kernel.backend, ())}
+    flags = [
+        NamePart("true" if is_set else "false", name, table[name].on if is_set else table[name].off)
+        for name, is_set in (fa2_flags(head.base, text) if is_fa2 else fa3_flags(text)).items()
+    ]
     for opening, parameters in LAYOUTS.items():
         at = text.find(opening)
         if at < 0 or (at and (text[at - 1].isalnum() or text[at - 1] == "_")):
@@ -419,50 +403,31 @@ def _template(text: str, kernel: KernelName) -> Iterator[NamePart]:
         arguments = template_arguments(text, at + len(opening) - 1)
         if any(_SHORT_TOKEN.fullmatch(each) for each in arguments):
             return  # this is a short name, whose parameters do not have fixed positions
-        yield from _placed(arguments, parameters, kernel, flags)
-        if not is_fa2:
-            return
-        if kernel.family == "flash_combine":
-            head = split_head(text, "")
-            yield from _placed(template_arguments(text, head.end)[1:], FA2_COMBINE, kernel, {})
-        else:
-            yield from _flags(kernel, flags)
+        yield from _arguments(arguments, parameters, flags)
+        if kernel.family == "flash_combine" and is_fa2:
+            yield from _arguments(template_arguments(text, head.end)[1:], FA2_COMBINE, flags)
+        elif is_fa2:
+            yield from flags
         return
 
 
-def _placed(
-    arguments: Iterable[str],
-    parameters: Mapping[str, str],
-    kernel: KernelName,
-    flags: Mapping[str, bool],
+def _arguments(
+    arguments: list[str], parameters: Mapping[str, str], flags: list[NamePart]
 ) -> Iterator[NamePart]:
-    left = iter(arguments)
+    at = 0
     for parameter, meaning in parameters.items():
         if parameter == FLAGS:
-            yield from _flags(kernel, flags)
-            for _ in flags:
-                next(left, None)
+            yield from flags
+            at += len(flags)
             continue
-        argument = next(left, None)
-        if argument is None or argument == "...":
+        if at >= len(arguments) or arguments[at] == "...":
             return
-        yield NamePart(_value(argument), parameter, meaning.format(_yes_or_no(_value(argument))))
-
-
-def _flags(kernel: KernelName, flags: Mapping[str, bool]) -> Iterator[NamePart]:
-    table = {flag.name: flag for flag in FLAG_TABLES.get(kernel.backend, ())}
-    for name, is_set in flags.items():
-        flag = table[name]
-        yield NamePart("true" if is_set else "false", name, flag.on if is_set else flag.off)
-
-
-def _value(argument: str) -> str:
-    extents = _EXTENTS.findall(argument) if "tuple<" in argument else None
-    return "x".join(extents) if extents else short_type(argument)
-
-
-def _yes_or_no(value: str) -> str:
-    return {"true": "yes", "false": "no"}.get(value, value)
+        argument = arguments[at]
+        extents = _EXTENTS.findall(argument) if "tuple<" in argument else None
+        value = "x".join(extents) if extents else short_type(argument)
+        word = {"true": "yes", "false": "no"}.get(value, value)
+        yield NamePart(value, parameter, meaning.format(word))
+        at += 1
 
 
 def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePart]:
@@ -476,7 +441,7 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePa
     base = _subject(text, split_head(text, ""), library)
     is_camel = library in CAMEL
     end = r"(?=[A-Z_:]|$)" if is_camel else r"(?=[_:]|$)"
-    other = _CAPITAL if is_camel else _MARKED
+    other = re.compile(r"[A-Z]?[a-z\d]+|[A-Z]+" if is_camel else r"[^_:]+", re.ASCII)
     at = 0
     while at < len(base):
         part, at = _word(base, at, (*rows, *COMMON), end, values)
@@ -489,25 +454,21 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePa
 
 
 def _word(
-    base: str, at: int, rows: Iterable[WordPattern], end: str, values: dict[str, object]
+    base: str, at: int, rows: Iterable[Word], end: str, values: dict[str, object]
 ) -> tuple[NamePart | None, int]:
     """Find the first row that matches at a position. Return the part of the name, and its end.
 
     If no row matches, return None and the position.
     """
-    for row in rows:
-        match = re.compile(f"(?:{row.pattern.pattern}){end}", re.ASCII).match(base, at)
+    for pattern, meaning, implied in rows:
+        match = re.compile(f"(?:{pattern}){end}", re.ASCII).match(base, at)
         if match and match.end() > at:
-            return _read(row, match, values), match.end()
+            for name, value in {**match.groupdict(), **implied}.items():
+                if value is not None:
+                    number = integer(str(value))
+                    values.setdefault(name, value if number is None else number)
+            return NamePart(match[0], "", meaning.format(match[0], *match.groups())), match.end()
     return None, at
-
-
-def _read(row: WordPattern, match: re.Match[str], values: dict[str, object]) -> NamePart:
-    for name, value in {**match.groupdict(), **row.values}.items():
-        if value is not None:
-            number = integer(str(value))
-            values.setdefault(name, value if number is None else number)
-    return NamePart(match[0], "", row.meaning.format(match[0], *match.groups()))
 
 
 def _subject(text: str, head: Head, library: str) -> str:
@@ -527,49 +488,34 @@ def _bracket(short: str, values: dict[str, object]) -> Iterator[NamePart]:
     The fields that the parts imply are added to `values`.
     """
     at = short.find("<")
-    rule = next((each for each in BRACKETS if each.base.match(short)), Brackets(re.compile("")))
-    integers = iter(rule.integers)
-    flags = [flag for table in {*FLAG_TABLES.values()} for flag in table] if rule.head_dim else []
-    words = {flag.shown: flag.on for flag in flags} | {flag.unset: flag.off for flag in flags}
+    base, numbers, words, rest = next(row for row in BRACKETS if re.match(row[0], short, re.ASCII))
+    is_flash = base == _FLASH
+    meanings = iter(numbers)
+    flags = [flag for table in FLAG_TABLES.values() for flag in table] if is_flash else []
+    states = {flag.shown: flag.on for flag in flags} | {flag.unset: flag.off for flag in flags}
     for token in template_arguments(short, at) if at >= 0 else []:
-        if token == "...":
+        if token in ("", "..."):
             continue
         number = integer(token)
-        if number is not None and (meaning := next(integers, None)):
-            if rule.head_dim:
+        if number is not None and (meaning := next(meanings, None)):
+            if is_flash:
                 values.setdefault("head_dim", number)
             yield NamePart(token, "", meaning.format(token))
-        elif token in words:
+        elif token in states:
             values |= {token: True} if token in ("causal", "dropout") else {}
-            yield NamePart(token, "", words[token])
+            yield NamePart(token, "", states[token])
         else:
-            part, end = _word(token, 0, (*rule.words, *COMMON), "$", values)
-            known = part is not None and end == len(token)
-            is_rest = rule.rest and not token.isdigit() and "…" not in token
-            yield part if known and part else NamePart(token, "", rule.rest if is_rest else None)
-
-
-def _completed(kernel: KernelName, values: Mapping[str, object]) -> KernelName:
-    """Return a copy of the kernel with more fields.
-
-    A field that is None gets the value from `values`, which was found by parsing the parts.
-    """
-    found = dict(values)
-    if "sm" in found:
-        found["arch"] = f"sm{found.pop('sm')}"
-    fields = {
-        name: value
-        for name, value in found.items()
-        if getattr(kernel, name, "") is None and len(str(value)) < 10
-    }
-    return replace(kernel, **fields)  # type: ignore[arg-type]
+            part, end = _word(token, 0, (*words, *COMMON), "$", values)
+            is_rest = not token.isdigit() and "…" not in token
+            found = part if end == len(token) else None
+            yield found or NamePart(token, "", rest if is_rest else None)
 
 
 def _facts(
     kernel: KernelName, values: Mapping[str, object], names: Iterable[str]
 ) -> Iterator[NamePart]:
     """Yield the properties of a kernel that no single part of its name contains."""
-    implied = {"tile_m": "tile", "sm": "arch", "tile_k": "head_dim"}
+    implied = {"tile_m": "tile", "tile_k": "head_dim"}
     shown = {*values, *(implied[name] for name in implied if name in values)}
     for name in names:
         value = getattr(kernel, name)
@@ -578,12 +524,3 @@ def _facts(
         meaning = FACTS[name]
         text = meaning if isinstance(meaning, str) else meaning[value]  # type: ignore[index]
         yield NamePart(str(value).lower() if isinstance(value, bool) else str(value), name, text)
-
-
-def _untold(kernel: KernelName, library: str) -> tuple[str, ...]:
-    if library == "aten_op":
-        return ()
-    names = _EXPECTED.get(kernel.family, ())
-    if kernel.family in ATTENTION_FAMILIES and not names:
-        names = ("dtype", "head_dim", "tile", "direction", "causal")
-    return tuple(name for name in names if getattr(kernel, name) is None)

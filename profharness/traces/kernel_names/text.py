@@ -7,7 +7,7 @@ names.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from profharness.dtypes import OF_CPP_TYPE
@@ -19,19 +19,13 @@ MAX_SHORT = 64  # maximum length of a short name, in characters
 
 @dataclass(frozen=True)
 class KernelName:
-    """The properties of a kernel that its name contains.
-
-    A property is None if the name does not contain it.
-    """
+    """The properties of a kernel that its name contains. Others are None."""
 
     name: str
     short: str
     family: str
     backend: str
-    """The library that the kernel comes from. The possible values are `flash2 flash2_pip fa3 fa4
-    efficient xformers cudnn flashinfer trtllm sage flashmla vllm sglang aiter ck deepgemm flex triton
-    cublas cutlass tensile nccl cub aten cuda unknown`.
-    """
+    """The library that the kernel comes from: a key of `meanings.LIBRARIES`."""
     arch: str | None = None
     """The architecture for which the code was compiled, such as `sm90`. The architecture of the
     device may be newer.
@@ -68,10 +62,6 @@ class KernelName:
         sizes = (self.tile_m, self.tile_n, self.tile_k)
         return "x".join(str(size) for size in sizes if size is not None)
 
-    def clipped(self) -> KernelName:
-        """Return a copy of this object whose short name has at most MAX_SHORT characters."""
-        return self if len(self.short) <= MAX_SHORT else replace(self, short=shorten(self.short))
-
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -101,10 +91,7 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 def canonical(name: str) -> str:
-    """Demangle a name that starts with `_Z`, as c++filt and Kineto do.
-
-    Return any other name unchanged. This function never raises an exception.
-    """
+    """Demangle a name that starts with `_Z`, as c++filt and Kineto do. Never raise an exception."""
     if not name.startswith("_Z") or len(name) > MAX_DEMANGLED or "\0" in name:
         return name
     # Imported here, because it imports ctypes, which commands that only read a store do not need
@@ -120,8 +107,8 @@ def normalise(name: str) -> str:
     """Convert a name to the spelling that the rules for kernel names expect.
 
     nsys and ncu write `(int)4`, `(bool)1`, `<unnamed>::` and `>>`, whereas Kineto writes `4`, `true`
-    and `(anonymous namespace)::`. The result contains `4`, `true` and `> >`, and anonymous namespaces
-    are removed. Only the first MAX_READ characters of the name are kept.
+    and `(anonymous namespace)::`. The result contains `4`, `true` and `> >`, and no anonymous
+    namespaces. It is cut after MAX_READ characters.
     """
     text = name[:MAX_READ]
     if "(bool)" in text:
@@ -132,10 +119,7 @@ def normalise(name: str) -> str:
 
 
 def split_head(text: str, name: str) -> Head:
-    """Find the path of the function in a normalized text. A return type before it is skipped.
-
-    `name` is the kernel name before it was normalized.
-    """
+    """Find the path of the function in the normalized text of `name`, after its return type."""
     start = _RETURN_TYPE.match(text)
     begin = start.end() if start else 0
     match = _PATH.match(text, begin)
@@ -146,10 +130,9 @@ def split_head(text: str, name: str) -> Head:
 
 
 def template_arguments(text: str, start: int, limit: int = 24) -> list[str]:
-    """Return the top-level template arguments in the list that starts at text[start].
+    """Return at most `limit` top-level template arguments in the list that starts at text[start].
 
-    Return at most `limit` arguments. Return [] if no list starts there. If the list is truncated,
-    return the arguments before its end. This function takes linear time.
+    Return [] if no list starts there. This function takes linear time.
     """
     if start >= len(text) or text[start] != "<":
         return []
@@ -182,11 +165,10 @@ def integer(argument: str) -> int | None:
 
 
 def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]:
-    """Convert groups of a match to integers that are fields of a KernelName.
+    """Convert the group of each field to an integer. Return {} if `match` is None.
 
-    `groups` maps the name of each field to a group. A group that did not match becomes None. A number
-    that has ten or more digits also becomes None, because it cannot be a size and a store may not be
-    able to contain it. Return {} if `match` is None.
+    A group that did not match becomes None. So does a number of ten or more digits, which cannot be a
+    size, and which a store may not be able to contain.
     """
     if match is None:
         return {}
@@ -195,11 +177,7 @@ def integers(match: re.Match[str] | None, **groups: int | str) -> dict[str, Any]
 
 
 def short_type(argument: str) -> str:
-    """Shorten a template argument to a word.
-
-    For example, `c10::Half` becomes `fp16`, `a::b::Name<…>` becomes `Name`, and `(x::Mode)1` becomes
-    `1`.
-    """
+    """Shorten `c10::Half` to `fp16`, `a::b::Name<…>` to `Name`, and `(x::Mode)1` to `1`."""
     if argument in OF_CPP_TYPE:
         return OF_CPP_TYPE[argument]
     if argument.startswith("("):
@@ -210,10 +188,9 @@ def short_type(argument: str) -> str:
 
 
 def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
-    """Select the template arguments that a short name should contain.
+    """Return the template arguments that a short name contains: all numbers, and each type once.
 
-    These are all numbers, and each type once. Bools are selected only if there are at most 3
-    arguments. If more than `most` arguments are selected, the rest is replaced by an ellipsis.
+    Bools are included if there are at most 3 arguments. An ellipsis replaces all after `most`.
     """
     parts: list[str] = []
     for argument in arguments:
@@ -228,9 +205,7 @@ def reduced_arguments(arguments: list[str], most: int = 5) -> list[str]:
 
 
 def generic_short(text: str, head: Head) -> str:
-    """Return a short name that consists of the last part of the path and the template arguments that
-    `reduced_arguments` selects.
-    """
+    """Return the last part of the path with its `reduced_arguments`."""
     if not head.base:
         return text
     parts = reduced_arguments(template_arguments(text, head.end))
@@ -244,9 +219,5 @@ def join_short(base: str, *parts: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """Shorten a text to MAX_SHORT characters.
-
-    The middle of the text is removed, because its beginning and its end identify the variant of a
-    kernel.
-    """
+    """Remove the middle of a text of more than MAX_SHORT characters."""
     return text if len(text) <= MAX_SHORT else f"{text[:47]}…{text[-16:]}"
