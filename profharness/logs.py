@@ -1,4 +1,4 @@
-"""The worker's log of compilations and cache hits, enabled by PROFHARNESS_LOG."""
+"""The worker's log of compilations and cache hits, enabled by PROFHARNESS_LOG, and texts of durations."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def start_log() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `40 s`, `12 min` or `2.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

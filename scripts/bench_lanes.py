@@ -28,9 +28,12 @@ sys.path.insert(0, str(ROOT))
 from profharness.attention.config import expand_configs  # noqa: E402
 from profharness.environment import visible_gpus  # noqa: E402
 from profharness.jobs import campaign  # noqa: E402
-from profharness.jobs.lane import make_part, run_group  # noqa: E402
-from profharness.jobs.run_archive import publish  # noqa: E402
-from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain  # noqa: E402
+from profharness.jobs.campaign import CampaignScheduler, OnStep, Plain  # noqa: E402
+from profharness.jobs.lane import (  # noqa: E402
+    make_part,
+    publish,
+    run_group,
+)
 from profharness.processes import child_environment  # noqa: E402
 from profharness.recording.capture import plan_capture, write_folder  # noqa: E402
 from profharness.run import CaptureOptions, Protocol, Run  # noqa: E402

@@ -13,8 +13,8 @@ import pytest
 
 import profharness
 from profharness.attention.config import parse_config
+from profharness.commands._output import progress_line
 from profharness.errors import NotFoundError, StoreError, UsageError
-from profharness.jobs.progress import shown
 from profharness.processes import PrewarmedWorker
 from profharness.recording.supervise import Step
 from profharness.run import Cell
@@ -285,7 +285,7 @@ def test_progress_is_one_line_in_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream())
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    with shown(wanted) as show:
+    with progress_line(wanted) as show:
         for step in STEPS if show is not None else ():
             show(step)
     written = sys.stderr.getvalue()  # type: ignore[attr-defined]
@@ -309,7 +309,7 @@ def test_progress_in_a_notebook_goes_to_its_cell(
         get_ipython = staticmethod(Shell)
 
     monkeypatch.setitem(sys.modules, "IPython", IPython)  # type: ignore[arg-type]
-    with shown(None) as show:
+    with progress_line(None) as show:
         assert show is not None
         show(STEPS[1])
     out, err = capsys.readouterr()

@@ -21,7 +21,13 @@ from click.core import ParameterSource
 
 from profharness.commands._options import Option, Parameter
 from profharness.environment import missing_packages
-from profharness.errors import MissingExtraError, ProfharnessError, UsageError, printable
+from profharness.errors import (
+    MissingExtraError,
+    ProfharnessError,
+    UsageError,
+    one_line,
+    printable,
+)
 from profharness.files import atomic_file, check_output
 from profharness.render.document import Chart, Document
 from profharness.render.renderers import RENDERERS, render_markdown
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
 SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html", ".txt": "table"}
 STDOUT = Path("-")
-DEFAULT_WIDTH = 100
+DEFAULT_WIDTH = 100  # also the maximum number of characters of `progress_line`
 MEASURED = "profharness.measured"
 HINTS = "profharness.hints"
 _terminal = [False]
@@ -308,11 +314,40 @@ def capture_progress() -> Iterator[Progress]:
 def run_listener(progress: bool | None) -> Listener:
     """Return the listener of a job: hints and a bar on the command line, else a line of progress."""
     from profharness.jobs.into_store import Listener  # loads what runs workers
-    from profharness.jobs.progress import shown
 
     if is_command_line():
         return Listener(hint, capture_progress)
-    return Listener(progress=functools.partial(shown, progress))
+    return Listener(progress=functools.partial(progress_line, progress))
+
+
+@contextlib.contextmanager
+def progress_line(wanted: bool | None) -> Iterator[Progress | None]:
+    """Yield a progress callback that keeps one line up to date, or None if no line is displayed.
+
+    The line is written to stdout in a notebook, and to stderr otherwise. If `wanted` is None, the
+    line is displayed only in notebooks and on terminals.
+    """
+    ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    notebook = hasattr(ipython, "kernel")
+    stream = sys.stdout if notebook else sys.stderr
+    if not (wanted if wanted is not None else notebook or stream.isatty()):
+        yield None
+        return
+    width = 0
+
+    def show(step: Step) -> None:
+        nonlocal width
+        where = f"[{step.done}/{step.total}] {step.cell.config} {step.cell.backend}: {step.stage}"
+        line = one_line(step.notice or where)[:DEFAULT_WIDTH]
+        stream.write(f"\r{line.ljust(width)}")
+        stream.flush()
+        width = len(line)
+
+    try:
+        yield show
+    finally:
+        if width:
+            stream.write("\n")
 
 
 def _line(step: Step) -> None:

@@ -18,7 +18,7 @@ from profharness.commands._output import hint, is_command_line, live, quiet_stdo
 from profharness.commands._types import PathLike, Store, store_path
 from profharness.errors import ProfharnessError, printable, printable_path
 from profharness.files import shell_command
-from profharness.jobs.progress import duration
+from profharness.logs import duration
 from profharness.recording.profilers.nsys import SUFFIX, export_limit_s
 from profharness.store import open_store
 from profharness.store.schema import require_folder

@@ -39,8 +39,7 @@ class BackgroundIngest:
         self.parsed = ParsedTraceCache()
         self._store = store
         self._ended: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        # Cores that the lanes use, or None if there are no lanes.
-        self._taken: frozenset[int] | None = None
+        self._lane_cpus: frozenset[int] | None = None  # None if there are no lanes
         self._left = False
         self._parses = (os.cpu_count() or 1) >= ENOUGH_CPUS
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -67,7 +66,7 @@ class BackgroundIngest:
 
         The thread then avoids the cores that lanes are bound to, if there are other cores.
         """
-        self._taken = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
+        self._lane_cpus = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:
         """Queue the traces of a finished group."""
@@ -100,7 +99,7 @@ class BackgroundIngest:
         with contextlib.suppress(ProfharnessError, OSError):
             stores.open_store(self._store, write=True).close()
         while (path := self._ended.get()) is not None and not self._left:
-            self._step_back()
+            self._lower_priority()
             self._parse(path)
 
     def _parse(self, path: Path) -> None:
@@ -108,12 +107,12 @@ class BackgroundIngest:
             if not self._left:
                 self.parsed.add(trace)
 
-    def _step_back(self) -> None:
+    def _lower_priority(self) -> None:
         # on other systems, these calls affect the process and not only the thread
-        if self._taken is not None and sys.platform == "linux":
+        if self._lane_cpus is not None and sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
-                if others := os.sched_getaffinity(0) - self._taken:
+                if others := os.sched_getaffinity(0) - self._lane_cpus:
                     os.sched_setaffinity(0, others)
 
 

@@ -3,17 +3,23 @@
 The campaign's folder is a run folder too. Its run.json lists all cells, and readers take their
 results from the finished groups in `groups/<group>`. A group in progress is in
 `groups/<group>.<host>.part`. There is no state besides these files.
+
+The scheduler gives each lane one group at a time until all groups are done. It handles retries,
+failing lanes, progress and interrupts. A `Transport` runs the groups, so the scheduler is the same
+for lanes of this host and of other hosts.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -21,10 +27,14 @@ import xxhash
 from profharness.attention.backends import find_backends, fingerprints
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.device_types import CPU, CUDA, DEVICE_TYPES
-from profharness.errors import TraceFormatError
-from profharness.jobs.lane import PART, make_part, results_in
-from profharness.jobs.run_archive import UNPACKING, publish
+from profharness.errors import CaptureError, Interrupted, TraceFormatError, UnwritableError
+from profharness.files import atomic_file
+from profharness.jobs.lane import PART, UNPACKING, Plain, make_part, publish, results_in
+from profharness.logs import duration
+from profharness.processes import defer_signals, raise_deferred_signals
+from profharness.recording.capture import locked
 from profharness.recording.profilers import find_profilers
+from profharness.recording.supervise import Progress, Step
 from profharness.run import (
     CAMPAIGN_FILE,
     GROUP_NAME,
@@ -33,6 +43,7 @@ from profharness.run import (
     Run,
     read_part,
     read_run,
+    unwritable,
     write_run,
 )
 
@@ -46,6 +57,13 @@ PREPARED_S = {"capture": 0.15, "bench": 0.4, "verify": 0.3}
 TURNS_S = 0.2  # duration of a benchmark measurement that becomes precise quickly
 CALLS = {"bench": 60, "verify": 20}
 WRAPPED_S = 2.0  # additional time of a cell under nsys or ncu
+TRIES = 3  # maximum number of attempts to run a group
+LANE_TRIES = 3  # a lane gets no more groups after this many different groups failed in a row
+POLL_S = 0.1
+LEAVING_S = 5.0
+LANES_S = 30.0  # maximum time to wait for a lane to appear or to come back
+
+OnStep = Callable[[str, Plain], None]
 
 
 @dataclass(frozen=True)
@@ -73,15 +91,14 @@ def cut_groups(
 ) -> list[Group]:
     """Divide a run into groups, and return the longest group first.
 
-    All cells of a config are in the same group.
-
-    A group has about a minute of estimated work per process, or a twentieth of its lane's work if
-    that is more. With several lanes, the last groups are smaller.
+    All cells of a config are in the same group. A group has about a minute of estimated work per
+    process, or a twentieth of its lane's work if that is more. With several lanes, the last groups
+    are smaller.
     """
     units = []
     for _, unit in itertools.groupby(run.cells, key=lambda cell: cell.asked or cell.config.label):
         cells = list(unit)
-        units.append((sum(estimate_s(cell, run) for cell in cells), cells))
+        units.append((sum(_estimate_s(cell, run) for cell in cells), cells))
     units.sort(key=lambda unit: -unit[0])
     left = sum(seconds for seconds, _ in units)
     processes = run.protocol.processes
@@ -105,7 +122,7 @@ def cut_groups(
     return sorted(groups, key=lambda group: -group.seconds)
 
 
-def estimate_s(cell: Cell, run: Run) -> float:
+def _estimate_s(cell: Cell, run: Run) -> float:
     """Estimate how long a cell takes in all processes, from its FLOPs and bytes."""
     device = DEVICE_TYPES[CPU if run.protocol.device == CPU else CUDA]
     config = cell.config.resolve(device.name)
@@ -133,9 +150,8 @@ def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None
 def write_campaign(folder: Path, campaign: Campaign) -> None:
     """Turn a run folder into the folder of a campaign by writing campaign.json atomically."""
     (folder / GROUPS_FOLDER).mkdir(exist_ok=True)
-    temporary = folder / f".{CAMPAIGN_FILE}.{os.urandom(6).hex()}"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(campaign), indent=1))
-    temporary.replace(folder / CAMPAIGN_FILE)
+    with atomic_file(folder / CAMPAIGN_FILE, force=True) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(campaign), indent=1))
 
 
 def is_campaign(folder: Path) -> bool:
@@ -168,13 +184,12 @@ def open_groups(folder: Path, campaign: Campaign) -> list[Group]:
     return [group for group in campaign.groups if not group_folder(folder, group.group).is_dir()]
 
 
-def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> dict[str, Any]:
+def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> Plain:
     """Describe a group for a lane, as a dict of plain values.
 
     `root` is the parent of the group's folder. `run` is the record of the group without any results.
     """
-    wanted = set(group.cells)
-    cells = tuple(cell for cell in run.cells if cell.cell in wanted)
+    cells = (cell for cell in run.cells if cell.cell in set(group.cells))
     record = replace(
         run,
         run=f"{run.run}-{group.group[:8]}",
@@ -192,33 +207,25 @@ def make_spec(folder: Path, campaign: Campaign, run: Run, group: Group) -> dict[
         "run": msgspec.to_builtins(record),
         "backends": list(campaign.backends),
         "python": campaign.python,
-        "seconds": group.seconds,
     }
 
 
-def fail_group(folder: Path, spec: dict[str, Any], why: str) -> None:
+def _fail_group(folder: Path, spec: Plain, why: str) -> None:
     """Publish a group that no lane could run.
 
     Existing results are kept, and all other cells get the status `crashed`.
     """
     final = group_folder(folder, spec["group"])
-    part = fullest_part(final) or final.with_name(f"{spec['group']}.failed{PART}")
-    make_part(part, spec)
-    run = read_run(part)
+    parts = final.parent.glob(f"{final.name}.*{PART}")
+    fullest = max(parts, key=results_in, default=final.with_name(f"{final.name}.failed{PART}"))
+    make_part(fullest, spec)
+    run = read_run(fullest)
     cells = tuple(
         replace(cell, status="crashed", message=why) if cell.status == "pending" else cell
         for cell in run.cells
     )
-    write_run(part, replace(run, cells=cells))
-    publish(part, final)
-
-
-def fullest_part(final: Path) -> Path | None:
-    """Return the unfinished folder of a group that contains the most results.
-
-    Return None if the group has no unfinished folder.
-    """
-    return max(final.parent.glob(f"{final.name}.*{PART}"), key=results_in, default=None)
+    write_run(fullest, replace(run, cells=cells))
+    publish(fullest, final)
 
 
 def merge(folder: Path) -> Run:
@@ -228,7 +235,377 @@ def merge(folder: Path) -> Run:
     return run
 
 
-def tidy(folder: Path) -> None:
+def is_of_class(lane: Plain, gpu: str | None) -> bool:
+    """Return whether the name of a lane's GPU contains a word, ignoring case.
+
+    `H100` matches `NVIDIA H100 80GB HBM3`. A lane without a GPU is of class `cpu`. Every lane is of
+    the class None.
+    """
+    return gpu is None or gpu.casefold() in str(lane.get("gpu") or CPU).casefold().split()
+
+
+class Transport(Protocol):
+    """Runs groups on lanes.
+
+    A lane is represented by the dict that `describe_lane` returns, with its name under the key
+    `lane`.
+    """
+
+    def lanes(self) -> list[Plain]:
+        """Return the lanes that are currently available."""
+        ...
+
+    def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
+        """Start to run a group on a lane.
+
+        `on_step` may be called with the lane's name and a step, in any thread.
+        """
+        ...
+
+    def next_done(self, timeout_s: float, /) -> tuple[str, Plain] | None:
+        """Return the name of a lane and the outcome of its group, or None after the timeout.
+
+        The outcome is the return value of `run_group`. The finished folder of the group is then in
+        the folder of the campaign. If it cannot be written there, the key `unwritable` contains the
+        reason.
+        """
+        ...
+
+    def end(self, lane: Plain, /) -> None:
+        """Terminate the group that a lane runs, without waiting. If called again, kill the group."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections to all lanes. Groups of cells that are running continue."""
+        ...
+
+
+@dataclass
+class _Task:
+    """A group of the campaign in `folder`, and its failures so far."""
+
+    folder: Path
+    campaign: Campaign
+    run: Run
+    group: Group
+    errors: list[str] = field(default_factory=list)
+    failed_on: set[str] = field(default_factory=set)  # names of the lanes on which it failed
+
+    @property
+    def final(self) -> Path:
+        return group_folder(self.folder, self.group.group)
+
+    @property
+    def spec(self) -> Plain:
+        return make_spec(self.folder, self.campaign, self.run, self.group)
+
+    @property
+    def steps(self) -> int:
+        return len(self.group.cells) * self.run.protocol.processes
+
+    def is_suitable(self, lane: _Lane) -> bool:
+        return is_of_class(lane.description, self.campaign.gpu)
+
+
+@dataclass
+class _Lane:
+    """A lane and the group that it runs."""
+
+    description: Plain
+    task: _Task | None = None
+    done: int = 0  # number of finished cells in the group
+    failed: set[str] = field(default_factory=set)  # groups that failed since the last success
+
+    def release(self) -> _Task | None:
+        """Detach the lane's group, so that another lane can run it."""
+        task, self.task = self.task, None
+        return task
+
+
+class CampaignScheduler:
+    """Runs campaigns, one per GPU class, on the lanes of one transport.
+
+    `why_not` returns why a lane cannot be used, or None if it can. `on_group` is called with the
+    folder of each finished group, even if an earlier client finished the group.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        transport: Transport,
+        progress: Progress | None = None,
+        why_not: Callable[[Plain], str | None] = lambda _: None,
+        on_group: Callable[[Path], None] | None = None,
+    ) -> None:
+        self.folders = folders
+        self.transport = transport
+        self._progress = progress or (lambda _: None)
+        self._why_not = why_not
+        self._on_group = on_group or (lambda _: None)
+        tasks = []
+        for folder in folders:
+            campaign, self._run = read_campaign(folder), read_run(folder)
+            tasks += [_Task(folder, campaign, self._run, group) for group in campaign.groups]
+        self._finished = [task.final for task in tasks if task.final.is_dir()]
+        self._queue = deque(task for task in tasks if not task.final.is_dir())
+        self._lanes: dict[str, _Lane] = {}
+        self._rejected: dict[str, str] = {}  # lane -> reason why it gets no groups
+        self._reported: set[str] = set()  # warnings, and GPU classes without a lane
+        self._some_vanished = False  # whether a lane has disappeared
+        self._groups, self._total = len(tasks), sum(task.steps for task in tasks)
+        self._groups_done = self._groups - len(self._queue)
+        self._done = self._total - sum(task.steps for task in self._queue)
+        self._suitable_at = time.monotonic()  # when a waiting group last had a suitable lane
+        self._estimated = self._measured = 0.0  # seconds of the groups finished by this client
+
+    def carry_out(self) -> list[Run]:
+        """Run all groups, write run.json of each campaign, and return the runs.
+
+        After the first interrupt, raise Interrupted once the running groups have ended; after the
+        second one, immediately. Raise CaptureError if no lane is left, and UnwritableError if the
+        folder cannot be written to.
+        """
+        with ExitStack() as locks, defer_signals():
+            for folder in self.folders:
+                locks.enter_context(locked(folder))
+            for final in self._finished:
+                self._on_group(final)
+            try:
+                self._feed_until_done()
+            except OSError as error:
+                place = f"{error.filename or 'its groups'}: {error.strerror}"
+                raise unwritable(self._unfinished(), place) from None
+            finally:
+                # record finished groups even if the campaign is unfinished
+                runs = [merge(folder) for folder in self.folders]
+            for folder in self.folders:
+                _tidy(folder)
+        return runs
+
+    def _feed_until_done(self) -> None:
+        feeding = True
+        try:
+            while self._queue or self._busy():
+                try:
+                    raise_deferred_signals()
+                    self._update_lanes()
+                    if feeding:
+                        self._feed()
+                    elif not self._busy():
+                        raise Interrupted(self._unfinished())
+                    done = self.transport.next_done(POLL_S)
+                    if done is not None:
+                        self._process_outcome(*done)
+                    self._require_lanes()
+                except KeyboardInterrupt as stop:
+                    # SIGTERM, SIGHUP and a second interrupt end the groups immediately
+                    if not feeding or type(stop) is not KeyboardInterrupt:
+                        raise Interrupted(self._unfinished()) from stop
+                    feeding = False
+                    self._notify(
+                        f"no new group starts; waiting for {len(self._busy())} running group(s), "
+                        "Ctrl-C again ends them now"
+                    )
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Terminate running groups, and kill those that have not ended after LEAVING_S."""
+        for _ in range(2):
+            for lane in self._busy():
+                self.transport.end(lane.description)
+            deadline = time.monotonic() + LEAVING_S
+            while self._busy() and time.monotonic() < deadline:
+                # a lost scheduler has been reported before
+                with suppress(CaptureError):
+                    done = self.transport.next_done(POLL_S)
+                    if done is not None and done[0] in self._lanes:
+                        self._lanes[done[0]].release()
+        for lane in self._lanes.values():
+            lane.release()
+
+    def _unfinished(self) -> Path:
+        """Return the folder of the first campaign that has groups left."""
+        left = {task.folder for task in (*self._running(), *self._queue)}
+        return next((folder for folder in self.folders if folder in left), self.folders[0])
+
+    def _busy(self) -> list[_Lane]:
+        return [lane for lane in self._lanes.values() if lane.task is not None]
+
+    def _running(self) -> list[_Task]:
+        return [lane.task for lane in self._lanes.values() if lane.task is not None]
+
+    def _update_lanes(self) -> None:
+        """Add new lanes, and put the groups of lanes that are gone back into the queue."""
+        here = {description["lane"]: description for description in self.transport.lanes()}
+        for name, description in here.items():
+            if name in self._lanes or name in self._rejected:
+                continue
+            why = "; ".join(description.get("problems") or ()) or self._why_not(description)
+            if why:
+                self._reject(name, why)
+                continue
+            self._lanes[name] = _Lane(description)
+            if warning := description.get("warning"):
+                self._notify_once(f"warning: {warning}")
+        for name in self._lanes.keys() - here.keys():
+            self._some_vanished = True
+            lane = self._lanes.pop(name)
+            if (task := lane.release()) is not None:
+                self._retry_or_give_up(lane, task, "its lane is gone")
+
+    def _feed(self) -> None:
+        for name, lane in tuple(self._lanes.items()):
+            if lane.task is None and (task := self._next(name, lane)) is not None:
+                lane.task, lane.done = task, 0
+                self.transport.submit(lane.description, task.spec, self._step)
+
+    def _next(self, name: str, lane: _Lane) -> _Task | None:
+        """Return the first waiting group that suits a lane.
+
+        A lane gets a group that failed on it only if the group also failed on all other suitable
+        lanes.
+        """
+        for task in tuple(self._queue):
+            if not task.is_suitable(lane) or (
+                name in task.failed_on and not self._suitable(task) <= task.failed_on
+            ):
+                continue
+            self._queue.remove(task)
+            if not task.final.is_dir():
+                return task
+            # another lane has finished it
+            self._count_finished(task)
+        return None
+
+    def _suitable(self, task: _Task) -> set[str]:
+        return {name for name, lane in self._lanes.items() if task.is_suitable(lane)}
+
+    def _process_outcome(self, name: str, outcome: Mapping[str, Any]) -> None:
+        lane = self._lanes.get(name)
+        if lane is None or lane.task is None or lane.task.group.group != outcome["group"]:
+            return  # the lane was given up in the meantime
+        task, error = lane.task, outcome["error"]
+        lane.release()
+        if outcome.get("unwritable"):
+            # The client's disk cannot be written to, so other lanes would fail too. The lane keeps
+            # its result.
+            raise UnwritableError(outcome["unwritable"])
+        if error is None and task.final.is_dir():
+            lane.failed.clear()
+            self._estimated += task.group.seconds
+            self._measured += float(outcome["seconds"])
+            self._count_finished(task)
+            self._notify(self._summary(name, float(outcome["seconds"])))
+            return
+        why = str(error or "it left no run folder")
+        if outcome.get("lost"):
+            self._reject(name, why)
+            self._queue.appendleft(task)  # does not count as a failure of the group
+        else:
+            self._retry_or_give_up(lane, task, why)
+
+    def _retry_or_give_up(self, lane: _Lane, task: _Task, why: str) -> None:
+        """Put a failed group at the end of the queue. After TRIES failures, give it up."""
+        name = lane.description["lane"]
+        lane.failed.add(task.group.group)
+        task.errors.append(f"{name}: {why}")
+        task.failed_on.add(name)
+        if len(lane.failed) >= LANE_TRIES and name in self._lanes:
+            # different groups failed on the lane, so it is at fault, and its failures do not count
+            self._reject(name, f"{LANE_TRIES} groups failed there in a row, the last one: {why}")
+            for waiting in (task, *self._queue, *self._running()):
+                kept = [text for text in waiting.errors if not text.startswith(f"{name}: ")]
+                waiting.errors = kept
+        if len(task.errors) < TRIES:
+            self._notify(f"{name}: group {task.group.group} failed, and is tried again: {why}")
+            self._queue.append(task)
+            return
+        words = f"the group failed {TRIES} times; the last time: {task.errors[-1]}"
+        self._notify(f"group {task.group.group} is given up: {words}")
+        _fail_group(task.folder, task.spec, words)
+        self._count_finished(task)
+
+    def _require_lanes(self) -> None:
+        """Warn about GPU classes that have no lane.
+
+        Raise CaptureError if no remaining group has a lane.
+        """
+        waiting = {task.campaign.gpu: task for task in self._queue}
+        without = {gpu for gpu, task in waiting.items() if not self._suitable(task)}
+        if self._busy() or without < waiting.keys() or not waiting:
+            self._suitable_at = time.monotonic()
+        # lanes that disappeared may come back, rejected ones do not
+        patience_s = LANES_S if self._some_vanished or self._lanes or not self._rejected else 0.0
+        over = time.monotonic() - self._suitable_at > patience_s
+        classes = sorted(filter(None, without))
+        if self._lanes or over:
+            for gpu in classes:
+                count = sum(task.campaign.gpu == gpu for task in self._queue)
+                self._notify_once(
+                    f"warning: no lane has a {gpu}: {count} group(s) are waiting for one", gpu
+                )
+        if not over or not without:
+            return
+        reasons = "; ".join(f"{name}: {why}" for name, why in self._rejected.items())
+        raise CaptureError(
+            f"no lane is left for {len(self._queue)} group(s)"
+            f"{' of ' if classes else ''}{', '.join(classes)}"
+            f"{f' ({reasons})' if reasons else ''}; finished groups are kept, resume with: "
+            f"profharness capture --resume {self._unfinished()}"
+        )
+
+    def _reject(self, name: str, why: str) -> None:
+        """Give a lane no more groups."""
+        self._lanes.pop(name, None)
+        self._rejected[name] = why
+        self._notify(f"warning: {name} gets no more groups: {why}")
+
+    def _count_finished(self, task: _Task) -> None:
+        self._groups_done += 1
+        self._done += task.steps
+        self._on_group(task.final)
+
+    def _summary(self, name: str, seconds: float) -> str:
+        """Describe the progress, and estimate the remaining time from the finished groups."""
+        text = f"{name}: {self._groups_done} of {self._groups} groups, {seconds:.1f} s"
+        rest = sum(task.group.seconds for task in self._queue)
+        rest += sum(task.group.seconds / 2 for task in self._running())
+        if not rest:
+            return text
+        left = rest * self._measured / max(1e-9, self._estimated) / max(1, len(self._lanes))
+        return f"{text}; about {duration(left)} left"
+
+    def _step(self, name: str, row: Plain) -> None:
+        """Report a step of a lane to the progress callback."""
+        lane = self._lanes.get(name)
+        if lane is None or lane.task is None:
+            return
+        cells = lane.task.run.cells
+        cell = next((each for each in cells if each.cell == row["cell"]), None)
+        if cell is None:
+            return
+        if row["notice"]:
+            self._notify(f"{name}: {row['notice']}")
+            return
+        lane.done = row["done"]
+        now = Cell(cell.cell, cell.config, cell.backend, row["status"], case=cell.case)
+        self._progress(Step(self._finished_cells(), self._total, now, row["stage"], lane=name))
+
+    def _finished_cells(self) -> int:
+        return min(self._total, self._done + sum(lane.done for lane in self._busy()))
+
+    def _notify(self, text: str) -> None:
+        cell = self._run.cells[0]
+        self._progress(Step(self._finished_cells(), self._total, cell, "", notice=text))
+
+    def _notify_once(self, text: str, key: str = "") -> None:
+        if (key or text) not in self._reported:
+            self._reported.add(key or text)
+            self._notify(text)
+
+
+def _tidy(folder: Path) -> None:
     """Remove what lanes that disappeared have left behind of groups that other lanes finished."""
     groups = folder / GROUPS_FOLDER
     for part in groups.glob(f"*{PART}"):

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,9 +28,8 @@ from urllib.parse import urlsplit
 from distributed import Client, Future, Security
 
 from profharness.errors import CaptureError, UnwritableError, UsageError
-from profharness.jobs.lane import PART, describe_lane, end_groups, run_spec
-from profharness.jobs.run_archive import unpack
-from profharness.jobs.scheduler import OnStep, Plain
+from profharness.jobs.campaign import OnStep
+from profharness.jobs.lane import PART, Plain, describe_lane, end_groups, run_spec, unpack
 from profharness.processes import STEP_S, raise_deferred_signals
 from profharness.run import CAMPAIGN_FILE
 
@@ -58,20 +58,22 @@ class _Worker:
     description: Plain
     scratch: str  # a folder on its host that outlives the worker
     future: Future | None = None  # future of the group that the worker runs
-    ends: int = 0  # how often `end` was called for this group
+    terminated: bool = False  # whether `end` was called for this group
 
 
 class Cluster:
-    """The transport to the lanes of a Dask scheduler.
+    """The transport to the lanes of a Dask scheduler. A worker that Dask restarts is a new lane.
 
-    Raise UsageError for an invalid or unsafe address, and CaptureError if no scheduler answers.
+    If a lane cannot access the folder of the campaign, it returns a finished folder as an archive.
+    Raise UsageError for an invalid or unsafe address, and CaptureError if no scheduler answers, or
+    later if it is gone.
     """
 
     def __init__(self, url: str, *, insecure: bool = False) -> None:
         check_address(url, insecure=insecure)
         self._url = url
         self._lanes: dict[str, _Worker] = {}
-        self._vanished: set[str] = set()  # names of vanished lanes
+        self._used_names: set[str] = set()  # names of all lanes, also of vanished ones
         # Addresses of workers that have not sent their description yet.
         self._awaited: set[str] = set()
         self._descriptions: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
@@ -80,20 +82,11 @@ class Cluster:
         self._client = _connect(url)
 
     def lanes(self) -> list[Plain]:
-        """Return the workers that are available now.
-
-        A worker that Dask has restarted counts as a new lane.
-        """
         if not self._lanes or time.monotonic() - self._updated >= LOOK_S:
             self._update_lanes()
         return [worker.description for worker in self._lanes.values()]
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:  # noqa: ARG002
-        """Send a group to a lane.
-
-        If the lane cannot access the folder of the campaign, it returns the finished folder as an
-        archive.
-        """
         name, home = lane["lane"], Path(spec["root"])
         worker = self._lanes[name]
         spec = {
@@ -113,7 +106,7 @@ class Cluster:
             retries=0,
             pure=False,
         )
-        worker.ends = 0
+        worker.terminated = False
 
         def wait() -> None:
             try:
@@ -127,10 +120,6 @@ class Cluster:
         _in_thread(wait)
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
-        """Return the next finished group and its lane, or None after the timeout.
-
-        Raise CaptureError if the scheduler is gone.
-        """
         try:
             name, future, outcome = self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -153,7 +142,7 @@ class Cluster:
         except BaseException as error:  # CancelledError is not an Exception
             if future.status != "error":
                 return None
-            return {"group": _group(future), "error": _reason(error)}
+            return {"group": str(future.key).split("-")[1], "error": _reason(error)}
         if "packed" not in outcome:
             return outcome
         packed, expected = outcome.pop("packed"), outcome.pop("content_hash")
@@ -171,18 +160,13 @@ class Cluster:
         return outcome
 
     def end(self, lane: Plain) -> None:
-        """Terminate the group of a lane. If called a second time, kill it.
-
-        Dask itself cannot stop a running task.
-        """
+        # Dask itself cannot stop a running task
         worker = self._lanes.get(lane["lane"])
         if worker is not None:
-            worker.ends += 1
-            address, at_once = worker.address, worker.ends > 1
-            _in_thread(lambda: self._call(end_groups, address, at_once))
+            _in_thread(partial(self._call, end_groups, worker.address, worker.terminated))
+            worker.terminated = True
 
     def close(self) -> None:
-        """Disconnect from the scheduler."""
         with contextlib.suppress(*FAILURES):
             self._client.close(timeout=CONNECT_S)
 
@@ -201,13 +185,13 @@ class Cluster:
         for name, worker in list(self._lanes.items()):
             if worker.address not in here:
                 del self._lanes[name]
-                self._vanished.add(name)
                 if worker.future is not None:
                     worker.future.cancel()
         self._awaited &= set(here)
         known = {worker.address for worker in self._lanes.values()} | self._awaited
         for address in here.keys() - known:
-            self._request_description(address)
+            self._awaited.add(address)
+            _in_thread(partial(self._describe, address))
         # wait for all descriptions only if there are no lanes yet
         patience_s = 0.0 if self._lanes else ANSWER_S
         while self._awaited:
@@ -220,15 +204,16 @@ class Cluster:
                 continue
             if address in self._awaited and answer is not None:
                 name = self._unused_name(str(here[address]["name"]))
-                described = {**_as_description(answer), "lane": name, "address": address}
+                self._used_names.add(name)
+                if not isinstance(answer, dict):  # the worker raised an error
+                    answer = {"problems": [_reason(answer)]}
+                described = {**answer, "lane": name, "address": address}
                 scratch = str(PurePath(here[address]["local_directory"]).parent / "profharness")
                 self._lanes[name] = _Worker(address, described, scratch)
             self._awaited.discard(address)
 
-    def _request_description(self, address: str) -> None:
-        """Ask a worker for its description in a thread, and do not wait for it."""
-        self._awaited.add(address)
-        _in_thread(lambda: self._descriptions.put((address, self._call(describe_lane, address))))
+    def _describe(self, address: str) -> None:
+        self._descriptions.put((address, self._call(describe_lane, address)))
 
     def _unused_name(self, wanted: str) -> str:
         """Return a lane name that no other worker has had.
@@ -236,9 +221,7 @@ class Cluster:
         Dask gives a restarted worker the name of its predecessor.
         """
         names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
-        return next(
-            name for name in names if name not in self._lanes and name not in self._vanished
-        )
+        return next(name for name in names if name not in self._used_names)
 
     def _campaign_file(self, campaign: Path) -> str:
         """Return the path of the campaign file. A lane with the same storage can read the file."""
@@ -313,11 +296,6 @@ def _connect(url: str) -> Client:
             ) from None
 
 
-def _as_description(answer: object) -> Plain:
-    """Return a worker's description. If the worker raised an error, describe only that problem."""
-    return answer if isinstance(answer, dict) else {"problems": [_reason(answer)]}
-
-
 def _in_thread(work: Callable[[], object]) -> None:
     """Run a function in a daemon thread, because it may never return."""
     threading.Thread(target=work, daemon=True, name="cluster").start()
@@ -341,10 +319,6 @@ def _with_timeout(call: Callable[[], T]) -> T:
     while not futures.wait((answer,), STEP_S).done and time.monotonic() < deadline:
         raise_deferred_signals()
     return answer.result(0.0)
-
-
-def _group(future: Future) -> str:
-    return str(future.key).split("-")[1]
 
 
 def _reason(answer: object) -> str:

@@ -27,14 +27,17 @@ from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs.background_ingest import BackgroundIngest
 from profharness.jobs.campaign import (
     Campaign,
+    CampaignScheduler,
+    OnStep,
+    Transport,
     cut_groups,
+    is_of_class,
     merge,
     open_groups,
     read_campaign,
     write_campaign,
 )
-from profharness.jobs.lane import SHARED_HOST, describe_lane, run_group
-from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain, Transport, is_of_class
+from profharness.jobs.lane import SHARED_HOST, Plain, describe_lane, run_group
 from profharness.processes import PrewarmedWorker, kill_group
 from profharness.recording.capture import RunFolder, finished_message, write_folder
 from profharness.recording.supervise import Progress
@@ -57,17 +60,21 @@ def open_transport(fleet: Fleet, device: str) -> Transport | None:
     unknown scheduler, MissingExtraError if a package is not installed, and CaptureError if no
     scheduler answers.
     """
+    if fleet.scheduler is not None and "://" in fleet.scheduler:
+        return _open_cluster(fleet)
     if fleet.scheduler is None:
         several = device != CPU and len(visible_gpus()) > 1
         if not several and not fleet.gpus:
             return None
-        return _on_this_host(None, fleet, device)
-    local = re.fullmatch(r"local(?::([1-9]\d{0,3}))?", fleet.scheduler)
-    if local is not None:
-        return _on_this_host(int(local[1]) if local[1] else None, fleet, device)
-    if "://" in fleet.scheduler:
-        return open_cluster(fleet)
-    raise UsageError(f"--scheduler {fleet.scheduler!r} is unknown: use one of {SCHEDULERS}")
+    local = re.fullmatch(r"local(?::([1-9]\d{0,3}))?", fleet.scheduler or "local")
+    if local is None:
+        raise UsageError(f"--scheduler {fleet.scheduler!r} is unknown: use one of {SCHEDULERS}")
+    lanes = local_lanes(int(local[1]) if local[1] else None, device)
+    for gpu in fleet.gpus:
+        if not any(is_of_class(lane, gpu) for lane in lanes):
+            here = ", ".join(sorted({str(lane["gpu"] or "no GPU") for lane in lanes}))
+            raise UsageError(f"--gpu {gpu}: this host has {here}")
+    return LocalLanes(lanes)
 
 
 def lanes_device(fleet: Fleet, device: str) -> str:
@@ -78,12 +85,11 @@ def lanes_device(fleet: Fleet, device: str) -> str:
     """
     if device != "auto" or fleet.scheduler is None or fleet.scheduler.startswith("local"):
         return device
-    with closing(open_cluster(fleet)) as cluster:
+    with closing(_open_cluster(fleet)) as cluster:
         return CUDA if any(lane.get("gpu") for lane in cluster.lanes()) else CPU
 
 
-def open_cluster(fleet: Fleet) -> Transport:
-    """Connect to a Dask scheduler. Raise MissingExtraError, and what `Cluster` raises."""
+def _open_cluster(fleet: Fleet) -> Transport:
     if missing_packages("cluster"):
         raise MissingExtraError(f"--scheduler {fleet.scheduler}", "cluster")
     # the only module that imports distributed
@@ -100,15 +106,6 @@ def describe_lanes(fleet: Fleet) -> tuple[Plain, ...]:
     with closing(transport):
         lanes = transport.lanes()
     return tuple({key: lane[key] for key in lane if key not in PRIVATE} for lane in lanes)
-
-
-def _on_this_host(count: int | None, fleet: Fleet, device: str) -> LocalLanes:
-    lanes = local_lanes(count, device)
-    for gpu in fleet.gpus:
-        if not any(is_of_class(lane, gpu) for lane in lanes):
-            here = ", ".join(sorted({str(lane["gpu"] or "no GPU") for lane in lanes}))
-            raise UsageError(f"--gpu {gpu}: this host has {here}")
-    return LocalLanes(lanes)
 
 
 def run_on_lanes(
@@ -133,7 +130,7 @@ def run_on_lanes(
         lanes = transport.lanes()
         folders = []
         for gpu in fleet.gpus or (None,):
-            count = sum(gpu is None or is_of_class(lane, gpu) for lane in lanes)
+            count = sum(is_of_class(lane, gpu) for lane in lanes)
             if len(fleet.gpus) > 1:
                 run = replace(run, run=f"{run_id}-{class_word(str(gpu))}")
             groups = cut_groups(run, backends, count, gpu)
@@ -157,11 +154,11 @@ def _carry_out(
     if background is not None:
         background.lanes(transport.lanes())
         on_group = background.group
-    scheduler = CampaignScheduler(folders, transport, progress, agreeing(device), on_group)
+    scheduler = CampaignScheduler(folders, transport, progress, _lane_filter(device), on_group)
     return list(map(RunFolder, folders, scheduler.carry_out()))
 
 
-def agreeing(device: str) -> Callable[[Plain], str | None]:
+def _lane_filter(device: str) -> Callable[[Plain], str | None]:
     """Return a function that returns why a lane cannot be used, or None if it can.
 
     A lane cannot be used if its version of profharness differs from that of this host, or if it has
@@ -279,19 +276,16 @@ def parse_cores(text: str) -> set[int]:
 
 
 def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
-    """Sort CPUs so that hardware threads of the same core are neighbors.
+    """Sort CPUs so that hardware threads of the same core are neighbors."""
 
-    Lanes that get neighboring CPUs then rarely share a core.
-    """
-
-    def place(cpu: int) -> tuple[int, int]:
+    def core(cpu: int) -> tuple[int, int]:
         path = sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             return min(parse_cores(path.read_text("ascii")), default=cpu), cpu
         except (OSError, ValueError):
             return cpu, cpu
 
-    return sorted(cpus, key=place)
+    return sorted(cpus, key=core)
 
 
 def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
@@ -302,7 +296,7 @@ def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
     """
     parts = []
     for index, cores in enumerate(near):
-        alike = [place for place, other in enumerate(near) if set(other) & set(cores)]
+        alike = [number for number, other in enumerate(near) if set(other) & set(cores)]
         size = len(cores) // len(alike)
         if size < least:
             return [[] for _ in near]
@@ -325,11 +319,9 @@ class LocalLanes:
         self._terminated: set[int] = set()  # pids of children that got SIGTERM
 
     def lanes(self) -> list[Plain]:
-        """Return all lanes, in order."""
         return list(self._lanes.values())
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep) -> None:
-        """Run a group on a lane, in a thread."""
         name = lane["lane"]
         own = {key: lane[key] for key in OWN if lane.get(key)}
         own["shares_cores"] = "warning" in lane
@@ -345,16 +337,11 @@ class LocalLanes:
         threading.Thread(target=work, daemon=True, name=name).start()
 
     def next_done(self, timeout_s: float) -> tuple[str, Plain] | None:
-        """Return the next finished group and its lane, or None after the timeout."""
         with contextlib.suppress(queue.Empty):
             return self._done.get(timeout=timeout_s)
         return None
 
     def end(self, lane: Plain) -> None:
-        """Terminate a lane's child process and its descendants. If called again, kill them.
-
-        The partial result is kept so that it can be resumed.
-        """
         child = self._children.get(lane["lane"])
         if child is not None:
             first = child.pid not in self._terminated
@@ -362,4 +349,4 @@ class LocalLanes:
             kill_group(child, signal.SIGTERM if first else signal.SIGKILL)
 
     def close(self) -> None:
-        """Do nothing, because no connection is open."""
+        pass  # no connection is open

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import profharness.store as stores
-from profharness.attention.backends import (
-    ALL,
-    DEFAULT_BACKENDS,
-    KERNELS,
-    expand_backends,
-)
+from profharness.attention.backends import ALL, DEFAULT_BACKENDS, KERNELS, expand_backends
 from profharness.attention.cases import NO_CASES, VerificationRow
 from profharness.attention.config import Config, parse_config
 from profharness.device_types import CPU, CUDA, is_gpu
@@ -79,6 +74,18 @@ if TYPE_CHECKING:
 
 
 PROFILED_CALLS = 10  # number of calls per benchmark process for the `kernel` measurement
+# Use -> device -> config. They are captured if the user names no config. A CPU computes its config in
+# milliseconds.
+EVERYDAY = {
+    "prefill": {CUDA: "4,16,2048,128,bf16,causal", CPU: "1,8,512,64,fp32,causal"},
+    "decode": {CUDA: "16,16,4096,128,bf16,seq_q=1", CPU: "4,8,1024,64,fp32,seq_q=1"},
+    "training": {CUDA: "4,16,1024,64,bf16,causal,bwd", CPU: "1,8,256,64,fp32,causal,bwd"},
+    "a mask": {CUDA: "4,16,1024,64,bf16,mask=bool", CPU: "1,8,256,64,fp32,mask=bool"},
+    "grouped queries": {
+        CUDA: "4,32,1024,128,bf16,causal,kv_heads=8",
+        CPU: "1,8,256,64,fp32,kv_heads=2",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -91,20 +98,6 @@ class Listener:
 
 
 SILENT = Listener()
-
-
-# Use -> device -> config. A CPU computes its config in milliseconds.
-EVERYDAY = {
-    "prefill": {CUDA: "4,16,2048,128,bf16,causal", CPU: "1,8,512,64,fp32,causal"},
-    "decode": {CUDA: "16,16,4096,128,bf16,seq_q=1", CPU: "4,8,1024,64,fp32,seq_q=1"},
-    "training": {CUDA: "4,16,1024,64,bf16,causal,bwd", CPU: "1,8,256,64,fp32,causal,bwd"},
-    "a mask": {CUDA: "4,16,1024,64,bf16,mask=bool", CPU: "1,8,256,64,fp32,mask=bool"},
-    "grouped queries": {
-        CUDA: "4,32,1024,128,bf16,causal,kv_heads=8",
-        CPU: "1,8,256,64,fp32,kv_heads=2",
-    },
-}
-"""Common uses of attention. They are captured if the user names no config."""
 
 
 def everyday_configs(device: str = "auto", lanes: Fleet | None = None) -> dict[str, Config]:
@@ -140,9 +133,8 @@ def capture_into_store(
     prewarmed: PrewarmedWorker | None = None,
 ) -> Captured:
     """Capture a run and ingest it. If `backends` is empty, use the device's default ones."""
-    options = options or CaptureOptions()
+    options = _on_lanes(options or CaptureOptions())
     check_protocol(options.protocol, counted=options.bench is None and not options.cases)
-    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     chosen = expand_backends(backends or (ALL,), default_backends(options.protocol.device))
     # This refuses invalid options before a store or a run folder is created.
     run, tools = plan_capture(configs, chosen, options)
@@ -172,9 +164,10 @@ def capture_into_store(
     return replace(first, others=tuple(others))
 
 
-def _on_lanes(protocol: Protocol, lanes: Fleet) -> Protocol:
+def _on_lanes(options: CaptureOptions) -> CaptureOptions:
     """Replace the device with the device of the lanes. This host may not have that device."""
-    return replace(protocol, device=fleet.lanes_device(lanes, protocol.device))
+    device = fleet.lanes_device(options.fleet, options.protocol.device)
+    return replace(options, protocol=replace(options.protocol, device=device))
 
 
 def capture_with_each(
@@ -225,9 +218,8 @@ def bench_into_store(
 
     Traces are recorded only for the measurement `kernel`.
     """
-    options = options or CaptureOptions()
+    options = _on_lanes(options or CaptureOptions())
     plan = options.bench or BenchPlan()
-    options = replace(options, protocol=_on_lanes(options.protocol, options.fleet))
     traced = KERNEL in plan.measurements and is_gpu(device_type(options.protocol.device))
     options = replace(options, bench=plan, profilers=(TORCH if traced else EVENTS,))
     return capture_into_store(configs, backends, store, options, progress)
@@ -253,7 +245,7 @@ def find_run_folder(text: str, out: Path) -> Path:
         if (exact / RUN_FILE).exists():
             return exact
     if text == LATEST:
-        return _latest_unfinished(out)
+        return _find_latest(out)
     # the text may contain wildcards
     folders = sorted(path.parent for path in out.glob(f"{glob.escape(text)}*/{RUN_FILE}"))
     if len(folders) != 1:
@@ -264,18 +256,16 @@ def find_run_folder(text: str, out: Path) -> Path:
     return folders[0]
 
 
-def _latest_unfinished(out: Path) -> Path:
-    """Return the newest folder that can be resumed.
-
-    The name of a folder begins with the time of its run.
-    """
+def _find_latest(out: Path) -> Path:
+    """Return the newest folder that can be resumed."""
     reasons = []
+    # the name of a folder begins with the time of its run
     for path in sorted(out.glob(f"*/{RUN_FILE}"), reverse=True):
         folder = path.parent
         check = fleet.why_campaign_not_resumed if is_campaign(folder) else why_not_resumed
         reason = check(folder, read_run(folder))
         if reason is None:
-            return path.parent
+            return folder
         reasons.append(reason)
     newest = f"; the newest: {reasons[0]}" if reasons else ""
     raise NotFoundError(f"no run folder in {out} has anything left to resume{newest}")
@@ -393,8 +383,6 @@ def bench(
     precision = PRECISION if options.precision is None else options.precision
     plan = make_plan(options.measurements, precision, options.max_time_s, options.iterations)
     baseline = evaluation.parse_baseline(options.baseline)
-    if options.run is None:
-        options = replace(options, device=fleet.lanes_device(options.fleet, options.device))
     if options.run is not None:
         if options.verify:
             raise UsageError("--verify measures; leave --run out, or use profharness verify")
@@ -410,14 +398,15 @@ def bench(
                 backends=evaluation.stored_backends(opened, run, options.backends),
                 rank_by=plan.measurements if options.measurements else None,
             )
+    device = fleet.lanes_device(options.fleet, options.device)
     configs = evaluation.bench_configs(
-        options.configs, options.dtypes, baseline, device_type(options.device)
+        options.configs, options.dtypes, baseline, device_type(device)
     )
     require_number("warmup", options.warmup, 0, whole=True)
     require_number("processes", options.processes, *PROCESSES, whole=True)
     counts = PROFILED_CALLS, options.warmup, options.iterations or 0
     protocol = Protocol(
-        *(*counts, options.timeout_s, options.seed, options.device),
+        *(*counts, options.timeout_s, options.seed, device),
         # at least one sample per process
         processes=min(options.processes, options.iterations or options.processes),
     )

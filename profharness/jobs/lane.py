@@ -2,12 +2,15 @@
 
 `run_group` takes and returns plain values, so that any transport can call it on any host. The group
 runs in a child process that ends with the calling thread. `main` is the program of that process: it
-runs the group and publishes the finished folder.
+runs the group and publishes the finished folder. A lane that cannot access the folder of the
+campaign sends the folder of the group as an archive.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
 import os
 import platform
@@ -16,34 +19,36 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
 
 import msgspec
 
 from profharness import __version__
 from profharness.environment import VISIBLE, driver_version, hashed_key, visible_gpus
-from profharness.errors import CaptureError, ProfharnessError, UnwritableError
-from profharness.files import hold_lock_file
-from profharness.jobs.run_archive import content_hash, pack, publish
+from profharness.errors import CaptureError, ProfharnessError, TraceFormatError, UnwritableError
+from profharness.files import hold_lock_file, open_input
 from profharness.processes import child_environment, kill_group, read_end, start_python
 from profharness.recording.capture import LOCK_FILE, carry_on, write_folder
 from profharness.recording.supervise import Step
 from profharness.rows import HOSTED, NCU, SHARED_CORES
-from profharness.run import GPU, RUN_FILE, Problem, Run, read_run, write_run
+from profharness.run import GPU, RUN_FILE, Problem, Run, read_run, unwritable, write_run
 
 CHILD = (
     "import sys; from profharness.processes import end_with_parent; "
     "end_with_parent(int(sys.argv[1])); from profharness.jobs.lane import main; main()"
 )
-LAST_WORDS = 500
+LAST_WORDS = 500  # maximum number of characters of a dead child's output in a message
 ENDED_S = 2.0
-PART = ".part"
+PART = ".part"  # suffix of the folder of an unfinished group
+UNPACKING = ".unpacking"  # suffix of a folder while it is unpacked
+BLOCK = 1 << 20
 QUIET_S = 0.2  # minimum time between two printed steps that are not results
 LEAVING_S = 10.0  # maximum time to wait until a killed lane releases the folder of its group
 FAILED = ("crashed", "error", "timeout")
@@ -92,9 +97,9 @@ def host_key() -> str:
     return hashed_key(f"{socket.gethostname()} {boot}")
 
 
-def own_part(final: Path) -> Path:
+def _own_part(spec: Mapping[str, Any]) -> Path:
     """Return the folder in which the lanes of this host run a group until it is finished."""
-    return final.with_name(f"{final.name}.{host_key()}{PART}")
+    return Path(spec["root"]) / f"{spec['group']}.{host_key()}{PART}"
 
 
 def run_group(
@@ -104,8 +109,8 @@ def run_group(
 ) -> Plain:
     """Run a group that `make_spec` described, and return its outcome. Never raise an exception.
 
-    The outcome has the keys `group`, `folder`, `seconds`, `attempt`, `error` (None on success) and
-    `lost` (the reason why the lane cannot run any more groups, or None). If the spec sets `pack`,
+    The outcome has the keys `group`, `folder`, `seconds`, `error` (None on success) and `lost` (the
+    reason why the lane cannot run any more groups, or None). If the spec sets `pack`,
     the outcome also contains an archive of the folder and its hash. If the group failed, the archive
     contains the partial results.
 
@@ -120,7 +125,7 @@ def run_group(
         if not final.is_dir():
             outcome |= _in_child(spec, on_step, on_start)
         if spec.get("pack"):
-            left = final if final.is_dir() else own_part(final)
+            left = final if final.is_dir() else _own_part(spec)
             if outcome["error"] is None or results_in(left) > 0:
                 outcome |= {"content_hash": content_hash(left), "packed": pack(left)}
     except OSError as error:
@@ -131,7 +136,6 @@ def run_group(
     return {
         "group": spec["group"],
         "folder": str(final),
-        "attempt": spec.get("attempt", 1),
         "seconds": round(time.monotonic() - begin, 3),
         **outcome,
     }
@@ -142,29 +146,30 @@ def _in_child(
     on_step: Callable[[Plain], None],
     on_start: Callable[[subprocess.Popen[bytes]], None],
 ) -> Plain:
-    environment = child_environment()
-    part = own_part(Path(spec["root"]) / spec["group"])
-    if spec.get("uuid"):
-        environment[VISIBLE] = spec["uuid"]
-    # ncu's lock file in TMPDIR excludes other ncu processes, even on other GPUs
-    own = tempfile.mkdtemp(prefix="profharness-") if NCU in spec["run"]["profilers"] else None
-    if own:
-        environment["TMPDIR"] = own
     root = Path(spec["root"])
     root.mkdir(parents=True, exist_ok=True)
-    # the log is not in the folder of the group, because the child may replace that
-    log = root / f".{spec['group']}.{host_key()}.log"
-    with log.open("wb") as errors:
-        child = start_python(
-            CHILD, str(os.getpid()), stderr=errors, env=environment, start_new_session=True
-        )
-    _children.add(child)
-    on_start(child)
-    assert child.stdin is not None and child.stdout is not None
-    outcome: Plain | None = None
-    try:
+    environment = child_environment()
+    if spec.get("uuid"):
+        environment[VISIBLE] = spec["uuid"]
+    with contextlib.ExitStack() as cleanup:
+        # ncu's lock file in TMPDIR excludes other ncu processes, even on other GPUs
+        if NCU in spec["run"]["profilers"]:
+            own = tempfile.TemporaryDirectory(prefix="profharness-", ignore_cleanup_errors=True)
+            environment["TMPDIR"] = cleanup.enter_context(own)
+        # the log is not in the folder of the group, because the child may replace that
+        log = root / f".{spec['group']}.{host_key()}.log"
+        cleanup.callback(log.unlink, missing_ok=True)
+        with log.open("wb") as errors:
+            child = start_python(
+                CHILD, str(os.getpid()), stderr=errors, env=environment, start_new_session=True
+            )
+        cleanup.callback(_end_child, child)
+        _children.add(child)
+        on_start(child)
+        assert child.stdin is not None and child.stdout is not None
+        outcome: Plain | None = None
         with contextlib.suppress(BrokenPipeError), child.stdin:
-            child.stdin.write(json.dumps({**spec, "part": str(part)}).encode())
+            child.stdin.write(json.dumps({**spec, "part": str(_own_part(spec))}).encode())
         for line in child.stdout:
             with contextlib.suppress(ValueError):  # a line cut short by a crash
                 row = json.loads(line)
@@ -172,29 +177,28 @@ def _in_child(
                     outcome = row
                 else:
                     on_step(row)
-        child.wait()
-    finally:
-        if child.poll() is None:
-            kill_group(child, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(ENDED_S)
-            kill_group(child)
-        _children.discard(child)
+        code = child.wait()
+        if outcome is None:
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            words = read_end(log).strip()[-LAST_WORDS:].splitlines()[-2:]
+            tail = f"; its last output: {' / '.join(words)}" if words else ""
+            outcome = {"error": f"the process of the group died: {name}{tail}", "lost": None}
+        return outcome
+
+
+def _end_child(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        kill_group(child, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(ENDED_S)
+        kill_group(child)
+    _children.discard(child)
+    if child.stdout is not None:
         child.stdout.close()
-        words = read_end(log).strip()[-LAST_WORDS:]
-        log.unlink(missing_ok=True)
-        if own:
-            shutil.rmtree(own, ignore_errors=True)
-    if outcome is None:
-        how = child.wait()
-        name = signal.Signals(-how).name if how < 0 else f"exit code {how}"
-        tail = f"; its last output: {' / '.join(words.splitlines()[-2:])}" if words else ""
-        outcome = {"error": f"the process of the group died: {name}{tail}", "lost": None}
-    return outcome
 
 
 def run_spec(text: str) -> Plain:
-    """Run a group whose spec is JSON text. The transport does not need to inspect a text.
+    """Run a group whose spec is JSON text.
 
     `seen` is the path of the campaign file. If this host cannot access that file, the group runs
     below the folder `scratch`, and the outcome contains the finished folder as an archive.
@@ -231,7 +235,14 @@ def main() -> None:
     try:
         make_part(part, spec)
         _wait_for_predecessor(part)
-        _carry_on(part)
+        try:
+            carry_on(part, _StepPrinter())
+        except UnwritableError:
+            raise
+        except CaptureError:
+            if results_in(part) != 0:
+                raise
+            carry_on(part, _StepPrinter())  # no worker started, so try once more
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGTERM)
     except (UnwritableError, OSError) as failure:
@@ -250,21 +261,6 @@ def main() -> None:
         except (ProfharnessError, OSError) as failure:
             error = lost = str(failure)
     print(json.dumps({"error": error, "lost": lost}), flush=True)
-
-
-def _carry_on(part: Path) -> None:
-    """Run the unfinished cells. If no worker starts, try once more.
-
-    Raise what `carry_on` raises.
-    """
-    try:
-        carry_on(part, _Steps())
-    except UnwritableError:
-        raise
-    except CaptureError:
-        if results_in(part) != 0:
-            raise
-        carry_on(part, _Steps())
 
 
 def finish(part: Path, spec: Mapping[str, Any]) -> None:
@@ -300,7 +296,7 @@ def results_in(part: Path) -> int:
 
 
 def _wait_for_predecessor(part: Path) -> None:
-    """Wait until a killed lane that ran this group has ended its processes."""
+    """Wait until the processes of a killed lane that ran this group have ended."""
     deadline = time.monotonic() + LEAVING_S
     while time.monotonic() < deadline:
         with hold_lock_file(part / LOCK_FILE) as holder:
@@ -323,7 +319,7 @@ def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
     return "its GPU does not answer any more"
 
 
-class _Steps:
+class _StepPrinter:
     """Prints the steps of a run: all results and notices, and other steps at most every QUIET_S."""
 
     def __init__(self) -> None:
@@ -343,3 +339,105 @@ class _Steps:
             "notice": step.notice,
         }
         print(json.dumps(row), flush=True)
+
+
+def content_hash(folder: Path) -> str:
+    """Return a hash of the names and bytes of a folder's regular, visible files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in _files(folder):
+        with open_input(path, within=folder) as file:
+            digest.update(f"{name}\0{file.size}\0".encode())
+            while block := file.read(BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def pack(folder: Path) -> bytes:
+    """Return a tar archive of the files that `content_hash` covers, without owners and times."""
+    buffer = io.BytesIO()
+    # without compression, because traces are already compressed
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, path in _files(folder):
+            member = tarfile.TarInfo(name)
+            with open_input(path, within=folder) as file:
+                member.size = file.size
+                archive.addfile(member, cast("IO[bytes]", file))
+    return buffer.getvalue()
+
+
+def unpack(data: bytes, folder: Path, expected: str) -> bool:
+    """Create a folder from an archive of `pack`. Return False if the folder already exists.
+
+    The folder appears either complete or not at all. Raise CaptureError if a member of the archive
+    is no regular file or leads outside of the folder, if the hash differs from `expected`, or if the
+    archive contains no run record. Raise UnwritableError if the folder cannot be written.
+    """
+    if folder.exists():
+        return False
+    part = folder.with_name(f".{folder.name}.{os.urandom(6).hex()}{UNPACKING}")
+    try:
+        part.mkdir(parents=True)
+        _extract(data, part)
+        if content_hash(part) != expected:
+            raise CaptureError(
+                f"{folder.name}: the archive sent by the lane does not match its hash"
+            )
+        read_run(part)
+        return publish(part, folder)
+    except (tarfile.TarError, TraceFormatError) as error:
+        raise CaptureError(
+            f"{folder}: the archive sent by the lane is no run folder: {error}"
+        ) from None
+    except OSError as error:
+        # name the campaign's folder, which the user can resume
+        raise unwritable(folder.parent.parent, f"{folder.name}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def publish(part: Path, final: Path) -> bool:
+    """Rename the folder of a finished group to its final name.
+
+    Return False if another lane has already published the group.
+    """
+    try:
+        part.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+        return False
+    return True
+
+
+def _extract(data: bytes, part: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        for member in archive:
+            name = PurePosixPath(member.name)
+            plain = member.isreg() and not member.issparse() and "\0" not in member.name
+            # `_files` skips hidden names, so the hash does not cover them
+            hidden = any(part.startswith(".") for part in name.parts)
+            if not plain or name.is_absolute() or hidden or not name.parts:
+                raise CaptureError(
+                    f"the archive sent by the lane contains {member.name!r}, which is refused"
+                )
+            path = part.joinpath(*name.parts)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = archive.extractfile(member)
+            assert content is not None
+            if path.exists():
+                raise CaptureError(f"the archive sent by the lane contains {member.name!r} twice")
+            with content, path.open("xb") as file:
+                shutil.copyfileobj(content, file, BLOCK)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the names and paths of the visible regular files below a folder, sorted by name."""
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
+    for name in sorted(files):
+        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
+            yield name, files[name]

@@ -23,17 +23,18 @@ from profharness.files import atomic_file
 from profharness.jobs import background_ingest, campaign
 from profharness.jobs.campaign import (
     Campaign,
+    CampaignScheduler,
     Group,
+    OnStep,
+    Plain,
     cut_groups,
     group_folder,
     make_spec,
     write_campaign,
 )
 from profharness.jobs.into_store import capture_into_store, resume_into_store
-from profharness.jobs.lane import finish, make_part
-from profharness.jobs.progress import duration
-from profharness.jobs.run_archive import content_hash, pack, publish, unpack
-from profharness.jobs.scheduler import CampaignScheduler, OnStep, Plain
+from profharness.jobs.lane import content_hash, finish, make_part, pack, publish, unpack
+from profharness.logs import duration
 from profharness.recording.capture import plan_capture, write_folder
 from profharness.recording.supervise import Step
 from profharness.rows import SHARED_CORES
@@ -258,7 +259,7 @@ def test_group_of_a_vanished_lane_runs_elsewhere(tmp_path: Path) -> None:
     lanes.fates["a"] = "vanish"
     made, _ = window(tmp_path, lanes)
     made.carry_out()
-    run = read_run(made.campaigns[0].folder)
+    run = read_run(made.folders[0])
     assert {cell.status for cell in run.cells} == {"ok"}
     assert [group for name, group in lanes.given if name == "a"] == ["g0"]
 
@@ -268,7 +269,7 @@ def test_lost_gpu_ends_its_lane_but_no_group(tmp_path: Path) -> None:
     lanes.fates["a"] = {"error": "its GPU does not answer any more", "lost": "yes"}
     made, said = window(tmp_path, lanes)
     made.carry_out()
-    run = read_run(made.campaigns[0].folder)
+    run = read_run(made.folders[0])
     assert {cell.status for cell in run.cells} == {"ok"}
     assert sum(name == "a" for name, _ in lanes.given) == 1
     assert any("a gets no more groups: its GPU does not answer" in text for text in said)
@@ -279,7 +280,7 @@ def test_lane_where_every_group_fails_gets_no_more(tmp_path: Path) -> None:
     lanes.fates["a"] = {"error": "no disk"}
     made, said = window(tmp_path, lanes, 12)
     made.carry_out()
-    run = read_run(made.campaigns[0].folder)
+    run = read_run(made.folders[0])
     assert {cell.status for cell in run.cells} == {"ok"}
     assert sum(name == "a" for name, _ in lanes.given) == 3
     assert any("a gets no more groups: 3 groups failed there in a row" in text for text in said)
@@ -291,11 +292,11 @@ def test_error_without_lanes_says_how_to_resume(tmp_path: Path) -> None:
     made, _ = window(tmp_path, lanes)
     with pytest.raises(CaptureError, match=r"no disk.*capture --resume"):
         made.carry_out()
-    assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"pending"}
+    assert {cell.status for cell in read_run(made.folders[0]).cells} == {"pending"}
     lanes.fates.clear()
-    again = CampaignScheduler([made.campaigns[0].folder], lanes)
+    again = CampaignScheduler([made.folders[0]], lanes)
     again.carry_out()
-    assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"ok"}
+    assert {cell.status for cell in read_run(made.folders[0]).cells} == {"ok"}
 
 
 def test_full_disk_ends_the_client_but_counts_as_no_failure(tmp_path: Path) -> None:
@@ -307,15 +308,15 @@ def test_full_disk_ends_the_client_but_counts_as_no_failure(tmp_path: Path) -> N
     assert [group for _, group in lanes.given] == ["g0", "g1"]
     assert not any("tried again" in text for text in said)
     lanes.fates.clear()
-    CampaignScheduler([made.campaigns[0].folder], lanes).carry_out()
-    assert {cell.status for cell in read_run(made.campaigns[0].folder).cells} == {"ok"}
+    CampaignScheduler([made.folders[0]], lanes).carry_out()
+    assert {cell.status for cell in read_run(made.folders[0]).cells} == {"ok"}
 
 
 def test_unfinished_campaign_is_read_with_its_finished_groups(tmp_path: Path) -> None:
     lanes = Lanes("a")
     lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
     made, _ = window(tmp_path, lanes)
-    folder = made.campaigns[0].folder
+    folder = made.folders[0]
     planned_run = (folder / "run.json").read_bytes()
     with pytest.raises(UnwritableError):
         made.carry_out()
@@ -327,7 +328,7 @@ def test_unfinished_campaign_is_read_with_its_finished_groups(tmp_path: Path) ->
 
 def test_client_killed_before_merging_is_resumed(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"))
-    folder = made.campaigns[0].folder
+    folder = made.folders[0]
     planned_run = (folder / "run.json").read_bytes()
     made.carry_out()
     (folder / "run.json").write_bytes(planned_run)
@@ -352,16 +353,17 @@ def test_worker_killed_at_its_start_costs_no_lane(tmp_path: Path) -> None:
 
 def test_cells_measured_on_shared_cores_have_a_warning(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"), 2)
-    (loaded,) = made.campaigns
+    (folder,) = made.folders
+    planned_run, groups = read_run(folder), campaign.read_campaign(folder)
     for number, shares in enumerate((True, False)):
-        spec = make_spec(loaded.folder, loaded.campaign, loaded.run, loaded.campaign.groups[number])
+        spec = make_spec(folder, groups, planned_run, groups.groups[number])
         first, second = spec["run"]["cells"]
         first |= {"status": "ok", "samples": {"wall": [1, 2, 3]}}
         second |= {"status": "ok", "samples": {"kernel": [1, 2, 3]}}
         part = Path(spec["root"]) / f"{spec['group']}.x.part"
         make_part(part, spec)
         finish(part, {**spec, "shares_cores": shares})
-    run = read_run(loaded.folder)
+    run = read_run(folder)
     assert [SHARED_CORES in cell.warnings for cell in run.cells] == [True, False, False, False]
     assert [problem.code for problem in run.problems] == ["shared_host"]
 
@@ -396,10 +398,10 @@ def test_finished_groups_are_not_repeated(tmp_path: Path) -> None:
     made, _ = window(tmp_path, lanes)
     made.carry_out()
     lanes.given.clear()
-    record = (made.campaigns[0].folder / "run.json").read_bytes()
-    CampaignScheduler([made.campaigns[0].folder], lanes).carry_out()
+    record = (made.folders[0] / "run.json").read_bytes()
+    CampaignScheduler([made.folders[0]], lanes).carry_out()
     assert lanes.given == []
-    assert (made.campaigns[0].folder / "run.json").read_bytes() == record
+    assert (made.folders[0] / "run.json").read_bytes() == record
 
 
 @pytest.mark.parametrize("what", ["run", "campaign", "output", "archive"])
@@ -407,14 +409,15 @@ def test_hosts_with_equal_process_ids_can_share_a_folder(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = window(tmp_path, Lanes("a"), 1)
-    folder, (loaded,) = made.campaigns[0].folder, made.campaigns
+    (folder,) = made.folders
+    recorded, groups = read_run(folder), campaign.read_campaign(folder)
     data, expected = pack(folder), content_hash(folder)
 
     def write() -> None:
         if what == "run":
-            write_run(folder, loaded.run)
+            write_run(folder, recorded)
         elif what == "campaign":
-            write_campaign(folder, loaded.campaign)
+            write_campaign(folder, groups)
         elif what == "output":
             with atomic_file(folder / "report.html", force=True) as output:
                 output.write(b"<html>")
@@ -434,7 +437,7 @@ def test_hosts_with_equal_process_ids_can_share_a_folder(
     monkeypatch.setattr(os, "getpid", lambda: 7)
     write()
     monkeypatch.undo()
-    assert not others and read_run(folder).cells == loaded.run.cells
+    assert not others and read_run(folder).cells == recorded.cells
     assert [path for path in folder.rglob(".*") if path.name != ".lock"] == []
 
 
@@ -456,16 +459,16 @@ def test_second_interrupt_ends_the_lanes(tmp_path: Path) -> None:
         made.carry_out()
     assert lanes.ended == ["a"]
     assert any("Ctrl-C again" in text for text in said)
-    assert not group_folder(made.campaigns[0].folder, "g0").exists()
+    assert not group_folder(made.folders[0], "g0").exists()
 
 
 def test_invalid_campaign_file_is_refused(tmp_path: Path) -> None:
     made, _ = window(tmp_path, Lanes("a"))
-    path = made.campaigns[0].folder / "campaign.json"
+    path = made.folders[0] / "campaign.json"
     for text, words in (("{", "not a campaign"), (json.dumps({"backends": []}), "not a campaign")):
         path.write_text(text)
         with pytest.raises(Exception, match=words):
-            campaign.read_campaign(made.campaigns[0].folder)
+            campaign.read_campaign(made.folders[0])
 
 
 @pytest.mark.parametrize(

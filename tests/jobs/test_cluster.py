@@ -30,10 +30,10 @@ from profharness.attention.config import expand_configs, parse_config
 from profharness.commands.doctor.checks import check_lanes
 from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs import cluster as clusters
+from profharness.jobs.campaign import Plain
 from profharness.jobs.cluster import Cluster, check_address
 from profharness.jobs.fleet import describe_lanes, lanes_device, open_transport
 from profharness.jobs.into_store import capture_into_store, resume_into_store
-from profharness.jobs.scheduler import Plain
 from profharness.processes import child_environment
 from profharness.recording.supervise import Step
 from profharness.run import CaptureOptions, Fleet, Protocol

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from profharness.errors import CaptureError
-from profharness.jobs.run_archive import content_hash, pack, unpack
+from profharness.jobs.lane import content_hash, pack, unpack
 from profharness.run import Protocol, Run, write_run
 
 
