@@ -26,11 +26,12 @@ from profharness.commands.analyze.figures import (
 from profharness.commands.kernels import tables as kernels
 from profharness.commands.ranks.comparison import RankFigures
 from profharness.commands.report.glossary import GLOSSARY
-from profharness.commands.runs import tables as runs
+from profharness.commands.runs import RUN_FIELDS
 from profharness.measurements.evaluation import Loss
 from profharness.program.counters import Counters
 from profharness.program.layer_map import LayerForecast, LayerRow
 from profharness.render.document import field_names
+from profharness.rows import RunRow
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 HEAD = """# Reference
@@ -95,7 +96,7 @@ def page() -> str:
         "## Columns\n\nJSON and CSV contain times in ns, sizes in bytes, rates in FLOP/s and bytes/s, and "
         "shares from 0 to 1.\n"
     )
-    parts += row_lines("Runs (`runs`)", {key: runs.RUN[key] for key in runs.RUN_FIELDS})
+    parts += row_lines("Runs (`runs`)", {key: columns_of(RunRow)[key] for key in RUN_FIELDS})
     parts += row_lines("Kernels (`kernels`)", {key: kernels.KERNEL[name] for key, name in fields})
     cells: dict[str, Any] = {key: kernels.CELL[key] for key in kernels.CELL_FIELDS}
     parts += row_lines("Cells (`kernels`, key `cells`)", cells)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from profharness.commands.doctor.checks import (
+from profharness.commands.doctor import (
     check_compilers,
     check_counters,
     check_dcgm,
@@ -24,6 +24,7 @@ from profharness.commands.doctor.checks import (
     check_importer,
     check_injection,
     check_ncu_driver,
+    check_ncu_reader,
     check_sandbox,
     check_store,
     check_tmpdir,
@@ -31,9 +32,7 @@ from profharness.commands.doctor.checks import (
     find_importer,
     may_administer,
     missing_libraries,
-    ncu_reader,
     packages_remedy,
-    parse_ldd,
     process_names,
     run_checks,
 )
@@ -187,7 +186,6 @@ def test_a_missing_library_is_named_with_its_package(
 
 
 def test_ldd() -> None:
-    assert parse_ldd(LDD) == ["libdw.so.1", "libelf.so.1", "libodd.so.9"]
     assert missing_libraries(Path("/bin/sleep")) == []
     assert missing_libraries(Path("/no/such/file")) is None
     assert packages_remedy(["libssh.so.4"]) == "install libssh-4 (names of Debian and Ubuntu)"
@@ -222,7 +220,7 @@ def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
         "from importlib import metadata\n"
         "def version(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = version\n"
-        "from profharness.commands.doctor.checks import ncu_reader; print(ncu_reader().detail)"
+        "from profharness.commands.doctor import check_ncu_reader; print(check_ncu_reader().detail)"
     )
     root = str(Path(__file__).resolve().parents[1])
 
@@ -238,7 +236,7 @@ def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
 
 
 def test_the_reader_here_is_named() -> None:
-    check = ncu_reader()
+    check = check_ncu_reader()
     assert check.name == "ncu-report"
     assert check.state in ("ok", "absent")
     assert bool(check.remedy) == (check.state == "absent")
@@ -372,8 +370,8 @@ def test_an_extra_has_its_versions_or_its_remedy(
 def test_a_missing_nvrtc_has_its_remedy() -> None:
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "from profharness.commands.doctor.checks import check_nvrtc\n"
-        "print(check_nvrtc())"
+        "from profharness.commands.doctor import check_compilers\n"
+        "print(check_compilers({})[1])"
     )
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)

@@ -31,7 +31,7 @@ DATABASES = {"sqlite3.connect"}
 OTHERS = {
     "files.py": "the one place",
     "processes.py": "/proc, and logs of processes that it started",
-    "commands/doctor/checks.py": "/proc and /sys",
+    "commands/doctor.py": "/proc and /sys",
     "jobs/lane.py": "/proc",
     "jobs/fleet.py": "/sys",
     "jobs/run_archive.py": "an archive in memory",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from profharness.columns import Column
 from profharness.commands._command import command, declaration_of, document
-from profharness.commands.doctor.tables import backends_document
-from profharness.render.document import Document
+from profharness.render.document import Block, Document, Note, Table, record
 from profharness.store import to_frame
 
 if TYPE_CHECKING:
@@ -41,8 +41,26 @@ def list_backends() -> list[BackendState]:
 
 @document(list_backends)
 def show(states: list[BackendState]) -> Document:
-    """Return the document."""
-    return backends_document(states)
+    """Return the document: one row per backend, then why some are unavailable."""
+    columns = (
+        Column("backend", "backend"),
+        Column("runs", "runs here"),
+        Column("device", "device"),
+        Column("summary", "what it is", shrink=True),
+    )
+    rows = tuple(
+        (state.backend, "yes" if state.runs else "no", state.device, state.summary)
+        for state in states
+    )
+    notes = tuple(
+        Note((state.reason or "no reason given").splitlines()[0], state.backend)
+        for state in states
+        if not state.runs
+    )
+    blocks: tuple[Block, ...] = (Table(columns, rows), *notes)
+    fields = ("backend", "runs", "reason", "device", "summary", "status", "code")
+    records = tuple(map(record, states))
+    return Document("profharness.backends/1", "Backends", blocks, fields, records)
 
 
 DECLARATION = declaration_of(list_backends)

@@ -22,7 +22,7 @@ from profharness.attention.backends import (
 )
 from profharness.attention.backends.base import RefusedError, check_limits
 from profharness.attention.config import MASKS, Config, expand_configs, parse_config
-from profharness.commands.doctor.tables import backends_document
+from profharness.commands.backends import show
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.recording.capture import capture
 from profharness.recording.probe import probe_backends
@@ -142,7 +142,7 @@ def test_backends_lists_all_with_their_reasons(
     assert states["naive"].runs
     for name in {*own} - {"naive"}:  # without a GPU none of them is an error
         assert (states[name].runs, states[name].status) == (False, "refused"), states[name]
-    document = backends_document(list(states.values()))
+    document = show(list(states.values()))
     assert document.fields[:5] == ("backend", "runs", "reason", "device", "summary")
     assert [row["backend"] for row in document.records] == list(states)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.commands.export.chrome_trace import (
+from profharness.commands.export import (
     FIRST_TRACK,
     Section,
     in_order,
@@ -69,7 +69,7 @@ def outer(start_ns: int, duration_ns: int) -> RangeRow:
 
 def written(*sections: Section) -> dict[str, Any]:
     out = io.BytesIO()
-    write_chrome_trace(out, sections, devices=[DEVICE], properties={"traceName": "t"})
+    write_chrome_trace(out, sections, [DEVICE], "t")
     read: dict[str, Any] = json.loads(out.getvalue())
     return read
 

@@ -14,10 +14,9 @@ from click.testing import CliRunner, Result
 
 from profharness.attention.config import parse_config
 from profharness.cli import find_command
-from profharness.commands.export.chrome_trace import choose_profilers
 from profharness.errors import NotFoundError, UsageError
 from profharness.run import Cell, Protocol, Run, TraceFile, write_run
-from profharness.store import ingest_path, open_store
+from profharness.store import ingest_path
 
 command = find_command("export")
 
@@ -104,8 +103,6 @@ def test_a_profiler_without_launches_is_refused(watched: Path) -> None:
         result = export(watched, "--profiler", name)
         assert isinstance(result.exception, kind)
         assert "torch, nsys" in str(result.exception) or "nsys, torch" in str(result.exception)
-    with open_store(watched) as store:
-        assert choose_profilers(store, "r1", "all") == ("torch", "nsys")
 
 
 @pytest.mark.parametrize("name", ["nsys_h200", "nsys_h200_startend"])

@@ -27,7 +27,7 @@ from waiting import Clock, alive, until
 import profharness.jobs.campaign as campaigns
 from profharness import __version__
 from profharness.attention.config import expand_configs, parse_config
-from profharness.commands.doctor.checks import check_lanes
+from profharness.commands.doctor import check_lanes
 from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs import cluster as clusters
 from profharness.jobs.campaign import Plain

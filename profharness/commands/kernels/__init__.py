@@ -36,7 +36,7 @@ from profharness.commands._types import (
     store_path,
 )
 from profharness.commands.kernels.tables import cell_notes, kernels_document, witness_document
-from profharness.commands.runs.tables import warning_notes, with_warnings
+from profharness.commands.runs import warning_notes, with_warnings
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.files import shell_command
 from profharness.measurements.agreement import (

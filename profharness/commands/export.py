@@ -1,5 +1,5 @@
-"""Export a stored run as a Chrome trace in Kineto's layout, for Perfetto, chrome://tracing and
-HolisticTraceAnalysis.
+"""`profharness export`: write a stored run as a Chrome trace in Kineto's layout, for Perfetto,
+chrome://tracing and HolisticTraceAnalysis.
 
 The format is "Trace Event Format" (Google, 2016). Categories and argument names are those of
 PyTorch's own traces.
@@ -10,23 +10,38 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, Any, cast
 
 import msgspec
 from isal import igzip
 
+from profharness.commands._command import as_is, command, declaration_of, document
+from profharness.commands._options import Option
+from profharness.commands._output import hint, quiet_stdout
+from profharness.commands._types import (
+    EVERY_PROFILER,
+    Force,
+    OutputFile,
+    Store,
+    complete_runs,
+    require_profilers,
+    store_path,
+)
 from profharness.devices import Device, occupancy
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
 from profharness.rows import COUNTERS, TRACE_PROFILERS
-from profharness.store import LaunchRow, RangeRow, Selection, Store
+from profharness.store import LaunchRow, RangeRow, Selection, open_store
+from profharness.store import Store as OpenStore
 
 Event = dict[str, Any]
 # A sort key and the event. The number breaks ties, because dicts cannot be compared.
 _Timed = tuple[int, int, int, Event]
+Counters = Callable[[int], Mapping[str, tuple[float, str]]]
 
 # Above every Linux thread id, because CPU ops share a process with real threads.
 FIRST_TRACK = (1 << 22) + 1
@@ -36,9 +51,7 @@ WINDOW = 1 << 14  # number of events that are buffered to sort them
 # recent launch calls that are kept, because one graph launch starts many kernels
 RECENT_CALLS = 1 << 12
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
-LONGEST_OP = (
-    WINDOW // 8
-)  # maximum number of launches in the event of an op, so that it can be sorted
+LONGEST_OP = WINDOW // 8  # most launches in the event of an op, so that it can be sorted
 NO_THREAD = "a thread that was not recorded"
 
 
@@ -79,6 +92,110 @@ _DEVICE_KEYS = {
     "numSms": "num_sms",
 }
 
+ExportedRun = Annotated[str, Option(complete=complete_runs)]
+Profiler = Annotated[
+    str | None,
+    Option(
+        ("--profiler",),
+        metavar="NAME",
+        check=require_profilers,
+        help="Write the launches that this profiler recorded: torch, nsys, ncu, or all.  [default: the first that "
+        "the run has]",
+    ),
+]
+
+
+@command("export", frame=as_is)
+def export(
+    run: ExportedRun,
+    path: OutputFile = None,
+    *,
+    profiler: Profiler = None,
+    force: Force = False,
+    store: Store = None,
+) -> int:
+    """Write a run as a Chrome trace. The run may come from any profiler.
+
+    The file opens in Perfetto, chrome://tracing and HolisticTraceAnalysis. It has one track per cell
+    with its kernels. Each launch has its resources, theoretical occupancy, op stack and counters of
+    ncu. The tracks of threads contain ranges, launch calls, and ops that launched kernels. The store
+    has no times of ops, so an op is drawn from its first launch to its last. If FILE ends in .gz, it
+    is compressed. Without -o, the trace is written to stdout as plain JSON.
+
+    Each profiler of a run has its own clock. With `--profiler all`, each gets its own processes in
+    the file, and all start at 0.
+
+    \b
+    Example:
+      profharness export latest -o trace.json.gz
+
+    In Python the result is the number of launches in the trace.
+    """
+    with open_store(store_path(store)) as opened:
+        name = _find_run(opened, run, profiler)
+        profilers = _profilers_with_launches(opened, name, profiler)
+        # each profiler has its own clock, so only one is written unless `all` is given
+        if profiler is None:
+            if profilers[1:]:
+                others = "|".join(sorted(profilers[1:]))
+                hint(f"this is what {profilers[0]} saw; --profiler {others}|all for more")
+            profilers = profilers[:1]
+        if path is None:
+            with quiet_stdout() as stream:
+                return _write_run(opened, name, stream, profilers)
+            return 0  # the reader of stdout closed it
+        output = Path(path)
+        with atomic_file(output, force=force) as file:
+            if output.suffix == ".gz":
+                # Write no timestamp and no file name, so that equal runs give equal bytes.
+                with igzip.GzipFile("", "wb", compresslevel=2, fileobj=file, mtime=0) as packed:
+                    launches = _write_run(opened, name, cast("IO[bytes]", packed), profilers)
+            else:
+                launches = _write_run(opened, name, file, profilers)
+    hint(f"wrote {path}: {launches:,} launches of run {name}")
+    return launches
+
+
+@document(export)
+def show(launches: int) -> None:
+    """Print nothing: the trace is written."""
+
+
+def _find_run(store: OpenStore, ref: str, profiler: str | None) -> str:
+    """Return the run of a reference. `latest` is the newest with launches, preferably of that
+    profiler.
+    """
+    if profiler not in (None, EVERY_PROFILER):
+        with contextlib.suppress(NotFoundError):
+            return store.find_run(Selection(ref, profilers=(str(profiler),)))
+    return store.find_run(Selection(ref))
+
+
+def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -> list[str]:
+    """Return the profilers of a run that recorded launches, the first of TRACE_PROFILERS first, or
+    only the given one. Raise NotFoundError if there are none.
+    """
+    row = next(row for row in store.runs() if row.run == run)
+    found = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
+    if not found:
+        raise NotFoundError(f"run {run} has no kernels; see it with: {store.shown_by(run)}")
+    if profiler in (None, EVERY_PROFILER):
+        return sorted(found, key=(*TRACE_PROFILERS, *found).index)
+    if profiler not in found:
+        there = f"there are those of {', '.join(found)}"
+        raise NotFoundError(f"run {run} has no launches of profiler {profiler!r}; {there}")
+    return [profiler]
+
+
+def _write_run(store: OpenStore, run: str, out: IO[bytes], profilers: list[str]) -> int:
+    ranges, sections = store.ranges(run), []
+    for profiler in profilers:
+        own = [row for row in ranges if row.profiler == profiler]
+        name = profiler if len(profilers) > 1 else None
+        counters = store.launch_metrics if profiler in COUNTERS else None
+        sections.append(Section(store.launches(run, profiler=profiler), own, name, counters))
+    return write_chrome_trace(out, sections, store.devices(run), f"profharness run {run}")
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -87,30 +204,29 @@ class Section:
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
     name: str | None = None  # a named section has processes of its own
-    # metrics (value and unit) by launch id
-    counters: Callable[[int], Mapping[str, tuple[float, str]]] | None = None
+    counters: Counters | None = None  # metrics (value and unit) by launch id
 
 
 @dataclass(slots=True)
 class _Tracks:
-    """Track numbers: one per process and name, and another if two launches of a track overlap."""
+    """Numbers of tracks: one per process and name, and another if two launches of a track overlap."""
 
     numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     announced: set[tuple[int, int]] = field(default_factory=set)
     open_ends: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
-    def lane(self, pid: int, name: str, start_ns: int, end_ns: int) -> tuple[int, str | None]:
+    def free(self, pid: int, name: str, start_ns: int, end_ns: int) -> tuple[int, str | None]:
         """Return the track that is free at start_ns, and its title if it is new."""
-        lanes = self.numbers.setdefault((pid, name), [])
-        for number in lanes:
+        numbers = self.numbers.setdefault((pid, name), [])
+        for number in numbers:
             if self.ends[number] <= start_ns:
                 self.ends[number] = end_ns
                 return number, None
         number = FIRST_TRACK + len(self.ends)
-        lanes.append(number)
+        numbers.append(number)
         self.ends[number] = end_ns
-        return number, name if len(lanes) == 1 else f"{name} #{len(lanes)}"
+        return number, name if len(numbers) == 1 else f"{name} #{len(numbers)}"
 
     def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
         """Open a range if it is within the innermost open one of its thread. Ranges are sorted by
@@ -126,28 +242,20 @@ class _Tracks:
 
 
 def write_chrome_trace(
-    out: IO[bytes],
-    sections: Iterable[Section],
-    *,
-    devices: Iterable[Device] = (),
-    properties: Mapping[str, Any] | None = None,
+    out: IO[bytes], sections: Iterable[Section], devices: Iterable[Device] = (), name: str = ""
 ) -> int:
     """Write the trace and return its number of launches. Every section starts at time zero. Rows
     are read once, so memory use is constant.
     """
     encode = msgspec.json.Encoder().encode
     devices = tuple(devices)
-    header: dict[str, Any] = {
+    known = [{key: getattr(each, name) for key, name in _DEVICE_KEYS.items()} for each in devices]
+    header = {
         "schemaVersion": 1,
         "deviceProperties": [
-            {
-                key: value
-                for key, name in _DEVICE_KEYS.items()
-                if (value := getattr(device, name)) is not None
-            }
-            for device in devices
+            {key: value for key, value in each.items() if value is not None} for each in known
         ],
-        **(properties or {}),
+        "traceName": name,
         "displayTimeUnit": "ns",
     }
     # leave the object open, so that events are written as they arrive
@@ -172,34 +280,27 @@ def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
 
 
 def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterator[Event]:
-    """Yield the events of all sections. The n-th named one has processes from n * SECTION_STEP."""
+    """Yield the events of all sections. The n-th named one has processes from n * SECTION_STEP.
+    Tracks shift too, because Perfetto numbers threads globally.
+    """
     tracks = _Tracks()
     titles = {device.index: f"GPU {device.index} {device.name}" for device in devices}
-    named = itertools.count(1)
+    shift = 0
     for section in sections:
         if section.name is None:
             for index, title in titles.items():
                 yield _metadata("process_name", index, 0, title)
             yield from _section_events(section, tracks, devices)
-        else:
-            events = _section_events(section, _Tracks(), devices)
-            yield from _apart(events, section.name, next(named) * SECTION_STEP, titles)
-
-
-def _apart(
-    events: Iterator[Event], name: str, shift: int, titles: Mapping[int, str]
-) -> Iterator[Event]:
-    """Yield the events with processes of their own. Tracks shift too, because Perfetto numbers
-    threads globally.
-    """
-    named: set[int] = set()
-    for event in events:
-        pid = event["pid"]
-        if pid not in named:
-            named.add(pid)
-            title = titles.get(pid, f"process {pid}")
-            yield _metadata("process_name", pid + shift, 0, f"{name}: {title}")
-        yield {**event, "pid": pid + shift, "tid": event["tid"] + shift}
+            continue
+        shift += SECTION_STEP
+        named: set[int] = set()
+        for event in _section_events(section, _Tracks(), devices):
+            pid = event["pid"]
+            if pid not in named:
+                named.add(pid)
+                title = f"{section.name}: {titles.get(pid, f'process {pid}')}"
+                yield _metadata("process_name", pid + shift, 0, title)
+            yield {**event, "pid": pid + shift, "tid": event["tid"] + shift}
 
 
 def _section_events(
@@ -218,49 +319,39 @@ def _section_events(
         )
         for row in section.ranges
     )
-    details = _Details(section.counters, {device.index: device for device in devices})
-    launches = _launch_events(section.launches, details, ties)
+    launches = _launch_events(section, {device.index: device for device in devices}, ties)
     base: int | None = None
     for start_ns, _, _, event in heapq.merge(in_order(ranges), in_order(launches)):
         base = start_ns if base is None else base
-        end_ns = start_ns - base + event["dur"]
-        launched, thread = _is_launch(event), (event["pid"], event["tid"])
-        loose = event["cat"] in ("user_annotation", "cpu_op") and not launched
-        # A negative number means that the profiler did not record the thread.
-        loose = loose and not (thread[1] >= 0 and tracks.nests(*thread, start_ns - base, end_ns))
-        if loose or launched:
-            # NVTX start/end ranges may overlap, which one track cannot show
-            name = _loose_title(event) if loose else event["tid"]
-            track, title = tracks.lane(event["pid"], name, start_ns - base, end_ns)
-            event["tid"] = track
+        begin, end = start_ns - base, start_ns - base + event["dur"]
+        pid, tid, is_op = event["pid"], event["tid"], event["cat"] == "cpu_op"
+        name: str | None = None
+        if _is_launch(event):
+            name = tid
+        elif (is_op or event["cat"] == "user_annotation") and (
+            # NVTX start/end ranges may overlap, which one track cannot show. A negative number
+            # means that the profiler did not record the thread.
+            tid < 0 or not tracks.nests(pid, tid, begin, end)
+        ):
+            thread = f"thread {tid}" if tid >= 0 else NO_THREAD
+            name = f"{'ops' if is_op else 'ranges'} of {thread}"
+        if name is not None:
+            event["tid"], title = tracks.free(pid, name, begin, end)
             if title is not None:
-                yield _metadata("thread_name", event["pid"], track, title)
-        elif (event["pid"], event["tid"]) not in tracks.announced:
-            tracks.announced.add((event["pid"], event["tid"]))
-            yield _metadata("thread_name", event["pid"], event["tid"], f"thread {event['tid']}")
-        event["ts"] = (start_ns - base) / 1000
-        if "dur" in event:
-            event["dur"] /= 1000
+                yield _metadata("thread_name", pid, event["tid"], title)
+        elif (pid, tid) not in tracks.announced:
+            tracks.announced.add((pid, tid))
+            yield _metadata("thread_name", pid, tid, f"thread {tid}")
+        event["ts"] = begin / 1000
+        event["dur"] /= 1000
         yield event
-        yield from _arrow(event)
-
-
-def _loose_title(event: Event) -> str:
-    what = "ops" if event["cat"] == "cpu_op" else "ranges"
-    return f"{what} of {'thread ' + str(event['tid']) if event['tid'] >= 0 else NO_THREAD}"
-
-
-def _arrow(event: Event) -> Iterator[Event]:
-    """Yield the flow from a launch call to its launch, under the launch's id, which is unique among
-    profilers.
-    """
-    flow = event["args"].get("flow")
-    if flow is None:
-        return
-    # bp e: the arrow ends at the launch itself, not at the event after it
-    end = {"ph": "s"} if event["cat"].startswith("cuda_") else {"ph": "f", "bp": "e"}
-    place = {key: event[key] for key in ("pid", "tid", "ts")}
-    yield {**end, "id": flow, "cat": "ac2g", "name": "ac2g", **place}
+        # the arrow from a launch call to its launch, under the launch's id, which is unique among
+        # profilers
+        if (flow := event["args"].get("flow")) is not None:
+            # bp e: the arrow ends at the launch itself, not at the event after it
+            end_of = {"ph": "s"} if event["cat"].startswith("cuda_") else {"ph": "f", "bp": "e"}
+            position = {key: event[key] for key in ("pid", "tid", "ts")}
+            yield {**end_of, "id": flow, "cat": "ac2g", "name": "ac2g", **position}
 
 
 def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
@@ -278,28 +369,6 @@ def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]
 def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, Any]) -> Event:
     """Return a complete event without its `ts`. `dur` is in ns until it is written."""
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "dur": dur, "args": args}
-
-
-@dataclass(frozen=True, slots=True)
-class _Details:
-    """Data about launches other than their rows."""
-
-    counters: Callable[[int], Mapping[str, tuple[float, str]]] | None
-    devices: Mapping[int, Device]
-
-    def args(self, row: LaunchRow) -> dict[str, Any]:
-        """Return the occupancy and the hardware counters of a launch, if they are known."""
-        args: dict[str, Any] = {}
-        device = self.devices.get(row.device)
-        shared, registers = row.shared_bytes, row.registers_per_thread
-        if device and None not in (row.block_x, shared, registers):
-            threads = (row.block_x or 0) * (row.block_y or 0) * (row.block_z or 0)
-            if result := occupancy(threads, registers or 0, shared or 0, device):
-                args["theoretical occupancy %"] = round(100 * result.fraction, 1)
-                args["occupancy limiter"] = result.limiter
-        for name, (value, unit) in self.counters(row.launch_id).items() if self.counters else ():
-            args[f"{name} [{unit}]" if unit else name] = value
-        return args
 
 
 @dataclass(slots=True)
@@ -361,12 +430,12 @@ class _Ops:
 
 
 def _launch_events(
-    launches: Iterable[LaunchRow], details: _Details, ties: Iterator[int]
+    section: Section, devices: Mapping[int, Device], ties: Iterator[int]
 ) -> Iterator[_Timed]:
     """Yield each launch, preceded by its launch call once per call, and surrounded by its ops."""
     recent: dict[tuple[int, int], int] = {}
     ops = _Ops(ties)
-    for row in launches:
+    for row in section.launches:
         flow: int | None = None
         yield from ops.add(row)
         if row.api is not None and row.launch_ns is not None and row.pid is not None:
@@ -379,7 +448,7 @@ def _launch_events(
                     # A dict keeps its order, so the first key is the oldest.
                     del recent[next(iter(recent))]
                 yield row.launch_ns, 0, next(ties), _call_event(row, flow)
-        event = _launch_event(row, flow, details.args(row))
+        event = _launch_event(row, flow, devices.get(row.device), section.counters)
         yield row.start_ns, -(row.duration_ns or 0), next(ties), event
     yield from ops.rest()
 
@@ -388,95 +457,47 @@ def _call_event(row: LaunchRow, flow: int) -> Event:
     """Return the launch call with duration 0: the store has its start only."""
     name = row.api or ""
     driver = name.startswith("cu") and not name.startswith("cuda")
-    args = {"correlation": row.correlation, "flow": flow}
-    given = {key: value for key, value in args.items() if value is not None}
-    return _event("cuda_driver" if driver else "cuda_runtime", name, row.pid, row.tid, 0, given)
+    args = {"correlation": row.correlation} if row.correlation is not None else {}
+    category = "cuda_driver" if driver else "cuda_runtime"
+    return _event(category, name, row.pid, row.tid, 0, {**args, "flow": flow})
 
 
-def _launch_event(row: LaunchRow, flow: int | None, more: Mapping[str, Any]) -> Event:
-    """Return a kernel, copy or op on the track of its cell. `tid` is the track's title at first."""
+def _launch_event(
+    row: LaunchRow, flow: int | None, device: Device | None, counters: Counters | None
+) -> Event:
+    """Return a kernel, copy or op. Its `tid` is the title of its track: the cell, or for a foreign
+    trace the stream or the thread.
+    """
     on_host = row.device is None or row.device < 0
     values = ((name, getattr(row, key)) for key, name in _ARGS.items())
     args: dict[str, Any] = {name: value for name, value in values if value is not None}
+    threads = None
     if row.grid_x is not None:
         args["grid"] = [row.grid_x, row.grid_y, row.grid_z]
     if row.block_x is not None:
         args["block"] = [row.block_x, row.block_y, row.block_z]
+        threads = math.prod(size or 0 for size in args["block"])
     if not on_host:
         args["device"] = row.device
     if flow is not None:
         args["flow"] = flow
     if row.duration_ns is None:  # ncu without its time metric
         args["duration"] = "not measured"
-    args |= more
+    if result := occupancy(threads, row.registers_per_thread, row.shared_bytes, device):
+        args["theoretical occupancy %"] = round(100 * result.fraction, 1)
+        args["occupancy limiter"] = result.limiter
+    for name, (value, unit) in counters(row.launch_id).items() if counters else ():
+        args[f"{name} [{unit}]" if unit else name] = value
+    if row.cell is not None:
+        title = f"{row.config} {row.backend}"
+    elif on_host:
+        title = f"ops of thread {row.tid}"
+    else:
+        title = f"stream {row.stream if row.stream is not None else '-'}"
     category = CATEGORIES.get(row.kernel_kind, "kernel")
     pid = (row.pid or 0) if on_host else row.device
-    return _event(category, row.kernel, pid, _title(row, on_host), row.duration_ns or 0, args)
+    track = f"{title} ({row.profiler})"
+    return _event(category, row.kernel, pid, track, row.duration_ns or 0, args)
 
 
-def _title(row: LaunchRow, on_host: bool) -> str:
-    """Return a track's name: the cell's config and backend, or for a foreign trace the stream or
-    thread.
-    """
-    if row.cell is not None:
-        return f"{row.config} {row.backend} ({row.profiler})"
-    if on_host:
-        return f"ops of thread {row.tid} ({row.profiler})"
-    return f"stream {row.stream if row.stream is not None else '-'} ({row.profiler})"
-
-
-ALL = "all"
-
-
-def find_exported(store: Store, ref: str, profiler: str | None = None) -> str:
-    """Return the run of a reference. `latest` is the newest with launches, preferably of that
-    profiler. Raise NotFoundError.
-    """
-    if profiler not in (None, ALL):
-        with contextlib.suppress(NotFoundError):
-            return store.find_run(Selection(ref, profilers=(str(profiler),)))
-    return store.find_run(Selection(ref))
-
-
-def choose_profilers(store: Store, run: str, profiler: str | None = None) -> tuple[str, ...]:
-    """Return the profilers to export, among those that recorded launches. None selects the first of
-    TRACE_PROFILERS, `all` every one. Raise NotFoundError if there are none.
-    """
-    row = next(row for row in store.runs() if row.run == run)
-    held = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
-    if not held:
-        raise NotFoundError(f"run {run} has no kernels; see it with: {store.shown_by(run)}")
-    if profiler not in (None, ALL, *held):
-        there = f"there are those of {', '.join(held)}"
-        raise NotFoundError(f"run {run} has no launches of profiler {profiler!r}; {there}")
-    if profiler not in (None, ALL):
-        return (str(profiler),)
-    ranked = dict.fromkeys([*(name for name in TRACE_PROFILERS if name in held), *held])
-    return tuple(ranked if profiler == ALL else list(ranked)[:1])
-
-
-def write_run_file(
-    store: Store, run: str, output: Path, *, force: bool = False, profiler: str | None = None
-) -> int:
-    """Write the run to a file, compressed if its name ends in .gz. Return the number of launches.
-    Raise UsageError if the file exists, unless `force` is set.
-    """
-    chosen = choose_profilers(store, run, profiler)
-    with atomic_file(output, force=force) as file:
-        if output.suffix != ".gz":
-            return write_run(store, run, file, chosen)
-        # Write no timestamp and no file name, so that equal runs give equal bytes.
-        with igzip.GzipFile("", "wb", compresslevel=2, fileobj=file, mtime=0) as packed:
-            return write_run(store, run, cast("IO[bytes]", packed), chosen)
-
-
-def write_run(store: Store, run: str, out: IO[bytes], profilers: tuple[str, ...]) -> int:
-    """Write the profilers' data of the run as plain JSON. Return its number of launches."""
-    ranges, sections = store.ranges(run), []
-    for profiler in profilers:
-        own = [row for row in ranges if row.profiler == profiler]
-        name = profiler if len(profilers) > 1 else None
-        counters = store.launch_metrics if profiler in COUNTERS else None
-        sections.append(Section(store.launches(run, profiler=profiler), own, name, counters))
-    properties = {"traceName": f"profharness run {run}"}
-    return write_chrome_trace(out, sections, devices=store.devices(run), properties=properties)
+DECLARATION = declaration_of(export)

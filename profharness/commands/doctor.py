@@ -1,4 +1,4 @@
-"""Check what is installed and works, each with a remedy. Nothing is changed or launched."""
+"""`profharness doctor`: check what is installed and works, each with a remedy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import click
+
+from profharness import __version__
 from profharness.attention.backends.base import RefusedError
 from profharness.attention.backends.cuda_source import nvrtc_version
+from profharness.columns import column, columns_of
+from profharness.commands._command import command, declaration_of, document, gate
+from profharness.commands._options import Option
+from profharness.commands._types import Insecure, Store, store_path
 from profharness.device_types import on_gpu
 from profharness.environment import EXTRAS, driver_version, installed_versions, missing_packages
 from profharness.errors import NotFoundError, ProfharnessError, install_command
@@ -22,9 +29,14 @@ from profharness.files import open_input
 from profharness.processes import run_briefly
 from profharness.recording.profilers import PROFILERS, find_tool, tool_missing
 from profharness.recording.profilers.base import Tool, ToolError, version_key
+from profharness.render.document import Block, Document, Note, Table, record
 from profharness.rows import NCU, NSYS
-from profharness.store import open_store
+from profharness.run import Fleet
+from profharness.store import open_store, to_frame
 from profharness.traces.compiled import is_compiled
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LDD_TIMEOUT_S = 20.0
 IMPORTER = "QdstrmImporter"
@@ -65,41 +77,121 @@ DRIVER_BRANCHES = {
 }
 
 
+CheckedScheduler = Annotated[
+    str | None,
+    Option(
+        ("--scheduler",),
+        metavar="WHERE",
+        help="Also check the lanes of this scheduler, local or tls://head:8786, and list their differences.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Check:
     """The result of one check."""
 
-    name: str
-    state: str  # `ok`, `warning` (works in part), `missing`, or `absent` (optional)
-    detail: str
+    name: Annotated[str, column("check")]
+    state: Annotated[str, column("state")]
+    """`ok`, `warning` (works in part), `missing`, or `absent` (optional)."""
+    detail: Annotated[str, column("found", shrink=True)]
     remedy: str = ""
 
 
+Lanes = tuple[dict[str, Any], ...]
+
+
+def _to_frame(found: tuple[list[Check], Lanes]) -> pd.DataFrame:
+    return to_frame(found[0], Check)
+
+
+@command("doctor", frame=_to_frame)
+def run_doctor(
+    *, scheduler: CheckedScheduler = None, insecure: Insecure = False, store: Store = None
+) -> tuple[list[Check], Lanes]:
+    """Check Python, torch, CUDA, GPU, driver, compilers, nsys, ncu, extras, permissions and the store.
+
+    Each problem is printed with a remedy. The exit code is 1 if something that every capture needs is
+    missing. Nothing is changed.
+
+    \b
+    Examples:
+      profharness doctor
+      profharness doctor --scheduler tls://head:8786
+
+    In Python the result has one row per check, with its state and remedy.
+    """
+    # loads what starts workers, which --help does not need
+    from profharness.recording.probe import probe_environment
+
+    if scheduler is None:
+        return run_checks(store_path(store), probe_environment), ()
+    from profharness.jobs.fleet import describe_lanes
+
+    lanes = describe_lanes(Fleet(scheduler, insecure=insecure))
+    checks = run_checks(store_path(store), probe_environment)
+    return [*checks, *check_lanes(lanes, __version__)], lanes
+
+
+@document(run_doctor)
+def show(found: tuple[list[Check], Lanes]) -> Document:
+    """Return the document: one row per check, then remedies. JSON also contains what each lane
+    reported.
+    """
+    checks, lanes = found
+    levels = {"missing": "error", "warning": "warning"}
+    notes = tuple(
+        Note(check.remedy, check.name, levels.get(check.state, "note"))
+        for check in checks
+        if check.remedy
+    )
+    blocks: tuple[Block, ...] = (Table.of([*columns_of(Check).values()], checks), *notes)
+    fields = ("name", "state", "detail", "remedy")
+    extra = {"lanes": [*lanes]} if lanes else {}
+    records = tuple(map(record, checks))
+    return Document("profharness.doctor/1", "Doctor", blocks, fields, records, extra)
+
+
+@gate(run_doctor)
+def check(found: tuple[list[Check], Lanes]) -> None:
+    """Exit with 1 if something that every capture needs is missing."""
+    if any(each.state == "missing" for each in found[0]):
+        click.get_current_context().exit(1)
+
+
 def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[Check]:
-    """Run all checks in the order of the report. `probe` queries a worker for its environment."""
+    """Run all checks in the order of the report. `probe` queries a worker for its environment, or
+    returns the text of its failure.
+    """
     environment = probe()
     driver = None if isinstance(environment, str) else environment.get("driver")
-    if driver is None:
-        check = check_driver()
-        driver = check.detail if check.state == "ok" else None
+    sqlite = Check("SQLite", "ok", sqlite3.sqlite_version)
+    if sqlite3.sqlite_version_info < SQLITE_MIN:
+        remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
+        sqlite = Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
+    scanner = Check("trace scanner", "ok", "compiled")
+    if not is_compiled():
+        scanner = Check(
+            "trace scanner",
+            "absent",
+            "not compiled, or from an older source: large traces are read slower",
+            "install a C compiler, then profharness again: pip install --force-reinstall --no-deps",
+        )
     return [
-        check_python(),
-        check_torch(environment),
-        *check_cuda(environment),
+        Check("Python", "ok", f"{platform.python_version()} ({sys.implementation.name})"),
+        _check_torch(environment),
+        *_check_cuda(environment),
         *check_compilers(environment),
-        *check_profilers(driver),
-        ncu_reader(),
-        check_extra("report"),
-        check_extra("web"),
-        check_extra("mcp"),
-        check_extra("cluster"),
-        check_counters(read(DRIVER_PARAMETERS), privileged=may_administer()),
+        *_check_profilers(driver or driver_version()),
+        check_ncu_reader(),
+        *map(check_extra, ("report", "web", "mcp", "cluster")),
+        check_counters(_read(DRIVER_PARAMETERS), privileged=may_administer()),
         check_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
         *check_injection(os.environ.get("CUDA_INJECTION64_PATH")),
         *check_dcgm(process_names()),
-        *check_sandbox(read(Path("/proc/version"))),
-        check_scanner(),
-        check_sqlite(),
+        *check_sandbox(_read(Path("/proc/version"))),
+        scanner,
+        sqlite,
         check_store(store),
     ]
 
@@ -120,49 +212,41 @@ def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]
     if not lanes:
         remedy = "start one worker a GPU; docs/scale.md has the command"
         return [Check("lanes", "missing", "no worker is there", remedy)]
-    checks = [_check_lane(lane) for lane in lanes]
+    checks = []
+    for lane in lanes:
+        known = [f"{key} {lane[key]}" for key in COMPARED if lane.get(key) is not None]
+        detail = f"{lane.get('gpu') or 'CPU'}, {', '.join(known)}" if known else ""
+        state, remedy = "ok", ""
+        if lane["problems"]:
+            detail = "; ".join(filter(None, [detail, *lane["problems"]]))
+            state, remedy = "warning", "it gets no groups until that is mended"
+        checks.append(Check(str(lane["lane"]), state, detail, remedy))
     here = {"profharness": version, "python": platform.python_version()}
     for key, remedy in COMPARED.items():
         values = {"here": here[key]} if key in here else {}
         values |= {lane["lane"]: str(lane[key]) for lane in lanes if lane.get(key) is not None}
-        if len(set(values.values())) > 1:
-            text = _by_value(values)
+        names = _names_by_value(values)
+        if len(names) > 1:
+            ordered = sorted(names.items(), key=lambda item: -len(item[1]))
+            text = "; ".join(f"{value}: {', '.join(who)}" for value, who in ordered)
             checks.append(Check(f"lanes: {key}", "warning" if remedy else "ok", text, remedy))
-    shared = {lane["lane"]: lane["gpu_key"] for lane in lanes if lane.get("gpu_key")}
-    for key in sorted({key for key in shared.values() if list(shared.values()).count(key) > 1}):
-        names = ", ".join(name for name, other in shared.items() if other == key)
-        remedy = "they wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
-        checks.append(Check("lanes: GPU", "warning", f"{names} have the same one", remedy))
+    gpus = {lane["lane"]: lane["gpu_key"] for lane in lanes if lane.get("gpu_key")}
+    for _, sharing in sorted(_names_by_value(gpus).items()):
+        if len(sharing) > 1:
+            remedy = "they wait for each other; give each worker its own CUDA_VISIBLE_DEVICES"
+            text = f"{', '.join(sharing)} have the same one"
+            checks.append(Check("lanes: GPU", "warning", text, remedy))
     return checks
 
 
-def _check_lane(lane: Mapping[str, Any]) -> Check:
-    problems = "; ".join(lane["problems"])
-    told = {key: lane.get(key) for key in COMPARED if lane.get(key) is not None}
-    versions = ", ".join(f"{key} {value}" for key, value in told.items())
-    detail = f"{lane.get('gpu') or 'CPU'}, {versions}" if told else ""
-    if not problems:
-        return Check(str(lane["lane"]), "ok", detail)
-    text = "; ".join(filter(None, [detail, problems]))
-    return Check(str(lane["lane"]), "warning", text, "it gets no groups until that is mended")
-
-
-def _by_value(values: Mapping[str, str]) -> str:
-    """Return `2.10: lane0; 2.11: lane1, lane2`, the most frequent value first."""
+def _names_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)
-    ordered = sorted(names.items(), key=lambda item: -len(item[1]))
-    return "; ".join(f"{value}: {', '.join(who)}" for value, who in ordered)
+    return names
 
 
-def check_python() -> Check:
-    """Check the interpreter that the worker will use too."""
-    return Check("Python", "ok", f"{platform.python_version()} ({sys.implementation.name})")
-
-
-def check_torch(environment: dict[str, Any] | str) -> Check:
-    """Check torch in a worker. `environment` is a worker's reply, or the text of its failure."""
+def _check_torch(environment: dict[str, Any] | str) -> Check:
     if isinstance(environment, str):
         remedy = (
             "install a torch for this machine: https://pytorch.org/get-started/locally (>= 2.5)"
@@ -174,18 +258,15 @@ def check_torch(environment: dict[str, Any] | str) -> Check:
     return Check("torch", "ok", version)
 
 
-def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
-    """Check CUDA, cuDNN as loaded, GPU and driver. On a CPU-only machine return one line about
-    that.
-    """
+def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
+    """Check CUDA, cuDNN as loaded, GPU and driver. Without a GPU, return one check about that."""
     if isinstance(environment, str):
         return []
     if not on_gpu(environment):
-        driver = check_driver()
-        if driver.state == "ok":
+        if driver := driver_version():
             detail = "an NVIDIA driver is here but torch uses the CPU"
             remedy = "install a CUDA build of torch, or see why torch.cuda.is_available() is False"
-            return [driver, Check("CUDA", "warning", detail, remedy)]
+            return [Check("driver", "ok", driver), Check("CUDA", "warning", detail, remedy)]
         detail = "no NVIDIA GPU: captures run on the CPU, where ATen ops stand for kernels"
         return [Check("CUDA", "absent", detail)]
     gpu = f"{environment['gpu']}, sm {environment['capability']}, {environment['num_sms']} SMs"
@@ -201,21 +282,19 @@ def check_cuda(environment: dict[str, Any] | str) -> list[Check]:
     ]
 
 
-def check_driver() -> Check:
-    """Check the NVIDIA driver through NVML."""
-    version = driver_version()
-    if version:
-        return Check("driver", "ok", version)
-    return Check("driver", "absent", "no NVIDIA driver answers")
-
-
 def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
-    """Check the compilers of implementations in kernels/: Triton in a worker, and NVRTC."""
+    """Check the compilers of implementations in kernels/: Triton in a worker, and NVRTC. This does
+    not check that a driver can run what NVRTC compiles.
+    """
     version = None if isinstance(environment, str) else environment.get("triton")
     triton = Check("Triton", "ok", str(version))
     if not version:
         triton = Check("Triton", "absent", "not installed", install_command("kernels"))
-    return [triton, check_nvrtc()]
+    try:
+        nvrtc = Check("NVRTC", "ok", nvrtc_version())
+    except RefusedError as error:
+        nvrtc = Check("NVRTC", "absent", str(error))
+    return [triton, nvrtc]
 
 
 def check_extra(extra: str) -> Check:
@@ -227,35 +306,6 @@ def check_extra(extra: str) -> Check:
     return Check(f"extra {extra}", "absent", detail, install_command(extra))
 
 
-def check_nvrtc() -> Check:
-    """Check NVRTC, which compiles CUDA sources. This does not check that a driver can run them."""
-    try:
-        return Check("NVRTC", "ok", nvrtc_version())
-    except RefusedError as error:
-        return Check("NVRTC", "absent", str(error))
-
-
-def check_sqlite() -> Check:
-    """Check the SQLite library of this Python."""
-    if sqlite3.sqlite_version_info < SQLITE_MIN:
-        remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
-        return Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
-    return Check("SQLite", "ok", sqlite3.sqlite_version)
-
-
-def check_scanner() -> Check:
-    """Check that the compiled scanner reads traces."""
-    if is_compiled():
-        return Check("trace scanner", "ok", "compiled")
-    remedy = "install a C compiler, then profharness again: pip install --force-reinstall --no-deps"
-    return Check(
-        "trace scanner",
-        "absent",
-        "not compiled, or from an older source: large traces are read slower",
-        remedy,
-    )
-
-
 def check_store(path: Path) -> Check:
     """Check that the store can be created or opened, and written to, without creating it."""
     try:
@@ -265,15 +315,14 @@ def check_store(path: Path) -> Check:
         detail = f"{path}: not there yet; capture or ingest makes it"
     except ProfharnessError as error:
         return Check("store", "missing", str(error), "name another file with --store")
-    hindrance = check_place(path)
+    hindrance = _write_hindrance(path)
     if hindrance is None:
         return Check("store", "ok", detail)
     remedy = "what is stored can be read; to capture or ingest, name another file with --store"
     return Check("store", "warning", f"{detail}; {hindrance}", remedy)
 
 
-def check_place(path: Path) -> str | None:
-    """Return what prevents writing a file in its folder. None if nothing does."""
+def _write_hindrance(path: Path) -> str | None:
     folder = path.absolute().parent
     try:
         state = os.statvfs(folder)
@@ -287,10 +336,12 @@ def check_place(path: Path) -> str | None:
     return None if free >= ROOM_BYTES else f"only {free:,} bytes are free there"
 
 
-def check_profilers(driver: str | None) -> list[Check]:
-    """Check the profilers' tools, the importer of nsys, and whether the driver suits ncu. `driver`
-    is its version, None if there is none.
-    """
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _check_profilers(driver: str | None) -> list[Check]:
+    """Check the profilers' tools, the importer of nsys, and whether the driver suits ncu."""
     checks = []
     for name in (profiler.name for profiler in PROFILERS.values() if profiler.session):
         tool, check = check_tool(name)
@@ -325,12 +376,12 @@ def find_importer(nsys: Path) -> Path | None:
     below that.
     """
     folder = nsys.resolve().parent
-    patterns = [
+    patterns = (
         (folder.parent, f"host-linux-*/{IMPORTER}"),
         (folder, IMPORTER),
         (folder, f"*/{IMPORTER}"),
         (folder.parent, f"linux-desktop-*/{IMPORTER}"),
-    ]
+    )
     return next((path for root, pattern in patterns for path in root.glob(pattern)), None)
 
 
@@ -353,19 +404,16 @@ def check_importer(nsys: Tool) -> Check:
     if missing:
         detail = f"{importer} lacks {', '.join(missing)}"
         return Check(name, "warning", detail, packages_remedy(missing))
-    detail = str(importer) if missing is not None else f"{importer}; ldd could not check it"
-    return Check(name, "ok", detail)
+    unchecked = "; ldd could not check it" if missing is None else ""
+    return Check(name, "ok", f"{importer}{unchecked}")
 
 
 def missing_libraries(path: Path) -> list[str] | None:
     """Return the shared libraries that an executable lacks, by `ldd`. None if ldd fails."""
     done = run_briefly(["ldd", str(path)], LDD_TIMEOUT_S, {**os.environ, "LC_ALL": "C"})
-    return parse_ldd(done.stdout) if done and done.returncode == 0 else None
-
-
-def parse_ldd(text: str) -> list[str]:
-    """Return the libraries that ldd reports as not found, sorted and without duplicates."""
-    return sorted(set(re.findall(r"^\s*(\S+) => not found", text, re.MULTILINE)))
+    if done is None or done.returncode != 0:
+        return None
+    return sorted(set(re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)))
 
 
 def packages_remedy(libraries: list[str]) -> str:
@@ -391,7 +439,7 @@ def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
     return [Check("ncu driver", "warning", detail, remedy)]
 
 
-def ncu_reader() -> Check:
+def check_ncu_reader() -> Check:
     """Check what can read ncu's reports from Python: the package, or the module in ncu's folder."""
     try:
         return Check("ncu-report", "ok", metadata.version("ncu-report"))
@@ -407,7 +455,7 @@ def ncu_reader() -> Check:
     return Check("ncu-report", "absent", "not installed", install_command("ncu"))
 
 
-def read(path: Path) -> str | None:
+def _read(path: Path) -> str | None:
     """Return the content of a small text file, None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -417,25 +465,24 @@ def read(path: Path) -> str | None:
 
 def may_administer(status: Path = Path("/proc/self/status")) -> bool:
     """Return whether this process has CAP_SYS_ADMIN, which root in a container often lacks."""
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)", read(status) or "", re.MULTILINE)
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(status) or "", re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> CAP_SYS_ADMIN & 1)
 
 
-def check_counters(text: str | None, *, privileged: bool = False) -> Check:
-    """Check that this user may read hardware counters. `text` is the driver's parameter file, if
-    any.
-    """
-    if text is None:
+def check_counters(parameters: str | None, *, privileged: bool = False) -> Check:
+    """Check that this user may read hardware counters, from the driver's parameter file."""
+    if parameters is None:
         return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
-    if "RmProfilingAdminOnly: 0" in text:
+    if "RmProfilingAdminOnly: 0" in parameters:
         return Check("counters", "ok", "every user may read hardware counters")
+    detail = "only an administrator may read hardware counters"
     if privileged:
-        return Check("counters", "ok", "only an administrator may read hardware counters: you may")
+        return Check("counters", "ok", f"{detail}: you may")
     remedy = (
         "run ncu as root or with CAP_SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
         "(ERR_NVGPUCTRPERM is the error that ncu gives otherwise)"
     )
-    return Check("counters", "warning", "only an administrator may read hardware counters", remedy)
+    return Check("counters", "warning", detail, remedy)
 
 
 def check_tmpdir(folder: Path) -> Check:
@@ -450,23 +497,17 @@ def check_tmpdir(folder: Path) -> Check:
     return Check("TMPDIR", "ok", str(folder))
 
 
-def _may(path: Path, mode: int) -> bool:
-    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
-
-
 def check_injection(path: str | None) -> list[Check]:
-    """Report another tool that is injected into every CUDA program. `path` is
-    CUDA_INJECTION64_PATH.
-    """
+    """Report another tool that CUDA_INJECTION64_PATH injects into every CUDA program."""
     if not path:
         return []
     remedy = "unset it: nsys and ncu cannot work beside another injected tool"
     return [Check("CUDA injection", "warning", f"CUDA_INJECTION64_PATH is {path}", remedy)]
 
 
-def process_names(proc: Path = Path("/proc")) -> list[str]:
+def process_names() -> list[str]:
     """Return the names of all visible processes."""
-    names = (read(path) for path in proc.glob("[0-9]*/comm"))
+    names = (_read(path) for path in Path("/proc").glob("[0-9]*/comm"))
     return [name.strip() for name in names if name]
 
 
@@ -481,12 +522,13 @@ def check_dcgm(names: Iterable[str]) -> list[Check]:
 
 
 def check_sandbox(version: str | None) -> list[Check]:
-    """Report gVisor, under which neither nsys nor ncu works. `version` is the text of
-    /proc/version.
-    """
+    """Report gVisor, under which neither nsys nor ncu works. `version` is that of /proc/version."""
     if not version or not re.search(GVISOR, version, re.IGNORECASE):
         return []
     remedy = (
         "nsys and ncu need a virtual machine or bare metal; `--profiler torch` works without them"
     )
     return [Check("sandbox", "warning", "this is a gVisor container", remedy)]
+
+
+DECLARATION = declaration_of(run_doctor)
