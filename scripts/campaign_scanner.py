@@ -86,13 +86,14 @@ def main(place: Path, seed: str, deadline: float) -> None:
         sys.modules["profharness.traces._scanner"] = module
     import numpy as np
 
+    from profharness.traces import Scanner
     from profharness.traces import chrome_events as columns
-    from profharness.traces import compiled
 
-    assert compiled.Scanner is not None, "the scanner is not compiled"
+    assert Scanner is not None, "the scanner is not compiled"
     events, random = kineto_events(), Random(seed)
     roles = bytes(columns.ROLES.values())
-    joined = ["\0".join(names).encode() for names in (columns.NUMBERS, columns.PARTS)]
+    keys = (columns.NUMBERS, columns.PARTS, columns.OP_KEYS)
+    joined = ["\0".join(names).encode() for names in keys]
     shape = (len(columns.Role), len(columns.Column), columns.CAPACITY)
     rows = np.empty(shape, np.int64)
     where = os.open(place / "text", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -104,9 +105,7 @@ def main(place: Path, seed: str, deadline: float) -> None:
         text = memoryview(
             (ctypes.c_char * len(data)).from_buffer_copy(data)
         )  # without a NUL at the end
-        made = compiled.Scanner(
-            "\0".join(columns.ROLES).encode(), roles, *joined, columns.MODULE.encode()
-        )
+        made = Scanner("\0".join(columns.ROLES).encode(), roles, *joined, columns.MODULE.encode())
         used = 0
         while True:
             before = used

@@ -33,7 +33,7 @@ from profharness.errors import UsageError
 from profharness.program.layer_map import actual_backend
 from profharness.store import Selection, ingest_path, open_store
 from profharness.trace import TensorArgument
-from profharness.traces.replay import replay_config
+from profharness.traces.ops import replay_config
 
 Work = Callable[[], Any]
 HEADER = "model           recorded  found  configs  modules  backends  replayed"

@@ -33,7 +33,7 @@ from profharness.render.document import Block, Document, Note, Table, record
 from profharness.rows import NCU, NSYS
 from profharness.run import Fleet
 from profharness.store import open_store, to_frame
-from profharness.traces.compiled import is_compiled
+from profharness.traces import Scanner
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -170,7 +170,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
         sqlite = Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
     scanner = Check("trace scanner", "ok", "compiled")
-    if not is_compiled():
+    if not Scanner is not None:
         scanner = Check(
             "trace scanner",
             "absent",

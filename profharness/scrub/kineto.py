@@ -15,7 +15,7 @@ import msgspec
 
 from profharness.scrub.allowed import words
 from profharness.scrub.replace import Scrubber
-from profharness.traces.chrome_read import (
+from profharness.traces.chrome import (
     MAX_PIECE,
     Layout,
     Window,

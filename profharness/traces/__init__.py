@@ -16,6 +16,17 @@ from profharness.files import open_input
 from profharness.trace import Trace
 from profharness.traces.packed import SUFFIX, first_bytes, is_packed, unpacked
 
+# Version of the arguments and results of the compiled parts. scanner.c has the same number.
+FORM = 4
+try:
+    from profharness.traces._scanner import FORM as COMPILED
+    from profharness.traces._scanner import Scanner as Scanner
+    from profharness.traces._scanner import parents as parents
+except ImportError:  # installed without a C compiler
+    COMPILED = 0
+if COMPILED != FORM:  # compiled from an older source
+    Scanner = parents = None  # type: ignore[assignment, misc]
+
 PARSERS: dict[str, str] = {
     "chrome": "profharness.traces.chrome:parse_chrome",
     "nsys": "profharness.traces.nsys:parse_nsys",

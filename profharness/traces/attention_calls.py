@@ -23,48 +23,30 @@ import numpy as np
 from profharness.attention.config import Config
 from profharness.errors import UsageError
 from profharness.trace import AttentionCall, CallSpan, ProgramStep, Range, TensorArgument
-from profharness.traces.columns import Ints
-from profharness.traces.intervals import AutogradNodes, Intervals, SpanTree, nothing
+from profharness.traces import ops as torch_ops
+from profharness.traces.columns import Ints, nothing
+from profharness.traces.intervals import AutogradNodes, Intervals, SpanTree
 from profharness.traces.ops import (
-    BACKWARD,
     EVALUATION,
     FAST,
-    FLEX,
-    GRADIENT,
     INNER,
     LAYER,
-    LINEAR,
     MODULE,
     OUTER,
-    PACKAGES,
     PRODUCTS,
-    REGION,
     SOFTMAX,
     TRITON,
-    TRITON_TEMPLATE,
-    UNFUSED_FLEX,
     HostSpan,
-    is_fused,
-)
-from profharness.traces.replay import (
-    CONTRADICTED,
-    NO_SHAPES,
-    ORPHANS,
-    POSITIONS,
-    VARLEN,
-    doubt,
     flag,
-    is_packed,
-    is_unlike_sdpa,
-    replay_config,
-    sizes,
     tensor_argument,
-    warnings,
 )
 
 # Modules inside an attention module. A call in one of them is assigned to the module's parent.
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")
 MARKER = "profharness-attention:"  # prefix of a range whose name contains a module's dotted path
+
+_Stretch = tuple[int, str, int, int, int]
+"""The index of a call, a direction, and the thread, start and end of a span of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,73 +76,31 @@ class AttentionCalls:
         return spans
 
 
-class _Context:
-    """Knows the surroundings of each op that may belong to an attention call.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Signature:
+    """The properties that all calls with equal op arguments have in common.
 
-    The surroundings are compiled regions, autograd nodes and nn.Modules. Ops are identified by their
-    index in the tree.
+    `unrecorded` says which part of the call the trace does not record, or is None.
     """
 
-    def __init__(self, ops: SpanTree, modules: Iterable[HostSpan]) -> None:
-        self.modules = SpanTree(modules)
-        self._ops = ops
-        self._compiled = ops.below([_is_region(op.name) for op in ops.spans])
-        self._recompute = ops.below([op.name.startswith(EVALUATION) for op in ops.spans])
-        places = [at for at, op in enumerate(ops.spans) if _kind(op.name) or _part(op.name)]
-        moments = ((ops.spans[at].thread, ops.spans[at].start) for at in places)
-        chains = (module_names(chain) for chain in self.modules.around(moments))
-        self.of = dict(zip(places, chains, strict=True))
-
-    def draft(
-        self,
-        at: int,
-        signature: _CallSignature,
-        *,
-        end: int,
-        sequences: frozenset[int],
-        compiled: bool | None = None,
-    ) -> _ForwardCall:
-        """Return the call that the op at index `at` makes.
-
-        If `compiled` is given, it says whether the call is compiled. Otherwise, the call is compiled
-        if the op lies in a compiled region.
-        """
-        op = self._ops.spans[at]
-        return _ForwardCall(
-            signature,
-            compiled=self._compiled[at] if compiled is None else compiled,
-            recompute=self._recompute[at],
-            modules=self.of[at],
-            thread=op.thread,
-            start=op.start,
-            end=end,
-            sequences=sequences,
-        )
-
-
-def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
-    """Return the names of the modules in a chain, such as `LlamaAttention_0`.
-
-    Softmax and dropout modules at the inner end of the chain are left out.
-    """
-    names = [module.name.removeprefix(MODULE) for module in chain]
-    while names and PASSED_THROUGH.fullmatch(names[-1]):
-        names.pop()
-    return tuple(names)
+    kind: str
+    op: str
+    sdpa_op: str | None
+    tensors: tuple[TensorArgument | None, ...]
+    flags: dict[str, Any]
+    unrecorded: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """The forward of an attention call. Its backward has not been found yet."""
-
-    signature: _CallSignature
+    signature: _Signature
     compiled: bool
     recompute: bool
     modules: tuple[str, ...]
     thread: int
     start: int
     end: int
-    sequences: frozenset[int]
+    sequences: frozenset[int]  # autograd's numbers of its ops
 
 
 def find_calls(
@@ -174,28 +114,21 @@ def find_calls(
 ) -> tuple[AttentionCalls, tuple[ProgramStep, ...]]:
     """Return the attention calls and the steps of a trace.
 
-    `flows` contains rows of `Flow`. `threads` contains the (pid, tid) of each thread index. `base` is
-    the number of nanoseconds to add to every time. The times of `ranges` already include `base`.
+    `Attribution` describes `flows`, `threads` and `base`. The times of `ranges` include `base`.
     """
     moments = np.array([(op.thread, op.start) for op in details], np.int64).reshape(-1, 2).T
     tree = SpanTree([*evaluations.around(*moments), *details])
-    inside = _inside(tree)
-    context = _Context(tree, modules)
-    signatures: dict[tuple[Any, ...], _CallSignature] = {}
-    drafts = [
-        _fused(tree, root, children, context, signatures) for root, children in inside.items()
-    ]
-    drafts += _eager(tree, inside, context, signatures)
-    drafts.sort(key=lambda draft: (draft.start, draft.thread))
-    stretches = [
+    module_tree = SpanTree(modules)
+    drafts = _Forward(tree, module_tree).calls()
+    stretches: list[_Stretch] = [
         (index, "recompute" if draft.recompute else "forward", draft.thread, draft.start, draft.end)
         for index, draft in enumerate(drafts)
     ]
     doubts = Counter[str]()
     stretches += _backward(drafts, tree, evaluations, flows, doubts)
     with_backward = {index for index, direction, *_ in stretches if direction == "backward"}
-    last = max((*evaluations.rows.end.tolist(), *(op.end for op in details)), default=0)
-    steps = _steps(ranges, _outermost(context.modules, evaluations), base, last)
+    last = max((evaluations.last, *(op.end for op in details)))
+    steps = _steps(ranges, _outermost(module_tree, evaluations), base, last)
     paths = _paths(drafts, ranges, threads, base)
     replay = cache(_replay)
     calls = []
@@ -224,119 +157,148 @@ def find_calls(
         )
     columns = np.array([stretch[2:] for stretch in stretches], np.int64).reshape(-1, 3).T
     spans = tuple(CallSpan(index, direction) for index, direction, *_ in stretches)
-    texts = warnings(
-        [draft.signature.unrecorded for draft in drafts], doubts, context.modules.overlaps()
-    )
-    return AttentionCalls(tuple(calls), spans, Intervals.build(*columns), warnings=texts), steps
+    reasons = [draft.signature.unrecorded for draft in drafts]
+    texts = torch_ops.warnings(reasons, doubts, module_tree.overlaps())
+    return AttentionCalls(tuple(calls), spans, Intervals(*columns), warnings=texts), steps
+
+
+def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
+    """Return the names of the modules in a chain, such as `LlamaAttention_0`.
+
+    Softmax and dropout modules at the inner end of the chain are left out.
+    """
+    found = [module.name.removeprefix(MODULE) for module in chain]
+    while found and PASSED_THROUGH.fullmatch(found[-1]):
+        found.pop()
+    return tuple(found)
+
+
+def step_at(steps: Sequence[ProgramStep], t: int) -> int | None:
+    """Return the index of the step that contains the time `t`, or None if no step contains it."""
+    at = bisect_right(steps, t, key=lambda step: step.start_ns) - 1
+    return at if at >= 0 and t < steps[at].start_ns + steps[at].duration_ns else None
 
 
 @cache
 def _kind(name: str) -> str | None:
-    if BACKWARD.fullmatch(name) or name.startswith(EVALUATION):
+    if torch_ops.BACKWARD.fullmatch(name) or name.startswith(EVALUATION):
         return None
     if name == OUTER:
         return "sdpa"
     if name in (LAYER, FAST):
         return "fast_path"
-    rules = {"inner": INNER, "flex": FLEX, "custom": PACKAGES}
+    rules = {"inner": INNER, "flex": torch_ops.FLEX, "custom": torch_ops.PACKAGES}
     return next((kind for kind, rule in rules.items() if rule.fullmatch(name)), None)
 
 
 @cache
-def _part(name: str) -> str | None:
-    """Return `p` if the op is a matrix product, `s` if it is a softmax, and None otherwise."""
-    return "p" if name in PRODUCTS else "s" if name in SOFTMAX else None
+def _matches(rule: re.Pattern[str], name: str) -> bool:
+    return bool(rule.fullmatch(name))
 
 
-@cache
-def _is_region(name: str) -> bool:
-    return bool(REGION.fullmatch(name))
+class _Forward:
+    """Finds the calls, without their backward. Ops are identified by their index in the tree."""
+
+    def __init__(self, tree: SpanTree, modules: SpanTree) -> None:
+        self._tree, self._ops = tree, tree.spans
+        self._compiled = tree.below([_matches(torch_ops.REGION, op.name) for op in self._ops])
+        self._recompute = tree.below([op.name.startswith(EVALUATION) for op in self._ops])
+        parts = (*PRODUCTS, *SOFTMAX)
+        places = [at for at, op in enumerate(self._ops) if op.name in parts or _kind(op.name)]
+        around = modules.around((self._ops[at].thread, self._ops[at].start) for at in places)
+        self._modules = dict(zip(places, map(module_names, around), strict=True))
+        self._signatures: dict[tuple[Any, ...], _Signature | None] = {}
+
+    def calls(self) -> list[_ForwardCall]:
+        """Return the calls, sorted by start."""
+        is_root = self._roots()
+        inside: dict[int, list[int]] = {at: [] for at, mine in enumerate(is_root) if mine}
+        roots: list[int] = []
+        for at, above in enumerate(self._tree.above):
+            root = -1 if above < 0 else above if is_root[above] else roots[above]
+            roots.append(root)
+            if root >= 0:
+                inside[root].append(at)
+        found = [self._fused(root, children) for root, children in inside.items()]
+        found += self._eager({*inside, *(at for at, root in enumerate(roots) if root >= 0)})
+        return sorted(found, key=lambda call: (call.start, call.thread))
+
+    def _roots(self) -> list[bool]:
+        """Return for each op whether it is the outermost op of an attention call.
+
+        An op of an encoder layer counts only if the trace does not contain the attention op inside
+        it.
+        """
+        kinds = [_kind(op.name) for op in self._ops]
+        split: set[int] = set()  # fast-path ops that contain the attention op itself
+        if "fast_path" in kinds:
+            for at, kind in enumerate(kinds):
+                if kind not in (None, "fast_path") or self._ops[at].name == FAST:
+                    above = self._tree.ancestors(at)
+                    split.update(outer for outer in above if kinds[outer] == "fast_path")
+        own = [kind is not None and at not in split for at, kind in enumerate(kinds)]
+        below = self._tree.below(own)
+        return [mine and not covered for mine, covered in zip(own, below, strict=True)]
+
+    def _call(self, at: int, signature: _Signature, end: int, **more: Any) -> _ForwardCall:
+        op = self._ops[at]
+        given = {"compiled": self._compiled[at], "sequences": frozenset[int](), **more}
+        return _ForwardCall(
+            signature,
+            recompute=self._recompute[at],
+            modules=self._modules[at],
+            thread=op.thread,
+            start=op.start,
+            end=end,
+            **given,
+        )
+
+    def _fused(self, root: int, inside: Sequence[int]) -> _ForwardCall:
+        ops = [self._ops[at] for at in (root, *inside)]
+        above = (self._ops[at].name for at in self._tree.ancestors(root))
+        layer = next((name for name in above if name in (LAYER, FAST)), None)
+        key = (layer, *((op.name, op.arguments) for op in ops))
+        if (signature := self._signatures.get(key)) is None:
+            signature = self._signatures[key] = _fused_signature(ops, layer)
+        sequences = frozenset(op.sequence for op in ops if op.sequence >= 0)
+        # The names of some flex_attention ops show whether Inductor compiled them
+        if ops[0].name.startswith(TRITON) or ops[0].name == torch_ops.UNFUSED_FLEX:
+            compiled = ops[0].name != torch_ops.UNFUSED_FLEX
+            return self._call(root, signature, ops[0].end, sequences=sequences, compiled=compiled)
+        return self._call(root, signature, ops[0].end, sequences=sequences)
+
+    def _eager(self, taken: set[int]) -> Iterator[_ForwardCall]:
+        """Yield the calls of eager attention, which consists of plain ops.
+
+        The ops are a matrix product, a softmax and another matrix product, which follow each other
+        in the same module of the same thread.
+        """
+        parts = (*PRODUCTS, *SOFTMAX)
+        waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
+        for at, op in enumerate(self._ops):
+            if op.name not in parts or at in taken:
+                continue
+            above = [self._ops[outer].name for outer in self._tree.ancestors(at)]
+            if any(
+                n in (torch_ops.LINEAR, *parts) or torch_ops.BACKWARD.fullmatch(n) for n in above
+            ):
+                continue
+            recent = waiting[op.thread, self._modules[at]]
+            recent.append(at)
+            if op.name not in PRODUCTS or len(recent) < 3:
+                continue
+            scores, softmax = (self._ops[part] for part in recent[-3:-1])
+            if scores.name not in PRODUCTS or softmax.name not in SOFTMAX:
+                continue
+            key = ("eager", scores.name, scores.arguments, op.arguments)
+            if key not in self._signatures:
+                self._signatures[key] = _eager_signature(scores, op)
+            if (signature := self._signatures[key]) is not None:
+                yield self._call(recent[-3], signature, op.end)
+                recent.clear()
 
 
-@cache
-def _is_gradient(name: str) -> bool:
-    return bool(GRADIENT.fullmatch(name))
-
-
-def _roots(tree: SpanTree) -> list[bool]:
-    """Return for each op whether it is the outermost op of an attention call.
-
-    An op of an encoder layer counts only if the trace does not contain the attention op inside it.
-    """
-    kinds = [_kind(op.name) for op in tree.spans]
-    split: set[int] = set()  # fast-path ops that contain the attention op itself
-    if "fast_path" in kinds:
-        for at, kind in enumerate(kinds):
-            if kind not in (None, "fast_path") or tree.spans[at].name == FAST:
-                split.update(above for above in tree.ancestors(at) if kinds[above] == "fast_path")
-    own = [kind is not None and at not in split for at, kind in enumerate(kinds)]
-    below = tree.below(own)
-    return [mine and not covered for mine, covered in zip(own, below, strict=True)]
-
-
-def _inside(tree: SpanTree) -> dict[int, list[int]]:
-    """Return a dict that maps the index of each call's outermost op to the indices of the ops inside
-    it.
-    """
-    is_root = _roots(tree)
-    inside: dict[int, list[int]] = {at: [] for at, mine in enumerate(is_root) if mine}
-    of: list[int] = []
-    for at, above in enumerate(tree.above):
-        root = -1 if above < 0 else above if is_root[above] else of[above]
-        of.append(root)
-        if root >= 0:
-            inside[root].append(at)
-    return inside
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CallSignature:
-    """The properties that all calls with equal op arguments have in common.
-
-    `unrecorded` says which part of the call the trace does not record, or is None.
-    """
-
-    kind: str
-    op: str
-    sdpa_op: str | None
-    tensors: tuple[TensorArgument | None, ...]
-    flags: dict[str, Any]
-    unrecorded: str | None
-
-
-def _fused(
-    tree: SpanTree,
-    root: int,
-    inside: Sequence[int],
-    context: _Context,
-    signatures: dict[tuple[Any, ...], _CallSignature],
-) -> _ForwardCall:
-    ops = [tree.spans[at] for at in (root, *inside)]
-    above = (tree.spans[at].name for at in tree.ancestors(root))
-    layer = next((name for name in above if name in (LAYER, FAST)), None)
-    key = (layer, *((op.name, op.arguments) for op in ops))
-    if (signature := signatures.get(key)) is None:
-        signature = signatures[key] = _fused_signature(ops, layer)
-    return context.draft(
-        root,
-        signature,
-        end=ops[0].end,
-        sequences=frozenset(op.sequence for op in ops if op.sequence >= 0),
-        compiled=_is_compiled_flex(ops[0].name),
-    )
-
-
-def _is_compiled_flex(name: str) -> bool | None:
-    """Return whether Inductor compiled a flex_attention op.
-
-    Return None if the name of the op does not tell.
-    """
-    if name.startswith(TRITON):
-        return True
-    return False if name == UNFUSED_FLEX else None
-
-
-def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _CallSignature:
+def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
     """Describe a call by its ops.
 
     `ops` starts with the outermost op. `layer` is the name of the encoder layer's op that encloses
@@ -348,16 +310,16 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _CallSignatu
     outer = next((op for op in reversed(ops) if op.name == OUTER), None)
     inner = next((op for op in ops if INNER.fullmatch(op.name)), None)
     described = outer or inner or ops[0]
-    names, places = POSITIONS.get(described.name, ("qkv", {}))
-    tensors = tuple(tensor_argument(described, names.find(name)) for name in "qkvm")
+    letters, places = torch_ops.POSITIONS.get(described.name, ("qkv", {}))
+    tensors = tuple(tensor_argument(described, letters.find(letter)) for letter in "qkvm")
     flags = {name: flag(described, place) for name, place in places.items()}
     if inner is not None:
-        place = POSITIONS.get(inner.name, ("", {}))[1].get("backward")
+        place = torch_ops.POSITIONS.get(inner.name, ("", {}))[1].get("backward")
         flags["backward"] = place is not None and flag(inner, place)
-    unrecorded = doubt(described, names, places) if outer or inner else None
-    if tensors[0] is None and (packed := next(filter(is_packed, ops), None)):
+    unrecorded = torch_ops.doubt(described, letters, places) if outer or inner else None
+    if tensors[0] is None and (packed := next(filter(torch_ops.is_packed, ops), None)):
         tensors = tuple(tensor_argument(packed, place) if place < 3 else None for place in range(4))
-        unrecorded = VARLEN
+        unrecorded = torch_ops.VARLEN
     if kind == "custom":
         unrecorded = (
             f"{described.name} is an op of a package; a config replays scaled_dot_product_attention"
@@ -365,8 +327,8 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _CallSignatu
     elif kind == "flex":
         unrecorded = "the mask and the score function of flex_attention are not told"
     elif not described.arguments.dims:
-        unrecorded = NO_SHAPES
-    return _CallSignature(
+        unrecorded = torch_ops.NO_SHAPES
+    return _Signature(
         kind="fast_path" if layer else kind,
         op=layer or ops[0].name,
         sdpa_op=inner.name if inner else ops[0].name if kind in ("custom", "flex") else None,
@@ -376,56 +338,7 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _CallSignatu
     )
 
 
-def _eager(
-    tree: SpanTree,
-    fused: dict[int, list[int]],
-    context: _Context,
-    signatures: dict[tuple[Any, ...], _CallSignature],
-) -> Iterator[_ForwardCall]:
-    """Yield the calls of eager attention, which consists of plain ops.
-
-    The ops are a matrix product, a softmax and another matrix product, which follow each other in
-    the same module of the same thread.
-    """
-    taken = {*fused, *(child for children in fused.values() for child in children)}
-    waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
-    for at, op in enumerate(tree.spans):
-        kind = _part(op.name)
-        if kind is None or at in taken:
-            continue
-        names = [tree.spans[above].name for above in tree.ancestors(at)]
-        if any(name in (LINEAR, *PRODUCTS, *SOFTMAX) or BACKWARD.fullmatch(name) for name in names):
-            continue
-        recent = waiting[op.thread, context.of[at]]
-        recent.append(at)
-        if (
-            kind == "p"
-            and len(recent) >= 3
-            and (draft := _plain(tree, recent[-3:], context, signatures))
-        ):
-            recent.clear()
-            yield draft
-
-
-def _plain(
-    tree: SpanTree,
-    places: Sequence[int],
-    context: _Context,
-    signatures: dict[tuple[Any, ...], _CallSignature],
-) -> _ForwardCall | None:
-    scores, softmax, output = (tree.spans[at] for at in places)
-    if scores.name not in PRODUCTS or softmax.name not in SOFTMAX:
-        return None
-    key = ("eager", scores.name, scores.arguments, output.arguments)
-    if (signature := signatures.get(key)) is None:
-        made = _eager_signature(scores, output)
-        if made is None:
-            return None
-        signature = signatures[key] = made
-    return context.draft(places[0], signature, end=output.end, sequences=frozenset())
-
-
-def _eager_signature(scores: HostSpan, output: HostSpan) -> _CallSignature | None:
+def _eager_signature(scores: HostSpan, output: HostSpan) -> _Signature | None:
     """Describe eager attention by its two matrix products.
 
     Return None if the shapes of the products do not match.
@@ -433,7 +346,7 @@ def _eager_signature(scores: HostSpan, output: HostSpan) -> _CallSignature | Non
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
     if not (query and keys and weights and value):
-        return _CallSignature("eager", scores.name, None, (None,) * 4, {}, NO_SHAPES)
+        return _Signature("eager", scores.name, None, (None,) * 4, {}, torch_ops.NO_SHAPES)
     if len(query.dims) < 3 or len(keys.dims) < 2 or query.dims[-1] != keys.dims[-2]:
         return None
     if weights.dims[-2:] != (query.dims[-2], keys.dims[-1]):
@@ -441,7 +354,7 @@ def _eager_signature(scores: HostSpan, output: HostSpan) -> _CallSignature | Non
     key = TensorArgument((*keys.dims[:-2], keys.dims[-1], keys.dims[-2]), None, keys.dtype)
     tensors = (replace(query, strides=None), key, replace(value, strides=None), None)
     unrecorded = "eager attention; what it masks is not told"
-    return _CallSignature("eager", scores.name, None, tensors, {}, unrecorded)
+    return _Signature("eager", scores.name, None, tensors, {}, unrecorded)
 
 
 def _backward(
@@ -450,7 +363,7 @@ def _backward(
     evaluations: AutogradNodes,
     flows: Ints,
     doubts: Counter[str],
-) -> Iterator[tuple[int, str, int, int, int]]:
+) -> Iterator[_Stretch]:
     """Yield the time spans of the calls' backwards.
 
     The arrows that start in a call's ops lead to its backward. If the trace has no arrows, the
@@ -466,8 +379,8 @@ def _backward(
     astray = not computing <= taken  # there is a gradient of attention to which no arrow leads
     for call, nodes in arrived.items():
         keys = {node[1:4] for node in nodes}
-        if astray and is_fused(drafts[call].signature.sdpa_op) and not keys & computing:
-            doubts[CONTRADICTED] += 1
+        if astray and torch_ops.is_fused(drafts[call].signature.sdpa_op) and not keys & computing:
+            doubts[torch_ops.CONTRADICTED] += 1
             taken -= keys
             continue
         yield from (_stretch(call, node) for node in nodes)
@@ -476,7 +389,8 @@ def _backward(
     # Inductor's kernels that belong to a gradient and precede its template kernel
     parts: list[HostSpan] = []
     for at, op in gradients:
-        if op.name.startswith(TRITON) and not op.name.startswith(TRITON_TEMPLATE):
+        compiled = op.name.startswith(TRITON)
+        if compiled and not op.name.startswith(torch_ops.TRITON_TEMPLATE):
             parts.append(op)
             continue
         above = [tree.spans[index] for index in tree.ancestors(at)]
@@ -484,31 +398,28 @@ def _backward(
         if node[1:4] in taken:
             continue
         sequences = {span.sequence for span in above if span.sequence >= 0}
-        shapes = [
-            sizes(op.arguments.dims, at)
-            for at in ((0, 1) if op.name.startswith(TRITON) else (1, 2))
-        ]
-        matching = next(
-            (
-                at
-                for at in reversed(range(bisect_left(open_calls, op.start, key=begin)))
-                if (
-                    bool(drafts[open_calls[at]].sequences & sequences)
-                    if sequences and not len(flows)
-                    else drafts[open_calls[at]].compiled
-                    and shapes == _shapes(drafts[open_calls[at]])
-                )
-            ),
-            None,
-        )
-        if matching is not None:
-            call = open_calls.pop(matching)
-            yield _stretch(call, op if drafts[call].compiled else node)
-            own = [part for part in parts if part.thread == op.thread and part.start >= node.start]
-            yield from (_stretch(call, part) for part in own)
+        shapes = [torch_ops.sizes(op.arguments.dims, at + (not compiled)) for at in (0, 1)]
+        for place in reversed(range(bisect_left(open_calls, op.start, key=begin))):
+            draft = drafts[open_calls[place]]
+            if sequences and not len(flows):
+                fits = bool(draft.sequences & sequences)
+            else:
+                dims = [tensor.dims if tensor else () for tensor in draft.signature.tensors[:2]]
+                fits = draft.compiled and shapes == dims
+            if fits:
+                call = open_calls.pop(place)
+                yield _stretch(call, op if draft.compiled else node)
+                for part in parts:
+                    if part.thread == op.thread and part.start >= node.start:
+                        yield _stretch(call, part)
+                break
         else:
-            doubts[ORPHANS] += 1
+            doubts[torch_ops.ORPHANS] += 1
         parts.clear()
+
+
+def _stretch(index: int, op: HostSpan) -> _Stretch:
+    return index, "backward", op.thread, op.start, op.end
 
 
 def _by_arrows(
@@ -519,9 +430,8 @@ def _by_arrows(
     If arrows from several calls lead to the same node, the node belongs to the call whose arrow
     starts first.
     """
-    forward = Intervals.build(
-        *np.array([(d.thread, d.start, d.end) for d in drafts], np.int64).reshape(-1, 3).T
-    )
+    spans = [(draft.thread, draft.start, draft.end) for draft in drafts]
+    forward = Intervals(*np.array(spans, np.int64).reshape(-1, 3).T)
     arrows = flows.T
     owners = forward.innermost(arrows[0], arrows[1])
     mine = np.flatnonzero(owners >= 0)
@@ -538,22 +448,11 @@ def _by_arrows(
 
 
 def _gradients(tree: SpanTree) -> list[tuple[int, HostSpan]]:
-    """Return the outermost ops that compute a gradient of attention.
-
-    Each op comes with its index. The ops are sorted by start.
-    """
-    own = [_is_gradient(op.name) for op in tree.spans]
+    """Return the index and the op of each outermost gradient of attention, sorted by start."""
+    own = [_matches(torch_ops.GRADIENT, op.name) for op in tree.spans]
     below = tree.below(own)
     found = [(at, op) for at, op in enumerate(tree.spans) if own[at] and not below[at]]
     return sorted(found, key=lambda item: int(item[1].start))
-
-
-def _shapes(draft: _ForwardCall) -> list[tuple[int, ...]]:
-    return [tensor.dims if tensor else () for tensor in draft.signature.tensors[:2]]
-
-
-def _stretch(index: int, op: HostSpan) -> tuple[int, str, int, int, int]:
-    return index, "backward", op.thread, op.start, op.end
 
 
 def _paths(
@@ -562,10 +461,7 @@ def _paths(
     threads: Sequence[tuple[int, int]],
     base: int,
 ) -> list[str | None]:
-    """Return for each call the dotted module path in the name of the marker range around it.
-
-    The path is None if there is no marker range around the call.
-    """
+    """Return for each call the module path in the name of the marker range around it, or None."""
     numbers = {thread: number for number, thread in enumerate(threads)}
     starts = ((row, row.start_ns - base) for row in ranges if row.name.startswith(MARKER))
     markers = SpanTree(
@@ -576,21 +472,18 @@ def _paths(
     return [chain[-1].name.removeprefix(MARKER) if chain else None for chain in around]
 
 
-def _replay(
-    signature: _CallSignature, has_backward: bool
-) -> tuple[bool, Config | None, str | None]:
+def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | None, str | None]:
     """Derive the config that replays a call.
 
-    Return three values: whether the call has a backward pass; the config, or None if there is none;
-    and a text. The text says why there is no config, or which properties of the call the config
-    does not describe.
+    Return whether the call has a backward pass, the config or None, and a text that says why there is
+    no config, or which properties of the call the config does not describe.
     """
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
     config, reason, why = None, signature.unrecorded, None
-    if signature.kind != "custom" and signature.tensors[0] and not is_unlike_sdpa(reason):
+    if signature.kind != "custom" and signature.tensors[0] and not torch_ops.is_unlike_sdpa(reason):
         try:
-            config = replay_config(signature.tensors, backward=backward, **flags)
+            config = torch_ops.replay_config(signature.tensors, backward=backward, **flags)
         except UsageError as error:
             why = str(error)
         if signature.kind in ("eager", "flex") and reason and why:  # report both reasons
@@ -635,16 +528,10 @@ def _steps(
             ProgramStep(row.name, begin, end - begin)
             for row, begin, end in zip(ends, borders, borders[1:], strict=False)
         )
-    borders_behind = [*(int(span.start) for span in outermost[1:]), last]
+    borders = [*(int(span.start) for span in outermost[1:]), last]
     return tuple(
         ProgramStep(
             span.name.removeprefix(MODULE), span.start + base, max(span.end, end) - span.start
         )
-        for span, end in zip(outermost, borders_behind, strict=False)
+        for span, end in zip(outermost, borders, strict=False)
     )
-
-
-def step_at(steps: Sequence[ProgramStep], t: int) -> int | None:
-    """Return the index of the step that contains the time `t`, or None if no step contains it."""
-    at = bisect_right(steps, t, key=lambda step: step.start_ns) - 1
-    return at if at >= 0 and t < steps[at].start_ns + steps[at].duration_ns else None

@@ -7,203 +7,178 @@ number of rows at once and write the batches of launches to a temporary file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, ProgramStep, Range
-from profharness.traces.attention_calls import AttentionCalls, find_calls
+from profharness.trace import CELL_RANGE_PREFIX, NONE, LaunchBatch, LaunchConfig, Range, Trace
+from profharness.traces.attention_calls import find_calls
 from profharness.traces.columns import (
-    Arrows,
     Block,
     GpuRows,
     Ints,
     LaunchRows,
     OpRows,
-    RangeColumns,
     Spool,
     Tables,
     distinct,
-    hashed,
+    nothing,
 )
-from profharness.traces.intervals import AutogradNodes, Intervals, nothing
+from profharness.traces.intervals import AutogradNodes, Intervals
 
 CHUNK_ROWS = 65536  # number of GPU rows that are joined at once
 SLICE_ROWS = 262144  # approximate number of ops that start in a time slice
-# Repeated ops are reported only if they are more than this fraction of all ops. Short ops that start
-# in the same microsecond look repeated, too.
-REPEATED_OPS = 0.05
 MAX_DEPTH = 100  # maximum number of ops in a stack; PyTorch nests only a few dozen ops
+FAR = 1 << 62  # later than every time in a trace
+
+Lookup = Callable[[Ints, Ints], Ints]
+Chunk = tuple[GpuRows, LaunchRows, Ints]
+"""Launches, their API calls, and the ids of their op stacks. -1 means that the call is unknown."""
 
 
-@dataclass(slots=True)
-class Source:
-    """The tables that were read from a file, and the spool that contains their rows."""
+class Attribution:
+    """Finds the ranges, the attention calls and the op stacks of launches, and makes a Trace of them.
 
-    tables: Tables
-    spool: Spool
-
-    def gpu(self, blocks: list[Block]) -> GpuRows:
-        """Return the kernels, memcpys and memsets in these blocks."""
-        return GpuRows(*np.concatenate([self.spool.read(block) for block in blocks], axis=1))
-
-    def launches(self, blocks: list[Block]) -> LaunchRows:
-        """Return the API calls in these blocks."""
-        parts = [self.spool.read(block) for block in blocks]
-        return LaunchRows(*np.concatenate(parts, axis=1))
-
-    def ops(self, blocks: list[Block], low: int, high: int) -> OpRows:
-        """Return the ops in these blocks that overlap the time interval [low, high)."""
-        parts = [np.empty((len(OpRows._fields), 0), np.int64)]
-        for block in blocks:
-            part = self.spool.read(block)
-            if block.low < low or block.high >= high:
-                rows = OpRows(*part)
-                inside = (rows.start < high) & (np.maximum(rows.end, rows.start + 1) > low)
-                part = part[:, inside]
-            parts.append(part)
-        return OpRows(*np.concatenate(parts, axis=1))
-
-
-def flows(arrows: Arrows) -> tuple[Ints, list[str]]:
-    """Return a row of Flow for each arrow that has both a start and an end, and warnings.
-
-    The rows are sorted by start. A warning counts the arrows that have only a start or only an end.
-    """
-    key, begins, thread, t = arrows.columns()
-    sides = []
-    for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
-        # if an arrow has several starts or several ends, the last one counts
-        keys, last = np.unique(key[rows][::-1], return_index=True)
-        sides.append((keys, rows[len(rows) - 1 - last]))
-    (keys, starts), (others, ends) = sides
-    both, at, to = np.intersect1d(keys, others, assume_unique=True, return_indices=True)
-    starts, ends = starts[at], ends[to]
-    order = np.lexsort((both, t[starts]))
-    made = np.stack([thread[starts], t[starts], thread[ends], t[ends]], axis=1)
-    lone = len(keys) + len(others) - 2 * len(both)
-    text = (
-        f"{lone:,} arrows from forward to backward have one end alone: their backward is not told"
-    )
-    return made[order], [text] if lone else []
-
-
-def contexts(
-    tables: Tables, flows: Ints, threads: list[tuple[int, int]], base: int
-) -> tuple[Ranges, AttentionCalls, tuple[ProgramStep, ...]]:
-    """Return the ranges, attention calls and steps that may contain launches.
-
-    `flows` contains rows of Flow. `threads` contains the (pid, tid) of each thread index. `base` is
-    the number of nanoseconds to add to every time of the Trace.
-    """
-    ranges = Ranges(tables.ranges, threads, base)
-    evaluations = AutogradNodes.build(tables.evaluations)
-    if len(flows):
-        ranges.follow(evaluations.intervals, flows)
-    ops = (tables.details, evaluations, tables.modules)
-    calls, steps = find_calls(*ops, flows, ranges.rows, threads, base)
-    return ranges, calls, steps
-
-
-class _RangeIndex:
-    """An index that finds ranges by group and time. A group is a thread or a process.
-
-    `rows` are the numbers of the ranges in the index.
+    `flows` contains an arrow from a forward op to its backward op in each row, sorted by start: a
+    thread and a time at which the forward op runs, then a thread and a time at which the backward op
+    runs. `threads` contains the (pid, tid) of each thread index. `base` is the number of nanoseconds
+    to add to every time of the Trace.
     """
 
-    def __init__(self, rows: Ints, group: Ints, start: Ints, stop: Ints) -> None:
-        self.intervals = Intervals.build(group[rows], start[rows], stop[rows])
-        self.rows = np.append(rows[self.intervals.rows], NONE)  # so that index -1 gives NONE
+    def __init__(
+        self,
+        tables: Tables,
+        flows: Ints,
+        threads: list[tuple[int, int]],
+        base: int,
+        *,
+        slice_rows: int = SLICE_ROWS,
+    ) -> None:
+        self._tables, self._base = tables, base
+        evaluations = AutogradNodes(tables.evaluations)
+        self.ranges = Ranges(tables, threads, base, evaluations.intervals, flows)
+        ops = (tables.details, evaluations, tables.modules)
+        self.calls, self.steps = find_calls(*ops, flows, self.ranges.rows, threads, base)
+        self.stacks = Stacks(tables, slice_rows)
 
-    def lookup(self, group: Ints, t: Ints) -> Ints:
-        """Return the number of the innermost range at each (group, t), or NONE."""
-        if len(self.rows) == 1:
-            return nothing(len(t))
-        return self.rows[self.intervals.innermost(group, t)]
+    def make_trace(
+        self,
+        stack: ExitStack,
+        chunks: Iterable[Chunk],
+        kernels: Sequence[tuple[str, str]],
+        configs: Sequence[LaunchConfig],
+        **facts: Any,
+    ) -> Trace:
+        """Write the launches to a temporary file, which exists until `stack` is closed.
 
-
-class _Open:
-    """Counts the threads of a process that have an open range at a given time.
-
-    A stretch is a time interval in which a thread always has an open range. The count is the number
-    of stretches that have begun minus the number of stretches that have ended.
-    """
-
-    def __init__(self, ranges: Intervals, pids: Ints) -> None:
-        self._of = {}
-        # The ranges at whose start no earlier range of the thread is open
-        first = np.flatnonzero(ranges.parent == NONE)
-        process, start = pids[ranges.thread[first]], ranges.start[first]
-        stop = np.maximum.reduceat(ranges.stop, first) if len(first) else start
-        for number in distinct(process):
-            mine = process == number
-            self._of[number] = np.sort(start[mine]), np.sort(stop[mine])
-
-    def count(self, process: Ints, t: Ints) -> Ints:
-        """Return the number of threads that have an open range at each time."""
-        result = np.zeros(len(t), np.int64)
-        for number, (starts, stops) in self._of.items():
-            mine = np.flatnonzero(process == number)
-            begun = np.searchsorted(starts, t[mine], side="right")
-            result[mine] = begun - np.searchsorted(stops, t[mine], side="right")
-        return result
-
-
-class _Forward:
-    """Finds the forward op of a backward op through the arrows that autograd records.
-
-    `flows` contains the arrows as rows of Flow.
-    """
-
-    def __init__(self, evaluations: Intervals, flows: Ints) -> None:
-        self._nodes, count = evaluations, len(evaluations.start) + 1
-        arrows = flows.T
-        at = self._nodes.innermost(arrows[2], arrows[3])
-        self._thread, self._t = nothing(count), nothing(count)
-        self._thread[at[at >= 0]], self._t[at[at >= 0]] = arrows[:2, at >= 0]
-
-    def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """Return the thread and start time of the forward op for each (thread, t), or -1 if there is
-        no forward op.
+        `kernels` contains the (kind, name) of each kernel id, and `configs` the launch configuration
+        of each config id. `facts` contains other fields of the Trace.
         """
-        at = self._nodes.innermost(thread, t)
-        return self._thread[at], self._t[at]
+        spool, blocks, count = Spool(stack), list[Block](), 0
+        kernel_ids, config_ids, path_ids, api_ids = (Renumber() for _ in range(4))
+        for gpu, launched, paths in chunks:
+            thread, launch = launched.thread, launched.start
+            inner, cell = self.ranges.lookup(thread, launch)
+            batch = LaunchBatch(
+                kernel=kernel_ids(gpu.kernel),
+                launch_config=config_ids(gpu.config),
+                op_path=path_ids(paths),
+                range=inner,
+                cell_range=cell,
+                api=api_ids(launched.api),
+                device=gpu.device,
+                stream=gpu.stream,
+                correlation=gpu.correlation,
+                graph_node=gpu.node,
+                pid=self.ranges.pids[thread],
+                tid=self.ranges.tids[thread],
+                launch_ns=np.where(thread >= 0, launch + self._base, NONE),
+                start_ns=gpu.start + self._base,
+                duration_ns=gpu.duration,
+                bytes=gpu.bytes,
+                call_span=self.calls.lookup(thread, launch, count),
+            )
+            blocks.append(spool.write([getattr(batch, column.name) for column in fields(batch)]))
+            count += len(thread)
+        folded, apis = self.stacks.folded(), list(self._tables.apis)
+        return Trace(
+            kernels=[kernels[row][1] for row in kernel_ids.order],
+            kernel_kinds=[kernels[row][0] for row in kernel_ids.order],
+            launch_configs=[configs[row] for row in config_ids.order],
+            op_paths=[folded[row] for row in path_ids.order],
+            apis=[apis[row] for row in api_ids.order],
+            ranges=self.ranges.rows,
+            num_launches=count,
+            skipped=self._tables.skipped,
+            batches=lambda: (LaunchBatch(*spool.read(block)) for block in blocks),
+            calls=self.calls.calls,
+            call_spans=self.calls.spans,
+            steps=self.steps,
+            **facts,
+        )
+
+    def op_chunks(self) -> Iterator[Chunk]:
+        """Yield chunks of ops whose duration is their own time, instead of launches.
+
+        The ops of a chunk are sorted by end. An op that continues in the next time slice is part of
+        the chunk of that slice.
+        """
+        waiting: dict[tuple[int, ...], int] = {}
+        for number, border in enumerate([*self.stacks.borders.tolist(), FAR]):
+            ops = self.stacks.slice(number)
+            done, own, waiting = _own_times(ops, border, waiting)
+            self.stacks.repeated += ops.repeated(done)
+            if not len(done):
+                continue
+            thread, start = ops.intervals.thread[done], ops.intervals.start[done]
+            pids, tids = self.ranges.pids[thread], self.ranges.tids[thread]
+            # these keys do not depend on the order in which threads and names got their ids
+            order = np.lexsort((tids, pids, start, ops.intervals.stop[done]))
+            done, thread, start = done[order], thread[order], start[order]
+            none = nothing(len(done))
+            gpu = GpuRows(start, own[order], ops.names[done], np.zeros_like(none), *[none] * 5)
+            launched = LaunchRows(none, none, thread, start)
+            yield gpu, launched, self.stacks.stack_ids(ops, done, start)
 
 
 class Ranges:
-    """The user ranges of a trace, sorted by start and descending length, with a lookup by time.
+    """The user ranges of a trace, sorted by start and descending length, with a lookup by time."""
 
-    `threads` contains the (pid, tid) of each thread index. `base` is the number of nanoseconds to
-    add to every time of the Trace.
-    """
-
-    def __init__(self, columns: RangeColumns, threads: list[tuple[int, int]], base: int) -> None:
-        start, duration, thread = (
-            np.array(column, np.int64)
-            for column in (columns.start, columns.duration, columns.thread)
-        )
-        pids, tids = np.array([*threads, (NONE, NONE)], np.int64).T
-        ranks = {name: rank for rank, name in enumerate(sorted(set(columns.names)))}
-        names = np.array([ranks[name] for name in columns.names], np.int64)
+    def __init__(
+        self,
+        tables: Tables,
+        threads: list[tuple[int, int]],
+        base: int,
+        evaluations: Intervals,
+        flows: Ints,
+    ) -> None:
+        start, duration, thread, wide = np.array(tables.ranges, np.int64).reshape(-1, 4).T
+        # indexed by thread; index -1 gives NONE
+        self.pids, self.tids = np.array([*threads, (NONE, NONE)], np.int64).T
+        ranks = {name: rank for rank, name in enumerate(sorted(set(tables.range_names)))}
+        names = np.array([ranks[name] for name in tables.range_names], np.int64)
         # this order does not depend on the number of processes that read the file
-        order = np.lexsort((names, tids[thread], pids[thread], -duration, start))
+        order = np.lexsort((names, self.tids[thread], self.pids[thread], -duration, start))
         start, duration, thread = start[order], duration[order], thread[order]
-        text = [columns.names[row] for row in order.tolist()]
-        cells = np.flatnonzero([name.startswith(CELL_RANGE_PREFIX) for name in text])
-        wide = np.flatnonzero(np.array(columns.wide, np.bool_)[order])
-        process, stop = pids[thread], start + duration
-        self.pids, self.tids = pids, tids  # indexed by thread; index -1 gives NONE
-        self._all = _RangeIndex(np.arange(len(text)), thread, start, stop)
-        self._own_cells = _RangeIndex(cells, thread, start, stop)
-        self._any_cells = _RangeIndex(cells, process, start, stop)
-        self._wide = _RangeIndex(wide, process, start, stop)
-        self._any = _RangeIndex(np.arange(len(text)), process, start, stop)
+        text = [tables.range_names[row] for row in order.tolist()]
+        process, stop, every = self.pids[thread], start + duration, np.arange(len(text))
+        own = Intervals(thread, start, stop)
+        numbers = np.append(own.rows, NONE)
         parents = nothing(len(text))
-        parents[self._all.rows[:-1]] = self._all.rows[self._all.intervals.enclosing()]
-        self._open = _Open(self._all.intervals, pids)
-        self._forward: _Forward | None = None
-        rows = (start + base, duration, process, tids[thread], parents)
+        parents[own.rows] = numbers[own.enclosing()]
+        cells = np.flatnonzero([name.startswith(CELL_RANGE_PREFIX) for name in text])
+        self._own = _lookup(every, thread, start, stop)
+        self._any = _lookup(every, process, start, stop)
+        self._wide = _lookup(np.flatnonzero(wide[order]), process, start, stop)
+        self._own_cells = _lookup(cells, thread, start, stop)
+        self._any_cells = _lookup(cells, process, start, stop)
+        self._open_threads = _open_threads(own, self.pids)
+        self._forward = _forward(evaluations, flows) if len(flows) else None
+        rows = (start + base, duration, process, self.tids[thread], parents)
         self.rows = [
             Range(name, s, d, pid, tid, None if parent == NONE else parent)
             for name, s, d, pid, tid, parent in zip(text, *(c.tolist() for c in rows), strict=True)
@@ -225,110 +200,106 @@ class Ranges:
             return inner, cell
         thread, t = thread[launched], t[launched]
         process = self.pids[thread]
-        own, mine = self._own_cells.lookup(thread, t), self._all.lookup(thread, t)
-        cell[launched] = np.where(own >= 0, own, self._any_cells.lookup(process, t))
+        own, mine = self._own_cells(thread, t), self._own(thread, t)
+        cell[launched] = np.where(own >= 0, own, self._any_cells(process, t))
         mine = np.where(mine >= 0, mine, cell[launched])
-        mine = np.where(mine >= 0, mine, self._wide.lookup(process, t))
+        mine = np.where(mine >= 0, mine, self._wide(process, t))
         left = np.flatnonzero(mine < 0)
         if len(left):
-            only = self._open.count(process[left], t[left]) == 1
-            mine[left] = np.where(only, self._any.lookup(process[left], t[left]), NONE)
+            only = self._open_threads(process[left], t[left]) == 1
+            mine[left] = np.where(only, self._any(process[left], t[left]), NONE)
         left = np.flatnonzero(mine < 0)
         if len(left) and self._forward is not None:
-            mine[left] = self._all.lookup(*self._forward.lookup(thread[left], t[left]))
+            mine[left] = self._own(*self._forward(thread[left], t[left]))
         inner[launched] = mine
         return inner, cell
 
-    def follow(self, evaluations: Intervals, flows: Ints) -> None:
-        """Let `lookup` use the range of the forward op for backward ops that lie outside all ranges.
 
-        `evaluations` are the ops in which autograd evaluates its nodes. `flows` contains rows of
-        Flow.
-        """
-        self._forward = _Forward(evaluations, flows)
+def _lookup(rows: Ints, group: Ints, start: Ints, stop: Ints) -> Lookup:
+    """Return a function that finds the innermost of the ranges `rows` at each (group, t).
 
-
-@dataclass(slots=True)
-class LinkedLaunches:
-    """A chunk of GPU rows, with the API, the thread and the start of the call that launched each
-    row. -1 means that the call is unknown.
+    A group is a thread or a process.
     """
-
-    gpu: GpuRows
-    api: Ints
-    thread: Ints
-    launch: Ints
+    intervals = Intervals(group[rows], start[rows], stop[rows])
+    numbers = np.append(rows[intervals.rows], NONE)  # so that index -1 gives NONE
+    return lambda group, t: numbers[intervals.innermost(group, t)]
 
 
-class TraceWarnings:
-    """Counts the missing and contradictory data in a trace, for the warnings about them."""
+def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
+    """Return a function that counts the threads with an open range at each (process, t).
 
-    def __init__(self) -> None:
-        self.unmatched = 0  # number of launches whose API call is not in the trace
-        self.ambiguous = 0  # number of launches whose correlation id several API calls have
-        self.repeated_ops = 0
-        self._launches: list[Ints] = []  # arrays that contain a hash of each launch
+    A stretch is a time interval in which a thread always has an open range. The count is the number
+    of stretches that have begun minus the number of stretches that have ended.
+    """
+    # The ranges at whose start no earlier range of the thread is open
+    first = np.flatnonzero(ranges.parent == NONE)
+    owner, start = pids[ranges.thread[first]], ranges.start[first]
+    stop = np.maximum.reduceat(ranges.stop, first) if len(first) else start
+    stretches = {
+        number: (np.sort(start[owner == number]), np.sort(stop[owner == number]))
+        for number in distinct(owner)
+    }
 
-    def add(self, rows: GpuRows) -> None:
-        """Add launches. `texts` will search all added launches for repetitions."""
-        self._launches.append(hashed(rows))
+    def count(process: Ints, t: Ints) -> Ints:
+        result = np.zeros(len(t), np.int64)
+        for number, (starts, stops) in stretches.items():
+            mine = np.flatnonzero(process == number)
+            begun = np.searchsorted(starts, t[mine], side="right")
+            result[mine] = begun - np.searchsorted(stops, t[mine], side="right")
+        return result
 
-    def texts(self, launches: int, stacks: Stacks) -> list[str]:
-        """Return one warning for each kind of problem that was found. Each warning has a count."""
-        seen = np.sort(np.concatenate([nothing(0), *self._launches]))
-        repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
-        many_ops = self.repeated_ops if self.repeated_ops > launches * REPEATED_OPS else 0
-        doubts = {
-            "have no call with their correlation: thread, range and op are unknown": self.unmatched,
-            "have several calls with their correlation: the first counts": self.ambiguous,
-            "stand in the file twice and count twice": repeated + many_ops,
-        }
-        texts = [f"{count:,} launches {what}" for what, count in doubts.items() if count]
-        if stacks.paths.deep:
-            texts.append(f"stacks of more than {MAX_DEPTH} ops are told in part")
-        return texts
+    return count
+
+
+def _forward(evaluations: Intervals, flows: Ints) -> Callable[[Ints, Ints], tuple[Ints, Ints]]:
+    """Return a function that finds the thread and start time of the forward op of the backward op at
+    each (thread, t), or -1 if there is no forward op.
+    """
+    arrows = flows.T
+    at = evaluations.innermost(arrows[2], arrows[3])
+    origins = np.full((2, len(evaluations.start) + 1), NONE, np.int64)
+    origins[:, at[at >= 0]] = arrows[:2, at >= 0]
+
+    def lookup(thread: Ints, t: Ints) -> tuple[Ints, Ints]:
+        found, start = origins[:, evaluations.innermost(thread, t)]
+        return found, start
+
+    return lookup
 
 
 def linked_chunks(
-    source: Source, doubts: TraceWarnings | None = None, *, rows: int = CHUNK_ROWS
-) -> Iterator[LinkedLaunches]:
-    """Yield chunks of GPU rows in file order, together with the API calls that launched them.
+    tables: Tables, counts: Counter[str], rows: int = CHUNK_ROWS
+) -> Iterator[tuple[GpuRows, LaunchRows]]:
+    """Yield chunks of GPU rows in file order, with the API call that launched each row.
 
-    If several API calls have the same correlation id, the first one is used. `doubts` counts the
-    launches that have no API call, the launches that have several, and repeated launches.
+    If several API calls have the same correlation id, the first one is used, and the rows count as
+    `ambiguous`.
     """
-    for blocks in _groups(source.tables.gpu, rows):
-        gpu = source.gpu(blocks)
-        count = len(gpu.correlation)
-        linked = LinkedLaunches(gpu, nothing(count), nothing(count), nothing(count))
-        open_rows = np.flatnonzero(gpu.correlation >= 0)
+    for blocks in _groups(tables.gpu, rows):
+        gpu = GpuRows(*tables.read(blocks))
+        launched = np.full((len(LaunchRows._fields), len(gpu.start)), NONE, np.int64)
+        left = np.flatnonzero(gpu.correlation >= 0)
         low, high = min(b.low for b in blocks), max(b.high for b in blocks)
-        overlapping = [b for b in source.tables.launches if b.low <= high and b.high >= low]
+        overlapping = [b for b in tables.launches if b.low <= high and b.high >= low]
         for group in _groups(overlapping, 4 * rows):
-            if not len(open_rows):
+            if not len(left):
                 break
-            calls = source.launches(group)
-            order = np.argsort(calls.correlation, kind="stable")
-            keys, sought = calls.correlation[order], gpu.correlation[open_rows]
+            calls = tables.read(group)
+            order = np.argsort(calls[0], kind="stable")
+            keys, sought = calls[0][order], gpu.correlation[left]
             at = np.searchsorted(keys, sought)
             hit = at < len(keys)
             hit[hit] = keys[at[hit]] == sought[hit]
-            call, target = order[at[hit]], open_rows[hit]
-            if doubts is not None:
-                following = np.minimum(at[hit] + 1, len(keys) - 1)
-                twice = (keys[following] == keys[at[hit]]) & (following > at[hit])
-                doubts.ambiguous += int(np.count_nonzero(twice))
-            linked.api[target] = calls.api[call]
-            linked.thread[target] = calls.thread[call]
-            linked.launch[target] = calls.start[call]
-            open_rows = open_rows[~hit]
-        if doubts is not None:
-            doubts.unmatched += int(np.count_nonzero(linked.thread < 0))
-            doubts.add(gpu)
-        yield linked
+            at = at[hit]
+            following = np.minimum(at + 1, len(keys) - 1)
+            twice = (keys[following] == keys[at]) & (following > at)
+            counts["ambiguous"] += int(np.count_nonzero(twice))
+            launched[:, left[hit]] = calls[:, order[at]]
+            left = left[~hit]
+        yield gpu, LaunchRows(*launched)
 
 
-def _groups(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
+def _groups(blocks: Sequence[Block], rows: int) -> Iterator[list[Block]]:
     """Yield groups of consecutive blocks. A group has at most `rows` rows, or is a single block."""
     group: list[Block] = []
     count = 0
@@ -390,16 +361,17 @@ class StackIds(dict[tuple[int, ...], int]):
 class Stacks:
     """Finds the op stacks of launches. It loads the ops of one time slice after another."""
 
-    def __init__(self, source: Source, *, rows: int = SLICE_ROWS) -> None:
-        self._source = source
+    def __init__(self, tables: Tables, rows: int) -> None:
+        self._tables = tables
         self.paths = StackIds()
-        self.borders = _borders(source.tables.ops, rows)
+        self.repeated = 0  # number of ops that are copies of the op before them
+        self.borders = _borders(tables.ops, rows)
         self._cache: dict[int, OpSlice] = {}
 
     def lookup(self, thread: Ints, t: Ints) -> Ints:
         """Return the id of the stack that is open at each (thread, t), or -1 if no op is open."""
         result = nothing(len(t))
-        if not self._source.tables.ops:
+        if not self._tables.ops:
             return result
         slices = np.searchsorted(self.borders, t, side="right")
         slices[thread < 0] = -1
@@ -438,7 +410,7 @@ class Stacks:
             marked[level] = True
             level = parents[level]
             level = level[level >= 0]
-        left, count = np.flatnonzero(marked), len(self._source.tables.names)
+        left, count = np.flatnonzero(marked), len(self._tables.names)
         while len(left):  # each pass assigns ids to the ops whose parent already has an id
             above = np.where(parents[left] >= 0, paths[parents[left]], NONE)
             ready = (parents[left] < 0) | (above >= 0)
@@ -457,17 +429,24 @@ class Stacks:
         return self._cache[number]
 
     def _load(self, number: int) -> OpSlice:
-        low = self.borders[number - 1] if number > 0 else -(1 << 62)
-        high = self.borders[number] if number < len(self.borders) else 1 << 62
-        blocks = [b for b in self._source.tables.ops if b.low < high and b.high >= low]
-        ops = self._source.ops(blocks, low, high)
-        intervals = Intervals.build(ops.thread, ops.start, ops.end)
+        low = self.borders[number - 1] if number > 0 else -FAR
+        high = self.borders[number] if number < len(self.borders) else FAR
+        parts = [np.empty((len(OpRows._fields), 0), np.int64)]
+        for block in self._tables.ops:
+            if block.low < high and block.high >= low:
+                part = self._tables.spool.read(block)
+                if block.low < low or block.high >= high:
+                    start, end = part[:2]
+                    part = part[:, (start < high) & (np.maximum(end, start + 1) > low)]
+                parts.append(part)
+        ops = OpRows(*np.concatenate(parts, axis=1))
+        intervals = Intervals(ops.thread, ops.start, ops.end)
         durations = (ops.end - ops.start)[intervals.rows]
         return OpSlice(intervals, ops.name[intervals.rows], durations, nothing(len(durations)))
 
     def folded(self) -> list[str]:
         """Return the stacks as folded text, in the order of their ids. The outermost op is first."""
-        names = [name.replace(";", ",") for name in self._source.tables.names]
+        names = [name.replace(";", ",") for name in self._tables.names]
         texts: list[str] = []
         for above, *below in self.paths.rows:
             own = ";".join(names[name] for name in below)
@@ -476,50 +455,22 @@ class Stacks:
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
-    """Return the times at which to divide the ops into slices, so that about `rows` ops start in
-    each slice.
+    """Return the times that divide the ops into slices in each of which about `rows` ops start.
 
     All ops of a block are counted at the start of its first op.
     """
-    borders = []
+    borders = set()
     count = 0
     for block in sorted(blocks, key=lambda block: block.low):
         if count and count + block.rows > rows:
-            borders.append(block.low)
+            borders.add(block.low)
             count = 0
         count += block.rows
-    return np.array(sorted(set(borders)), np.int64)
-
-
-def op_chunks(
-    stacks: Stacks, ranges: Ranges, doubts: TraceWarnings
-) -> Iterator[tuple[LinkedLaunches, Ints]]:
-    """Yield chunks of ops whose duration is their own time, together with the ids of their stacks.
-
-    The ops of a chunk are sorted by end. An op that continues in the next time slice is part of the
-    chunk of that slice.
-    """
-    waiting: dict[tuple[int, ...], int] = {}
-    for number, border in enumerate([*stacks.borders.tolist(), None]):
-        ops = stacks.slice(number)
-        done, own, waiting = _own_times(ops, border, waiting)
-        doubts.repeated_ops += ops.repeated(done)
-        if not len(done):
-            continue
-        thread, start = ops.intervals.thread[done], ops.intervals.start[done]
-        # these keys do not depend on the order in which threads and names got their ids
-        keys = (ranges.tids[thread], ranges.pids[thread], start, ops.intervals.stop[done])
-        order = np.lexsort(keys)
-        done, thread, start = done[order], thread[order], start[order]
-        none = nothing(len(done))
-        rows = GpuRows(
-            start, own[order], ops.names[done], np.zeros_like(none), none, none, none, none, none
-        )
-        yield LinkedLaunches(rows, none, thread, start), stacks.stack_ids(ops, done, start)
+    return np.array(sorted(borders), np.int64)
 
 
 def _own_times(
-    ops: OpSlice, border: int | None, waiting: dict[tuple[int, ...], int]
+    ops: OpSlice, border: int, waiting: dict[tuple[int, ...], int]
 ) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
     """Compute the own times of the ops that end in a time slice.
 
@@ -537,7 +488,7 @@ def _own_times(
         return tuple(int(column[row]) for column in columns)
 
     stop = intervals.stop - (ops.durations == 0)  # an interval lasts at least 1 ns
-    latest = max((start for _, start, *_ in waiting), default=-(1 << 62))
+    latest = max((start for _, start, *_ in waiting), default=-FAR)
     carried = intervals.start <= latest
     covered = np.zeros(len(stop), np.int64)
     child = np.flatnonzero((intervals.parent >= 0) & ~carried)
@@ -547,7 +498,7 @@ def _own_times(
     for row in np.flatnonzero(carried).tolist():
         covered[row] += waiting.get(key(row), 0)
     own = np.maximum(stop - intervals.start - covered, 0)
-    goes_on = intervals.stop > (1 << 62 if border is None else border)
+    goes_on = intervals.stop > border
     done = np.flatnonzero(((covered == 0) | (own > 0)) & ~goes_on)
     rows = np.flatnonzero(goes_on).tolist()
     return done, own[done], {key(row): int(covered[row]) for row in rows}
@@ -570,61 +521,3 @@ class Renumber:
             self._to[value] = len(self.order)
             self.order.append(value)
         return self._to[ids]
-
-
-class Output:
-    """Writes joined launches to a temporary file. The APIs get new ids in the order of first use."""
-
-    def __init__(
-        self, ranges: Ranges, base: int, spool: Spool, calls: AttentionCalls | None = None
-    ) -> None:
-        self.rows = 0  # number of launches written so far
-        self.apis = Renumber()
-        self._calls = calls if calls and calls.spans else None
-        self._ranges = ranges
-        self._base = base
-        self._spool = spool
-        self._blocks: list[Block] = []
-
-    def batches(self) -> Callable[[], Iterator[LaunchBatch]]:
-        """Return a function that yields the batches in the order in which they were written.
-
-        The function does not keep this object alive.
-        """
-        spool, blocks = self._spool, self._blocks
-        return lambda: (LaunchBatch(*spool.read(block)) for block in blocks)
-
-    def write(
-        self, linked: LinkedLaunches, kernel: Ints, launch_config: Ints, op_path: Ints
-    ) -> None:
-        """Append a batch of launches to the file.
-
-        `kernel`, `launch_config` and `op_path` are indices into the lists of the Trace.
-        """
-        rows, thread = linked.gpu, linked.thread
-        inner, cell = self._ranges.lookup(thread, linked.launch)
-        batch = LaunchBatch(
-            kernel=kernel,
-            launch_config=launch_config,
-            op_path=op_path,
-            range=inner,
-            cell_range=cell,
-            api=self.apis(linked.api),
-            device=rows.device,
-            stream=rows.stream,
-            correlation=rows.correlation,
-            graph_node=rows.node,
-            pid=self._ranges.pids[thread],
-            tid=self._ranges.tids[thread],
-            launch_ns=np.where(thread >= 0, linked.launch + self._base, NONE),
-            start_ns=rows.start + self._base,
-            duration_ns=rows.duration,
-            bytes=rows.bytes,
-            call_span=self._calls.lookup(thread, linked.launch, self.rows)
-            if self._calls
-            else nothing(len(thread)),
-        )
-        columns = [getattr(batch, column.name) for column in fields(batch)]
-        offset = self._spool.write(columns)
-        self._blocks.append(Block(offset, len(columns), len(kernel), 0, 0))
-        self.rows += len(kernel)

@@ -1,23 +1,37 @@
 """Parse Kineto's Chrome traces, the JSON files that torch.profiler writes, in bounded memory.
 
-The scanner divides a file into segments that end at event boundaries, and decodes one segment after
-another.
+A file is read in small blocks. The scanner divides it into segments that end at event boundaries, and
+decodes one segment after another. The file may be compressed with gzip.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
-from profharness.files import has_too_many_values
+from profharness.files import JSON_WEIGHT, has_too_many_values
 from profharness.rows import TORCH
 from profharness.trace import LaunchConfig, Trace
-from profharness.traces import attribution
+from profharness.traces.attribution import (
+    CHUNK_ROWS,
+    MAX_DEPTH,
+    SLICE_ROWS,
+    Attribution,
+    Chunk,
+    linked_chunks,
+)
 from profharness.traces.chrome_events import (
     EXACT_LIMIT,
     MODULE_MARK,
@@ -26,20 +40,20 @@ from profharness.traces.chrome_events import (
     EventColumns,
     Events,
     NeedExactTimes,
+    whole_characters,
 )
-from profharness.traces.chrome_read import (
-    BLOCK,
-    MAX_PIECE,
-    Layout,
-    Window,
-    object_end,
-    probe,
-    read_trailer,
-    skip_space,
+from profharness.traces.columns import (
+    MAX_NS,
+    MAX_TEXT,
+    Ints,
+    Spool,
+    Tables,
+    hashed,
+    make_device,
+    nothing,
 )
-from profharness.traces.columns import Ints, Spool, Tables
-from profharness.traces.devices import MAX_NS, MAX_TEXT, make_device
 from profharness.traces.graphs import replayed
+from profharness.traces.packed import GzipReader, open_file
 
 KEPT = (
     "schemaVersion", "trace_id", "record_shapes", "with_stack", "profile_memory", "with_flops",
@@ -61,21 +75,35 @@ DEVICE_KEYS = {
     "shared_bytes_per_sm": "sharedMemPerMultiprocessor",
     "warp_size": "warpSize",
 }
+BLOCK = 128 * 1024  # sizes from 32 to 256 KiB are fastest, because bigger buffers cost page faults
+SEGMENT = 1 << 21  # number of bytes that the compiled scanner reads at once
+MAX_PIECE = 32 << 20  # maximum size of an event, of the header and of the trailer, in bytes
 FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # maximum number of bytes in which to search for the end of a broken event
 # Maximum number of broken events for which to search up to REACH, because the search is slow. Any
 # further broken event is assumed to end at the next separator.
 MAX_UNCLOSED = 8
-NUMBER = re.compile(r"-?[0-9]{1,18}")
 MAX_FRAME = 1 << 12  # maximum size of the event of a Python frame, in bytes
-SEGMENT = 1 << 21  # number of bytes that the compiled scanner reads at once
+# Repeated ops are reported only if they are more than this fraction of all ops. Short ops that start
+# in the same microsecond look repeated, too.
+REPEATED_OPS = 0.05
+
+_EVENTS_KEY = b'"traceEvents"'
+_ARRAY = re.compile(rb"\s*+:\s*+\[")
+_SPACE_AND_COLON = re.compile(rb"\s*+:?+\s*+")
+_SPACE = re.compile(rb"[ \t\r\n]*")
+_GAP = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*(?=\{)")
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_TOKEN = re.compile(_STRING + rb'|[{}\[\]"]', re.DOTALL)
+_KEY = re.compile(rb"\{[ \t\r\n]*" + _STRING, re.DOTALL)
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 def parse_chrome(
     path: Path,
     *,
-    chunk_rows: int = attribution.CHUNK_ROWS,
-    slice_rows: int = attribution.SLICE_ROWS,
+    chunk_rows: int = CHUNK_ROWS,
+    slice_rows: int = SLICE_ROWS,
 ) -> Trace:
     """Parse a Kineto trace. The caller must close the returned Trace.
 
@@ -89,235 +117,133 @@ def parse_chrome(
     path = Path(path)
     with closing(Window(path)) as window:
         layout = probe(window)
-    with ExitStack() as stack:
-        source, header = _scan_file(path, layout, stack)
-        return _assemble(path, source, header, (chunk_rows, slice_rows), stack)
-
-
-def _scan_file(
-    path: Path, layout: Layout, stack: ExitStack
-) -> tuple[attribution.Source, dict[str, Any]]:
-    """Scan the events of a file. Return the tables and the header.
-
-    If a double cannot hold the times exactly, scan the file a second time with decimals.
-    """
-    exact = _needs_decimals(layout.first_ts)
-    while True:
-        collector = Collector(Events(exact=exact), Spool.temporary(stack))
-        try:
-            with closing(Window(path)) as window:
-                end = (
-                    layout.first if layout.empty else FileScanner(window, layout, collector).scan()
-                )
-        except NeedExactTimes:
-            exact = True
-            continue
-        source = attribution.Source(collector.tables, collector.spool)
-        return source, read_trailer(path, layout, end)
-
-
-class FileScanner:
-    """Scans the events of a file and passes them to a collector."""
-
-    def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
-        self.window = window
-        self.layout = layout
-        self.collector = collector
-        self._columns = EventColumns.build(collector)
-        self._segment_bytes = bytearray(
-            SEGMENT if self._columns else 0
-        )  # this is allocated only once, because new memory costs page faults
-        self._array_end: int | None = None
-        self._unclosed = 0
-
-    def scan(self) -> int:
-        """Collect all events. Return the offset of the bracket that closes the array of events.
-
-        Raise TraceFormatError if there is no such bracket. Raise NeedExactTimes if a double cannot
-        hold a time exactly and the collector does not use decimals.
-        """
-        window, separator, lead = self.window, self.layout.separator, self.layout.gap + 1
-        window.fill()
-        window.seek(self.layout.first)
-        flushed = window.base
-        wanted = 1
-        # Whether the end of the file lies inside an event that contains a separator
-        stuck = False
-        while self._array_end is None:
-            self._scan_segments()
-            more = True
-            if len(window.buffer) < wanted or separator not in window.buffer:
-                more = window.fill(self._block())
-                if len(window.buffer) > MAX_PIECE:
-                    raise window.too_long(window.base)
-            if more and len(window.buffer) < wanted:
-                continue
-            buffer = window.buffer
-            stop = buffer.rfind(separator)
-            final = stop < 0 or stuck
-            if final and more and not stuck:
-                continue
-            length = len(buffer) if final else stop + 1
-            used = self._segment(buffer, length, last=final)
-            if self._array_end is None:
-                if final:
-                    break
-                whole = used == length
-                window.seek(window.base + (stop + lead if whole else used))
-                stuck = window.eof and not whole
-                wanted = 1 if whole else 2 * len(window.buffer)
-                wanted = min(wanted, REACH)
-            if window.base - flushed >= FLUSH:
-                self.collector.flush()
-                flushed = window.base
-        self.collector.flush()
-        if self._array_end is None:
-            message = "the file ends inside traceEvents"
-            raise window.error(message, expected="], the end of the events")
-        return self._array_end
-
-    def _scan_segments(self) -> None:
-        """Collect segments of the file for as long as the compiled scanner consumes all of them."""
-        window, separator, columns = self.window, self.layout.separator, self._columns
-        segment = memoryview(self._segment_bytes)
-        while columns and (size := window.read_into(segment)):
-            stop = self._segment_bytes.rfind(separator, 0, size)
-            if stop < 0:
-                return
-            used = columns.collect(segment, stop + 1)
-            window.seek(window.base + (stop + self.layout.gap + 1 if used > stop else used))
-            self.collector.flush()
-            if used <= stop:
-                return
-
-    def _block(self) -> int:
-        """Return the number of bytes to read at once."""
-        least = SEGMENT if self._columns else BLOCK
-        return max(least, min(len(self.window.buffer), MAX_PIECE // 4))
-
-    def _segment(self, text: bytes, length: int, *, last: bool) -> int:
-        """Collect the events of text[:length]. Return the number of bytes consumed, which is less
-        than `length` if the last event is incomplete.
-        """
-        begin = self._columns.collect(text, length) if self._columns else 0
-        if begin == length:
-            return begin
-        segment = text[:length]
-        used = self._decode(segment, begin, last=last)
-        # If a trace contains stacks, most of its events are Python frames. The decoder skips all of
-        # them. Those that are calls of nn.Modules are decoded here.
-        at = segment.find(MODULE_MARK, begin, used)
-        while at >= 0:
-            begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
-            end = object_end(segment, begin, min(used, begin + MAX_FRAME)) if begin >= 0 else None
-            if end is not None:
-                self.collector.add_module(segment[begin:end])
-            at = segment.find(MODULE_MARK, max(at + 1, end or 0), used)
-        return used
-
-    def _decode(self, segment: bytes, begin: int, *, last: bool) -> int:
-        """Decode the events from `begin` on and return the number of bytes consumed."""
-        if has_too_many_values(segment):
-            return self._piecewise(segment, begin, last=last)
-        try:
-            events = self.collector.events.many.decode(b"[%b]" % segment[begin:])
-        except UNDECODABLE:
-            return self._piecewise(segment, begin, last=last)
-        self.collector.tables.events += len(events)
-        self.collector.add(events)
-        return len(segment)
-
-    def _piecewise(self, segment: bytes, position: int, *, last: bool) -> int:
-        """Decode one event after another, and find the end of the array.
-
-        Broken events are skipped and counted. Return the number of bytes consumed.
-        """
-        separator, lead = self.layout.separator, self.layout.gap + 1
-        while position < len(segment):
-            certain = self.layout.certain or self._unclosed > MAX_UNCLOSED
-            border = segment.find(separator, position) if certain else -1
-            stop = border + 1 if border >= 0 else len(segment)
-            behind = object_end(segment, position, stop)
-            if behind is None:
-                self._unclosed += 1
-                if border < 0 and not last and len(segment) - position < REACH:
-                    return position
-                border = segment.find(separator, position + 1) if border < 0 else border
-                if border < 0 and last:
-                    return self._lost_end(segment, position)
-                self.collector.tables.skipped += 1
-                if border < 0:
-                    return len(segment)
-                position = border + lead
-                continue
-            before = self.collector.tables.skipped
-            self.collector.add_text(segment[position:behind])
-            counted = self.collector.tables.skipped > before
-            position = skip_space(segment, behind)
-            mark = segment[position : position + 1]
-            if mark == b"]":
-                self._array_end = self.window.base + position
-                return position
-            position = self._next(segment, position, mark, counted=counted)
-        return len(segment)
-
-    def _next(self, segment: bytes, position: int, mark: bytes, *, counted: bool) -> int:
-        """Return the start of the next event.
-
-        If something other than an event follows, the event before it is counted as skipped, unless
-        `counted` says that it was already counted.
-        """
-        if mark == b",":
-            position = skip_space(segment, position + 1)
-            if segment[position : position + 1] in (b"{", b""):
-                return position
-        if not mark:
-            return len(segment)
-        self.collector.tables.skipped += not counted
-        border = segment.find(self.layout.separator, position)
-        return len(segment) if border < 0 else border + self.layout.gap + 1
-
-    def _lost_end(self, segment: bytes, position: int) -> int:
-        """Find the end of the array if the file ends with a broken event.
-
-        Return the number of bytes consumed.
-        """
-        tail = segment[position:].rstrip()
-        border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
-        if border < 0 or not tail.endswith((b"}", b"]")):
-            return len(segment)
-        self.collector.tables.skipped += 1
-        self._array_end = self.window.base + position + tail.index(b"]", border)
-        return position
-
-
-def _needs_decimals(ts: str) -> bool:
     try:
-        return abs(float(ts)) >= EXACT_LIMIT
+        exact = abs(float(layout.first_ts)) >= EXACT_LIMIT
     except ValueError:
-        return False
+        exact = False
+    with ExitStack() as stack:
+        while True:
+            collector = Collector(Events(exact=exact), Spool(stack))
+            try:
+                with closing(Window(path)) as window:
+                    end = FileScanner(window, layout, collector).scan()
+            except NeedExactTimes:
+                exact = True  # scan the file a second time with decimals
+                continue
+            header = read_trailer(path, layout, end)
+            return _assemble(path, collector.tables, header, chunk_rows, slice_rows, stack)
 
 
-def environment(header: dict[str, Any]) -> dict[str, object]:
+def _assemble(
+    path: Path,
+    tables: Tables,
+    header: dict[str, Any],
+    chunk_rows: int,
+    slice_rows: int,
+    stack: ExitStack,
+) -> Trace:
+    base, doubts = _time_base(header)
+    devices, odd = _devices(header)
+    threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
+    flows, lone = _flows(tables.arrows)
+    at = Attribution(tables, flows, threads, base, slice_rows=slice_rows)
+    at.calls = replayed(tables, at.calls, at.steps, threads, base)
+    counts, hashes = Counter[str](), [nothing(0)]
+
+    def gpu_chunks() -> Iterator[Chunk]:
+        for gpu, launched in linked_chunks(tables, counts, chunk_rows):
+            counts["unmatched"] += int(np.count_nonzero(launched.thread < 0))
+            hashes.append(hashed(gpu))
+            yield gpu, launched, at.stacks.lookup(launched.thread, launched.start)
+
+    if tables.gpu:
+        chunks, kernels, configs = gpu_chunks(), list(tables.kernels), list(tables.configs)
+    else:
+        chunks, kernels = at.op_chunks(), [("op", name) for name in tables.names]
+        configs = [(None,) * 4]
+    trace = at.make_trace(
+        stack,
+        chunks,
+        kernels,
+        [
+            LaunchConfig(grid, block, registers, shared_bytes=shared)
+            for grid, block, registers, shared in configs
+        ],
+        profiler=TORCH,
+        devices=devices,
+        environment=_environment(header),
+        close=stack.close,
+    )
+    skipped = []
+    if tables.skipped:
+        negative = f", {tables.negative} for a negative duration" if tables.negative else ""
+        skipped = [f"{tables.skipped} events could not be read and were skipped{negative}"]
+    if not trace.num_launches:
+        message = "traceEvents is empty"
+        if tables.events or tables.skipped:
+            message = "; ".join([f"nothing ran in its {tables.events:,} events", *skipped])
+        raise TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
+    seen = np.sort(np.concatenate(hashes))
+    repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
+    if at.stacks.repeated > trace.num_launches * REPEATED_OPS:
+        repeated += at.stacks.repeated
+    texts = {
+        "have no call with their correlation: thread, range and op are unknown": counts[
+            "unmatched"
+        ],
+        "have several calls with their correlation: the first counts": counts["ambiguous"],
+        "stand in the file twice and count twice": repeated,
+    }
+    found = [f"{count:,} launches {what}" for what, count in texts.items() if count]
+    if at.stacks.paths.deep:
+        found.append(f"stacks of more than {MAX_DEPTH} ops are told in part")
+    warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)
+    return replace(trace, close=stack.pop_all().close, warnings=warnings)
+
+
+def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
+    """Return the flows of `Attribution` for the arrows that have both a start and an end, and warnings.
+
+    A warning counts the arrows that have only a start or only an end.
+    """
+    key, begins, thread, t = np.concatenate([np.empty((4, 0), np.int64), *arrows], axis=1)
+    sides = []
+    for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
+        # if an arrow has several starts or several ends, the last one counts
+        keys, last = np.unique(key[rows][::-1], return_index=True)
+        sides.append((keys, rows[len(rows) - 1 - last]))
+    (keys, starts), (others, ends) = sides
+    both, at, to = np.intersect1d(keys, others, assume_unique=True, return_indices=True)
+    starts, ends = starts[at], ends[to]
+    order = np.lexsort((both, t[starts]))
+    made = np.stack([thread[starts], t[starts], thread[ends], t[ends]], axis=1)
+    lone = len(keys) + len(others) - 2 * len(both)
+    text = (
+        f"{lone:,} arrows from forward to backward have one end alone: their backward is not told"
+    )
+    return made[order], [text] if lone else []
+
+
+def _environment(header: dict[str, Any]) -> dict[str, object]:
     """Return the properties of a header that do not identify a person or a machine.
 
     These are the scalars in KEPT, and the backend, rank and world size of a distributed program.
     """
-    kept: dict[str, object] = {key: header[key] for key in KEPT if _scalar(header.get(key))}
+    kept: dict[str, object] = {key: header[key] for key in KEPT if _is_scalar(header.get(key))}
     info = header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
-    if distributed := {key: info[key] for key in DISTRIBUTED if _scalar(info.get(key))}:
+    if distributed := {key: info[key] for key in DISTRIBUTED if _is_scalar(info.get(key))}:
         kept["distributedInfo"] = distributed
     return kept
 
 
-def _scalar(value: object) -> bool:
+def _is_scalar(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= MAX_TEXT
     return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < 1 << 62)
 
 
-def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
+def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
     """Return the devices in deviceProperties, and warnings. Incomplete entries are left out."""
     rows = header.get("deviceProperties", [])
     given = rows if isinstance(rows, list) else [rows]
@@ -325,7 +251,7 @@ def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
         make_device(
             row.get("id"),
             row.get("name"),
-            {field: row.get(key) for field, key in DEVICE_KEYS.items()},
+            {limit: row.get(key) for limit, key in DEVICE_KEYS.items()},
         )
         for row in given
         if isinstance(row, dict)
@@ -336,7 +262,7 @@ def devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
     return tuple(device for device, _ in made if device), doubts
 
 
-def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
+def _time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
     """Return the number of nanoseconds to add to every time in the trace, and warnings."""
     base = header.get("baseTimeNanoseconds", 0)
     if isinstance(base, int) and not isinstance(base, bool) and abs(base) < MAX_NS:
@@ -345,92 +271,446 @@ def time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def _number(value: Any) -> int:
-    """Return a pid or tid as a number.
-
-    Return -1 if it is a word. Kineto uses words to name its own tracks.
-    """
+    """Return a pid or tid as a number, or -1 if it is one of the words that Kineto writes."""
     text = str(value)
-    return int(text) if isinstance(value, int | str) and NUMBER.fullmatch(text) else -1
+    return int(text) if isinstance(value, int | str) and _NUMBER.fullmatch(text) else -1
 
 
-def _skipped(tables: Tables) -> list[str]:
-    """Return a list with the warning about skipped events. It is empty if no event was skipped."""
-    if not tables.skipped:
-        return []
-    negative = f", {tables.negative} for a negative duration" if tables.negative else ""
-    return [f"{tables.skipped} events could not be read and were skipped{negative}"]
+class FileScanner:
+    """Scans the events of a file and passes them to a collector."""
+
+    def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
+        self._window, self._layout, self._collector = window, layout, collector
+        self._columns = EventColumns.build(collector)
+        # This is allocated only once, because new memory costs page faults
+        self._segment_bytes = bytearray(SEGMENT if self._columns else 0)
+        self._array_end: int | None = None
+        self._unclosed = 0
+
+    def scan(self) -> int:
+        """Collect all events. Return the offset of the bracket that closes the array of events.
+
+        Raise TraceFormatError if there is no such bracket. Raise NeedExactTimes if a double cannot
+        hold a time exactly and the collector does not use decimals.
+        """
+        window, separator, lead = self._window, self._layout.separator, self._layout.gap + 1
+        if self._layout.empty:
+            return self._layout.first
+        window.fill()
+        window.seek(self._layout.first)
+        flushed = window.base
+        wanted = 1
+        # Whether the end of the file lies inside an event that contains a separator
+        stuck = False
+        while self._array_end is None:
+            self._scan_segments()
+            more = True
+            if len(window.buffer) < wanted or separator not in window.buffer:
+                least = SEGMENT if self._columns else BLOCK
+                more = window.fill(max(least, min(len(window.buffer), MAX_PIECE // 4)))
+                if len(window.buffer) > MAX_PIECE:
+                    raise window.too_long(window.base)
+            if more and len(window.buffer) < wanted:
+                continue
+            buffer = window.buffer
+            stop = buffer.rfind(separator)
+            final = stop < 0 or stuck
+            if final and more and not stuck:
+                continue
+            length = len(buffer) if final else stop + 1
+            used = self._collect(buffer, length, last=final)
+            if self._array_end is None:
+                if final:
+                    break
+                complete = used == length
+                window.seek(window.base + (stop + lead if complete else used))
+                stuck = window.eof and not complete
+                wanted = 1 if complete else min(2 * len(window.buffer), REACH)
+            if window.base - flushed >= FLUSH:
+                self._collector.flush()
+                flushed = window.base
+        self._collector.flush()
+        if self._array_end is None:
+            message = "the file ends inside traceEvents"
+            raise window.error(message, expected="], the end of the events")
+        return self._array_end
+
+    def _scan_segments(self) -> None:
+        """Collect segments of the file for as long as the compiled scanner consumes all of them."""
+        window, separator, columns = self._window, self._layout.separator, self._columns
+        segment = memoryview(self._segment_bytes)
+        while columns and (size := window.read_into(segment)):
+            stop = self._segment_bytes.rfind(separator, 0, size)
+            if stop < 0:
+                return
+            used = columns.collect(segment, stop + 1)
+            window.seek(window.base + (stop + self._layout.gap + 1 if used > stop else used))
+            self._collector.flush()
+            if used <= stop:
+                return
+
+    def _collect(self, text: bytes, length: int, *, last: bool) -> int:
+        """Collect the events of text[:length]. Return the number of bytes consumed, which is less
+        than `length` if the last event is incomplete.
+        """
+        begin = self._columns.collect(text, length) if self._columns else 0
+        if begin == length:
+            return begin
+        segment = text[:length]
+        try:
+            if has_too_many_values(segment):
+                used = self._collect_singly(segment, begin, last=last)
+            else:
+                self._collector.decode(segment[begin:])
+                used = length
+        except UNDECODABLE:
+            used = self._collect_singly(segment, begin, last=last)
+        # If a trace contains stacks, most of its events are Python frames. The decoder skips all of
+        # them. Those that are calls of nn.Modules are decoded here.
+        at = segment.find(MODULE_MARK, begin, used)
+        while at >= 0:
+            begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
+            end = object_end(segment, begin, min(used, begin + MAX_FRAME)) if begin >= 0 else None
+            if end is not None:
+                self._collector.add_module(segment[begin:end])
+            at = segment.find(MODULE_MARK, max(at + 1, end or 0), used)
+        return used
+
+    def _collect_singly(self, segment: bytes, position: int, *, last: bool) -> int:
+        """Decode one event after another, and find the end of the array.
+
+        Broken events are skipped and counted. Return the number of bytes consumed.
+        """
+        separator, lead = self._layout.separator, self._layout.gap + 1
+        tables = self._collector.tables
+        while position < len(segment):
+            certain = self._layout.certain or self._unclosed > MAX_UNCLOSED
+            border = segment.find(separator, position) if certain else -1
+            behind = object_end(segment, position, border + 1 if border >= 0 else len(segment))
+            if behind is None:
+                self._unclosed += 1
+                if border < 0 and not last and len(segment) - position < REACH:
+                    return position
+                border = segment.find(separator, position + 1) if border < 0 else border
+                if border < 0 and last:
+                    return self._lost_end(segment, position)
+                tables.skipped += 1
+                position = len(segment) if border < 0 else border + lead
+                continue
+            before = tables.skipped
+            self._collector.add_text(segment[position:behind])
+            position = skip_space(segment, behind)
+            mark = segment[position : position + 1]
+            if mark == b"]":
+                self._array_end = self._window.base + position
+                return position
+            if mark == b",":
+                position = skip_space(segment, position + 1)
+                if segment[position : position + 1] in (b"{", b""):
+                    continue
+            if not mark:
+                break
+            # Something other than an event follows, so the event is broken
+            tables.skipped += tables.skipped == before
+            border = segment.find(separator, position)
+            position = len(segment) if border < 0 else border + lead
+        return len(segment)
+
+    def _lost_end(self, segment: bytes, position: int) -> int:
+        """Find the end of the array if the file ends with a broken event.
+
+        Return the number of bytes consumed.
+        """
+        tail = segment[position:].rstrip()
+        border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
+        if border < 0 or not tail.endswith((b"}", b"]")):
+            return len(segment)
+        self._collector.tables.skipped += 1
+        self._array_end = self._window.base + position + tail.index(b"]", border)
+        return position
 
 
-def _check_use(path: Path, tables: Tables, launches: int) -> None:
-    """Raise TraceFormatError if a file contains no launch."""
-    if launches:
-        return
-    message = "traceEvents is empty"
-    if tables.events or tables.skipped:
-        message = "; ".join([f"nothing ran in its {tables.events:,} events", *_skipped(tables)])
-    raise TraceFormatError(path, message, expected="a kernel, a copy or an ATen op")
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a file."""
+
+    first: int
+    """The offset of the first event, or of the `]` if traceEvents is `[]`."""
+    separator: bytes = b""
+    """The text from the `}` that ends an event to the beginning of the next event."""
+    gap: int = 0
+    """The number of bytes between that `}` and the `{` of the next event."""
+    certain: bool = True
+    """Whether the separator contains a newline. A JSON string cannot contain a newline, so every
+    occurrence of such a separator is an event boundary.
+    """
+    bare: bool = False
+    """Whether the file consists only of the array of events."""
+    empty: bool = False
+    header: dict[str, Any] = field(default_factory=dict)
+    first_ts: str = ""
 
 
-def _assemble(
-    path: Path,
-    source: attribution.Source,
-    header: dict[str, Any],
-    rows: tuple[int, int],
-    stack: ExitStack,
-) -> Trace:
-    tables = source.tables
-    base, doubt = time_base(header)
-    gpus, odd = devices(header)
-    threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
-    flows, lone_ends = attribution.flows(tables.arrows)
-    ranges, calls, steps = attribution.contexts(tables, flows, threads, base)
-    calls = replayed(source, calls, steps, threads, base)
-    output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
-    stacks, doubts = attribution.Stacks(source, rows=rows[1]), attribution.TraceWarnings()
-    chunks: Iterator[tuple[attribution.LinkedLaunches, Ints]]
-    if tables.gpu:
-        kernels, configs = list(tables.kernels), list(tables.configs)
-        linked = attribution.linked_chunks(source, doubts, rows=rows[0])
-        chunks = ((chunk, stacks.lookup(chunk.thread, chunk.launch)) for chunk in linked)
-    else:
-        kernels, configs = [("op", name) for name in tables.names], [(None,) * 4]
-        chunks = attribution.op_chunks(stacks, ranges, doubts)
-    kernel_ids, config_ids, path_ids = (
-        attribution.Renumber(),
-        attribution.Renumber(),
-        attribution.Renumber(),
-    )
-    for chunk, paths in chunks:
-        kernel, config = kernel_ids(chunk.gpu.kernel), config_ids(chunk.gpu.config)
-        output.write(chunk, kernel, config, path_ids(paths))
-    _check_use(path, tables, output.rows)
-    folded, apis = stacks.folded(), list(tables.apis)
-    return Trace(
-        profiler=TORCH,
-        devices=gpus,
-        environment=environment(header),
-        kernels=[kernels[i][1] for i in kernel_ids.order],
-        kernel_kinds=[kernels[i][0] for i in kernel_ids.order],
-        launch_configs=[
-            LaunchConfig(grid, block, registers, shared_bytes=shared)
-            for grid, block, registers, shared in (configs[i] for i in config_ids.order)
-        ],
-        op_paths=[folded[i] for i in path_ids.order],
-        apis=[apis[i] for i in output.apis.order],
-        ranges=ranges.rows,
-        num_launches=output.rows,
-        skipped=tables.skipped,
-        batches=output.batches(),
-        close=stack.pop_all().close,
-        warnings=(
-            *doubt,
-            *odd,
-            *_skipped(tables),
-            *doubts.texts(output.rows, stacks),
-            *lone_ends,
-            *calls.warnings,
-        ),
-        calls=calls.calls,
-        call_spans=calls.spans,
-        steps=steps,
-    )
+class Window:
+    """A window on the uncompressed bytes of a file.
+
+    `buffer` contains the bytes from offset `base` on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.buffer = b""
+        self.base = 0
+        self.eof = False
+        self._file, _ = open_file(path)
+
+    @property
+    def end(self) -> int:
+        """The offset at which the buffer ends."""
+        return self.base + len(self.buffer)
+
+    def fill(self, size: int = BLOCK) -> bool:
+        """Append up to `size` bytes to the buffer. Return False at the end of the file.
+
+        Raise TraceFormatError if the file is damaged.
+        """
+        kept = len(self.buffer)
+        if 0 < kept < size // 8 and not isinstance(self._file, GzipReader) and not self.eof:
+            self._file.seek(self.base)  # reading a few bytes again is faster than joining buffers
+            data = self._read(kept + size)
+            self.eof = len(data) <= kept
+            self.buffer = self.buffer if self.eof else data
+            return not self.eof
+        data = b"" if self.eof else self._read(size)
+        self.eof = not data
+        self.buffer = self.buffer + data if kept else data
+        return bool(data)
+
+    def read_into(self, segment: memoryview) -> int:
+        """Read the bytes from `base` on into `segment`. The window does not move.
+
+        Return the number of bytes read. It is always 0 if the file is compressed.
+        """
+        if isinstance(self._file, GzipReader):
+            return 0
+        try:
+            self._file.seek(self.base)
+            size = self._file.readinto(segment)
+            self._file.seek(self.end)
+        except OSError:
+            return 0  # `fill` reports the error
+        return size or 0
+
+    def seek(self, offset: int) -> None:
+        """Move the beginning of the window to `offset`, which must not be less than `base`.
+
+        If the file is shorter, the window moves to the end of the file and is empty.
+        """
+        if offset > self.end and not isinstance(self._file, GzipReader):
+            offset = min(offset, self._file.seek(0, os.SEEK_END))
+            self._file.seek(offset)
+            self.base, self.buffer = offset, b""
+        while offset > self.end:
+            self.base, self.buffer = self.end, b""
+            if not self.fill():
+                return
+        self.base, self.buffer = offset, self.buffer[offset - self.base :]
+
+    def rest(self) -> bytes:
+        """Return all bytes from `base` to the end of the file.
+
+        Raise TraceFormatError if there are more than MAX_PIECE bytes.
+        """
+        begin = self.end
+        while self.fill(max(BLOCK, len(self.buffer))):
+            if len(self.buffer) > MAX_PIECE:
+                message = f"more than {MAX_PIECE >> 20} MiB follow the events"
+                raise self.error(message, offset=begin, expected="the end of the file")
+        return self.buffer
+
+    def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
+        """Return a TraceFormatError that names this file and `offset`, which defaults to the end of
+        the buffer.
+        """
+        where = self.end if offset is None else offset
+        return TraceFormatError(self.path, message, offset=where, expected=expected)
+
+    def too_long(self, offset: int) -> TraceFormatError:
+        """Return the error for an event that is longer than MAX_PIECE."""
+        message = f"an event of more than {MAX_PIECE >> 20} MiB"
+        return self.error(message, offset=offset, expected="an event")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size) or b""
+        except OSError as error:
+            message = f"cannot be read: {error.strerror}"
+            raise self.error(message, expected="an undamaged file") from None
+
+
+def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
+    """Return the offset after the JSON object that starts at `start`.
+
+    Return None if the object does not end before `stop`.
+    """
+    depth = 0
+    for match in _TOKEN.finditer(data, start, len(data) if stop is None else stop):
+        token = data[match.start()]
+        if token in b"{[":
+            depth += 1
+        elif token in b"}]":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+        elif match.end() - match.start() == 1:
+            return None
+    return None
+
+
+def skip_space(data: bytes, position: int) -> int:
+    """Return the index of the first byte from `position` on that is not JSON white space."""
+    match = _SPACE.match(data, position)
+    return match.end() if match else position
+
+
+def decode_lenient(data: bytes) -> Any:
+    """Decode JSON that may contain NaN, invalid UTF-8 or control characters.
+
+    Raise ValueError if the data is not JSON, has too many values or is nested too deeply.
+    """
+    if has_too_many_values(data):
+        raise ValueError(f"more than {JSON_WEIGHT:,} values")
+    try:
+        try:
+            return msgspec.json.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return json.loads(whole_characters(data).decode("utf-8", "replace"), strict=False)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def probe(window: Window) -> Layout:
+    """Determine the layout of a file. The window must be at the beginning of the file.
+
+    Raise TraceFormatError if the file is not JSON, has no traceEvents or is truncated.
+    """
+    window.fill()
+    if not window.buffer:
+        raise window.error("the file is empty", expected="a Kineto trace")
+    start = skip_space(window.buffer, 3 if window.buffer.startswith(b"\xef\xbb\xbf") else 0)
+    opening = window.buffer[start : start + 1]
+    if opening == b"[":
+        return _layout(window, start + 1, {}, bare=True)
+    if opening != b"{":
+        raise window.error("not JSON", offset=start, expected="{ or [, the start of a Kineto trace")
+    position = _find_events(window, start)
+    try:
+        header = decode_lenient(window.buffer[start:position] + b"]}")
+    except ValueError:
+        raise _foreign(window) from None
+    return _layout(window, position, header, bare=False)
+
+
+def _find_events(window: Window, start: int) -> int:
+    """Return the offset after the `[` that starts the top-level traceEvents."""
+    depth, position = 0, start
+    while True:
+        for match in _TOKEN.finditer(window.buffer, position):
+            position, opening = match.start(), match[0][:1]
+            if match[0] == b'"':
+                break  # the string does not end in the buffer
+            if depth == 1 and match[0] == _EVENTS_KEY:
+                behind = _ARRAY.match(window.buffer, match.end())
+                if behind is not None:
+                    return behind.end()
+                if _SPACE_AND_COLON.fullmatch(window.buffer, match.end()):
+                    break
+            depth += (opening in b"{[") - (opening in b"]}")
+            position = match.end()
+            if not depth:
+                raise _foreign(window)
+        if len(window.buffer) > MAX_PIECE:
+            message = f"no traceEvents in the first {MAX_PIECE >> 20} MiB"
+            raise window.error(message, expected='"traceEvents": [')
+        if not window.fill(min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)):
+            raise _foreign(window)
+
+
+def _foreign(window: Window) -> TraceFormatError:
+    try:
+        value = decode_lenient(window.buffer.removeprefix(b"\xef\xbb\xbf"))
+    except json.JSONDecodeError as error:
+        offset = len(error.doc[: error.pos].encode("utf-8", "replace"))
+        message = f"not whole JSON: {error.msg}"
+        return window.error(message, offset=offset, expected='"traceEvents": [')
+    except ValueError as error:
+        return window.error(f"not JSON: {error}", expected='"traceEvents": [')
+    if isinstance(value, dict) and "traceEvents" in value:
+        return window.error("traceEvents is not an array", expected='"traceEvents": [')
+    return window.error("JSON, but not a Kineto trace", offset=0, expected='the key "traceEvents"')
+
+
+def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool) -> Layout:
+    """Find the separator between the first two events, and return the layout of the file."""
+    header.pop("traceEvents", None)
+    between, tail, certain = b",", b"{", False  # defaults, used if there is no second event
+    size = BLOCK
+    while True:
+        first = skip_space(window.buffer, position)
+        opening = window.buffer[first : first + 1]
+        if opening == b"]":
+            return Layout(first, bare=bare, empty=True, header=header)
+        if opening and opening != b"{":
+            raise window.error("not an event", offset=first, expected="{, the start of an event")
+        end = object_end(window.buffer, first) if opening else None
+        if end is not None and (gap := _GAP.match(window.buffer, end)):
+            certain = b"\n" in gap.group()
+            key = None if certain else _KEY.match(window.buffer, gap.end())
+            if certain or key:
+                between, tail = gap.group(), key.group() if key else tail
+                break
+        elif end is not None and window.buffer[skip_space(window.buffer, end) :][:1] == b"]":
+            break
+        if len(window.buffer) - position > MAX_PIECE:
+            raise window.too_long(first)
+        if not window.fill(size):
+            if end is None:
+                message = "the file ends inside its first event"
+                raise window.error(message, expected="a whole event")
+            break
+        size = min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)
+    time = re.search(rb'"ts"\s*:\s*([-+.\deE]+)', window.buffer[first:end])
+    ts = time[1].decode() if time else ""
+    return Layout(first, b"}" + between + tail, len(between), certain, bare, False, header, ts)
+
+
+def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
+    """Return the keys before and after the events. The array of events ends at the offset `end`.
+
+    Raise TraceFormatError if the file is truncated or continues after the trace.
+    """
+    with closing(Window(path)) as window:
+        window.fill()
+        window.seek(end + 1)
+        data = window.rest()
+        at = skip_space(data, 0)
+        if layout.bare:
+            if data[at:].strip(b" \t\r\n\0"):
+                message = "something follows the events"
+                raise window.error(message, offset=end + 1 + at, expected="the end of the file")
+            return {}
+        mark = data[at : at + 1]
+        try:
+            if mark not in (b",", b"}"):
+                raise ValueError("no closing }")
+            tail = data[at + 1 :] if mark == b"," else data[at:]
+            trailer = decode_lenient(b"{" + tail.rstrip(b" \t\r\n\0"))
+            if "traceEvents" in trailer:
+                raise ValueError("traceEvents stands there twice")
+        except ValueError as error:
+            message = f"the file is not whole behind the events: {error}"
+            raise window.error(message, expected="}, the end of the trace") from None
+        return {**trailer, **layout.header}

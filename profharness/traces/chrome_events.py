@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from enum import IntEnum
-from functools import partial
 from itertools import chain, islice
 from typing import Any, Union
 
@@ -24,22 +23,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profharness.files import has_too_many_values
-from profharness.traces.chrome_read import whole_characters
+from profharness.traces import Scanner
 from profharness.traces.columns import (
     MAX_INT,
-    Block,
+    MAX_NS,
+    REPLACED,
     Flags,
     GpuRows,
+    Ids,
     Ints,
     LaunchRows,
     OpRows,
     Spool,
     Tables,
     distinct,
+    nothing,
+    whole,
 )
-from profharness.traces.compiled import Scanner
-from profharness.traces.devices import MAX_NS, REPLACED, whole
-from profharness.traces.intervals import nothing
 from profharness.traces.ops import (
     EVALUATION,
     MODULE,
@@ -51,42 +51,222 @@ from profharness.traces.ops import (
 )
 
 Triple = tuple[int, int, int]
+Thread = int | str | float | None
 ReadArguments = Callable[[list[int]], "list[tuple[OpArguments, int] | None]"]
 """Returns the arguments and sequence number of the ops in these rows. None means that an op is broken."""
 
 # In microseconds. A double below this limit is precise enough to give the right nanosecond.
 EXACT_LIMIT = float(1 << 43)
 MAX_ARGUMENTS = 4096  # maximum number of distinct op arguments in the cache
-
-
+MAX_EXTRA = 256  # maximum number of unknown categories to decode
 MODULE_MARK = f'"{MODULE}'.encode()
-
-
+OP = "cpu_op"
+RANGE = "user_annotation"
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH = ("cuda_runtime", "cuda_driver")
+ARROWS = ("fwdbwd", "forward_backward")  # arrows from a forward op to its backward op
+MODULES = "python_function"  # Python frames; the decoder reads only those that are calls of modules
+IGNORED = (
+    "python_function", "ac2g", "async_cpu_to_gpu",
+    "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
+    "cuda_profiler_range", "collective_comm", "async_gpu", "async",
+)  # fmt: skip
 # How to store the ops that have a certain name, in addition to their rows in the columns. 0 means
 # that only the rows are stored.
 AS_EVALUATION, AS_DETAIL, WITH_ARGUMENTS = 1, 2, 3
+
+_NOT_FINITE = re.compile(
+    rb'"(?:[^"\\]|\\.)*+"|-?\b(?:NaN|nan|Infinity|infinity|inf)\b', re.DOTALL | re.ASCII
+)
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+# Matches text that needs no change, however long it is.
+_PLAIN = rb"(?:[^\\]++|\\(?!u[dD][89a-fA-F]).|%s%s)++" % (_HIGH, _LOW)
+_ESCAPE = re.compile(rb"%s|(%s|%s)" % (_PLAIN, _HIGH, _LOW), re.DOTALL)
+# ArithmeticError: a Decimal's exponent may exceed decimal's own limits
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ArithmeticError)
 
 
 class NeedExactTimes(Exception):
     """A double is not precise enough for a timestamp, so the file must be read with decimals."""
 
 
+class GpuArgs(msgspec.Struct, gc=False):
+    """The `args` of a kernel, memcpy or memset."""
+
+    device: int = -1
+    stream: int = -1
+    correlation: int = -1
+    graph_node: int | None = msgspec.field(default=None, name="graph node id")
+    registers: int | None = msgspec.field(default=None, name="registers per thread")
+    shared: int | None = msgspec.field(default=None, name="shared memory")
+    grid: Triple | None = None
+    block: Triple | None = None
+    bytes: int = -1
+
+
+class LaunchArgs(msgspec.Struct, gc=False):
+    """The `args` of a call of the CUDA runtime or driver API."""
+
+    correlation: int = -1
+
+
+class OpArgs(msgspec.Struct, gc=False):
+    """The `args` of an op whose arguments are stored.
+
+    Only the sequence number is decoded at once. The other fields stay text.
+    """
+
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
+    strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
+    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
+    sequence: Any = msgspec.field(default=None, name="Sequence number")
+
+
+class _Head(msgspec.Struct):
+    cat: Any = None
+    ph: Any = None
+
+
+_HEAD, _OP_ARGS = msgspec.json.Decoder(_Head), msgspec.json.Decoder(OpArgs)
+_NAME, _GPU_ARGS = msgspec.json.Decoder(str), msgspec.json.Decoder(GpuArgs)
+_THREAD: Any = msgspec.json.Decoder(tuple[Thread, Thread])
+
+
+class Events:
+    """The event classes and decoders for one file.
+
+    If `exact` is True, the decoders read timestamps as Decimal. Otherwise, they read them as float.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self.exact = exact
+        self.extra: list[str] = []
+        self.kinds: dict[type, str] = {}  # includes the classes of earlier calls of _build
+        self._build()
+
+    def _build(self) -> None:
+        time = Decimal if self.exact else float
+        timed: list[Any] = [("name", str), ("ts", time), ("dur", float)]
+        thread: list[Any] = [(name, Thread, None) for name in ("pid", "tid")]
+        launch = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
+        arrow = [("ph", str, ""), ("id", Any, None), ("ts", time, time(0)), *thread]
+        loose = [("name", str, ""), ("ts", Any, None), ("args", Any, None), *thread]
+        self.classes = {
+            "gpu": [_struct(category, [*timed, ("args", GpuArgs)]) for category in GPU],
+            "launch": [_struct(category, launch) for category in LAUNCH],
+            "loose": [_struct(category, loose) for category in self.extra],
+            "op": [_struct(OP, [*timed, *thread, ("args", msgspec.Raw, msgspec.Raw())])],
+            "arrow": [_struct(category, arrow) for category in ARROWS],
+            "module": [_struct(MODULES, [*timed, *thread])],
+            "range": [_struct(RANGE, [*timed, *thread])],
+        }
+        self.ignored = [_struct(category, []) for category in IGNORED]
+        kinds = (category.removeprefix("gpu_") for category in GPU)
+        self.kinds.update(zip(self.classes["gpu"], kinds, strict=True))
+        decoded = (classes for kind, classes in self.classes.items() if kind != "module")
+        union: Any = Union[(*chain.from_iterable(decoded), *self.ignored)]
+        self.many: Any = msgspec.json.Decoder(types.GenericAlias(list, (union,)))
+        self.one: Any = msgspec.json.Decoder(union)
+        self.module: Any = msgspec.json.Decoder(*self.classes["module"])
+        self.known = {*GPU, *LAUNCH, *ARROWS, OP, RANGE, *IGNORED, *self.extra}
+
+    def launch_of(self, event: Any) -> Any | None:
+        """Convert an event of an unknown category to the event of an API call.
+
+        Return None if the event is not an API call.
+        """
+        args = event.args if isinstance(event.args, dict) else {}
+        correlation = args.get("correlation")
+        if not isinstance(correlation, int) or "stream" in args:
+            return None
+        if not isinstance(event.ts, int | float):
+            return None
+        try:
+            time = Decimal(event.ts) if self.exact else float(event.ts)
+        except OverflowError:
+            time = math.inf
+        launch = self.classes["launch"][0]
+        return launch(event.name, time, LaunchArgs(correlation), event.pid, event.tid)
+
+    def decode_one(self, data: bytes) -> tuple[Any, bool]:
+        """Decode a single event. Return the event or None, and whether the event is damaged.
+
+        An event without a category, or of a kind that has no duration, gives None but is not
+        damaged. Numbers that are not finite are read as null, because Kineto writes `inf` for the
+        bandwidth of a copy that took no time.
+        """
+        if has_too_many_values(data):
+            return None, True
+        with suppress(*UNDECODABLE):
+            return _decoded(self.one, data), False
+        try:
+            data = _NOT_FINITE.sub(_null, data)
+            head = _HEAD.decode(data)
+            if not isinstance(head.cat, str) or head.ph not in (None, "X"):
+                return None, False
+            if head.cat not in self.known:
+                if len(self.extra) >= MAX_EXTRA:
+                    return None, False
+                self.extra.append(head.cat)
+                self._build()
+            return _decoded(self.one, data), False
+        except UNDECODABLE:
+            return None, True
+
+
+def _struct(category: str, fields: list[Any]) -> Any:
+    name = "Event_" + re.sub(r"\W", "_", category)
+    return msgspec.defstruct(name, fields, tag_field="cat", tag=category, gc=False)
+
+
+def _null(match: re.Match[bytes]) -> bytes:
+    return match.group() if match.group().startswith(b'"') else b"null"
+
+
+def _decoded(decoder: Any, data: bytes) -> Any:
+    """Decode an event. Lone surrogates are accepted in fields that the decoder does not read.
+
+    Raise one of the exceptions in UNDECODABLE if the event cannot be decoded.
+    """
+    try:
+        return decoder.decode(data)
+    except UNDECODABLE:
+        if (whole_data := whole_characters(data)) == data:
+            raise
+        event = decoder.decode(whole_data)
+        fields = (getattr(event, name) for name in event.__struct_fields__)
+        if any(isinstance(value, str) and REPLACED in value for value in fields):
+            raise
+        return event
+
+
+def whole_characters(data: bytes) -> bytes:
+    r"""Replace escape sequences of lone surrogates, such as `\ud800`, by U+FFFD.
+
+    No text can contain a lone surrogate.
+    """
+    if not _HALF.search(data):
+        return data
+    return _ESCAPE.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
+
+
 class Collector:
-    """Collects decoded events and writes them to the spool as columns."""
+    """Collects decoded events and writes them to the tables as columns."""
 
     def __init__(self, events: Events, spool: Spool) -> None:
         self.events = events
-        self.spool = spool
-        self.tables = Tables()
+        self.tables = Tables(spool)
         self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
         self._take: dict[type, Callable[[Any], object]] = {}
         self._texts: list[str] = []  # the names of ops, by id
-        self._kept: list[int] = []  # the result of _kept for each op's name, by the id of the name
-        self._arguments = ArgumentsDecoder()
-        self.register()
+        self._kept: list[int] = []  # how to store the ops of each name, by the id of the name
+        self._arguments: dict[tuple[bytes, ...], OpArguments] = {}
+        self._arrow_ids = Ids()
+        self._register()
 
-    def register(self) -> None:
-        """Register the event classes. This must be repeated when a new category has been added."""
+    def _register(self) -> None:
         for kind, classes in self.events.classes.items():
             self._take.update(dict.fromkeys(classes, self._pending[kind].append))
         drop = deque[Any](maxlen=0).append
@@ -98,16 +278,22 @@ class Collector:
         for event in events:
             take[type(event)](event)
 
+    def decode(self, texts: bytes) -> None:
+        """Decode and collect events that are separated by commas.
+
+        Raise one of the exceptions in UNDECODABLE if an event is broken.
+        """
+        events = self.events.many.decode(b"[%b]" % texts)
+        self.tables.events += len(events)
+        self.add(events)
+
     def add_texts(self, texts: list[bytes]) -> None:
         """Decode and collect events. Broken events are skipped and counted."""
         try:
-            events = self.events.many.decode(b"[%b]" % b",".join(texts))
+            self.decode(b",".join(texts))
         except UNDECODABLE:
             for text in texts:
                 self.add_text(text)
-        else:
-            self.tables.events += len(events)
-            self.add(events)
         for text in texts:  # the decoder skips Python frames
             if MODULE_MARK in text:
                 self.add_module(text)
@@ -117,7 +303,7 @@ class Collector:
         categories = len(self.events.extra)
         event, bad = self.events.decode_one(data)
         if len(self.events.extra) != categories:
-            self.register()
+            self._register()
         if bad:
             self.tables.skipped += 1
             return
@@ -128,7 +314,7 @@ class Collector:
     def add_module(self, data: bytes) -> None:
         """Collect an event if it is the call of an nn.Module."""
         with suppress(*UNDECODABLE):
-            event = decoded(self.events.module, data)
+            event = _decoded(self.events.module, data)
             if event.name.startswith(MODULE):  # the text may also occur in another field
                 self._pending["module"].append(event)
 
@@ -139,26 +325,6 @@ class Collector:
         """
         if any(self._pending[kind] for kind in ("op", "launch", "loose", "gpu")):
             self.flush()
-
-    def add_ops(self, rows: OpRows, read: ReadArguments) -> None:
-        """Write ops. `read` returns the arguments and sequence numbers of rows."""
-        keep = np.ones(len(rows.start), np.bool_)
-        self._detail(rows, keep, read)
-        self.write(rows, keep)
-
-    def decoded(self, args: bytes) -> tuple[OpArguments, int] | None:
-        """Return the arguments and sequence number of an op, or None if it is broken."""
-        if not args:
-            return NO_ARGUMENTS, -1
-        try:
-            return self._arguments.decode(bytes(args))
-        except UNDECODABLE:  # the decoder would also treat the event as broken
-            return None
-
-    def add_modules(self, names: list[str], columns: tuple[Ints, ...]) -> None:
-        """Collect calls of modules. The columns contain their start, end and thread."""
-        rows = zip(names, *(column.tolist() for column in columns), strict=True)
-        self.tables.modules += [HostSpan(*row) for row in rows]
 
     def flush(self) -> None:
         """Write the pending events as blocks.
@@ -197,10 +363,10 @@ class Collector:
             bytes=_checked([a.bytes for a in args], keep),
         )
         keys = list(configs)
-        odd = [row for row in distinct(rows.config) if not fits(keys[row])]
+        odd = [row for row in distinct(rows.config) if not _fits(keys[row])]
         if odd:  # a launch configuration exceeds int64
             keep &= ~np.isin(rows.config, odd)
-        self.write(rows, keep)
+        self._write(rows, keep)
 
     def _write_launches(self, events: list[Any]) -> None:
         keep = np.ones(len(events), np.bool_)
@@ -210,28 +376,30 @@ class Collector:
             thread=self._threads(events),
             start=self._nanoseconds([e.ts for e in events], keep),
         )
-        self.write(rows, keep)
+        self._write(rows, keep)
 
     def _write_ops(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)
         names = self.tables.names.column([e.name for e in events])
         rows = OpRows(start, start + duration, self._threads(events), names)
-        self._detail(rows, keep, lambda rows: [self.decoded(events[row].args) for row in rows])
-        self.write(rows, keep)
+        self.add_ops(rows, lambda rows: [self.decode_arguments(events[r].args) for r in rows], keep)
 
-    def _detail(self, rows: OpRows, keep: Flags, read: ReadArguments) -> None:
-        """Store the ops whose name requires more than a row in the columns.
+    def add_ops(self, rows: OpRows, read: ReadArguments, keep: Flags | None = None) -> None:
+        """Write ops, and store those whose name requires more than a row in the columns.
 
-        If an op turns out to be broken, its element of `keep` is set to False.
+        Broken ops are skipped and counted. If `keep` is given, only the rows that it marks are
+        written.
         """
-        names = self.tables.names
-        new = list(islice(names, len(self._kept), None))
-        self._kept += map(_kept, new)
+        keep = np.ones(len(rows.start), np.bool_) if keep is None else keep
+        new = list(islice(self.tables.names, len(self._kept), None))
+        self._kept += map(_how_to_store, new)
         self._texts += new
         kept = np.array(self._kept, np.int64)[rows.name]
         evaluated = np.flatnonzero((kept == AS_EVALUATION) & keep)
-        columns = (rows.start, rows.end, rows.thread)
-        self._add_evaluations(*(column[evaluated] for column in columns))
+        if len(evaluated):
+            columns = (rows.start, rows.end, rows.thread)
+            blocks = [*(column[evaluated] for column in columns), nothing(len(evaluated))]
+            self.tables.evaluations.append(np.stack(blocks))
         places = np.flatnonzero((kept >= AS_DETAIL) & keep)
         wanted = places[kept[places] == WITH_ARGUMENTS].tolist()
         read_arguments = dict(zip(wanted, read(wanted), strict=True))
@@ -242,40 +410,68 @@ class Collector:
                 keep[row] = False
                 continue
             self.tables.details.append(HostSpan(self._texts[name], start, end, thread, *arguments))
+        self._write(rows, keep)
 
-    def _add_evaluations(self, start: Ints, end: Ints, thread: Ints) -> None:
-        if len(start):
-            self.tables.evaluations.append(np.stack([start, end, thread, nothing(len(start))]))
+    def decode_arguments(self, data: bytes | msgspec.Raw) -> tuple[OpArguments, int] | None:
+        """Return the arguments of an op, and the sequence number or -1 if it is unknown.
+
+        Ops whose arguments have the same text share one object. Return None if `data` is not a JSON
+        object, because the decoder would also treat such an event as broken.
+        """
+        text = bytes(data)
+        if not text:
+            return NO_ARGUMENTS, -1
+        with suppress(*UNDECODABLE):
+            return self._decode_arguments(text)
+        with suppress(*UNDECODABLE):
+            return self._decode_arguments(whole_characters(_NOT_FINITE.sub(_null, text)))
+        return None
+
+    def _decode_arguments(self, text: bytes) -> tuple[OpArguments, int]:
+        op = _OP_ARGS.decode(text)
+        key = (bytes(op.dims), bytes(op.strides), bytes(op.types), bytes(op.values))
+        if (arguments := self._arguments.get(key)) is None:
+            arguments = OpArguments(*map(_decoded_list, key))
+            if len(self._arguments) >= MAX_ARGUMENTS:
+                self._arguments.clear()
+            self._arguments[key] = arguments
+        sequence = whole(op.sequence)
+        return arguments, -1 if sequence is None else sequence
 
     def _write_arrows(self, events: list[Any]) -> None:
         events = [e for e in events if isinstance(e.id, int | str) and e.ph in ("s", "f")]
         keep = np.ones(len(events), np.bool_)
         times = self._nanoseconds([e.ts for e in events], keep)
         begins = np.array([e.ph == "s" for e in events], np.int64)
-        keys = self.tables.arrows.keys([e.id for e in events])
-        columns = np.stack([keys, begins, self._threads(events), times])
-        self.tables.arrows.blocks.append(columns[:, keep])
+        # A key that the scanner would not read is replaced by a negative number
+        keys = (e.id if whole(e.id) is not None else -1 - self._arrow_ids[e.id] for e in events)
+        numbers = np.fromiter(keys, np.int64, len(events))
+        columns = np.stack([numbers, begins, self._threads(events), times])
+        self.tables.arrows.append(columns[:, keep])
 
     def _write_modules(self, events: list[Any]) -> None:
-        start, duration, keep = self._times(events)
-        columns = (start, start + duration, self._threads(events))
         self.tables.modules += [
-            HostSpan(event.name, *row)
-            for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True)
+            HostSpan(event.name, start, start + duration, thread)
+            for event, kept, start, duration, thread in self._spans(events)
             if kept
         ]
 
     def _write_ranges(self, events: list[Any]) -> None:
-        start, duration, keep = self._times(events)
-        columns = (start, duration, self._threads(events))
-        for event, kept, *row in zip(events, keep, *(c.tolist() for c in columns), strict=True):
-            if kept:
-                self.tables.ranges.add(event.name, *row)
-                if is_detailed(event.name):
-                    begin, lasted, own = row
-                    self.tables.details.append(HostSpan(event.name, begin, begin + lasted, own))
-            else:
+        for event, kept, start, duration, thread in self._spans(events):
+            if not kept:
                 self.tables.skipped += 1
+                continue
+            self.tables.range_names.append(event.name)
+            self.tables.ranges.extend((start, duration, thread, False))
+            if is_detailed(event.name):
+                detail = HostSpan(event.name, start, start + duration, thread)
+                self.tables.details.append(detail)
+
+    def _spans(self, events: list[Any]) -> Iterable[tuple[Any, bool, int, int, int]]:
+        """Return for each event whether it is valid, and its start, duration and thread."""
+        start, duration, keep = self._times(events)
+        columns = (column.tolist() for column in (keep, start, duration, self._threads(events)))
+        return zip(events, *columns, strict=True)
 
     def _times(self, events: list[Any]) -> tuple[Ints, Ints, Flags]:
         keep = np.ones(len(events), np.bool_)
@@ -303,28 +499,23 @@ class Collector:
     def _threads(self, events: list[Any]) -> Ints:
         return self.tables.threads.column([(e.pid, e.tid) for e in events])
 
-    def write(self, rows: GpuRows | LaunchRows | OpRows, keep: Flags | None = None) -> None:
-        """Write the rows that are marked in `keep` as a block. Count the other rows as skipped.
-
-        If `keep` is None, write all rows.
-        """
-        if keep is not None and not keep.all():
+    def _write(self, rows: GpuRows | LaunchRows | OpRows, keep: Flags) -> None:
+        """Write the rows that are marked in `keep`. Count the other rows as skipped."""
+        if not keep.all():
             self.tables.skipped += int((~keep).sum())
             rows = type(rows)(*(column[keep] for column in rows))
-        if isinstance(rows, OpRows):
-            blocks, low, high = self.tables.ops, rows.start, rows.end
-        else:
-            blocks = self.tables.gpu if isinstance(rows, GpuRows) else self.tables.launches
-            low = high = rows.correlation
-        if len(low):
-            span = int(low.min()), int(high.max())
-            blocks.append(Block(self.spool.write(rows), len(rows), len(low), *span))
+        self.tables.write(rows)
 
 
-def _kept(name: str) -> int:
+def _how_to_store(name: str) -> int:
     if name.startswith(EVALUATION):
         return AS_EVALUATION
     return (WITH_ARGUMENTS if has_arguments(name) else AS_DETAIL) if is_detailed(name) else 0
+
+
+def _decoded_list(text: bytes) -> Sequence[Any]:
+    value = msgspec.json.decode(text) if text else None
+    return value if isinstance(value, list) else ()
 
 
 def _to_ns(micro: NDArray[np.float64]) -> Ints:
@@ -334,9 +525,9 @@ def _to_ns(micro: NDArray[np.float64]) -> Ints:
     double near 2**42 differs from the decimal number by up to 0.49 ns, and multiplying the double by
     1000 could increase that error to 1 ns.
     """
-    whole = np.floor(micro)
-    fraction = np.rint((micro - whole) * 1000)
-    return whole.astype(np.int64) * 1000 + fraction.astype(np.int64)
+    units = np.floor(micro)
+    fraction = np.rint((micro - units) * 1000)
+    return units.astype(np.int64) * 1000 + fraction.astype(np.int64)
 
 
 def _checked(values: list[int], keep: Flags) -> Ints:
@@ -349,234 +540,16 @@ def _checked(values: list[int], keep: Flags) -> Ints:
         return np.array([v if f else -1 for v, f in zip(values, fits, strict=True)], np.int64)
 
 
-def fits(config: tuple[Any, ...]) -> bool:
+def _fits(config: tuple[Any, ...]) -> bool:
     """Return whether a launch configuration contains only numbers from 0 to 2**63 - 1."""
     grid, block, registers, shared = config
     values = (*(grid or ()), *(block or ()), registers or 0, shared or 0)
     return bool(max(values) <= MAX_INT and min(values) >= 0)
 
 
-GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH = ("cuda_runtime", "cuda_driver")
-ARROWS = ("fwdbwd", "forward_backward")  # arrows from a forward op to its backward op
-MODULES = "python_function"  # Python frames; the decoder reads only those that are calls of modules
-IGNORED = (
-    "python_function", "ac2g", "async_cpu_to_gpu",
-    "cpu_instant_event", "overhead", "Trace", "gpu_user_annotation", "cuda_sync", "cuda_event",
-    "cuda_profiler_range", "collective_comm", "async_gpu", "async",
-)  # fmt: skip
-MAX_EXTRA = 256  # maximum number of unknown categories to decode
-
-_NOT_FINITE = re.compile(
-    rb'"(?:[^"\\]|\\.)*+"|-?\b(?:NaN|nan|Infinity|infinity|inf)\b', re.DOTALL | re.ASCII
-)
-# ArithmeticError: a Decimal's exponent may exceed decimal's own limits
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ArithmeticError)
-
-
-class GpuArgs(msgspec.Struct, gc=False):
-    """The `args` of a kernel, memcpy or memset."""
-
-    device: int = -1
-    stream: int = -1
-    correlation: int = -1
-    graph_node: int | None = msgspec.field(default=None, name="graph node id")
-    registers: int | None = msgspec.field(default=None, name="registers per thread")
-    shared: int | None = msgspec.field(default=None, name="shared memory")
-    grid: Triple | None = None
-    block: Triple | None = None
-    bytes: int = -1
-
-
-class OpArgs(msgspec.Struct, gc=False):
-    """The `args` of an op whose arguments are stored.
-
-    Only the sequence number is decoded at once. The other fields stay text.
-    """
-
-    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
-    strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
-    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
-    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
-    sequence: Any = msgspec.field(default=None, name="Sequence number")
-
-
-_OP_ARGS = msgspec.json.Decoder(OpArgs)
-
-
-class ArgumentsDecoder:
-    """Decodes the `args` of ops.
-
-    If the arguments of several ops have the same text, the ops share one OpArguments object.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[bytes, ...], OpArguments] = {}
-
-    def decode(self, data: bytes) -> tuple[OpArguments, int]:
-        """Return the arguments, and the sequence number or -1 if it is unknown.
-
-        Raise one of the exceptions in UNDECODABLE if `data` is not a JSON object.
-        """
-        try:
-            return self._decode(data)
-        except UNDECODABLE:
-            return self._decode(whole_characters(_NOT_FINITE.sub(_null, data)))
-
-    def _decode(self, data: bytes) -> tuple[OpArguments, int]:
-        op = _OP_ARGS.decode(data)
-        key = (bytes(op.dims), bytes(op.strides), bytes(op.types), bytes(op.values))
-        if (arguments := self._known.get(key)) is None:
-            arguments = OpArguments(*map(_decoded_list, key))
-            if len(self._known) >= MAX_ARGUMENTS:
-                self._known.clear()
-            self._known[key] = arguments
-        if op.sequence is None:
-            return arguments, -1
-        sequence = whole(op.sequence)
-        return arguments, -1 if sequence is None else sequence
-
-
-def _decoded_list(text: bytes) -> Sequence[Any]:
-    value = msgspec.json.decode(text) if text else None
-    return value if isinstance(value, list) else ()
-
-
-class LaunchArgs(msgspec.Struct, gc=False):
-    """The `args` of a call of the CUDA runtime or driver API."""
-
-    correlation: int = -1
-
-
-class Events:
-    """The event classes and decoders for one file.
-
-    If `exact` is True, the decoders read timestamps as Decimal. Otherwise, they read them as float.
-    """
-
-    def __init__(self, *, exact: bool) -> None:
-        self.exact = exact
-        self.extra: list[str] = []
-        self.kinds: dict[type, str] = {}  # includes the classes of earlier calls of _build
-        self._build()
-
-    def _build(self) -> None:
-        time = Decimal if self.exact else float
-        timed: list[Any] = [("name", str), ("ts", time), ("dur", float)]
-        thread: list[Any] = [(name, int | str | float | None, None) for name in ("pid", "tid")]
-        launch = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
-        arrow = [("ph", str, ""), ("id", Any, None), ("ts", time, time(0)), *thread]
-        loose = [("name", str, ""), ("ts", Any, None), ("args", Any, None), *thread]
-        self.classes = {
-            "gpu": [_struct(category, [*timed, ("args", GpuArgs)]) for category in GPU],
-            "launch": [_struct(category, launch) for category in LAUNCH],
-            "loose": [_struct(category, loose) for category in self.extra],
-            "op": [_struct("cpu_op", [*timed, *thread, ("args", msgspec.Raw, msgspec.Raw())])],
-            "arrow": [_struct(category, arrow) for category in ARROWS],
-            "module": [_struct(MODULES, [*timed, *thread])],
-            "range": [_struct("user_annotation", [*timed, *thread])],
-        }
-        self.ignored = [_struct(category, []) for category in IGNORED]
-        kinds = (category.removeprefix("gpu_") for category in GPU)
-        self.kinds.update(zip(self.classes["gpu"], kinds, strict=True))
-        decoded = (classes for kind, classes in self.classes.items() if kind != "module")
-        union: Any = Union[(*chain.from_iterable(decoded), *self.ignored)]
-        self.many: Any = msgspec.json.Decoder(types.GenericAlias(list, (union,)))
-        self.one: Any = msgspec.json.Decoder(union)
-        self.module: Any = msgspec.json.Decoder(*self.classes["module"])
-        self.known = {*GPU, *LAUNCH, *ARROWS, "cpu_op", "user_annotation", *IGNORED, *self.extra}
-
-    def launch_of(self, event: Any) -> Any | None:
-        """Convert an event of an unknown category to the event of an API call.
-
-        Return None if the event is not an API call.
-        """
-        args = event.args if isinstance(event.args, dict) else {}
-        correlation = args.get("correlation")
-        if not isinstance(correlation, int) or "stream" in args:
-            return None
-        if not isinstance(event.ts, int | float):
-            return None
-        time = Decimal(event.ts) if self.exact else _double(event.ts)
-        launch = self.classes["launch"][0]
-        return launch(event.name, time, LaunchArgs(correlation), event.pid, event.tid)
-
-    def decode_one(self, data: bytes) -> tuple[Any, bool]:
-        """Decode a single event. Return the event or None, and whether the event is damaged.
-
-        An event without a category, or of a kind that has no duration, gives None but is not
-        damaged. Numbers that are not finite are read as null, because Kineto writes `inf` for the
-        bandwidth of a copy that took no time.
-        """
-        if has_too_many_values(data):
-            return None, True
-        try:
-            return decoded(self.one, data), False
-        except UNDECODABLE:
-            pass
-        data = _NOT_FINITE.sub(_null, data)
-        try:
-            head = _HEAD.decode(data)
-        except UNDECODABLE:
-            return None, True
-        if not isinstance(head.cat, str) or head.ph not in (None, "X"):
-            return None, False
-        if head.cat not in self.known:
-            if len(self.extra) >= MAX_EXTRA:
-                return None, False
-            self.extra.append(head.cat)
-            self._build()
-        try:
-            return decoded(self.one, data), False
-        except UNDECODABLE:
-            return None, True
-
-
-def decoded(decoder: Any, data: bytes) -> Any:
-    """Decode an event. Lone surrogates are accepted in fields that the decoder does not read.
-
-    Raise one of the exceptions in UNDECODABLE if the event cannot be decoded.
-    """
-    try:
-        return decoder.decode(data)
-    except UNDECODABLE:
-        if (whole_data := whole_characters(data)) == data:
-            raise
-        event = decoder.decode(whole_data)
-        fields = (getattr(event, name) for name in event.__struct_fields__)
-        if any(isinstance(value, str) and REPLACED in value for value in fields):
-            raise
-        return event
-
-
-class _Head(msgspec.Struct):
-    cat: Any = None
-    ph: Any = None
-
-
-_HEAD = msgspec.json.Decoder(_Head)
-
-
-def _struct(category: str, fields: list[Any]) -> Any:
-    name = "Event_" + re.sub(r"\W", "_", category)
-    return msgspec.defstruct(name, fields, tag_field="cat", tag=category, gc=False)
-
-
-def _double(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _null(match: re.Match[bytes]) -> bytes:
-    return match.group() if match.group().startswith(b'"') else b"null"
-
-
 # Number of rows that are scanned at once. They fit into the CPU's cache. The number is not a power of
 # two, because then all columns would be mapped to the same set of the cache.
 CAPACITY = (1 << 13) + (1 << 6)
-OP = "cpu_op"
 
 
 class Role(IntEnum):
@@ -616,8 +589,8 @@ _RESOLVED = {
     Role.FRAME: (Column.NAMED, Column.THREAD),
     Role.ARROW: (Column.THREAD,),
 }
-# The columns in the order of the fields of OpRows, LaunchRows, Arrows and GpuRows.
-_OP = [Column.START, Column.DURATION, Column.NAMED, Column.THREAD]
+# The columns in the order of the fields of OpRows, of LaunchRows and of arrows, and of GpuRows.
+_SPAN = [Column.START, Column.DURATION, Column.THREAD, Column.NAMED]
 _KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
 _DEVICE = [
     Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
@@ -627,32 +600,8 @@ _DEVICE = [
 ARGUMENTS, THREADS, CONFIGS = 253, 254, 255
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
 NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
-_OP_KEYS = [field.encode_name for field in msgspec.structs.fields(OpArgs)][:4]
 PARTS = [_KEYS[name] for name in ("grid", "block", "registers", "shared")]
-
-
-class _Place(msgspec.Struct, gc=False):
-    """The pid and tid of an event, with the same types as in the decoder."""
-
-    pid: int | str | float | None = None
-    tid: int | str | float | None = None
-
-
-_NAME, _PLACE = msgspec.json.Decoder(str), msgspec.json.Decoder(_Place)
-_GPU_ARGS = msgspec.json.Decoder(GpuArgs)
-
-
-def _joined(texts: list[str]) -> bytes:
-    return "\0".join(texts).encode()
-
-
-def _members(keys: list[str], text: bytes) -> bytes:
-    """Return a JSON object with the given keys. The text contains their values, separated by NUL.
-
-    A key is left out if its value is empty.
-    """
-    values = zip(keys, text.split(b"\0"), strict=True)
-    return b"{%b}" % b",".join(b'"%b":%b' % (key.encode(), v) for key, v in values if v)
+OP_KEYS = ["Sequence number", "Input Dims", "Input Strides", "Input type", "Concrete Inputs"]
 
 
 class EventColumns:
@@ -661,14 +610,10 @@ class EventColumns:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         roles = bytes(ROLES.values())
-        self._scanner = Scanner(
-            _joined([*ROLES]),
-            roles,
-            _joined(NUMBERS),
-            _joined(PARTS),
-            _joined(["Sequence number", *_OP_KEYS]),
-            MODULE.encode(),
+        names, numbers, parts, op_keys = (
+            "\0".join(texts).encode() for texts in (ROLES, NUMBERS, PARTS, OP_KEYS)
         )
+        self._scanner = Scanner(names, roles, numbers, parts, op_keys, MODULE.encode())
         self._rows: Ints = np.empty((len(Role), len(Column), CAPACITY), np.int64)
         self._modules: list[str] = []
         self._arguments: list[OpArguments] = []
@@ -697,20 +642,26 @@ class EventColumns:
             begin = used
 
     def _learn(self) -> None:
-        """Assign ids in the collector's tables to the texts that the scanner has newly found."""
+        """Assign ids to the texts that the scanner has newly found."""
         if texts := self._scanner.texts(len(self._ids)):
             self._ids = np.append(self._ids, [self._number(text[0], text[1:]) for text in texts])
 
     def _number(self, kind: int, text: bytes) -> int:
+        """Return the id of a text, or -1 if it is unreadable.
+
+        A text that is not a name contains values that are separated by NUL.
+        """
         tables = self._collector.tables
         try:
             if kind == THREADS:
-                place = _PLACE.decode(_members(["pid", "tid"], text))
-                return tables.threads[place.pid, place.tid]
+                values = (value or b"null" for value in text.split(b"\0"))
+                return tables.threads[_THREAD.decode(b"[%b]" % b",".join(values))]
             if kind == CONFIGS:
-                args = _GPU_ARGS.decode(_members(PARTS, text))
+                pairs = zip(PARTS, text.split(b"\0"), strict=True)
+                members = (b'"%b":%b' % (key.encode(), value) for key, value in pairs if value)
+                args = _GPU_ARGS.decode(b"{%b}" % b",".join(members))
                 config = (args.grid, args.block, args.registers, args.shared)
-                return tables.configs[config] if fits(config) else -1
+                return tables.configs[config] if _fits(config) else -1
             if kind == ARGUMENTS:
                 self._arguments.append(OpArguments(*map(_decoded_list, text.split(b"\0"))))
                 return len(self._arguments) - 1
@@ -737,38 +688,42 @@ class EventColumns:
             if not known.all():
                 left.append(rows[role][:, ~known])
                 rows[role] = rows[role][:, known]
-        add = self._collector
+        add, tables = self._collector, self._collector.tables
         add.settle()
         ops, modules = rows[Role.OP], rows[Role.FRAME]
-        begins, ends = ops[[Column.ARGS_BEGIN, Column.ARGS_END]]
-        start, duration, name, thread = (ops[column] for column in _OP)
+        arguments = ops[[Column.ARGS_BEGIN, Column.ARGS_END]].T
+        start, duration, thread, name = ops[_SPAN]
         columns = OpRows(start, start + duration, thread, name)
-        add.add_ops(columns, partial(self._read_arguments, text, begins, ends))
-        add.write(LaunchRows(*(rows[Role.CALL][column] for column in _KEYED)))
-        add.write(GpuRows(*(rows[Role.DEVICE][column] for column in _DEVICE)))
-        add.tables.arrows.blocks.append(rows[Role.ARROW][_KEYED])
-        start, duration, name, thread = (modules[column] for column in _OP)
-        names = [self._modules[number] for number in name.tolist()]
-        add.add_modules(names, (start, start + duration, thread))
-        add.tables.events += sum(rows[role].shape[1] for role in _RESOLVED)
+        add.add_ops(columns, lambda rows: self._read_arguments(text, arguments[rows]))
+        tables.write(LaunchRows(*rows[Role.CALL][_KEYED]))
+        tables.write(GpuRows(*rows[Role.DEVICE][_DEVICE]))
+        tables.arrows.append(rows[Role.ARROW][_KEYED])
+        tables.modules += [
+            HostSpan(self._modules[name], start, start + duration, thread)
+            for start, duration, thread, name in modules[_SPAN].T.tolist()
+        ]
+        tables.events += sum(rows[role].shape[1] for role in _RESOLVED)
         places = np.concatenate([each[[Column.BEGIN, Column.END]] for each in left], axis=1)
         if places.size:
             places = places[:, np.argsort(places[0])]
             add.add_texts([bytes(text[begin:end]) for begin, end in places.T.tolist()])
 
     def _read_arguments(
-        self, text: bytes | memoryview, begins: Ints, ends: Ints, rows: list[int]
+        self, text: bytes | memoryview, places: Ints
     ) -> list[tuple[OpArguments, int] | None]:
-        """Return the arguments and sequence numbers of ops."""
-        found = np.stack([begins[rows], ends[rows]], axis=1)
+        """Return the arguments and sequence numbers of ops whose `args` are at `places`."""
+        found = np.ascontiguousarray(places)
+        spans = found.tolist()
         self._scanner.arguments(text, found)
         self._learn()
         known = [-1 if number < 0 else self._ids[number] for number in found[:, 0].tolist()]
         return [
             (self._arguments[number], sequence)
             if number >= 0
-            else self._collector.decoded(bytes(text[begins[row] : ends[row]]))
-            for row, number, sequence in zip(rows, known, found[:, 1].tolist(), strict=True)
+            else self._collector.decode_arguments(bytes(text[begin:end]))
+            for (begin, end), number, sequence in zip(
+                spans, known, found[:, 1].tolist(), strict=True
+            )
         ]
 
     def _resolve(self, role: Role, rows: Ints) -> Flags:

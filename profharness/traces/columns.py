@@ -1,7 +1,7 @@
-"""Store rows as int64 columns in a temporary file.
+"""Store rows as int64 columns in a temporary file, and check the values that a trace contains.
 
 All strings are replaced by integer ids. The file is unlinked as soon as it is open, so it disappears
-when the process ends.
+when the process ends. Impossible values in the description of a GPU are left out with a warning.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from profharness.traces.devices import whole
+from profharness.devices import Device
+from profharness.trace import NONE
 from profharness.traces.ops import HostSpan
 from profharness.traces.packed import without_room
 
@@ -26,6 +27,13 @@ Flags = NDArray[np.bool_]
 
 MAX_INT = (1 << 63) - 1
 MAX_KEY_BITS = 62
+MAX_NS = 1 << 61
+MAX_TEXT = 200  # maximum number of characters of a text from a header
+CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
+LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
+LARGEST_OF_OTHERS = 1 << 24
+REPLACED = "\ufffd"  # the replacement character
+SHOWN = 40  # maximum number of characters of a value in a message
 
 
 class GpuRows(NamedTuple):
@@ -60,19 +68,6 @@ class OpRows(NamedTuple):
     name: Ints
 
 
-class EvaluationRows(NamedTuple):
-    """Ops in which autograd evaluates its nodes.
-
-    `thread` contains ids. `sequence` contains autograd's sequence numbers, or -1 if a number is
-    unknown.
-    """
-
-    start: Ints
-    end: Ints
-    thread: Ints
-    sequence: Ints
-
-
 class Ids(dict[Any, int]):
     """Assigns ids to values in the order of first use. Looking up a new value assigns the next id."""
 
@@ -87,11 +82,10 @@ class Ids(dict[Any, int]):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Describes a block of rows in a spool file.
+    """A block of rows in a spool file. It consists of int64 columns, one after the other.
 
-    A block consists of `columns` int64 columns, one after the other. `low` and `high` are the
-    smallest and the largest correlation in the block. If the rows are ops, they are the earliest
-    start and the latest end.
+    `low` and `high` are the smallest and the largest correlation in the block. If the rows are ops,
+    they are the earliest start and the latest end.
     """
 
     offset: int
@@ -101,54 +95,40 @@ class Block:
     high: int
 
 
-@dataclass(slots=True)
-class RangeColumns:
-    """The ranges of a trace, in the order of the file.
+class Spool:
+    """A temporary file that contains blocks of rows. It exists until the stack is closed."""
 
-    Times are in ns. `thread` contains ids. `wide` is 1 for a start/end range of NVTX, which applies to
-    the whole process.
-    """
+    def __init__(self, stack: ExitStack) -> None:
+        with without_room():
+            file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
+        self.file = cast(BinaryIO, stack.enter_context(file))
+        self.size = 0
 
-    names: list[str] = field(default_factory=list)
-    start: array[int] = field(default_factory=lambda: array("q"))
-    duration: array[int] = field(default_factory=lambda: array("q"))
-    thread: array[int] = field(default_factory=lambda: array("q"))
-    wide: array[int] = field(default_factory=lambda: array("b"))
+    def write(self, columns: Sequence[Ints], low: int = 0, high: int = 0) -> Block:
+        """Append columns of equal length to the file.
 
-    def add(self, name: str, start: int, duration: int, thread: int, wide: bool = False) -> None:
-        self.names.append(name)
-        self.start.append(start)
-        self.duration.append(duration)
-        self.thread.append(thread)
-        self.wide.append(wide)
+        Raise ProfharnessError if the file cannot be written, for example because the disk is full.
+        """
+        block = Block(self.size, len(columns), len(columns[0]), low, high)
+        with without_room():
+            for column in columns:
+                view = np.ascontiguousarray(column).data.cast("B")
+                while view:
+                    done = os.pwrite(self.file.fileno(), view, self.size)
+                    self.size, view = self.size + done, view[done:]
+        return block
 
-
-@dataclass(slots=True)
-class Arrows:
-    """The starts and ends of arrows. An arrow connects two points in time.
-
-    Each block has the columns key, begins, thread and t. The start and the end of an arrow have the
-    same key. `begins` is 1 for a start and 0 for an end. If a key is not an integer from 0 to
-    2**62 - 1, it is replaced by -1 minus its id in `odd`.
-    """
-
-    blocks: list[Ints] = field(default_factory=list)
-    odd: Ids = field(default_factory=Ids)
-
-    def keys(self, values: list[int | str]) -> Ints:
-        """Return a number for each key."""
-        numbers = (key if whole(key) is not None else -1 - self.odd[key] for key in values)
-        return np.fromiter(numbers, np.int64, len(values))
-
-    def columns(self) -> Ints:
-        """Return the columns of all blocks as an array that has four rows."""
-        return np.concatenate([np.empty((4, 0), np.int64), *self.blocks], axis=1)
+    def read(self, block: Block) -> Ints:
+        """Return a block as an array of shape (columns, rows)."""
+        data = os.pread(self.file.fileno(), block.columns * block.rows * 8, block.offset)
+        return np.frombuffer(data, np.int64).reshape(block.columns, block.rows)
 
 
 @dataclass(slots=True)
 class Tables:
     """The result of a scan: the ids of strings, the blocks of rows, the ranges and the counts."""
 
+    spool: Spool
     threads: Ids = field(default_factory=Ids)
     kernels: Ids = field(default_factory=Ids)
     configs: Ids = field(default_factory=Ids)
@@ -157,48 +137,43 @@ class Tables:
     gpu: list[Block] = field(default_factory=list)
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
-    ranges: RangeColumns = field(default_factory=RangeColumns)
+    range_names: list[str] = field(default_factory=list)
+    ranges: array[int] = field(default_factory=lambda: array("q"))
+    """Start, duration and thread of each range, and 1 if it is a start/end range of NVTX, which
+    applies to the whole process.
+    """
     details: list[HostSpan] = field(default_factory=list)
-    evaluations: list[Ints] = field(default_factory=list)  # arrays of EvaluationRows
+    evaluations: list[Ints] = field(default_factory=list)
+    """Arrays with the rows start, end, thread and sequence. They contain the ops in which autograd
+    evaluates its nodes. The sequence number is -1 if it is unknown.
+    """
     modules: list[HostSpan] = field(default_factory=list)
-    arrows: Arrows = field(default_factory=Arrows)
+    arrows: list[Ints] = field(default_factory=list)
+    """Arrays with the rows key, begins, thread and time. An arrow connects two points in time: its
+    start, for which `begins` is 1, and its end have the same key.
+    """
     events: int = 0
     skipped: int = 0
     negative: int = 0  # number of events that were skipped because their duration is negative
 
+    def write(self, rows: GpuRows | LaunchRows | OpRows) -> None:
+        """Append rows as a block."""
+        if isinstance(rows, OpRows):
+            blocks, low, high = self.ops, rows.start, rows.end
+        else:
+            blocks = self.gpu if isinstance(rows, GpuRows) else self.launches
+            low = high = rows.correlation
+        if len(low):
+            blocks.append(self.spool.write(rows, int(low.min()), int(high.max())))
 
-class Spool:
-    """A temporary file that contains blocks of rows."""
+    def read(self, blocks: Sequence[Block]) -> Ints:
+        """Return the rows of one or more blocks as an array of shape (columns, rows)."""
+        return np.concatenate([self.spool.read(block) for block in blocks], axis=1)
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.size = 0
 
-    @classmethod
-    def temporary(cls, stack: ExitStack) -> Spool:
-        """Create an empty file. It exists until the stack is closed."""
-        with without_room():
-            file = tempfile.TemporaryFile(prefix="profharness-", buffering=0)  # noqa: SIM115
-        return cls(cast(BinaryIO, stack.enter_context(file)))
-
-    def write(self, columns: Iterable[Ints]) -> int:
-        """Append columns of equal length to the file, and return their offset.
-
-        Raise ProfharnessError if the file cannot be written, for example because the disk is full.
-        """
-        offset = self.size
-        with without_room():
-            for column in columns:
-                view = np.ascontiguousarray(column).data.cast("B")
-                while view:
-                    done = os.pwrite(self.file.fileno(), view, self.size)
-                    self.size, view = self.size + done, view[done:]
-        return offset
-
-    def read(self, block: Block) -> Ints:
-        """Return a block as an array of shape (columns, rows)."""
-        data = os.pread(self.file.fileno(), block.columns * block.rows * 8, block.offset)
-        return np.frombuffer(data, np.int64).reshape(block.columns, block.rows)
+def nothing(count: int) -> Ints:
+    """Return a column of `count` values that are all NONE."""
+    return np.full(count, NONE, np.int64)
 
 
 def distinct(values: Ints) -> list[int]:
@@ -210,13 +185,14 @@ def distinct(values: Ints) -> list[int]:
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
 
-def hashed(columns: Sequence[Ints]) -> Ints:
+def hashed(columns: Iterable[Ints]) -> Ints:
     """Return a 64-bit hash of each row."""
-    value = np.zeros(len(columns[0]), np.uint64)
+    value: Any = np.uint64(0)
     for column in columns:
         value = (value ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         value ^= value >> np.uint64(29)
-    return value.view(np.int64)
+    hashes: Ints = value.view(np.int64)
+    return hashes
 
 
 def pack(columns: Sequence[Ints]) -> Ints:
@@ -238,3 +214,37 @@ def pack(columns: Sequence[Ints]) -> Ints:
         key = (key << bits) | shifted
         used += bits
     return key
+
+
+def whole(value: object) -> int | None:
+    """Return the value if it is an integer from 0 to 2**62 - 1. Otherwise, return None."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return cast(int, value) if is_whole else None
+
+
+def make_device(
+    index: object, name: object, limits: Mapping[str, object]
+) -> tuple[Device | None, list[str]]:
+    """Return a Device with the given properties, and warnings about impossible values.
+
+    A property that is missing or impossible becomes None. If the index, the name or one of
+    CORE_FIELDS is missing or impossible, return None in place of the Device.
+    """
+    used: dict[str, Any] = {}
+    for key, value in limits.items():
+        number = whole(value)
+        possible = number is not None and number <= LARGEST.get(key, LARGEST_OF_OTHERS)
+        used[key] = number if possible else None
+    used |= {"index": whole(index), "name": name if isinstance(name, str) else None}
+    shown = f"device {str(index)[:SHOWN]}"
+    warnings = [
+        f"{shown}: {key} cannot be {str(value)[:SHOWN]}; it is left out"
+        for key, value in {**limits, "index": index, "name": name}.items()
+        if value is not None and used[key] is None
+    ]
+    if isinstance(name, str) and REPLACED in name:
+        warnings.append(f"{shown}: its name holds what is no character")
+    if None in (used[key] for key in ("index", "name", *CORE_FIELDS)):
+        return None, warnings
+    used |= {"name": used["name"][:MAX_TEXT], "warp_size": used["warp_size"] or 32}
+    return Device(**used), warnings

@@ -7,28 +7,21 @@ start <= t < end. An interval whose duration is 0 encloses its start.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from profharness.trace import NONE
-from profharness.traces import compiled
-from profharness.traces.columns import EvaluationRows, Ints, pack
-from profharness.traces.devices import MAX_NS
+from profharness.traces import parents as compiled_parents
+from profharness.traces.columns import MAX_NS, Flags, Ints, nothing, pack
 from profharness.traces.ops import EVALUATION, HostSpan
 
 STEPS = 16  # maximum number of linear steps; after them, a binary search finds the rest
+MAX_DEPTH = 100  # maximum number of nested spans, such as modules, that are found at a time
+_COLUMNS = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
 
 
-def nothing(count: int) -> Ints:
-    """Return a column of `count` values that are all NONE."""
-    return np.full(count, NONE, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
 class Intervals:
     """Intervals sorted by thread, start and descending length.
 
@@ -41,24 +34,12 @@ class Intervals:
     the whole chain encloses every time that the interval encloses.
     """
 
-    thread: Ints
-    start: Ints
-    stop: Ints
-    parent: Ints
-    nested: NDArray[np.bool_]
-    rows: Ints
-
-    @classmethod
-    def build(cls, thread: Ints, start: Ints, end: Ints) -> Intervals:
-        """Sort intervals and find their parents in O(n log n) time.
-
-        The result is exact even if the intervals overlap.
-        """
+    def __init__(self, thread: Ints, start: Ints, end: Ints) -> None:
         stop = np.maximum(end, start + 1)
-        rows = _order(thread, start, stop)
-        thread, start, stop = thread[rows], start[rows], stop[rows]
-        parent = _parents(thread, start, stop)
-        return cls(thread, start, stop, parent, _nested(parent, stop), rows)
+        self.rows = _order(thread, start, stop)
+        self.thread, self.start, self.stop = (c[self.rows] for c in (thread, start, stop))
+        self.parent = _parents(self.thread, self.start, self.stop)
+        self.nested = _nested(self.parent, self.stop)
 
     def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
         """Return a row of `depth` indices for each pair of `at` and `t`.
@@ -79,7 +60,7 @@ class Intervals:
     def innermost(self, thread: Ints, t: Ints) -> Ints:
         """Return for each (thread, t) the index of the enclosing interval that starts last, or -1."""
         result = nothing(len(t))
-        if not len(t):
+        if not len(t) or not len(self.start):
             return result
         order = np.argsort(thread, kind="stable")
         numbers, begins = np.unique(thread[order], return_index=True)
@@ -90,7 +71,7 @@ class Intervals:
                 result[mine] = np.where(last >= 0, last + low, -1)
         return self._ending_after(result, t)
 
-    def enclosing_any(self, thread: Ints, t: Ints) -> NDArray[np.bool_]:
+    def enclosing_any(self, thread: Ints, t: Ints) -> Flags:
         """Return for each interval whether it encloses any of the times (thread, t)."""
         result = np.zeros(len(self.start), np.bool_)
         at = self.innermost(thread, t)
@@ -105,18 +86,12 @@ class Intervals:
         return self._ending_after(self.parent.copy(), self.stop - 1)
 
     def _ending_after(self, at: Ints, t: Ints) -> Ints:
-        """Return for each index in `at` the nearest interval on its chain that ends after t.
-
-        The result is -1 if there is no such interval.
-        """
+        """Return for each index in `at` the nearest interval on its chain that ends after t, or -1."""
         return _climb(at, self.parent, self.thread, self.stop, t)
 
 
 def _order(thread: Ints, start: Ints, stop: Ints) -> Ints:
-    """Return the indices that sort intervals by thread, start and descending length.
-
-    The sort is stable.
-    """
+    """Return the indices that stably sort intervals by thread, start and descending length."""
     key = pack([column - column.min(initial=MAX_NS) for column in (thread, start)])
     rows = np.argsort(key, kind="stable")  # faster than lexsort, because traces are nearly sorted
     ordered = key[rows]
@@ -129,8 +104,8 @@ def _order(thread: Ints, start: Ints, stop: Ints) -> Ints:
 
 
 def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
-    if compiled.parents is not None:
-        compiled.parents(thread, start, stop, parent := nothing(len(start)))
+    if compiled_parents is not None:
+        compiled_parents(thread, start, stop, parent := nothing(len(start)))
         return parent
     before = np.arange(-1, len(start) - 1, dtype=np.int64)
     before[1:][thread[1:] != thread[:-1]] = -1
@@ -162,10 +137,8 @@ def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
 
 
 def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
-    """Return for each pair of `last` and `limits` the largest index up to `last` whose value exceeds
-    the limit, or -1.
-
-    The search uses a binary tree whose nodes contain the maxima of their subtrees.
+    """Return for each pair of `last` and `limits` the last index up to `last` whose value exceeds the
+    limit, or -1. Search in a binary tree whose nodes contain the maxima of their subtrees.
     """
     tree = [values]
     while len(tree[-1]) > 1:
@@ -189,7 +162,7 @@ def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
     return np.where(level_of >= 0, node, -1)
 
 
-def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
+def _nested(parent: Ints, stop: Ints) -> Flags:
     """Return for each interval whether it and all of its ancestors end within their parents."""
     wrong = (parent >= 0) & (stop[parent] < stop)
     above = parent.copy()
@@ -200,36 +173,27 @@ def _nested(parent: Ints, stop: Ints) -> NDArray[np.bool_]:
     return ~wrong
 
 
-MAX_DEPTH = 100  # maximum number of nested spans, such as modules, that are found at a time
-_PLACE = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
-
-
-@dataclass(frozen=True, slots=True)
 class AutogradNodes:
     """The ops in which autograd evaluates its nodes.
 
-    A training step has many of them, about half as many as all other ops, and only few belong to
-    attention. So they are stored as columns and become objects only when they are needed.
+    A training step has about half as many of them as of all other ops, and only few belong to
+    attention. So they are stored as columns and become objects only when they are needed. `blocks`
+    contains arrays as in `Tables.evaluations`.
     """
 
-    intervals: Intervals
-    rows: EvaluationRows  # in the order of the intervals
-
-    @classmethod
-    def build(cls, blocks: Sequence[Ints]) -> AutogradNodes:
-        """Build the nodes from arrays whose rows are the columns of `EvaluationRows`."""
-        empty = np.empty((len(EvaluationRows._fields), 0), np.int64)
-        columns = np.concatenate([empty, *blocks], axis=1)
-        given = EvaluationRows(*columns)
-        intervals = Intervals.build(given.thread, given.start, given.end)
-        return cls(intervals, EvaluationRows(*columns[:, intervals.rows]))
+    def __init__(self, blocks: Sequence[Ints]) -> None:
+        columns = np.concatenate([np.empty((4, 0), np.int64), *blocks], axis=1)
+        start, end, thread, _ = columns
+        self.intervals = Intervals(thread, start, end)
+        self._columns = columns[:, self.intervals.rows]
+        self.last = int(end.max(initial=-MAX_NS))
 
     def ops(self, at: Ints) -> list[HostSpan]:
         """Return the ops at the given indices."""
-        columns = (column[at].tolist() for column in self.rows)
+        rows = self._columns[:, at].T.tolist()
         return [
             HostSpan(EVALUATION, start, end, thread, sequence=sequence)
-            for start, end, thread, sequence in zip(*columns, strict=True)
+            for start, end, thread, sequence in rows
         ]
 
     def around(self, thread: Ints, t: Ints) -> list[HostSpan]:
@@ -245,8 +209,8 @@ class SpanTree:
 
     def __init__(self, spans: Iterable[Any]) -> None:
         given = list(spans)
-        columns = (np.fromiter(map(place, given), np.int64, len(given)) for place in _PLACE)
-        self.intervals = Intervals.build(*columns)
+        columns = (np.fromiter(map(column, given), np.int64, len(given)) for column in _COLUMNS)
+        self.intervals = Intervals(*columns)
         self.spans = [given[row] for row in self.intervals.rows.tolist()]
         self.above = self.intervals.enclosing().tolist()
 

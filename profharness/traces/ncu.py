@@ -25,9 +25,8 @@ from profharness.trace import (
     Trace,
     range_cell,
 )
-from profharness.traces.columns import Ids
+from profharness.traces.columns import MAX_NS, Ids, make_device, whole
 from profharness.traces.demangle import canonical_names
-from profharness.traces.devices import MAX_NS, make_device, whole
 from profharness.traces.ncu_csv import (
     CONSTANTS,
     DEFAULT_DOMAIN,

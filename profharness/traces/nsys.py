@@ -17,12 +17,13 @@ import sys
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,22 +33,24 @@ from profharness.recording.profilers import require_tool
 from profharness.recording.profilers.nsys import export_report
 from profharness.rows import NSYS
 from profharness.trace import NONE, LaunchConfig, Trace
-from profharness.traces import attribution
+from profharness.traces.attribution import MAX_DEPTH, Attribution, Chunk, linked_chunks
 from profharness.traces.columns import (
-    Block,
-    EvaluationRows,
+    MAX_NS,
     Flags,
     GpuRows,
     Ids,
     Ints,
     LaunchRows,
+    OpRows,
     Spool,
     Tables,
     distinct,
     hashed,
+    nothing,
+    pack,
+    whole,
 )
 from profharness.traces.demangle import canonical_names
-from profharness.traces.devices import MAX_NS, whole
 from profharness.traces.nsys_export import (
     GRAPHS,
     KERNEL,
@@ -71,7 +74,6 @@ from profharness.traces.nsys_export import (
 from profharness.traces.ops import (
     EVALUATION,
     NO_ARGUMENTS,
-    Flow,
     HostSpan,
     OpArguments,
     has_arguments,
@@ -84,6 +86,9 @@ NO_NAME = "unknown"
 NUMBERS = (
     "start", "end", "deviceId", "streamId", "correlationId", "globalPid", "graphNodeId", "bytes",
 )  # fmt: skip
+# Each process counts its correlation ids separately. A key is process << PROCESS_SHIFT | correlation.
+PROCESS_SHIFT = 40
+CORRELATIONS = 1 << PROCESS_SHIFT
 MAX_PROCESSES = 4096
 OWN_DOMAIN = "profharness"
 # The types of push/pop ranges, of start/end ranges, and of the same ranges from nvtxt files.
@@ -99,8 +104,24 @@ KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # API calls that start exactly one ker
 CAPTURES = ("cu%StreamBeginCapture%",)
 MAX_DURATION_NS = 1 << 53  # this is 104 days
 MAX_SMALL = 1 << 62  # devices, streams, nodes and bytes in the store must be less than this
+BLOCK_ROWS = 65536
+# The end of a range's text, in the format of getNvtxStr in torch/csrc/profiler/util.cpp. nsys may
+# truncate the lists in it.
+TAIL = re.compile(
+    r", (?=(?:seq|op_id|sizes|input_op_ids) = )(?:seq = (?P<sequence>\d{1,18})(?:, |\Z))?"
+    r"(?:op_id = (?P<id>\d+)(?:, |\Z))?(?:sizes = (?P<sizes>[\[\]\d, ]*))?"
+    r"(?:input_op_ids = [\[\]()\d, -]*)?\Z",
+    re.ASCII,
+)
+OWN = ("aten::", "autograd::", "torch::")
+NAMESPACED = re.compile(r"[a-z_]\w*::\w")
+BARE = re.compile(r"detach_?|triton_\w+")  # ops whose names have no namespace
+A_SIZE = re.compile(r"[0-9]")
+NODE = re.compile(r"Backwards?\d*$")
 
 _API_VERSION = re.compile(r"_v\d{4,6}$")
+
+_Row = tuple[Any, ...]
 
 
 def parse_nsys(path: Path) -> Trace:
@@ -129,135 +150,94 @@ def parse_nsys(path: Path) -> Trace:
 
 def _parse(path: Path, shown: Path) -> Trace:
     with ExitStack() as stack:
-        spool = Spool.temporary(stack)
+        tables = Tables(Spool(stack))
         with opened(path, shown) as export:
             warnings = check_schema(export)
-            reader = Reader(export, spool)
+            reader = Reader(export, tables)
             reader.read()
-            kernels = _Kernels(export, reader.variants)
+            kernels, configs, variants, intricate = _describe(export, reader.variants)
             versions = environment(export)
-            gpus, doubt = devices(export)
+            gpus, odd = devices(export)
             base, unknown_start = start_time(export)
-            warnings += [*doubt, *unknown_start, *kernels.warnings, *_notes(export, reader)]
-        source = attribution.Source(reader.tables, spool)
-        threads, apis = list(source.tables.threads), list(source.tables.apis)
-        ranges, calls, steps = attribution.contexts(source.tables, reader.flows, threads, base)
-        output = attribution.Output(ranges, base, Spool.temporary(stack), calls)
-        op_paths, doubts = _join(source, reader.doubles(), kernels, output)
-        return Trace(
+            warnings += [*odd, *unknown_start, *intricate, *reader.notes()]
+        at = Attribution(tables, reader.flows, list(tables.threads), base)
+        doubled, counts = reader.doubled(), Counter[str]()
+        nameless = kernels.get(("kernel", NO_NAME), NONE)
+
+        def chunks() -> Iterator[Chunk]:
+            seen: set[int] = set()
+            for gpu, launched in linked_chunks(tables, counts):
+                if len(doubled):
+                    hashes = hashed(gpu)
+                    keep = np.ones(len(hashes), np.bool_)
+                    for row in np.flatnonzero(np.isin(hashes, doubled)).tolist():
+                        keep[row] = (value := int(hashes[row])) not in seen
+                        seen.add(value)
+                    counts["copies"] += int((~keep).sum())
+                    gpu = GpuRows(*(column[keep] for column in gpu))
+                    launched = LaunchRows(*(column[keep] for column in launched))
+                kernel, config = variants[:, gpu.kernel]
+                key = gpu.correlation
+                counts["lost"] += int((launched.api < 0).sum())
+                counts["nameless"] += int((kernel == nameless).sum())
+                correlation = np.where(key >= 0, key % CORRELATIONS, NONE)
+                gpu = gpu._replace(kernel=kernel, config=config, correlation=correlation)
+                yield gpu, launched, at.stacks.lookup(launched.thread, launched.start)
+
+        trace = at.make_trace(
+            stack,
+            chunks(),
+            list(kernels),
+            list(configs),
             profiler=NSYS,
             devices=gpus,
             environment=versions,
-            kernels=kernels.names,
-            kernel_kinds=kernels.kinds,
-            launch_configs=kernels.configs,
-            op_paths=op_paths,
-            apis=[apis[row] for row in output.apis.order],
-            ranges=ranges.rows,
-            num_launches=output.rows,
-            skipped=source.tables.skipped,
-            batches=output.batches(),
-            close=stack.pop_all().close,
-            warnings=(*warnings, *doubts, *calls.warnings),
-            calls=calls.calls,
-            call_spans=calls.spans,
-            steps=steps,
+            close=stack.close,
         )
+        of = f"of {trace.num_launches} launches"
+        counted = {
+            f"{counts['lost']} {of} have no API call in the file and so belong to no range": "lost",
+            f"{counts['nameless']} {of} have no name in {STRINGS}": "nameless",
+            f"{counts['copies']} launches are exact copies of others and are left out": "copies",
+        }
+        warnings += [text for text, name in counted.items() if counts[name]]
+        if at.stacks.paths.deep:
+            warnings.append(f"stacks of more than {MAX_DEPTH} ops are told without their middle")
+        warnings += at.calls.warnings
+        return replace(trace, close=stack.pop_all().close, warnings=tuple(warnings))
 
 
-def _join(
-    source: attribution.Source,
-    doubles: Doubles | None,
-    kernels: _Kernels,
-    output: attribution.Output,
-) -> tuple[list[str], list[str]]:
-    """Write the launches with their API calls to `output`. Exact copies of a launch are left out.
+def _describe(export: Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]:
+    """Return the (kind, name) of each kernel, the launch configurations, an array and warnings.
 
-    Return the op stacks, and warnings about missing data.
+    Column i of the array contains the ids of the kernel and of the launch configuration of variant i.
     """
-    lost = nameless = 0
-    stacks, path_ids = attribution.Stacks(source), attribution.Renumber()
-    for chunk in attribution.linked_chunks(source):
-        if doubles is not None:
-            keep = doubles.fresh(hashed(chunk.gpu))
-            gpu = GpuRows(*(column[keep] for column in chunk.gpu))
-            chunk = attribution.LinkedLaunches(
-                gpu, chunk.api[keep], chunk.thread[keep], chunk.launch[keep]
-            )
-        lost += int((chunk.api < 0).sum())
-        rows, key = chunk.gpu, chunk.gpu.correlation
-        chunk.gpu = rows._replace(correlation=np.where(key >= 0, key % CORRELATIONS, NONE))
-        kernel, config = kernels.kernel_of[rows.kernel], kernels.config_of[rows.kernel]
-        nameless += int((kernel == kernels.nameless).sum())
-        paths = path_ids(stacks.lookup(chunk.thread, chunk.launch))
-        output.write(chunk, kernel, config, paths)
-    of, copies = f"of {output.rows} launches", doubles.count if doubles else 0
-    counted = {
-        f"{lost} {of} have no API call in the file and so belong to no range": lost,
-        f"{nameless} {of} have no name in {STRINGS}": nameless,
-        f"{copies} launches are exact copies of others and are left out": copies,
-        f"stacks of more than {attribution.MAX_DEPTH} ops are told without their middle": stacks.paths.deep,
-    }
-    folded = stacks.folded()
-    texts = [text for text, count in counted.items() if count]
-    return [folded[row] for row in path_ids.order], texts
+    kernels, configs = Ids(), Ids()
+    string = cache(export.text)
+    # The first of mangledName, demangledName and shortName whose text is in the export
+    texts = {}
+    for table, values in variants:
+        if table == KERNEL:
+            ids = values[: len(NAMES)]
+            filled = filter(None, (string(number) for number in ids if number is not None))
+            texts[ids] = next(filled, NO_NAME)
+    canonical, warnings = canonical_names(texts.values())
+    pairs = []
+    for table, values in variants:
+        config = NO_CONFIG
+        kinds = [value if isinstance(value, int) else -1 for value in values]
+        if table == KERNEL:
+            key = ("kernel", canonical[texts[values[: len(NAMES)]]])
+            config = _config(values[len(NAMES) :])
+        elif table == MEMCPY:
+            key = ("memcpy", memcpy_name(*kinds))
+        else:
+            key = ("memset", memset_name(*kinds))
+        pairs.append((kernels[key], configs[config]))
+    return kernels, configs, np.array(pairs, np.int64).reshape(-1, 2).T, warnings
 
 
-def _notes(export: Export, reader: Reader) -> list[str]:
-    notes = [text.replace("{n}", str(count)) for text, count in reader.doubts.items()]
-    if reader.tables.gpu:
-        notes += absent_tables(export)
-    else:
-        notes.append("the export holds no kernel, memcpy or memset")
-    graphs = sum(1 for _ in export.rows(GRAPHS, ("start",)))
-    if graphs:
-        notes.append(
-            f"{graphs} launches of CUDA graphs were recorded whole, without their kernels; "
-            "capture with --cuda-graph-trace=node to see them"
-        )
-    return notes + diagnostics(export)
-
-
-class _Kernels:
-    """The names, kinds and launch configurations of the kernels in the Trace.
-
-    `kernel_of` and `config_of` map the index of a variant to the index of its name and of its launch
-    configuration. `Reader` explains variants.
-    """
-
-    def __init__(self, export: Export, variants: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
-        names, configs = Ids(), Ids()
-        string = cache(export.text)
-        # The first of mangledName, demangledName and shortName whose text is in the export
-        texts = {}
-        for table, values in variants:
-            if table == KERNEL:
-                ids = values[: len(NAMES)]
-                filled = filter(None, (string(number) for number in ids if number is not None))
-                texts[ids] = next(filled, NO_NAME)
-        canonical, self.warnings = canonical_names(texts.values())
-        kernel_of, config_of = [], []
-        for table, values in variants:
-            config = NO_CONFIG
-            kinds = [value if isinstance(value, int) else -1 for value in values]
-            if table == KERNEL:
-                key = ("kernel", canonical[texts[values[: len(NAMES)]]])
-                config = _config(values[len(NAMES) :])
-            elif table == MEMCPY:
-                key = ("memcpy", memcpy_name(*kinds))
-            else:
-                key = ("memset", memset_name(*kinds))
-            kernel_of.append(names[key])
-            config_of.append(configs[config])
-        self.nameless = names.get(("kernel", NO_NAME), NONE)
-        self.names = [name for _, name in names]
-        self.kinds = [kind for kind, _ in names]
-        self.configs = list(configs)
-        self.kernel_of = np.array(kernel_of, np.int64)
-        self.config_of = np.array(config_of, np.int64)
-
-
-def _config(values: tuple[Any, ...]) -> LaunchConfig:
+def _config(values: _Row) -> LaunchConfig:
     """Return the launch configuration that a row of CONFIG columns contains.
 
     Missing and impossible values become None.
@@ -270,7 +250,7 @@ def _config(values: tuple[Any, ...]) -> LaunchConfig:
 
 
 class Reader:
-    """Reads one export into `tables` and `spool`.
+    """Reads one export into tables.
 
     A variant is a distinct combination of the values that describe an activity. For a kernel, these
     are its names and its launch configuration. For a memcpy or memset, these are the kinds of
@@ -279,50 +259,67 @@ class Reader:
     PROCESS_SHIFT explains. The rows are sorted by key.
     """
 
-    def __init__(self, export: Export, spool: Spool) -> None:
-        self.tables = Tables()
+    def __init__(self, export: Export, tables: Tables) -> None:
         self.variants = Ids()
-        self.flows = np.empty((0, 4), np.int64)  # rows of Flow
-        self.doubts: Counter[str] = Counter()  # counts by warning; {n} in a warning is its count
+        self.flows = np.empty((0, 4), np.int64)  # described by Attribution
+        self._tables = tables
         self._export = export
-        self._spool = spool
+        self._doubts: Counter[str] = Counter()  # counts by warning; {n} in a warning is its count
         self._processes = Ids()
-        self._needed = NeededCalls()
-        self._unjoined = 0  # number of activities that have no key
+        self._keys: dict[bool, list[Ints]] = {True: [nothing(0)], False: [nothing(0)]}
+        self._copies = False  # whether an activity may be repeated
+        # The distinct keys of the activities, then a larger number, and whether their call is found
+        self._needed, self._found = nothing(0), np.empty(0, np.bool_)
         self._nameless: set[int] = set()  # ids of names that are not in StringIds
         self._string = cache(export.text)
 
     def read(self) -> None:
         """Read all tables. Each step needs the results of the steps before it."""
-        shared = 0
         for table in VARIANTS:
             if self._export.has(table, "start", "end"):
-                shared += self._read_activities(table)
+                self._read_activities(table)
+        launches, nodes = (np.concatenate(self._keys[node]) for node in (False, True))
+        keys = np.unique(launches)
+        shared = len(launches) - len(keys)
+        self._doubt("{n} launches share the id of their API call with an earlier one", shared)
+        self._needed = np.append(np.unique(np.append(keys, nodes)), MAX_SMALL)
+        self._copies |= len(self._needed) - 1 < len(launches) + len(nodes)
+        self._found = self._needed == MAX_SMALL
+        self._keys.clear()
         if self._export.has(RUNTIME, "start", "globalTid", "correlationId"):
             self._read_needed_calls()
         self._read_ranges()
-        self._doubt("{n} launches share the id of their API call with an earlier one", shared)
-        text = f"{{n}} calls in {RUNTIME} have the id of an earlier one, which counts"
-        self._doubt(text, self._needed.repeated)
-        for blocks in (self.tables.gpu, self.tables.launches):
+        for blocks in (self._tables.gpu, self._tables.launches):
             blocks.sort(key=lambda block: block.low)
 
-    def doubles(self) -> Doubles | None:
-        """Return an object that finds repeated activities.
+    def doubled(self) -> Ints:
+        """Return the hashes of activities that occur more than once."""
+        if not self._copies:
+            return nothing(0)
+        blocks = (hashed(self._tables.spool.read(block)) for block in self._tables.gpu)
+        ordered = np.sort(np.concatenate([nothing(0), *blocks]))
+        return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
 
-        Return None if no activity can be repeated.
-        """
-        if not (self._needed.shared or self._needed.all or self._unjoined):
-            return None
-        blocks = (self._spool.read(block) for block in self.tables.gpu)
-        return Doubles([hashed(list(block)) for block in blocks])
+    def notes(self) -> list[str]:
+        """Return warnings about the rows that were read, and those that nsys recorded."""
+        notes = [text.replace("{n}", str(count)) for text, count in self._doubts.items()]
+        if self._tables.gpu:
+            notes += absent_tables(self._export)
+        else:
+            notes.append("the export holds no kernel, memcpy or memset")
+        if graphs := sum(1 for _ in self._export.rows(GRAPHS, ("start",))):
+            notes.append(
+                f"{graphs} launches of CUDA graphs were recorded whole, without their kernels; "
+                "capture with --cuda-graph-trace=node to see them"
+            )
+        return notes + diagnostics(self._export)
 
     def _doubt(self, text: str, count: int) -> None:
         if count:
-            self.doubts[text] += count
+            self._doubts[text] += count
 
     def _skip(self, table: str, count: int) -> None:
-        self.tables.skipped += count
+        self._tables.skipped += count
         self._doubt(f"{{n}} rows of {table} could not be read and were skipped", count)
 
     def _read_needed_calls(self) -> None:
@@ -331,29 +328,34 @@ class Reader:
         If it is unknown which calls these are, read all calls.
         """
         ids = self._export.strings_like(LAUNCHING)
-        if self._needed.all or not ids or not self._export.has(RUNTIME, "nameId"):
+        if not ids or not self._export.has(RUNTIME, "nameId"):
             self._read_calls("")
             return
         listed = ", ".join(map(str, ids))
         self._read_calls(f"nameId IN ({listed})")
-        if self._needed.waiting():
+        if not self._found.all():
             self._read_calls(f"nameId IS NULL OR nameId NOT IN ({listed})")
 
     def _read_calls(self, where: str) -> None:
         columns = ("correlationId", "nameId", "globalTid", "start")
         kernel = self._kernel_launches()
         for batch in self._export.batches(RUNTIME, columns, where, filled=4):
-            (correlation, name, thread, start), rows = self._numbers(RUNTIME, batch, 4)
-            key = self._keys(correlation, thread)
-            keep = (key >= 0) & (thread != -1) & _near(start)
-            self._skip(RUNTIME, len(rows) - int(keep.sum()))
-            needed, idle = self._needed.take(key[keep])
-            lone = int((idle & np.isin(name[keep], kernel)).sum())
+            numbers, _ = self._numbers(RUNTIME, batch, 4)
+            key = self._to_keys(numbers[0], numbers[2])
+            keep = (key >= 0) & (numbers[2] != -1) & _is_near(numbers[3])
+            self._skip(RUNTIME, len(key) - int(keep.sum()))
+            key, (_, name, thread, start) = key[keep], numbers[:, keep]
+            at = np.searchsorted(self._needed, key)
+            hit = self._needed[at] == key
+            lone = int((~hit & np.isin(name, kernel)).sum())
             self._doubt("{n} launches of a kernel have no kernel in the export", lone)
-            keep[keep] = needed
-            key, name, thread = key[keep], name[keep], thread[keep]
-            api, thread = _mapped(name, self._api), _mapped(thread, self._thread)
-            self._write(self.tables.launches, LaunchRows(key, api, thread, start[keep]), key)
+            needed = hit & ~self._found[at]
+            repeated = int(hit.sum()) - len(distinct(at[needed]))
+            text = f"{{n}} calls in {RUNTIME} have the id of an earlier one, which counts"
+            self._doubt(text, repeated)
+            self._found[at[hit]] = True
+            api, thread = _mapped(name[needed], self._api), _mapped(thread[needed], self._thread)
+            self._write(LaunchRows(key[needed], api, thread, start[needed]))
 
     def _kernel_launches(self) -> list[int]:
         """Return the ids of the names of API calls that must have started a kernel.
@@ -364,46 +366,40 @@ class Reader:
             return []
         return self._export.strings_like(KERNEL_LAUNCHES)
 
-    def _read_activities(self, table: str) -> int:
-        """Read the activities in a table.
-
-        Return the number of activities that have the same API call as an earlier activity. Activities
-        of CUDA graphs do not count.
-        """
-        width, variants = len(NUMBERS), self.variants
-        columns = (*NUMBERS, *VARIANTS[table])
-        shared = 0
+    def _read_activities(self, table: str) -> None:
+        width, columns = len(NUMBERS), (*NUMBERS, *VARIANTS[table])
         for batch in self._export.batches(table, columns, filled=width):
             rows, batch = self._numbers(table, batch, width)
             start, end, device, stream, correlation, process, node, size = rows
-            variant = variants.column([(table, row[width:]) for row in batch])
-            keep = _near(start) & _near(end) & (end >= start)
+            variant = self.variants.column([(table, row[width:]) for row in batch])
+            keep = _is_near(start) & _is_near(end) & (end >= start)
             keep &= (end - start < MAX_DURATION_NS) & (device >= NONE) & (device < MAX_SMALL)
             self._skip(table, int((~keep).sum()))
             early = int((start[keep] < 0).sum())
             self._doubt(f"{{n}} rows of {table} begin before the capture did", early)
-            key = self._keys(correlation, process)
-            single = keep & (node <= 0)
-            shared += self._needed.note(key[single])
-            self._needed.note(key[keep & ~single])
-            self._unjoined += int((key[keep] < 0).sum())
-            stream, node, size = (_small(column) for column in (stream, node, size))
+            key = self._to_keys(correlation, process)
+            self._copies |= bool((key[keep] < 0).any())
+            for is_node in (False, True):
+                self._keys[is_node].append(key[keep & (key >= 0) & ((node > 0) == is_node)])
+            stream, node, size = (
+                np.where((column >= 0) & (column < MAX_SMALL), column, NONE)
+                for column in (stream, node, size)
+            )
             node, zero = np.where(node > 0, node, NONE), np.zeros_like(start)
             gpu = GpuRows(start, end - start, variant, zero, device, stream, key, node, size)
-            self._write(self.tables.gpu, (column[keep] for column in gpu), key[keep])
-        return shared
+            self._write(GpuRows(*(column[keep] for column in gpu)))
 
     def _read_ranges(self) -> None:
         if not self._export.has(NVTX, "start", "eventType", "globalTid"):
             return
-        domains, ops = self._domains(), OpRanges(self.tables, self._spool)
+        tables, domains, ops = self._tables, self._domains(), OpRanges(self._tables)
         end_of_trace: int | None = None
         columns = ("start", "end", "globalTid", "eventType", "domainId", "textId", "text")
         names: dict[str, str] = {}  # names of ranges that are not ops
         seen: set[int] = set()
         for row in self._export.rows(NVTX, columns, RANGES):
             start, end, thread, kind, domain, string, text = row
-            if not (_time(start) and (end is None or _time(end)) and isinstance(thread, int)):
+            if not (_is_time(start) and (end is None or _is_time(end)) and isinstance(thread, int)):
                 self._skip(NVTX, 1)
                 continue
             if end is None and end_of_trace is None:
@@ -427,10 +423,9 @@ class Reader:
                     continue
                 name = op_name
             name = name[:MAX_RANGE_NAME]
-            name = names.setdefault(name, name)
-            self.tables.ranges.add(name, start, stop - start, number, wide)
-        ops.finish()
-        self.flows, unclear = ops.flows()
+            tables.range_names.append(names.setdefault(name, name))
+            tables.ranges.extend((start, stop - start, number, wide))
+        self.flows, unclear = ops.finish()
         self._doubt("{n} ops have sizes that could not be read", ops.unread)
         text = (
             "{n} backward ops have a sequence number of several threads; their forward is unknown"
@@ -455,9 +450,7 @@ class Reader:
                 prefixes[(thread >> 24, domain)] = f"{name}:"
         return prefixes
 
-    def _numbers(
-        self, table: str, batch: list[tuple[Any, ...]], width: int
-    ) -> tuple[Ints, list[tuple[Any, ...]]]:
+    def _numbers(self, table: str, batch: list[_Row], width: int) -> tuple[Ints, list[_Row]]:
         """Return the first `width` columns as an array, and the rows that are in the array.
 
         Rows that have a value other than an integer in these columns are skipped and counted.
@@ -469,18 +462,15 @@ class Reader:
             self._skip(table, len(batch) - len(good))
             return _array(good, width), good
 
-    def _keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
-        """Return keys, which are correlation ids made unique across processes.
-
-        A key is -1 if the correlation id or the process is invalid.
-        """
+    def _to_keys(self, correlation: Ints, thread_or_process: Ints) -> Ints:
+        """Return a key for each row, or -1 if the correlation id or the process is invalid."""
         process = _mapped(thread_or_process >> 24, self._process)
         valid = (correlation >= 0) & (correlation < CORRELATIONS) & (process >= 0)
         return np.where(valid, process * CORRELATIONS + correlation, -1)
 
     def _process(self, number: int) -> int:
         if number == -1:  # unknown, unless only one process made API calls
-            calls = self._export.distinct_processes(RUNTIME)
+            calls = self._export.processes_of_calls
             if len(calls) != 1:
                 return -1
             number = calls[0]
@@ -488,198 +478,50 @@ class Reader:
         return process if process < MAX_PROCESSES else -1
 
     def _thread(self, number: int) -> int:
-        return self.tables.threads[(number >> 24) & 0xFFFFFF, number & 0xFFFFFF]
+        return self._tables.threads[(number >> 24) & 0xFFFFFF, number & 0xFFFFFF]
 
     def _api(self, string: int) -> int:
         name = self._string(string)
         if name is None and string not in self._nameless:
             self._nameless.add(string)
             self._doubt(f"{{n}} names of API calls are not in {STRINGS}", 1)
-        return self.tables.apis[_API_VERSION.sub("", name or NO_NAME)]
+        return self._tables.apis[_API_VERSION.sub("", name or NO_NAME)]
 
-    def _write(self, blocks: list[Block], rows: Iterable[Ints], key: Ints) -> None:
+    def _write(self, rows: GpuRows | LaunchRows) -> None:
         """Sort rows by key, and write one block for each process."""
-        if not len(key):
-            return
-        columns = list(rows)
-        order = np.argsort(key, kind="stable")
-        key = key[order]
-        borders = np.flatnonzero(np.diff(key >> PROCESS_SHIFT)) + 1
-        for part in np.split(np.arange(len(key)), borders):
-            offset = self._spool.write([column[order[part]] for column in columns])
-            span = int(key[part[0]]), int(key[part[-1]])
-            blocks.append(Block(offset, len(columns), len(part), *span))
+        order = np.argsort(rows.correlation, kind="stable")
+        borders = np.flatnonzero(np.diff(rows.correlation[order] >> PROCESS_SHIFT)) + 1
+        for part in np.split(order, borders):
+            self._tables.write(type(rows)(*(column[part] for column in rows)))
 
 
-def _array(batch: list[tuple[Any, ...]], width: int) -> Ints:
+def _array(batch: list[_Row], width: int) -> Ints:
     flat = chain.from_iterable(row[:width] for row in batch)
     values: NDArray[np.int64] = np.fromiter(flat, np.int64, width * len(batch))
     return np.ascontiguousarray(values.reshape(len(batch), width).T)
 
 
-def _mapped(values: Ints, number: Any) -> Ints:
-    """Return the result of calling `number` for each value.
-
-    `number` is called only once for each distinct value.
-    """
+def _mapped(values: Ints, number: Callable[[int], int]) -> Ints:
+    """Return the result of calling `number` for each value, but only once for equal values."""
     each, inverse = np.unique(values, return_inverse=True)
     return np.array([number(value) for value in each.tolist()], np.int64)[inverse]
 
 
-def _near(times: Ints) -> Flags:
-    """Return for each time whether its absolute value is less than MAX_NS."""
+def _is_near(times: Ints) -> Flags:
     # abs() would return a negative number for the lowest int64
     near: Flags = (times > -MAX_NS) & (times < MAX_NS)
     return near
 
 
-def _small(values: Ints) -> Ints:
-    """Replace the numbers that the store cannot contain by NONE."""
-    small: Ints = np.where((values >= 0) & (values < MAX_SMALL), values, NONE)
-    return small
-
-
-def _time(value: object) -> bool:
+def _is_time(value: object) -> bool:
     return isinstance(value, int) and abs(value) < MAX_NS
 
 
-# Each process counts its correlation ids separately. A key is process << PROCESS_SHIFT | correlation.
-PROCESS_SHIFT = 40
-CORRELATIONS = 1 << PROCESS_SHIFT
-MAX_NEEDED = 1 << 25  # maximum size of the flags in NeededCalls, in bytes; a byte contains 8 flags
+def read_text(text: str) -> tuple[str, int, str | None, bool] | None:
+    """Parse the text of a range that PyTorch opened.
 
-Bits = NDArray[np.uint8]
-
-
-class NeededCalls:
-    """Determines which API calls are needed because they started an activity.
-
-    An API call and the activities that it started have the same key. First call `note` for all
-    activities, then call `take` for the API calls.
-
-    `shared` counts the activities that have the key of an earlier activity. `repeated` counts the API
-    calls that have the key of an earlier call, if an activity has that key, too. If the ids are too
-    large for the flags, `all` becomes true, every call counts as needed, and both counts are lower
-    bounds.
-    """
-
-    def __init__(self) -> None:
-        self.all = False
-        self.shared = self.repeated = 0
-        self._waiting: dict[int, Bits] = {}
-        self._taken: dict[int, Bits] = {}
-
-    def note(self, key: Ints) -> int:
-        """Note the keys of activities. A key of -1 means that the activity has no key.
-
-        Return the number of activities that have the key of an earlier activity.
-        """
-        if self.all:
-            return 0
-        shared = 0
-        for process in distinct(key[key >= 0] >> PROCESS_SHIFT):
-            ids = key[key >> PROCESS_SHIFT == process] % CORRELATIONS
-            flags = self._waiting.get(process, np.zeros(0, np.uint8))
-            more = int(ids.max() >> 3) + 1 - len(flags)
-            if more + sum(map(len, self._waiting.values())) > MAX_NEEDED:
-                self.all = True
-                return shared
-            if more > 0:
-                flags = np.append(flags, np.zeros(more + len(flags) // 2, np.uint8))
-                self._waiting[process] = flags
-            fresh = np.unique(ids)
-            fresh = fresh[(flags[fresh >> 3] & _bit(fresh)) == 0]
-            np.bitwise_or.at(flags, fresh >> 3, _bit(fresh))
-            shared += len(ids) - len(fresh)
-        self.shared += shared
-        return shared
-
-    def take(self, key: Ints) -> tuple[Flags, Flags]:
-        """Return for each API call whether it is needed, and whether no activity has its key.
-
-        A call is needed if an activity has its key and that key was in no earlier `take`. `key` must
-        not contain -1. Afterwards, the calls count as found.
-        """
-        if self.all:
-            return np.ones(len(key), np.bool_), np.zeros(len(key), np.bool_)
-        needed, idle = np.zeros(len(key), np.bool_), np.ones(len(key), np.bool_)
-        process, ids = key >> PROCESS_SHIFT, key % CORRELATIONS
-        for number in distinct(process):
-            flags = self._waiting.get(number, np.zeros(0, np.uint8))
-            taken = self._taken.setdefault(number, np.zeros_like(flags))
-            rows = np.flatnonzero((process == number) & (ids >> 3 < len(flags)))
-            byte, bit = ids[rows] >> 3, _bit(ids[rows])
-            waited, again = (flags[byte] & bit) > 0, (taken[byte] & bit) > 0
-            needed[rows], idle[rows] = waited, ~(waited | again)
-            count = int(waited.sum())
-            first = len(np.unique(ids[rows[waited]])) if count else 0
-            self.repeated += int(again.sum()) + count - first
-            np.bitwise_or.at(taken, byte[waited], bit[waited])
-            np.bitwise_and.at(flags, byte, ~bit)
-        return needed, idle
-
-    def waiting(self) -> bool:
-        """Return whether there is an activity whose API call has not been found."""
-        return any(flags.any() for flags in self._waiting.values())
-
-
-def _bit(ids: Ints) -> Bits:
-    """Return the bit of each id within its byte."""
-    bit: Bits = np.left_shift(1, ids & 7).astype(np.uint8)
-    return bit
-
-
-class Doubles:
-    """Finds rows that are exact copies of earlier rows, by comparing 64-bit hashes of the rows."""
-
-    def __init__(self, hashes: list[Ints]) -> None:
-        """Find the hashes that occur more than once. `hashes` contains the hashes of all rows."""
-        ordered = np.sort(np.concatenate(hashes)) if hashes else np.zeros(0, np.int64)
-        self._doubled = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-        self._seen: set[int] = set()
-        self.count = 0
-
-    def fresh(self, hashes: Ints) -> Flags:
-        """Return for each row whether no earlier row has the same hash."""
-        keep = np.ones(len(hashes), np.bool_)
-        for row in np.flatnonzero(np.isin(hashes, self._doubled)).tolist():
-            value = int(hashes[row])
-            keep[row] = value not in self._seen
-            self._seen.add(value)
-        self.count += int((~keep).sum())
-        return keep
-
-
-BLOCK_ROWS = 65536
-# The end of a range's text, in the format of getNvtxStr in torch/csrc/profiler/util.cpp. nsys may
-# truncate the lists in it.
-TAIL = re.compile(
-    r", (?=(?:seq|op_id|sizes|input_op_ids) = )(?:seq = (?P<sequence>\d{1,18})(?:, |\Z))?"
-    r"(?:op_id = (?P<id>\d+)(?:, |\Z))?(?:sizes = (?P<sizes>[\[\]\d, ]*))?"
-    r"(?:input_op_ids = [\[\]()\d, -]*)?\Z",
-    re.ASCII,
-)
-OWN = ("aten::", "autograd::", "torch::")
-NAMESPACED = re.compile(r"[a-z_]\w*::\w")
-BARE = re.compile(r"detach_?|triton_\w+")  # ops whose names have no namespace
-A_SIZE = re.compile(r"[0-9]")
-NODE = re.compile(r"Backwards?\d*$")
-
-
-class OpText(NamedTuple):
-    """The parts of the text of a range that PyTorch opened.
-
-    `is_op` is false if the range comes from a `record_function` of the user.
-    """
-
-    name: str
-    sequence: int
-    sizes: str | None
-    is_op: bool
-
-
-def read_text(text: str) -> OpText | None:
-    """Parse the text of a range that PyTorch opened. Return None for the text of any other range.
+    Return the name, the sequence number or -1, the text of the sizes, and whether the range is an op
+    instead of a `record_function` of the user. Return None for the text of any other range.
 
     The text of every op contains a number (`op_id`). The text of a `record_function` also contains
     such a number, but neither a sequence number nor the size of a tensor.
@@ -694,7 +536,7 @@ def read_text(text: str) -> OpText | None:
         return None
     has_details = sequence is not None or bool(sizes and A_SIZE.search(sizes))
     is_op = own or has_details or bool(NAMESPACED.match(name) or BARE.fullmatch(name))
-    return OpText(name, int(sequence or -1), sizes, is_op)
+    return name, int(sequence or -1), sizes, is_op
 
 
 @lru_cache(maxsize=4096)
@@ -708,20 +550,20 @@ def op_arguments(text: str) -> OpArguments | None:
 
 
 class OpRanges:
-    """Collects the ranges that are ops, and adds them to the tables and the spool.
+    """Collects the ranges that are ops, and adds them to the tables.
 
     `unread` counts the ops whose sizes could not be read.
     """
 
-    def __init__(self, tables: Tables, spool: Spool) -> None:
+    def __init__(self, tables: Tables) -> None:
         self.unread = 0
         self._tables = tables
-        self._spool = spool
         self._any = False
         # The whole texts of the ranges before the first op, by number
         self._renamed: dict[int, str] = {}
         self._pending: list[tuple[int, int, int, int]] = []
-        self._evaluations = array("q")  # the values of EvaluationRows, one row after another
+        # Start, end, thread and sequence number of the ops in which autograd evaluates its nodes
+        self._evaluations = array("q")
         # Thread, start, sequence number and name of each op that has a sequence number
         self._numbered = array("q")
 
@@ -733,75 +575,60 @@ class OpRanges:
         op = read_text(text)
         if op is None:
             return text
-        if op.name.startswith(EVALUATION):
-            self._evaluations.extend((start, stop, thread, op.sequence))
-        elif is_detailed(op.name):
-            self._detail(op, start, stop, thread)
-        if not op.is_op:
+        op_name, sequence, sizes, is_op = op
+        if op_name.startswith(EVALUATION):
+            self._evaluations.extend((start, stop, thread, sequence))
+        elif is_detailed(op_name):
+            wanted = sizes and has_arguments(op_name)
+            arguments = op_arguments(sizes) if wanted else NO_ARGUMENTS
+            self.unread += arguments is None
+            detail = HostSpan(op_name, start, stop, thread, arguments or NO_ARGUMENTS, sequence)
+            self._tables.details.append(detail)
+        if not is_op:
             if not self._any:
-                self._renamed[len(self._tables.ranges.names)] = text
-            return op.name
+                self._renamed[len(self._tables.range_names)] = text
+            return op_name
         self._any = True
-        name = self._tables.names[op.name]
-        if op.sequence >= 0:
-            self._numbered.extend((thread, start, op.sequence, name))
+        name = self._tables.names[op_name]
+        if sequence >= 0:
+            self._numbered.extend((thread, start, sequence, name))
         self._pending.append((start, stop, thread, name))
         if len(self._pending) == BLOCK_ROWS:
             self._flush()
         return None
 
-    def finish(self) -> None:
-        """Write the pending ops.
+    def _flush(self) -> None:
+        if self._pending:
+            self._tables.write(OpRows(*np.array(self._pending, np.int64).T))
+            self._pending.clear()
 
-        If no op was found, the ranges do not come from PyTorch, so they get their whole texts back
-        as names.
+    def finish(self) -> tuple[Ints, int]:
+        """Write the pending ops, and match forward ops with backward ops by their sequence numbers.
+
+        Return the flows as described by `Attribution`, and the number of backward ops whose forward
+        op is unknown because several threads used the sequence number. If no op was found, the ranges
+        do not come from PyTorch, so they get their whole texts back as names.
+
+        Autograd numbers the backward ops that each thread prepares. The forward op is the op that
+        started last among those with the same number.
         """
         self._flush()
         if not self._any:
             self._tables.details.clear()
             self._evaluations = array("q")
             for number, text in self._renamed.items():
-                self._tables.ranges.names[number] = text
-        rows = np.array(self._evaluations, np.int64).reshape(-1, len(EvaluationRows._fields))
-        self._tables.evaluations.append(rows.T)
-        self._renamed.clear()
-
-    def _detail(self, op: OpText, start: int, stop: int, thread: int) -> None:
-        wanted = op.sizes and has_arguments(op.name)
-        arguments = op_arguments(op.sizes) if wanted else NO_ARGUMENTS
-        self.unread += arguments is None
-        detail = HostSpan(op.name, start, stop, thread, arguments or NO_ARGUMENTS, op.sequence)
-        self._tables.details.append(detail)
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        columns = np.array(self._pending, np.int64).T
-        low, high = int(columns[0].min()), int(columns[1].max())
-        offset = self._spool.write(columns)
-        self._tables.ops.append(Block(offset, len(columns), len(self._pending), low, high))
-        self._pending.clear()
-
-    def flows(self) -> tuple[Ints, int]:
-        """Match forward ops with backward ops by their sequence numbers.
-
-        Return a row of Flow for each pair, sorted by start, and the number of backward ops whose
-        forward op is unknown because several threads used the sequence number.
-
-        Autograd numbers the backward ops that each thread prepares. The forward op is the op that
-        started last among those with the same number.
-        """
-        rows = np.array(self._numbered, np.int64).reshape(-1, 4).T
+                self._tables.range_names[number] = text
+        self._tables.evaluations.append(np.array(self._evaluations, np.int64).reshape(-1, 4).T)
+        threads, starts, sequences, name = np.array(self._numbered, np.int64).reshape(-1, 4).T
         ids = self._tables.names
         names = list(ids)
-        nodes = [number for name, number in ids.items() if EVALUATION + name in ids]
-        is_node = np.isin(rows[3], nodes)
+        nodes = [number for text, number in ids.items() if EVALUATION + text in ids]
+        is_node = np.isin(name, nodes)
         processes = np.array([pid for pid, _ in self._tables.threads], np.int64)
-        key = _keys(processes[rows[0]], rows[2])
+        key = pack([processes[threads], sequences])
         forward = np.flatnonzero(~is_node)
-        thread, start = rows[0, forward], rows[1, forward]
-        forward = forward[np.lexsort((start, thread, key[forward]))]
-        changes = np.diff(key[forward], append=-1) | np.diff(rows[0, forward], append=-1)
+        forward = forward[np.lexsort((starts[forward], threads[forward], key[forward]))]
+        changes = np.diff(key[forward], append=-1) | np.diff(threads[forward], append=-1)
         last = forward[changes != 0]
         backward = np.flatnonzero(is_node)
         low, high = (np.searchsorted(key[last], key[backward], side) for side in ("left", "right"))
@@ -810,20 +637,14 @@ class OpRanges:
         for node, begin, end in zip(*columns, strict=True):
             ops = last[begin:end].tolist()
             if len(ops) > 1:
-                wanted = _stem(names[rows[3, node]])
-                ops = [op for op in ops if _stem(names[rows[3, op]]) == wanted]
+                wanted = _stem(names[name[node]])
+                ops = [op for op in ops if _stem(names[name[op]]) == wanted]
                 unclear += len(ops) != 1
-            if len(ops) == 1 and rows[1, ops[0]] < rows[1, node]:
-                matched.append(Flow(*rows[:2, ops[0]].tolist(), *rows[:2, node].tolist()))
-        matched.sort(key=lambda flow: flow.start)
-        return np.array(matched, np.int64).reshape(-1, 4), unclear
-
-
-def _keys(process: Ints, sequence: Ints) -> Ints:
-    """Return a number for each pair of process and sequence. Equal pairs get equal numbers."""
-    sequences, number = np.unique(sequence, return_inverse=True)
-    keys: Ints = np.unique(process, return_inverse=True)[1] * len(sequences) + number
-    return keys
+            if len(ops) == 1 and starts[ops[0]] < starts[node]:
+                matched.append((ops[0], node))
+        pairs = np.array(matched, np.int64).reshape(-1, 2)
+        pairs = pairs[np.argsort(starts[pairs[:, 0]], kind="stable")]
+        return np.stack([threads, starts])[:, pairs].transpose(1, 2, 0).reshape(-1, 4), unclear
 
 
 def _stem(name: str) -> str:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
 from profharness.files import open_input
-from profharness.traces.devices import CORE_FIELDS, MAX_NS, MAX_TEXT, make_device, whole
+from profharness.traces.columns import CORE_FIELDS, MAX_NS, MAX_TEXT, make_device, whole
 
 # Kineto's words for the numbers in nsys's ENUM tables
 COPY_KINDS = {
@@ -28,22 +28,6 @@ MEMORY_KINDS = {
     0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static",
     6: "Managed Static", 7: "Unknown",
 }  # fmt: skip
-
-
-def memcpy_name(copy: int, source: int, target: int) -> str:
-    """Return a name such as `Memcpy HtoD (Pinned -> Device)`.
-
-    The arguments are nsys's numbers of the kind of copy and of the kinds of memory.
-    """
-    start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
-    return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
-
-
-def memset_name(memory: int) -> str:
-    """Return a name such as `Memset (Device)`. `memory` is nsys's number of the kind of memory."""
-    return f"Memset ({MEMORY_KINDS.get(memory, 'Unknown')})"
-
-
 MAGIC = b"SQLite format 3\0"
 EXPECTED = "an SQLite export of nsys"
 AGAIN = (
@@ -53,216 +37,6 @@ META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # EXPORT_META_DATA is us
 MAX_STRING = 65536  # maximum number of characters that are read of a string
 MAX_IDS = 1000
 FETCH_ROWS = 8192
-
-_MARK = re.compile(r"(?:META_DATA_EXPORT|EXPORT_META_DATA|CUPTI_ACTIVITY_.*|NVTX_EVENTS.*)")
-_VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of an export.
-
-    `name` is the name of the table in the file, quoted for use in SQL.
-    """
-
-    name: str
-    columns: frozenset[str]
-
-
-class Export:
-    """An open export.
-
-    Its methods return rows as tuples, with the columns in the requested order. A column that the
-    table does not have is NULL.
-    """
-
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
-        self.connection = connection
-        # Tables that are ignored because another version of the same table is used. They have rows.
-        self.passed_over: list[str] = []
-        self.tables = self._tables()  # by name, without a version suffix such as _V2
-        self._processes: dict[str, list[int]] = {}
-
-    def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a table in file order. Yield nothing if the table is missing.
-
-        `where` is a condition in SQL. It must not contain text from a file.
-        """
-        for batch in self.batches(name, columns, where):
-            yield from batch
-
-    def batches(
-        self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
-    ) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield the rows of a table in lists of up to FETCH_ROWS rows.
-
-        In the first `filled` columns, NULL is replaced by -1.
-        """
-        table = self.tables.get(name)
-        if table is None:
-            return
-        values = [f'"{column}"' if column in table.columns else "NULL" for column in columns]
-        values[:filled] = [f"ifnull({value}, -1)" for value in values[:filled]]
-        clause = f" WHERE {where}" if where else ""
-        cursor = self.connection.execute(f"SELECT {', '.join(values)} FROM {table.name}{clause}")
-        cursor.arraysize = FETCH_ROWS
-        while batch := cursor.fetchmany():
-            yield batch
-
-    def has(self, name: str, *columns: str) -> bool:
-        """Return whether a table exists and has all of these columns."""
-        return name in self.tables and self.tables[name].columns.issuperset(columns)
-
-    def columns(self, name: str) -> frozenset[str] | None:
-        """Return the columns of a table, or None if it is missing."""
-        table = self.tables.get(name)
-        return None if table is None else table.columns
-
-    def count(self, name: str) -> int:
-        """Return the number of rows in a table. The table must exist."""
-        sql = f"SELECT count(*) FROM {self.tables[name].name}"
-        return int(self.connection.execute(sql).fetchone()[0])
-
-    def text(self, string: int) -> str | None:
-        """Return the first MAX_STRING characters of the text that has an id in StringIds.
-
-        Return None if StringIds does not contain the id.
-        """
-        if not self.has("StringIds", "id", "value"):
-            return None
-        sql = f"SELECT substr(value, 1, {MAX_STRING}) FROM {self.tables['StringIds'].name} WHERE id = ?"
-        row = self.connection.execute(sql, (string,)).fetchone()
-        return row[0] if row and isinstance(row[0], str) else None
-
-    def strings_like(self, patterns: Sequence[str]) -> list[int]:
-        """Return the ids of the strings that match at least one of the patterns for SQL's LIKE.
-
-        Return [] if more than MAX_IDS strings match.
-        """
-        if not self.has("StringIds", "id", "value"):
-            return []
-        sql = (
-            f"SELECT id FROM {self.tables['StringIds'].name} WHERE typeof(id) = 'integer' "
-            f"AND length(value) < 200 AND ({' OR '.join(['value LIKE ?'] * len(patterns))})"
-        )
-        rows = self.connection.execute(sql, patterns).fetchmany(MAX_IDS + 1)
-        return [number for (number,) in rows] if len(rows) <= MAX_IDS else []
-
-    def distinct_processes(self, name: str) -> list[int]:
-        """Return the distinct processes (globalTid >> 24) in the rows of a table, but at most two."""
-        if name not in self._processes:
-            rows: Iterable[tuple[Any]] = ()
-            if self.has(name, "globalTid"):
-                sql = f"SELECT DISTINCT globalTid >> 24 FROM {self.tables[name].name} LIMIT 2"
-                rows = self.connection.execute(sql)
-            self._processes[name] = [process for (process,) in rows if isinstance(process, int)]
-        return self._processes[name]
-
-    def largest(self, name: str, column: str) -> int | None:
-        """Return the largest integer in a column, or None if there is no integer."""
-        if not self.has(name, column):
-            return None
-        sql = f'SELECT max("{column}") FROM {self.tables[name].name}'
-        (value,) = self.connection.execute(sql).fetchone()
-        return value if isinstance(value, int) else None
-
-    def _tables(self) -> dict[str, Table]:
-        """Return the tables by name, without a version suffix.
-
-        If a table exists in several versions, prefer the table without a suffix, then the highest
-        version. Versions that have no rows are used only if no version has rows.
-        """
-        sql = (
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-        )
-        versions: dict[str, list[tuple[int, str]]] = {}
-        for (name,) in self.connection.execute(sql).fetchall():
-            match = _VERSIONED.fullmatch(str(name))
-            base, number = (match["base"], int(match["number"])) if match else (str(name), 0)
-            versions.setdefault(base, []).append((number, str(name)))
-        return {base: self._best(names) for base, names in versions.items()}
-
-    def _best(self, names: list[tuple[int, str]]) -> Table:
-        ordered = sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))
-        quoted = {'"' + name.replace('"', '""') + '"': name for _, name in ordered}
-        best = next(iter(quoted))
-        if len(quoted) > 1:
-            sql = "SELECT 1 FROM {} LIMIT 1"
-            filled = [q for q in quoted if self.connection.execute(sql.format(q)).fetchone()]
-            best = next(iter(filled), best)
-            self.passed_over += [quoted[other] for other in filled if other != best]
-        columns = self.connection.execute(f"PRAGMA table_info({best})").fetchall()
-        return Table(best, frozenset(str(column[1]) for column in columns))
-
-
-@contextmanager
-def opened(path: Path, shown: Path) -> Iterator[Export]:
-    """Open the export at `path`. Error messages contain the path `shown` instead.
-
-    Raise TraceFormatError if the file is not a complete export. SQLite's errors inside the `with`
-    block are also converted to TraceFormatError.
-    """
-    _check_file(path, shown)
-    try:
-        # With `immutable`, SQLite creates neither a -shm file nor locks
-        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"
-        with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as connection:
-            connection.text_factory = _text
-            connection.execute("PRAGMA trusted_schema = OFF")
-            export = Export(shown, connection)
-            _check_tables(export)
-            yield export
-    # sqlite3 cannot build its error message if a damaged schema is not UTF-8
-    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
-        raise TraceFormatError(shown, f"damaged: {error}; {AGAIN}", expected=EXPECTED) from None
-
-
-def _check_file(path: Path, shown: Path) -> None:
-    """Raise TraceFormatError if the header or the size of a file shows that it is not a complete
-    export, or if SQLite's temporary files next to it show that it is still being written.
-    """
-    try:
-        with open_input(path) as file:
-            size, head = file.size, file.read(100)
-    except OSError as error:
-        raise TraceFormatError(shown, f"cannot be read: {error.strerror}") from None
-    if not size:
-        message = "empty; nsys leaves such a file behind when its export fails"
-        raise TraceFormatError(shown, f"{message}; {AGAIN}", expected=EXPECTED)
-    if not head.startswith(MAGIC) or len(head) < 100:
-        raise TraceFormatError(shown, "not an SQLite file", offset=0, expected=EXPECTED)
-    page = int.from_bytes(head[16:18], "big")
-    page = 65536 if page == 1 else page
-    pages = int.from_bytes(head[28:32], "big")
-    counted = head[24:28] == head[92:96]  # whether the number of pages in the header is valid
-    if counted and size < page * pages:
-        message = f"cut off: {size} of {page * pages} bytes; {AGAIN}"
-        raise TraceFormatError(shown, message, offset=size, expected=EXPECTED)
-    for suffix in ("-journal", "-wal"):
-        beside = path.with_name(path.name + suffix)
-        if beside.exists() and beside.stat().st_size:
-            message = (
-                f"half-written: {beside.name} stands beside it; wait for its writer, or {AGAIN}"
-            )
-            raise TraceFormatError(shown, message, expected=EXPECTED)
-
-
-def _check_tables(export: Export) -> None:
-    names = set(export.tables)
-    if any(_MARK.fullmatch(name) for name in names):
-        return
-    if not names:
-        message = f"an SQLite file without tables; {AGAIN}"
-    else:
-        message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"
-    raise TraceFormatError(export.path, message, expected=EXPECTED)
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
-
-
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
 MEMCPY = "CUPTI_ACTIVITY_KIND_MEMCPY"
@@ -313,8 +87,11 @@ UPDATE = "use a newer profharness, or an older nsys"
 MAX_DIAGNOSTICS = 5
 WARNING = 2  # value of DIAGNOSTIC_EVENT.severity for a warning; the value for an error is 3
 PRODUCT = {"EXPORT_PRODUCT_VERSION": "nsys_version", "EXPORT_SCHEMA_VERSION": "nsys_schema_version"}
+SYSTEM_TABLE = "TARGET_INFO_SYSTEM_ENV"
 SYSTEM = {"CudaDriverVersion": "cuda_driver_version", "NvDriverVersion": "driver_version"}
 
+_MARK = re.compile(r"(?:META_DATA_EXPORT|EXPORT_META_DATA|CUPTI_ACTIVITY_.*|NVTX_EVENTS.*)")
+_VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
 _VERSION = re.compile(r"\d[\w.\-+]{0,63}")
 # Matches a path, an address, an assignment or the name of a host.
 _PRIVATE = re.compile(r"[/\\@=~]|\w\.\w+\.\w")
@@ -332,6 +109,200 @@ GPU_KEYS = {
     "warp_size": "threadsPerWarp",
 }
 _GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *GPU_KEYS.values())
+
+
+def memcpy_name(copy: int, source: int, target: int) -> str:
+    """Return a name such as `Memcpy HtoD (Pinned -> Device)`.
+
+    The arguments are nsys's numbers of the kind of copy and of the kinds of memory.
+    """
+    start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
+    return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
+
+
+def memset_name(memory: int) -> str:
+    """Return a name such as `Memset (Device)`. `memory` is nsys's number of the kind of memory."""
+    return f"Memset ({MEMORY_KINDS.get(memory, 'Unknown')})"
+
+
+class Export:
+    """An open export.
+
+    Its methods return rows as tuples, with the columns in the requested order. A column that the
+    table does not have is NULL. `tables` contains the name of each table in the file, quoted for use
+    in SQL, and its columns. Its keys lack version suffixes such as `_V2`.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self.connection = connection
+        # Tables that are ignored because another version of the same table is used. They have rows.
+        self.passed_over: list[str] = []
+        self.tables = self._tables()
+
+    def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a table in file order. Yield nothing if the table is missing.
+
+        `where` is a condition in SQL. It must not contain text from a file.
+        """
+        for batch in self.batches(name, columns, where):
+            yield from batch
+
+    def batches(
+        self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
+    ) -> Iterator[list[tuple[Any, ...]]]:
+        """Yield the rows of a table in lists of up to FETCH_ROWS rows.
+
+        In the first `filled` columns, NULL is replaced by -1.
+        """
+        if name not in self.tables:
+            return
+        table, present = self.tables[name]
+        values = [f'"{column}"' if column in present else "NULL" for column in columns]
+        values[:filled] = [f"ifnull({value}, -1)" for value in values[:filled]]
+        clause = f" WHERE {where}" if where else ""
+        cursor = self.connection.execute(f"SELECT {', '.join(values)} FROM {table}{clause}")
+        cursor.arraysize = FETCH_ROWS
+        while batch := cursor.fetchmany():
+            yield batch
+
+    def has(self, name: str, *columns: str) -> bool:
+        """Return whether a table exists and has all of these columns."""
+        return name in self.tables and self.tables[name][1].issuperset(columns)
+
+    def columns(self, name: str) -> frozenset[str] | None:
+        """Return the columns of a table, or None if it is missing."""
+        return self.tables[name][1] if name in self.tables else None
+
+    def count(self, name: str) -> int:
+        """Return the number of rows in a table. The table must exist."""
+        sql = f"SELECT count(*) FROM {self.tables[name][0]}"
+        return int(self.connection.execute(sql).fetchone()[0])
+
+    def text(self, string: int) -> str | None:
+        """Return the first MAX_STRING characters of the text that has an id in StringIds.
+
+        Return None if StringIds does not contain the id.
+        """
+        if not self.has(STRINGS, "id", "value"):
+            return None
+        sql = f"SELECT substr(value, 1, {MAX_STRING}) FROM {self.tables[STRINGS][0]} WHERE id = ?"
+        row = self.connection.execute(sql, (string,)).fetchone()
+        return row[0] if row and isinstance(row[0], str) else None
+
+    def strings_like(self, patterns: Sequence[str]) -> list[int]:
+        """Return the ids of the strings that match at least one of the patterns for SQL's LIKE.
+
+        Return [] if more than MAX_IDS strings match.
+        """
+        if not self.has(STRINGS, "id", "value"):
+            return []
+        sql = (
+            f"SELECT id FROM {self.tables[STRINGS][0]} WHERE typeof(id) = 'integer' "
+            f"AND length(value) < 200 AND ({' OR '.join(['value LIKE ?'] * len(patterns))})"
+        )
+        rows = self.connection.execute(sql, patterns).fetchmany(MAX_IDS + 1)
+        return [number for (number,) in rows] if len(rows) <= MAX_IDS else []
+
+    @cached_property
+    def processes_of_calls(self) -> list[int]:
+        """The distinct processes (globalTid >> 24) of the API calls, but at most two."""
+        if not self.has(RUNTIME, "globalTid"):
+            return []
+        sql = f"SELECT DISTINCT globalTid >> 24 FROM {self.tables[RUNTIME][0]} LIMIT 2"
+        return [number for (number,) in self.connection.execute(sql) if isinstance(number, int)]
+
+    def largest(self, name: str, column: str) -> int | None:
+        """Return the largest integer in a column, or None if there is no integer."""
+        if not self.has(name, column):
+            return None
+        sql = f'SELECT max("{column}") FROM {self.tables[name][0]}'
+        (value,) = self.connection.execute(sql).fetchone()
+        return value if isinstance(value, int) else None
+
+    def _tables(self) -> dict[str, tuple[str, frozenset[str]]]:
+        """Return the contents of `tables`.
+
+        If a table exists in several versions, prefer the table without a suffix, then the highest
+        version. Versions that have no rows are used only if no version has rows.
+        """
+        sql = (
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
+        )
+        versions: dict[str, list[tuple[int, str]]] = {}
+        for (name,) in self.connection.execute(sql).fetchall():
+            match = _VERSIONED.fullmatch(str(name))
+            base, number = (match["base"], int(match["number"])) if match else (str(name), 0)
+            versions.setdefault(base, []).append((number, str(name)))
+        tables = {}
+        for base, names in versions.items():
+            ordered = sorted(names, key=lambda pair: (pair[0] > 0, -pair[0]))
+            quoted = {'"' + name.replace('"', '""') + '"': name for _, name in ordered}
+            best = next(iter(quoted))
+            if len(quoted) > 1:
+                sql = "SELECT 1 FROM {} LIMIT 1"
+                filled = [q for q in quoted if self.connection.execute(sql.format(q)).fetchone()]
+                best = next(iter(filled), best)
+                self.passed_over += [quoted[other] for other in filled if other != best]
+            columns = self.connection.execute(f"PRAGMA table_info({best})").fetchall()
+            tables[base] = best, frozenset(str(column[1]) for column in columns)
+        return tables
+
+
+@contextmanager
+def opened(path: Path, shown: Path) -> Iterator[Export]:
+    """Open the export at `path`. Error messages contain the path `shown` instead.
+
+    Raise TraceFormatError if the file is not a complete export. SQLite's errors inside the `with`
+    block are also converted to TraceFormatError.
+    """
+    _check_file(path, shown)
+    try:
+        # With `immutable`, SQLite creates neither a -shm file nor locks
+        uri = path.resolve().as_uri() + "?mode=ro&immutable=1"
+        with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as connection:
+            connection.text_factory = lambda data: data.decode("utf-8", "replace")
+            connection.execute("PRAGMA trusted_schema = OFF")
+            export = Export(shown, connection)
+            if not any(map(_MARK.fullmatch, export.tables)):
+                message = f"an SQLite file without tables; {AGAIN}"
+                if export.tables:
+                    message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"
+                raise TraceFormatError(shown, message, expected=EXPECTED)
+            yield export
+    # sqlite3 cannot build its error message if a damaged schema is not UTF-8
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
+        raise TraceFormatError(shown, f"damaged: {error}; {AGAIN}", expected=EXPECTED) from None
+
+
+def _check_file(path: Path, shown: Path) -> None:
+    """Raise TraceFormatError if the header or the size of a file shows that it is not a complete
+    export, or if SQLite's temporary files next to it show that it is still being written.
+    """
+    try:
+        with open_input(path) as file:
+            size, head = file.size, file.read(100)
+    except OSError as error:
+        raise TraceFormatError(shown, f"cannot be read: {error.strerror}") from None
+    if not size:
+        message = "empty; nsys leaves such a file behind when its export fails"
+        raise TraceFormatError(shown, f"{message}; {AGAIN}", expected=EXPECTED)
+    if not head.startswith(MAGIC) or len(head) < 100:
+        raise TraceFormatError(shown, "not an SQLite file", offset=0, expected=EXPECTED)
+    page = int.from_bytes(head[16:18], "big")
+    page = 65536 if page == 1 else page
+    pages = int.from_bytes(head[28:32], "big")
+    counted = head[24:28] == head[92:96]  # whether the number of pages in the header is valid
+    if counted and size < page * pages:
+        message = f"cut off: {size} of {page * pages} bytes; {AGAIN}"
+        raise TraceFormatError(shown, message, offset=size, expected=EXPECTED)
+    for suffix in ("-journal", "-wal"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists() and beside.stat().st_size:
+            message = (
+                f"half-written: {beside.name} stands beside it; wait for its writer, or {AGAIN}"
+            )
+            raise TraceFormatError(shown, message, expected=EXPECTED)
 
 
 def check_schema(export: Export) -> list[str]:
@@ -355,15 +326,9 @@ def check_schema(export: Export) -> list[str]:
             warnings.append(text)
         else:
             warnings.append(f"{table} has no column {', '.join(unknown)}; what it says is unknown")
-    return warnings + _unread(export)
-
-
-def _unread(export: Export) -> list[str]:
-    """Return warnings about unknown tables that have rows."""
+    warnings += [f"{name} has rows as well and is not read" for name in export.passed_over]
     expected_tables = {*VARIANTS, RUNTIME, GRAPHS, *(f"{_ACTIVITIES}{name}" for name in UNUSED)}
-    warnings = [f"{name} has rows as well and is not read" for name in export.passed_over]
-    for table in export.tables:
-        columns = export.columns(table) or frozenset()
+    for table, (_, columns) in export.tables.items():
         is_kernel = columns >= KERNEL_LIKE
         if table in expected_tables or not (is_kernel or table.startswith(_ACTIVITIES)):
             continue
@@ -395,17 +360,12 @@ def environment(export: Export) -> dict[str, object]:
     Texts that do not look like a version are left out.
     """
     versions: dict[str, object] = {}
-    for table in META_TABLES:
-        versions.update(_versions(export.rows(table, ("name", "value")), PRODUCT))
-    versions.update(_versions(export.rows("TARGET_INFO_SYSTEM_ENV", ("name", "value")), SYSTEM))
+    for table, keys in (*((table, PRODUCT) for table in META_TABLES), (SYSTEM_TABLE, SYSTEM)):
+        for name, value in export.rows(table, ("name", "value")):
+            if name in keys and value is not None and _VERSION.fullmatch(str(value)):
+                text = str(value)
+                versions[keys[name]] = int(text) if text.isdecimal() else text
     return versions
-
-
-def _versions(rows: Iterator[tuple[Any, ...]], keys: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    for name, value in rows:
-        if name in keys and value is not None and _VERSION.fullmatch(str(value)):
-            text = str(value)
-            yield keys[name], int(text) if text.isdecimal() else text
 
 
 def start_time(export: Export) -> tuple[int, list[str]]:
@@ -433,18 +393,17 @@ def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
     if not by_index:
         for row in rows:
             by_index.setdefault(row["id"] if row["cuDevice"] is None else row["cuDevice"], row)
-    made = [_device(*pair) for pair in sorted(by_index.items(), key=lambda pair: str(pair[0]))]
-    doubt += [text for _, texts in made for text in texts]
-    return tuple(device for device, _ in made if device), doubt
-
-
-def _device(index: object, row: dict[str, Any]) -> tuple[Device | None, list[str]]:
-    limits = {field: row[key] for field, key in GPU_KEYS.items()}
-    for field in limits.keys() - CORE_FIELDS:
-        limits[field] = limits[field] or None  # nsys writes 0 for unknown values
-    warp, warps = whole(limits["warp_size"]), whole(row["maxWarpsPerSm"])
-    limits["max_threads_per_sm"] = warp * warps if warp and warps else None
-    return make_device(index, row["name"], limits)
+    made = []
+    for index, row in sorted(by_index.items(), key=lambda pair: str(pair[0])):
+        limits = {field: row[key] for field, key in GPU_KEYS.items()}
+        for field in limits.keys() - CORE_FIELDS:
+            limits[field] = limits[field] or None  # nsys writes 0 for unknown values
+        warp, warps = whole(limits["warp_size"]), whole(row["maxWarpsPerSm"])
+        limits["max_threads_per_sm"] = warp * warps if warp and warps else None
+        device, texts = make_device(index, row["name"], limits)
+        doubt += texts
+        made += [device] if device else []
+    return tuple(made), doubt
 
 
 def diagnostics(export: Export) -> list[str]:

@@ -18,8 +18,7 @@ from profharness.dtypes import OF_TORCH
 from profharness.errors import UsageError
 from profharness.run import observed_journals, observed_rows
 from profharness.trace import AttentionCall, TensorArgument
-from profharness.traces.ops import OUTER
-from profharness.traces.replay import replay_config
+from profharness.traces.ops import OUTER, replay_config
 
 INNER = "aten::_scaled_dot_product_"
 INNER_OPS = {

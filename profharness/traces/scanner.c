@@ -33,7 +33,7 @@ enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
 };
 
-#define FORM 4 /* version of the arguments and results; it must match compiled.py */
+#define FORM 4 /* version of the arguments and results; it must match __init__.py */
 #define MAX_KEYS 16                        /* maximum number of keys to read in args */
 #define MAX_TEXTS (1 << 20)                /* maximum number of distinct texts in the table */
 #define MAX_ARENA (256 << 20)              /* maximum size of these texts, in bytes */

@@ -16,7 +16,7 @@ from small_models import Model, record
 from profharness.errors import UsageError
 from profharness.trace import AttentionCall, TensorArgument, Trace
 from profharness.traces.chrome import parse_chrome
-from profharness.traces.replay import replay_config
+from profharness.traces.ops import replay_config
 
 
 def traced(folder: Path, work: Callable[[], Any], **options: Any) -> Trace:

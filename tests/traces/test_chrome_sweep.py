@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.traces import compiled, intervals
+from profharness.traces import intervals
 from profharness.traces.attribution import MAX_DEPTH, StackIds
 from profharness.traces.chrome import parse_chrome
 from profharness.traces.columns import Ints
@@ -37,10 +37,10 @@ def steps(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run with the compiled code, with linear steps and with the binary search. 0 steps: search
     only.
     """
-    assert compiled.parents is not None
+    assert intervals.compiled_parents is not None
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "compiled":
-            patch.setattr(compiled, "parents", None)
+            patch.setattr(intervals, "compiled_parents", None)
             patch.setattr(intervals, "STEPS", request.param)
         yield
 
@@ -51,7 +51,7 @@ def test_intervals_are_sorted_by_thread_start_and_length(
 ) -> None:
     rows = [(0, far, 1), *rows]  # so far from the others that one key cannot represent both columns
     threads, start, dur = columns(rows)
-    built = Intervals.build(threads, start, start + dur)
+    built = Intervals(threads, start, start + dur)
     # of equal intervals the first stays first
     keys = [(thread, begin, -max(lasts, 1)) for thread, begin, lasts in rows]
     assert built.rows.tolist() == sorted(range(len(rows)), key=keys.__getitem__)
@@ -62,7 +62,7 @@ def test_a_chain_contains_every_enclosing_interval(
     rows: list[tuple[int, int, int]], thread: int, t: int
 ) -> None:
     threads, start, dur = columns(rows)
-    built = Intervals.build(threads, start, start + dur)
+    built = Intervals(threads, start, start + dur)
     at = built.innermost(np.array([thread]), np.array([t]))
     (row,) = built.chains(at, np.array([t]), 40)
     chain = row[row >= 0][::-1].tolist()
@@ -77,7 +77,7 @@ def test_a_chain_contains_every_enclosing_interval(
 @given(INTERVALS)
 def test_nested_covers_every_ancestor(rows: list[tuple[int, int, int]]) -> None:
     threads, start, dur = columns(rows)
-    built = Intervals.build(threads, start, start + dur)
+    built = Intervals(threads, start, start + dur)
     for i, nested in enumerate(built.nested.tolist()):
         line = _ancestors(built, i)
         stops = [int(built.stop[j]) for j in line]
@@ -89,7 +89,7 @@ def test_enclosing_is_the_nearest_interval_around_all_of_it(
     rows: list[tuple[int, int, int]],
 ) -> None:
     threads, start, dur = columns(rows)
-    built = Intervals.build(threads, start, start + dur)
+    built = Intervals(threads, start, start + dur)
     for i, above in enumerate(built.enclosing().tolist()):
         around = [
             j for j in range(i)
@@ -118,7 +118,7 @@ def _ancestors(built: Intervals, at: int) -> list[int]:
 @given(INTERVALS)
 def test_a_parent_encloses_the_start(rows: list[tuple[int, int, int]]) -> None:
     threads, start, dur = columns(rows)
-    built = Intervals.build(threads, start, start + dur)
+    built = Intervals(threads, start, start + dur)
     for i, parent in enumerate(built.parent.tolist()):
         earlier = [
             j for j in range(i)

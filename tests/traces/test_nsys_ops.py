@@ -12,7 +12,7 @@ import pytest
 from nsys_make import AUTOGRAD, MAIN, Maker, unpacked
 
 from profharness.trace import Trace
-from profharness.traces.nsys import OpText, op_arguments, parse_nsys, read_text
+from profharness.traces.nsys import op_arguments, parse_nsys, read_text
 
 EVALUATE = "autograd::engine::evaluate_function: "
 SECOND = MAIN + 1
@@ -97,7 +97,7 @@ def test_a_real_training_step_has_calls_and_steps(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_texts_of_pytorch_are_parsed(text: str, told: tuple[Any, ...] | None) -> None:
-    assert read_text(text) == (None if told is None else OpText(*told))
+    assert read_text(text) == told
 
 
 @pytest.mark.parametrize(
