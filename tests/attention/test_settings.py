@@ -20,7 +20,7 @@ from profharness.attention.dispatch.by_rule import explain_by_rule, named_platfo
 from profharness.attention.dispatch.predict import predict_cell
 from profharness.cli import cli
 from profharness.commands.explain.explanations import explain_live
-from profharness.commands.repro.program import ReproCell, repro_script
+from profharness.commands.repro import repro_script
 from profharness.errors import UsageError
 from profharness.measurements.agreement import disagreements, with_predictions
 from profharness.store import open_store
@@ -183,12 +183,12 @@ def test_explain_at_the_command_line(arguments: tuple[str, ...], told: str) -> N
 
 
 def test_a_script_makes_a_choice_before_it_sets_the_order() -> None:
-    script = repro_script(ReproCell(parse_config(PLAIN), "cudnn-then-flash"))
+    script = repro_script(parse_config(PLAIN), "cudnn-then-flash")
     kernel = (
         "sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)"
     )
     assert kernel in script
     assert script.index("torch._fused_sdp_choice(probe") < script.index(kernel)
     compile(script, "repro.py", "exec")
-    without = repro_script(ReproCell(parse_config(PLAIN), "flash+math"))
+    without = repro_script(parse_config(PLAIN), "flash+math")
     assert "set_priority" not in without

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from profharness.attention.config import parse_config
 from profharness.cli import cli
-from profharness.commands.repro.program import ReproCell, repro_script
+from profharness.commands.repro import repro_script
 from profharness.processes import WORKER_SCRIPT
 from profharness.rows import Refusal
 from profharness.run import Cell, JournalEntry, Plan, Problem, Protocol, read_run, write_run
@@ -105,7 +105,7 @@ def test_one_interpreter_runs_and_a_missing_one_is_reported_first(
 def test_a_cell_as_a_script_needs_torch_alone(tmp_path: Path, torch_alone: Path) -> None:
     config = parse_config("1,2,8,16,bwd,mask=bool,layout=strided_last")
     path = tmp_path / "repro.py"
-    path.write_text(repro_script(ReproCell(config, "math", "cpu")))
+    path.write_text(repro_script(config, "math", "cpu"))
     done = subprocess.run([torch_alone, "-I", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "grad_value: (1, 2, 8, 16) torch.float32 sha256" in done.stdout

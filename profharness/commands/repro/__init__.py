@@ -1,15 +1,33 @@
-"""`profharness repro`: write a cell as a Python script that needs only torch."""
+"""`profharness repro`: write a cell as a Python script that needs only torch.
+
+The script makes the same inputs and call as a capture, by the operations of backends/inputs.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partialmethod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import click
 
-from profharness.attention.backends import stored_names
-from profharness.attention.config import split_names
+from profharness import __version__
+from profharness.attention.backends import find_backend, stored_names
+from profharness.attention.backends.base import Backend, outside_contract
+from profharness.attention.backends.inputs import (
+    build_inputs,
+    call_arguments,
+    choice_arguments,
+    leaf_names,
+)
+from profharness.attention.backends.sources import find_implementation, fingerprint, parts_of
+from profharness.attention.config import Config, parse_config, sdpa_setting, split_names
+from profharness.attention.dispatch.advice import setting_code
 from profharness.commands._command import as_is, command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import hint, quiet_stdout
@@ -23,10 +41,29 @@ from profharness.commands._types import (
     config_list,
     store_path,
 )
-from profharness.commands.repro.program import asked_cell, repro_script, stored_cell
+from profharness.commands.repro.texts import (
+    ACTIVATED,
+    COMPILED,
+    DISABLED,
+    FILE,
+    FIRST_CHOICE,
+    FLEX,
+    PLAIN,
+    REFUSED,
+    SCRIPT,
+    SDPA,
+)
+from profharness.device_types import CUDA
+from profharness.dtypes import DTYPES
+from profharness.errors import NotFoundError, UsageError, join_few, one_line, printable
 from profharness.files import atomic_file, check_output
-from profharness.run import DEVICES, SEEDS
+from profharness.rows import NAIVE_COMPILED, CellRow
+from profharness.run import DEVICES, SEEDS, Protocol
 from profharness.store import Selection, open_store
+
+SHOWN = 6  # maximum number of candidates that an error lists
+_OWN_IMPORT = re.compile(r"^(?:from|import) profharness\b", re.MULTILINE)
+_DERIVED = ("key_batch", "output_batch", "mask_dims", "value_dim", "label")
 
 CellRun = Annotated[
     str | None,
@@ -87,18 +124,19 @@ def repro(
     """
     if output is not None:
         check_output(Path(output), force=force)
-    chosen, backends = config_list(configs), split_names(backend)
+    chosen, names = config_list(configs), split_names(backend)
     if run is None:
-        cell = asked_cell(chosen, backends)
+        if len(chosen) != 1:
+            amount = f"{len(chosen)} configs" if chosen else "no config"
+            raise UsageError(f"a script is of one cell, and this names {amount}; give one --config")
+        if len(names) > 1:
+            named = ",".join(names)
+            raise UsageError(f"a script is of one cell; give one --backend, not {named}")
+        text = repro_script(chosen[0], names[0] if names else "auto", device, seed or 0)
     else:
-        with open_store(store_path(store)) as opened:
-            cell = stored_cell(opened, Selection(run, chosen, stored_names(backends)))
-    cell = replace(
-        cell,
-        device=cell.device if device == "auto" else device,
-        seed=cell.seed if seed is None else seed,
-    )
-    text = repro_script(cell)
+        text = _stored_script(
+            store_path(store), Selection(run, chosen, stored_names(names)), device, seed
+        )
     if output is not None:
         with atomic_file(Path(output), force=force) as file:
             file.write(text.encode())
@@ -113,6 +151,220 @@ def show(text: str, *, output: OutputFile = None) -> None:
         return
     with quiet_stdout() as stream:
         stream.write(text.encode())
+
+
+def _stored_script(path: Path, selection: Selection, device: str, seed: int | None) -> str:
+    """Return the script of the one stored cell that is selected."""
+    with open_store(path) as store:
+        run = store.find_runs(selection, "run")
+        cells = store.cells(
+            run, configs=selection.configs or None, backends=selection.backends or None
+        )
+        if not cells:
+            raise NotFoundError(
+                f"run {run} has no such cell; `profharness kernels --run {run}` shows all"
+            )
+        if len(cells) > 1:
+            named = [f"{cell.config} {cell.backend}" for cell in cells]
+            raise UsageError(
+                f"{len(named)} cells of run {run} are meant; name one with --config and --backend: "
+                f"{join_few(named, SHOWN)}"
+            )
+        (cell,) = cells
+        environment = store.environment(cell.run)
+        if device == "auto":
+            device = environment.get("device_type", "auto")
+        if seed is None:
+            seed = store.protocol(cell.run).get("seed", Protocol().seed)
+    record = _record(cell, environment)
+    return repro_script(parse_config(cell.config), cell.backend, device, seed, record)
+
+
+def _record(cell: CellRow, environment: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about the stored results of a cell and about its machine."""
+    keys = ("torch", "torch_git", "torch_cuda", "gpu", "cudnn", "driver", "cpu", "triton")
+    place = ", ".join(f"{key} {environment[key]}" for key in keys if environment.get(key))
+    yield f"Run {cell.run}: {cell.status}" + (f": {cell.message}" if cell.message else "")
+    yield from (f"Refusal {refusal.code}: {refusal.message}" for refusal in cell.refusals)
+    if cell.choice:
+        yield f"Choice: {cell.choice}"
+    for name, samples in cell.samples.items():
+        if samples:
+            yield f"Time, {name}: median {statistics.median(samples) / 1e3:.2f} us of {len(samples)}"
+    yield f"Environment: {place}"
+    if environment.get("env"):
+        texts = (f"{name}={value}" for name, value in environment["env"].items())
+        yield f"Variables: {' '.join(texts)}"
+    code = (environment.get("backend_code") or {}).get(cell.backend)
+    if code and fingerprint(find_backend(cell.backend)) != code:
+        yield f"The code of {cell.backend} has changed since: it was {code}"
+
+
+def repro_script(
+    config: Config,
+    backend_name: str,
+    device: str = "auto",
+    seed: int = 0,
+    record: Iterable[str] = (),
+) -> str:
+    """Return the script of a cell, with lines about its stored results. Raise UsageError for a
+    backend that it cannot express. `device` is `cuda`, `cpu` or `auto`.
+    """
+    backend = find_backend(backend_name)
+    config = config.resolve(device) if device != "auto" else config
+    needs, setup = _setup(backend, config, device)
+    own = backend.load is not None
+    mask = TensorText("mask")
+    dtype = 'torch.float16 if DEVICE == "cuda" else torch.float32'
+    if config.dtype:
+        dtype = f"torch.{DTYPES[config.dtype].torch}"
+    automatic = '"cuda" if torch.cuda.is_available() else "cpu"'
+    choice = "" if own else f"    print_choice({_keywords(choice_arguments(config, mask))})\n"
+    call, results = "(forward(),)", ["output"]
+    if config.bwd:
+        leaves = leaf_names(config)
+        call = f"torch.autograd.grad(forward(), ({', '.join(leaves)}), grad)"
+        results = [f"grad_{name}" for name in leaves]
+    notes = (f"Written by profharness {__version__}; needs {needs}.", *record)
+    return SCRIPT.format(
+        title=one_line(f"{config.label} on {backend.name}"),
+        notes="\n".join(f"# {one_line(note)}" for note in notes),
+        device=automatic if device == "auto" else f'"{device}"',
+        dtype=dtype,
+        seed=seed,
+        deterministic=config.deterministic,
+        setup=setup,
+        inputs="\n".join(_inputs(config)),
+        arguments=_keywords(call_arguments(config, mask, own=own)),
+        choice=choice,
+        call=call,
+        names=", ".join(f'"{name}"' for name in results),
+    )
+
+
+def _setup(backend: Backend, config: Config, device: str) -> tuple[str, str]:
+    """Return the script's requirements, and the source that defines `attention` and `context`."""
+    name = backend.name
+    if name == "auto":
+        return "torch alone", PLAIN
+    if name == "all-disabled":
+        return "torch alone", DISABLED
+    if (setting := sdpa_setting(name)) is not None:
+        before = FIRST_CHOICE if setting.ordered else ""
+        return "torch alone", SDPA.format(before=before, kernel=setting_code(setting))
+    if backend.source is not None:
+        return _source(backend.source, config)
+    reason = backend.supports(config.resolve(CUDA))
+    if device not in (*backend.devices, "auto"):
+        reason = f"profharness does not run {name} on {device}"
+    refused = REFUSED.format(text=f"refused: {reason}") if reason else ""
+    if name in ("fa3", "fa4"):
+        needs = "torch and FlashAttention's package"
+        return needs, refused + ACTIVATED.format(impl=name.upper())
+    if name in ("flex", "flex-flash"):
+        options = {"BACKEND": "FLASH"} if name == "flex-flash" else None
+        return "torch and triton", refused + FLEX.format(options=options, causal=config.causal)
+    if name == NAIVE_COMPILED and (plain := find_implementation("naive")) and plain.source:
+        _, text = _source(plain.source, config)
+        return "torch and triton", refused + text + COMPILED
+    raise UsageError(
+        f"--backend {name}: repro writes PyTorch's own backends, flex and implementations in files; "
+        "a call of this package has no script yet"
+    )
+
+
+def _source(source: str, config: Config) -> tuple[str, str]:
+    """Return the files of an implementation, or the import from a package."""
+    place, _, function = source.rpartition(":")
+    properties = {field.name: getattr(config, field.name) for field in fields(config)}
+    properties |= {name: getattr(config, name) for name in _DERIVED}
+    asked = FILE.format(
+        properties=",\n    ".join(f"{name}={value!r}" for name, value in properties.items()),
+        function=function,
+        reason=outside_contract(config),
+        load="{load}",
+    )
+    if not place.endswith(".py"):
+        return f"torch and {place.partition('.')[0]}", asked.replace(
+            "{load}", f"module = importlib.import_module({place!r})"
+        )
+    file = Path(place)
+    parts = {path.resolve(): content for path, content in parts_of(file).items()}
+    root = os.path.commonpath([path.parent for path in parts])
+    texts = {}
+    for path in sorted(parts):
+        try:
+            texts[os.path.relpath(path, root)] = parts[path].decode()
+        except UnicodeDecodeError:
+            raise UsageError(f"{path.name} is not UTF-8 text; repro cannot write it down") from None
+    needs = "profharness[kernels]" if any(map(_OWN_IMPORT.search, texts.values())) else "torch"
+    written = "".join(f"    {name!r}: {_literal(text)},\n" for name, text in texts.items())
+    main = os.path.relpath(file.resolve(), root)
+    load = f"FILES = {{\n{written}}}\nmodule = module_of(FILES, {main!r})"
+    return f"{needs}, and what the file imports", asked.replace("{load}", load)
+
+
+def _literal(text: str) -> str:
+    """Return a Python literal of a file, raw if that is equivalent."""
+    if printable(text) == text and "'''" not in text and not text.endswith(("'", "\\")):
+        return f"r'''{text}'''"
+    return repr(text)
+
+
+@dataclass
+class TensorText:
+    """A tensor as the expression that creates it."""
+
+    text: str
+    lines: list[str] = field(default_factory=list)  # statements before the expression
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _then(self, operation: str, *arguments: object) -> TensorText:
+        named = ", ".join(map(repr, arguments))
+        return TensorText(f"{self.text}.{operation}({named})", self.lines)
+
+    as_strided = partialmethod(_then, "as_strided")
+    expand = partialmethod(_then, "expand")
+    requires_grad_ = partialmethod(_then, "requires_grad_")
+    transpose = partialmethod(_then, "transpose")
+    view = partialmethod(_then, "view")
+
+    def __getitem__(self, index: object) -> TensorText:
+        return TensorText(f"{self.text}[{_index(index)}]", self.lines)
+
+    def __setitem__(self, index: object, value: object) -> None:
+        self.lines += [f"mask = {self.text}", f"mask[{_index(index)}] = {value!r}"]
+        self.text = "mask"
+
+
+def _index(index: object) -> str:
+    if isinstance(index, tuple):
+        return ", ".join(map(_index, index))
+    if isinstance(index, slice):
+        ends = ["" if end is None else str(end) for end in (index.start, index.stop)]
+        return ":".join([*ends, *([] if index.step is None else [str(index.step)])])
+    return "..." if index is Ellipsis else repr(index)
+
+
+def _inputs(config: Config) -> Iterator[str]:
+    """Yield statements in the order in which the worker draws its random numbers."""
+
+    def filled(name: str) -> Callable[..., TensorText]:
+        return lambda *shape: TensorText(f"{name}({', '.join(map(str, shape))})")
+
+    inputs = build_inputs(config, filled("normal"), filled("kept"))
+    for name in (item.name for item in fields(inputs)):
+        made = getattr(inputs, name)
+        if isinstance(made, TensorText):
+            yield from made.lines
+        if repr(made) != name and (name == "mask" or made is not None):
+            yield f"{name} = {made!r}"
+
+
+def _keywords(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 DECLARATION = declaration_of(repro)

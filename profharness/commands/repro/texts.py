@@ -207,6 +207,10 @@ if reason:
     sys.exit(1)
 '''
 
+REFUSED = """print({text!r})
+sys.exit(1)
+"""
+
 COMPILED = """attention = torch.compile(
     attention, dynamic=False, fullgraph=True, options={"fx_graph_cache": False}
 )
