@@ -13,9 +13,9 @@ from make_ranks import Fleet, make_ranks, read
 
 import profharness
 from profharness.cli import cli
+from profharness.commands.ranks import FIELDS
 from profharness.commands.ranks.comparison import RankComparison
 from profharness.commands.ranks.outliers import compare_ranks
-from profharness.commands.ranks.tables import FIELDS
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.store import ingest_path, open_store
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
 from profharness.attention.config import split_names
+from profharness.columns import pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
 from profharness.commands._types import (
@@ -15,15 +16,32 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
-from profharness.commands.ranks.comparison import CODES, RankComparison
-from profharness.commands.ranks.tables import ranks_document
-from profharness.errors import GateError
-from profharness.render.document import Document
+from profharness.commands.ranks.comparison import CODES, RankComparison, RankFigures
+from profharness.errors import GateError, join_few
+from profharness.render.document import (
+    Block,
+    Document,
+    Heading,
+    Note,
+    Table,
+    field_names,
+    filled_columns,
+    record,
+)
 from profharness.store import frame, open_store
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SCHEMA = "profharness.ranks/1"
+SHARES = ("idle_share", "collective_share", "exposed_share")
+FIELDS = (*field_names(RankFigures), *SHARES)
+COLUMNS = pick(
+    RankFigures,
+    *("label", "run", "device", "ratio", "compute_ns", "span_ns", *SHARES, "attention", "findings"),
+)
+ROWS_SHOWN = 32  # in a larger job, ranks with findings come first
+LABELS_SHOWN = 8
 ANY = "any"
 _WIDTH = max(map(len, CODES))
 
@@ -47,9 +65,8 @@ Full = Annotated[
 
 
 def _to_frame(answer: RankComparison) -> pd.DataFrame:
-    made = ranks_document(answer)
-    rows = frame(list(made.records), list(made.fields))
-    rows.attrs["findings"] = made.extra["findings"]
+    rows = frame([_line(row) for row in answer.rows], list(FIELDS))
+    rows.attrs["findings"] = [record(finding) for finding in answer.findings]
     return rows
 
 
@@ -85,8 +102,57 @@ def ranks(
 
 @document(ranks)
 def show(answer: RankComparison, *, full: Full = False) -> Document:
-    """Return the document."""
-    return ranks_document(answer, full=full)
+    """Return the document: findings, then one row per rank. With `full`, it contains every rank of a
+    large job.
+    """
+    lines = [_line(row) for row in answer.rows]
+    apart = [line for line in lines if line["findings"]]
+    others = [line for line in lines if not line["findings"]]
+    shown = lines if full or len(lines) <= ROWS_SHOWN else [*apart, *others][:ROWS_SHOWN]
+    columns = [
+        column
+        for column in filled_columns(COLUMNS, lines)
+        if column.key != "device" or len({line["device"] for line in lines}) > 1
+    ]
+    blocks: list[Block] = [Heading("Ranks", _summary(answer))]
+    for finding in answer.findings:
+        labels = join_few(finding.ranks, LABELS_SHOWN)
+        label = f"{finding.code}: {labels}" if labels else finding.code
+        blocks.append(Note(finding.sentence, label, "warning"))
+    if not answer.findings:
+        text = "no rank is set apart: pace, attention, kernels, software and waits are alike on all"
+        blocks.append(Note(text))
+    blocks.append(Table.of(columns, shown))
+    if left_out := len(lines) - len(shown):
+        blocks.append(Note(f"{left_out:,} more ranks, without a finding: --full shows them"))
+    blocks += [Note(text, "", "warning") for text in answer.caveats]
+    names = ("world_size", "hosts", "spread", "threshold", "caveats")
+    findings = [record(finding) for finding in answer.findings]
+    extra = {"findings": findings, "codes": CODES, **record(answer, names)}
+    return Document(SCHEMA, "Ranks", tuple(blocks), FIELDS, tuple(lines), extra)
+
+
+def _line(row: RankFigures) -> dict[str, Any]:
+    return record(row) | {name: getattr(row, name) for name in SHARES}
+
+
+def _summary(answer: RankComparison) -> str:
+    """Return a line such as `8 of 8 ranks on 2 hosts, their compute times spread by 0.4 %, …`."""
+    of = f" of {answer.world_size}" if answer.world_size else ""
+    where = f" on {answer.hosts} hosts" if answer.hosts and answer.hosts > 1 else ""
+    parts = [f"{len(answer.rows)}{of} ranks{where}"]
+    if answer.spread is not None:
+        parts.append(f"their compute times spread by {answer.spread:.1%}")
+    middles: list[float | None] = []
+    for name in SHARES:
+        known = sorted(part for row in answer.rows if (part := getattr(row, name)) is not None)
+        middles.append(known[len(known) // 2] if known else None)
+    idle, collectives, exposed = middles
+    if idle is not None:
+        parts.append(f"GPUs idle for {idle:.0%} of the span")
+    if collectives:
+        parts.append(f"collectives take {collectives:.1%} of it, {exposed:.1%} exposed")
+    return ", ".join(parts)
 
 
 @gate(ranks)
