@@ -52,11 +52,8 @@ class Series(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The 95 % interval of a median.
-
-    `between_turns` and `between_processes` are half the width of the interval that follows only from
-    the differences between turns or between processes. They are None if there is only one turn or
-    process, or if the turns are unknown.
+    """The 95 % interval of a median. The fields `between_*` are half the widths that follow only
+    from the differences between turns or processes, or None without several.
     """
 
     low: float
@@ -68,9 +65,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Location and spread of n samples, in the unit of the samples.
-
-    `std` is the sample standard deviation, with n - 1 degrees of freedom. It is 0 for one sample.
+    """Location and spread of n samples. `std` has n - 1 degrees of freedom, and is 0 for one
+    sample.
     """
 
     n: int
@@ -89,9 +85,8 @@ class Summary:
 class Comparison:
     """The comparison of a candidate with a baseline.
 
-    `ratio` is the candidate's median divided by the baseline's median, or None if there are no
-    samples. The candidate is slower if the ratio is above 1. `p_value` is the largest p-value of
-    the tests, or None if no test was made. `reason` explains the verdict.
+    `ratio` is the candidate's median divided by the baseline's, or None without samples. `p_value`
+    is the largest of the tests, or None if no test was made. `reason` explains the verdict.
     """
 
     ratio: float | None
@@ -101,7 +96,6 @@ class Comparison:
 
 
 def _numpy() -> Any:
-    """Import NumPy on first use, so that other commands start without it."""
     import numpy
 
     return numpy
@@ -114,9 +108,8 @@ def _scipy_stats() -> Any:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Return the summary of samples. Percentiles are interpolated linearly.
-
-    Raise ValueError if there are no samples.
+    """Return the summary of samples, with interpolated percentiles. Raise ValueError without
+    samples.
     """
     if not len(samples):
         raise ValueError("no samples to summarize")
@@ -138,10 +131,7 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the bootstrap interval of the median, or None for fewer than three samples.
-
-    Equal samples always give the same interval.
-    """
+    """Return the bootstrap interval of the median, or None for fewer than three samples."""
     if len(samples) < MIN_SAMPLES_CI:
         return None
     np = _numpy()
@@ -159,13 +149,11 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def interval(samples: Sequence[int]) -> Interval | None:
-    """Return the interval that contains the median of similar runs in 95 % of cases.
+    """Return the interval that contains the median of similar runs in 95 % of cases, or None for
+    fewer than three samples. Equal samples always give the same interval.
 
-    This holds if the samples come from several turns and processes. The turns are resampled within
-    each process (a block bootstrap). Processes are few, so their medians are assumed to follow
-    Student's distribution. The interval covers the results of both methods, and it is never below 0
-    if there are several processes. Equal samples always give the same interval. Return None for
-    fewer than three samples.
+    The turns are resampled within each process (a block bootstrap). Processes are few, so their
+    medians are assumed to follow Student's distribution. The interval covers the results of both.
     """
     if len(samples) < MIN_SAMPLES_CI:
         return None
@@ -188,10 +176,7 @@ def interval(samples: Sequence[int]) -> Interval | None:
 
 
 def process_medians(samples: Sequence[float]) -> list[float]:
-    """Return the median of each process, in order.
-
-    Return an empty list if the processes are unknown.
-    """
+    """Return the median of each process in order, or an empty list if processes are unknown."""
     parts: dict[int, list[float]] = {}
     begin = 0
     for turn in samples.turns if isinstance(samples, Series) else ():
@@ -207,10 +192,8 @@ def of_first_process(samples: Sequence[float]) -> bool:
 
 
 def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, float] | None:
-    """Return the interval of the median that resampling the turns gives.
-
-    If a process has only one turn, its samples are resampled individually. Return None if no process
-    has two turns.
+    """Return the interval of the median that resampling the turns gives, or None if no process has
+    two turns. The samples of a process with one turn are resampled individually.
     """
     np = _numpy()
     blocks = np.empty(len(samples), dtype=np.int64)
@@ -238,9 +221,8 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
 
 @lru_cache(maxsize=4)  # most cells of a run have the same number of turns
 def _draws(sizes: tuple[int, ...]) -> Any:
-    """Draw blocks with replacement, and return how often each block is drawn in each resample.
-
-    The result has one row per resample. `sizes` contains the number of blocks of each process.
+    """Draw the blocks of each process with replacement. Return the counts of each resample as a
+    row.
     """
     np = _numpy()
     random = np.random.default_rng(SEED)
@@ -249,11 +231,7 @@ def _draws(sizes: tuple[int, ...]) -> Any:
 
 
 def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
-    """Return the median of `x` for each resample.
-
-    `blocks` contains the block of each sample, and a row of `counts` contains how often each block
-    was drawn in a resample.
-    """
+    """Return the median of `x` for each row of `counts`, given the block of each sample."""
     np = _numpy()
     values, places = np.unique(x, return_inverse=True)
     # table[i, b] is the number of samples of block b that are at most values[i]. There are few
@@ -267,10 +245,7 @@ def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
 
 
 def _first(counts: Any, table: Any, need: Any) -> Any:
-    """Find, by bisection, the first row of `table` in which each resample has `need` samples.
-
-    `need` contains a number of samples for each row of `counts`.
-    """
+    """Bisect for the first row of `table` in which each resample has `need` samples."""
     np = _numpy()
     low, high = np.zeros(len(counts), dtype=np.int64), np.full(len(counts), len(table) - 1)
     while (low < high).any():
@@ -289,9 +264,8 @@ def _student(freedom: int) -> float:
 def is_bimodal(samples: Sequence[float]) -> bool:
     """Return whether the samples form two distinct clusters.
 
-    Each cluster must contain at least a fifth of the samples, and both together must explain nearly
-    all of the variance. The samples are split by Otsu's method, which maximizes the variance between
-    the clusters. Fewer than ten samples are never bimodal.
+    Otsu's method maximizes the variance between the clusters. Each must contain at least a fifth of
+    the samples, and both must explain nearly all of the variance. Ten samples are needed.
     """
     if len(samples) < BIMODAL_MIN_SAMPLES:
         return False
@@ -316,11 +290,10 @@ def compare(
 ) -> Comparison:
     """Compare two independent sets of times.
 
-    The verdict is `same` if the medians differ by no more than `threshold`, whatever the tests say.
-    A larger difference is `faster` or `slower` if the Mann-Whitney U test is significant at 5 %. If
-    both sides have several processes, Student's test of the medians of the processes must be
-    significant too. Otherwise the verdict is `unknown`. It is also `unknown` if a side has fewer
-    than five samples.
+    The verdict is `same` if the medians differ by no more than `threshold`. A larger difference is
+    `faster` or `slower` if the Mann-Whitney U test is significant at 5 %, and with several
+    processes on both sides also Student's test of their medians. Otherwise the verdict is
+    `unknown`.
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"
@@ -344,10 +317,7 @@ def compare(
 
 
 def beyond(ratio: float, threshold: float) -> bool:
-    """Return whether a ratio differs from 1 by more than `threshold`.
-
-    The result is the same for a ratio and its inverse.
-    """
+    """Return whether a ratio or its inverse exceeds 1 by more than `threshold`."""
     return ratio > 1 + threshold or ratio * (1 + threshold) < 1
 
 
@@ -380,10 +350,8 @@ def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> floa
 
 
 def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> float | None:
-    """Return by which factor two processes, one of each side, may differ without a change.
-
-    In 95 % of cases without a change, the ratio of their medians does not exceed this factor. It is
-    computed from Student's distribution and the pooled spread of the medians of the processes.
+    """Return the factor by which two processes, one of each side, differ in 95 % of cases without a
+    change. It follows from Student's distribution and the pooled spread of the processes' medians.
     Return None if a side has fewer than two processes.
     """
     if min(len(baseline), len(candidate)) < 2:

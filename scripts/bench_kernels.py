@@ -22,7 +22,7 @@ from profharness.attention.backends import expand_backends
 from profharness.attention.config import SDPA_BACKENDS, Config, expand_configs
 from profharness.devices import Peaks, data_sheet
 from profharness.errors import ProfharnessError
-from profharness.measurements.agreement import replacement_notes, replacements
+from profharness.measurements.agreement import replacement_notes
 from profharness.measurements.evaluation import BenchResult
 
 TABLE = (
@@ -204,7 +204,7 @@ def told(answer: BenchResult) -> list[str]:
         else "TF32 is off for the matrix products of naive, math and naive-compiled "
         "(float32_matmul_precision highest, allow_tf32 False): true fp32"
     )
-    lines += [f"{where}: {text}" for where, text in replacement_notes(replacements(answer.cells))]
+    lines += [f"{where}: {text}" for where, text in replacement_notes(answer.cells)]
     lines.append("outputs are not checked here; `profharness verify` does that")
     return lines
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from profharness.attention.config import parse_config
-from profharness.measurements.agreement import join_kernels
+from profharness.commands.kernels.tables import join_kernels
 from profharness.run import read_run
 from profharness.scrub import audit
 from profharness.store import ingest_path, open_store

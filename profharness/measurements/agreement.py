@@ -1,8 +1,7 @@
-"""Compare four sources that say which backend ran, which are called witnesses: the rules, the
-backend that PyTorch reports, the op in the trace, and the families of the kernels.
+"""Compare four witnesses of the backend that ran: the rules, the backend that PyTorch reports, the
+op in the trace, and the families of the kernels.
 
-This module also has the gate of `kernels --expect`, detects what torch.compile replaced, and
-compares kernels between profilers.
+This module also has the gate of `kernels --expect`, and detects what torch.compile replaced.
 """
 
 from __future__ import annotations
@@ -13,21 +12,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 from profharness.attention.config import SDPA_BACKENDS, parse_config, pytorch_chooses
 from profharness.errors import NotFoundError, UsageError, join_few
 from profharness.files import shell_command
 from profharness.rows import (
     NAIVE_COMPILED,
-    NCU,
-    NSYS,
     REPLACEMENTS,
-    TORCH,
-    TRACE_PROFILERS,
     CellRow,
     KernelRow,
-    Triple,
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
@@ -55,8 +48,8 @@ _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 def predicted_rows(
     path: Path, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """Return the selected kernels and cells, with the field `predicted` of the cells filled in.
-    Raise NotFoundError if the selection is empty.
+    """Return the selected kernels, and cells with predictions. Raise NotFoundError if there are
+    none.
     """
     with open_store(path) as store:
         run = store.find_runs(selection, *needs)
@@ -76,16 +69,13 @@ def predicted_rows(
 
 
 def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
-    """Return cells of a store with the field `predicted` filled in. Equal cells of one run are
-    evaluated only once.
-    """
+    """Return cells of a store with the field `predicted` filled in."""
     environment = lru_cache(maxsize=256)(store.environment)
 
     @lru_cache(maxsize=4096)
     def predicted(label: str, backend: str, run: str) -> str | None:
-        from profharness.attention.dispatch.predict import (
-            predict_cell,
-        )  # imported here because only cells of PyTorch's backends need it
+        # only cells of PyTorch's backends need it
+        from profharness.attention.dispatch.predict import predict_cell
 
         return predict_cell(parse_config(label), backend, environment(run))
 
@@ -98,16 +88,14 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
 
 def of_pytorch(backend: str) -> bool:
-    """Return whether PyTorch's dispatcher decides which backend runs. This is so for SDPA's own
-    backends, and for settings that permit several of them.
-    """
+    """Return whether PyTorch's dispatcher decides which backend runs."""
     return backend in SDPA_BACKENDS or pytorch_chooses(backend)
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The backends that one source of evidence names. The source is `rules`, `choice`, `op`,
-    `kernels` or `status`. The backend `none` means that nothing ran.
+    """The backends that one source names: `rules`, `choice`, `op`, `kernels` or `status`. The
+    backend `none` means that nothing ran.
     """
 
     name: str
@@ -116,9 +104,7 @@ class Witness:
 
 
 def backend_of_op(op: str | None) -> str | None:
-    """Return the SDPA backend of an ATen op, such as flash for
-    `aten::_scaled_dot_product_flash_attention_for_cpu`.
-    """
+    """Return the backend of an ATen op, such as `aten::_scaled_dot_product_flash_attention`."""
     match = _SDPA_OP.search(op or "")
     if match is None:
         return None
@@ -126,46 +112,59 @@ def backend_of_op(op: str | None) -> str | None:
 
 
 def backend_that_ran(cell: CellRow) -> str | None:
-    """Return the backend of the op in the trace. If there is no trace, return the backend that
-    PyTorch chose.
-    """
+    """Return the backend of the op in the trace, else the backend that PyTorch chose."""
     return backend_of_op(cell.sdpa_op) or cell.choice
 
 
 def is_another(backend: str, cell: CellRow) -> bool:
-    """Return whether a backend is neither the backend that the cell requested nor the backend that
-    ran.
-    """
+    """Return whether a backend is neither the one that the cell requested nor the one that ran."""
     return backend not in (cell.backend, backend_that_ran(cell))
 
 
 def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
-    """Return the backends to which the families of the kernels belong. The result is empty for
-    math, which has no kernels of its own.
-    """
+    """Return the backends of the kernels' families. Math has no kernels of its own."""
     return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}
 
 
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
-    """Return the witnesses of a cell that name a backend, in the order from the prediction to the
-    kernels.
-    """
-    clauses = {
-        "rules": _predicted_clause(cell),
-        "choice": _choice(cell),
-        "op": _op(cell, rows),
-        "kernels": _kernels(cell, rows),
-        "status": _failure_clause(cell),
-    }
-    return [
-        Witness(name, frozenset(clause[0]), clause[1]) for name, clause in clauses.items() if clause
-    ]
+    """Return the witnesses of a cell that name a backend, from the prediction to the kernels."""
+    clauses: list[tuple[str, Iterable[str], str]] = []
+    if pytorch_chooses(cell.backend):
+        if cell.predicted is not None:
+            text = "that PyTorch raises" if cell.predicted == "none" else cell.predicted
+            clauses.append(("rules", [cell.predicted], f"the rules predict {text}"))
+    elif cell.backend in SDPA_BACKENDS:
+        if cell.predicted == "refused":
+            clauses.append(("rules", ["none"], f"the rules refuse {cell.backend}"))
+        elif cell.predicted is not None or cell.status == "ok":
+            what = "the rules take it" if cell.predicted else "it is the one permitted"
+            clauses.append(("rules", [cell.backend], f"{cell.backend} is asked for, {what}"))
+    if cell.choice in ("none", "error"):
+        clauses.append(("choice", ["none"], "PyTorch says that no backend takes it"))
+    elif cell.choice is not None:
+        clauses.append(("choice", [cell.choice], f"PyTorch chose {cell.choice}"))
+    op = _op_of(cell, rows)
+    if backend := backend_of_op(op):
+        name = "overrideable" if backend == "fused" else backend
+        clauses.append(("op", [name], f"the op that ran is {op} ({name})"))
+    families = {row.family for row in rows}
+    ran, named = ran_backends(rows), families & FAMILY_BACKENDS.keys()
+    if not ran and families >= _MATH_FAMILIES:
+        ran, named = {"math"}, _MATH_FAMILIES
+    if ran and cell.status == "ok":
+        text = f"the kernels are of family {', '.join(sorted(named))}"
+        clauses.append(("kernels", ran, text))
+    # running out of memory shows nothing about the choice
+    if cell.status in ("refused", "error", "crashed") and of_pytorch(cell.backend):
+        text = f"the call failed: {(cell.message or 'no message').splitlines()[0]}"
+        if cell.status == "refused":
+            text = "PyTorch refused the call"
+        clauses.append(("status", ["none"], text))
+    return [Witness(name, frozenset(backends), text) for name, backends, text in clauses]
 
 
 def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """Return one line for each disagreement between the witnesses of a cell. The line names both
-    sides.
-    """
+    """Return a line for each disagreement between the witnesses of a cell."""
     clauses = []
     for _, group in groupby(witnesses(cell, rows), lambda witness: witness.backends):
         *most, last = [witness.text for witness in group]
@@ -174,74 +173,12 @@ def disagreements(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     return lines + _other_kernels(cell, rows)
 
 
-_Clause = tuple[set[str], str]  # the backends that a witness names, and a text
-
-
-def _predicted_clause(cell: CellRow) -> _Clause | None:
-    """Return what the rules predict. If there is no prediction for a forced backend that ran,
-    return that backend itself.
-    """
-    if pytorch_chooses(cell.backend):
-        if cell.predicted is None:
-            return None
-        text = "that PyTorch raises" if cell.predicted == "none" else cell.predicted
-        return {cell.predicted}, f"the rules predict {text}"
-    if cell.backend not in SDPA_BACKENDS:
-        return None
-    if cell.predicted == "refused":
-        return {"none"}, f"the rules refuse {cell.backend}"
-    if cell.predicted is None and cell.status != "ok":
-        return None
-    what = "the rules take it" if cell.predicted else "it is the one permitted"
-    return {cell.backend}, f"{cell.backend} is asked for, {what}"
-
-
-def _choice(cell: CellRow) -> _Clause | None:
-    if cell.choice in ("none", "error"):
-        return {"none"}, "PyTorch says that no backend takes it"
-    return ({cell.choice}, f"PyTorch chose {cell.choice}") if cell.choice is not None else None
-
-
 def _op_of(cell: CellRow, rows: Sequence[KernelRow]) -> str | None:
     return cell.sdpa_op or next((row.sdpa_op for row in rows if row.sdpa_op), None)
 
 
-def _op(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
-    op = _op_of(cell, rows)
-    backend = backend_of_op(op)
-    if backend is None:
-        return None
-    name = "overrideable" if backend == "fused" else backend
-    return {name}, f"the op that ran is {op} ({name})"
-
-
-def _kernels(cell: CellRow, rows: Sequence[KernelRow]) -> _Clause | None:
-    families = {row.family for row in rows}
-    ran, named = ran_backends(rows), families & FAMILY_BACKENDS.keys()
-    if not ran and families >= _MATH_FAMILIES:
-        ran, named = {"math"}, _MATH_FAMILIES
-    if not ran or cell.status != "ok":
-        return None
-    return ran, f"the kernels are of family {', '.join(sorted(named))}"
-
-
-def _failure_clause(cell: CellRow) -> _Clause | None:
-    """Return the clause of a cell that failed, if PyTorch's dispatcher selects its backend. A cell
-    that ran out of memory has no clause, because this says nothing about the choice.
-    """
-    if not of_pytorch(cell.backend):
-        return None
-    if cell.status == "refused":
-        return {"none"}, "PyTorch refused the call"
-    if cell.status in ("error", "crashed"):
-        return {"none"}, f"the call failed: {(cell.message or 'no message').splitlines()[0]}"
-    return None
-
-
 def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """Return a line for each FlashAttention-3 or -4 that ran under PyTorch's flash op. In this case
-    the backend is right, but its kernels are not PyTorch's own.
-    """
+    """Return a line for FlashAttention-3 or -4 that ran under PyTorch's flash op."""
     if backend_of_op(cell.sdpa_op) != "flash" or not of_pytorch(cell.backend):
         return []
     names = dict.fromkeys(
@@ -271,9 +208,6 @@ Sign = tuple[str, str | None, str]
 
 
 def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
-    """Return the evidence of what computed attention, which is each op and each attention family.
-    If there are none, gemm and softmax kernels are evidence of math.
-    """
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
     families = dict.fromkeys(row.family for row in rows)
     signs: list[Sign] = [
@@ -290,8 +224,8 @@ def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
 
 
 def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
-    """Return whether a backend or family was expected. The name of a backend covers its op and its
-    families. The name of a family covers the family itself and the op of its backend.
+    """Return whether a backend or family was expected. A backend covers its op and its families, a
+    family covers itself and the op of its backend.
     """
     return any(
         name in (backend, family)
@@ -311,9 +245,8 @@ def check_expected_names(expected: Sequence[str]) -> None:
 def unmet_expectations(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
-    """Return one line for each cell in which something else ran than expected. For a foreign trace,
-    return one line per range. Refused and failed cells are ignored. If nothing at all could be
-    checked, return a line that says so, so that the gate fails.
+    """Return a line for each cell, or range of a foreign trace, in which something else ran than
+    expected. Refused and failed cells do not count. If nothing counts, a line says so.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -344,18 +277,9 @@ def unmet_expectations(
 SHOWN = 3  # maximum number of configs in a sentence about replacements
 
 
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """A cell whose attention torch.compile replaced by SDPA."""
-
-    backend: str
-    config: str
-    took: str | None  # None if the counter of Inductor is the only evidence of the replacement
-
-
-def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | None:
-    """Return what replaced the attention of a cell. Return None if there is no evidence of a
-    replacement in the op, the kernels (`rows`) or the `tuning` of the cell.
+def replaced_by(cell: CellRow, rows: Sequence[KernelRow] = ()) -> str | None:
+    """Return the backend by which torch.compile replaced the attention of a cell, an empty text if
+    it is unknown, and None if there is no evidence of a replacement.
     """
     if cell.backend != NAIVE_COMPILED or cell.status != "ok":
         return None
@@ -364,161 +288,22 @@ def replacement(cell: CellRow, rows: Sequence[KernelRow] = ()) -> Replacement | 
     ran = {backend_of_op(_op_of(cell, rows)), *ran_backends(rows)} - {None, "triton"}
     if not ran and not (cell.tuning or {}).get(REPLACEMENTS):
         return None
-    return Replacement(cell.backend, cell.config, " and ".join(sorted(map(str, ran))) or None)
+    return " and ".join(sorted(map(str, ran)))
 
 
-def replacements(cells: Iterable[CellRow]) -> tuple[Replacement, ...]:
-    """Return the cells in which PyTorch ran another backend than the requested one."""
-    return tuple(entry for entry in map(replacement, cells) if entry is not None)
-
-
-def replacement_text(took: str | None) -> str:
-    """Return a sentence about a replacement. `took` is the backend that SDPA then selected, or None
-    if it is unknown.
-    """
-    which = f", which took {took}" if took else ""
+def replacement_text(backend: str) -> str:
+    """Return a sentence about a replacement, as found by `replaced_by`."""
+    which = f", which took {backend}" if backend else ""
     return f"torch.compile replaced it by scaled_dot_product_attention{which}"
 
 
-def replacement_notes(replaced: Sequence[Replacement]) -> list[tuple[str, str]]:
-    """Return pairs of a text that names the cells, such as `naive-compiled at b1-…-fp16`, and a
-    sentence about them. There is one pair for each backend and each backend that replaced it.
-    """
-    configs: dict[tuple[str, str | None], list[str]] = {}
-    for entry in replaced:
-        configs.setdefault((entry.backend, entry.took), []).append(entry.config)
-    notes = []
-    for (backend, took), labels in configs.items():
-        notes.append((f"{backend} at {join_few(labels, SHOWN)}", replacement_text(took)))
-    return notes
-
-
-MAX_TIME_RATIO = 1.25
-MIN_TIME_DIFFERENCE_NS = 2000
-# kinds of rows that ncu does not see, because it profiles kernels only
-UNSEEN_BY_NCU = ("memcpy", "memset", "op")
-# The values on which all profilers must agree: the field of the row, the code of a disagreement,
-# and the name of the value.
-_COMPARED = (
-    ("launches_per_call", "launches", "launches per call"),
-    ("registers_per_thread", "registers", "registers per thread"),
-    ("shared_bytes", "shared_memory", "bytes of shared memory"),
-)
-_Key = tuple[str | None, str | None, str, Triple | None, Triple | None, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Disagreement:
-    """One disagreement between profilers."""
-
-    code: str  # one of `missing`, `launches`, `registers`, `shared_memory` and `time`
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedKernel:
-    """One kernel of one cell, as each of the profilers recorded it."""
-
-    config: str | None
-    backend: str | None
-    kernel: str
-    kernel_short: str
-    grid: Triple | None
-    block: Triple | None
-    rows: dict[str, KernelRow]  # the rows of this kernel by profiler
-    disagreements: tuple[Disagreement, ...] = ()
-
-    def value(self, name: str) -> Any:
-        """Return the value of a field from the first profiler that recorded it, in the order of
-        TRACE_PROFILERS.
-        """
-        return next(iter(_values(self.rows, name).values()), None)
-
-    def metric(self, name: str) -> float | None:
-        """Return the value of a counter, or None if ncu did not collect it for this kernel."""
-        row = self.rows.get(NCU)
-        return row.metrics[name][0] if row is not None and name in row.metrics else None
-
-
-def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
-    """Join the kernels of all cells across profilers. Two rows belong together if they have the
-    same canonical name, grid and block. The result is in the order of the first row of each kernel.
-
-    For each profiler, only the newest run that has a config on a backend is used. `rows` must start
-    with the newest run. If a profiler has several rows with the same key, they are joined in the
-    order of their first launch.
-    """
-    runs: dict[tuple[str | None, str | None, str], str] = {}
-    places: dict[tuple[Any, ...], int] = {}
-    joined: dict[_Key, dict[str, KernelRow]] = {}
-    for row in rows:
-        if runs.setdefault((row.config, row.backend, row.profiler), row.run) != row.run:
-            continue
-        key = (row.config, row.backend, row.kernel, row.grid, row.block)
-        place = places[row.profiler, *key] = places.get((row.profiler, *key), -1) + 1
-        joined.setdefault((*key, place), {})[row.profiler] = row
-    profilers: dict[tuple[str | None, str | None], set[str]] = {}
-    for config, backend, profiler in runs:
-        profilers.setdefault((config, backend), set()).add(profiler)
-    return [_joined_kernel(key, own, profilers[key[:2]]) for key, own in joined.items()]
-
-
-def _joined_kernel(key: _Key, rows: dict[str, KernelRow], profilers: set[str]) -> JoinedKernel:
-    config, backend, kernel, grid, block, _ = key
-    first = next(iter(rows.values()))
-    expected = {name for name in profilers if name != NCU or first.kernel_kind not in UNSEEN_BY_NCU}
-    points = [
-        Disagreement("missing", f"{name} did not see it")
-        for name in TRACE_PROFILERS
-        if name in expected - rows.keys()
-    ]
-    for name, code, what in _COMPARED:
-        values = _values(rows, name)
-        if len(set(values.values())) > 1:
-            texts = ", ".join(f"{profiler} {value:g}" for profiler, value in values.items())
-            points.append(Disagreement(code, f"{what}: {texts}"))
-    points += _times(rows)
-    return JoinedKernel(
-        config, backend, kernel, first.kernel_short, grid, block, rows, tuple(points)
-    )
-
-
-def _values(rows: dict[str, KernelRow], name: str) -> dict[str, Any]:
-    """Return the values of a field by profiler, in the order of TRACE_PROFILERS. Values that are
-    None are left out.
-    """
-    ordered = [profiler for profiler in TRACE_PROFILERS if profiler in rows]
-    values = {profiler: getattr(rows[profiler], name) for profiler in ordered}
-    return {profiler: value for profiler, value in values.items() if value is not None}
-
-
-def _times(rows: dict[str, KernelRow]) -> list[Disagreement]:
-    """Compare the kernel times of the profilers. A difference between nsys and torch is reported in
-    both directions. ncu is reported only if its time is shorter, because its cold caches make
-    kernels slower.
-    """
-    torch, nsys, ncu = rows.get(TORCH), rows.get(NSYS), rows.get(NCU)
-    points = []
-    for warm, other, both_ways in ((torch, nsys, True), (torch or nsys, ncu, False)):
-        if warm is None or other is None or not warm.duration_ns or not other.duration_ns:
-            continue
-        ratio = other.duration_ns / warm.duration_ns
-        odd = ratio < 1 / MAX_TIME_RATIO or (both_ways and ratio > MAX_TIME_RATIO)
-        if odd and abs(other.duration_ns - warm.duration_ns) > MIN_TIME_DIFFERENCE_NS:
-            text = f"{other.profiler} takes {ratio:.2f} times as long as {warm.profiler}"
-            points.append(Disagreement("time", text))
-    return points
-
-
-def cold_ratios(joined: Sequence[JoinedKernel]) -> list[float]:
-    """Return the ratio of ncu's time to torch's time for each kernel. If torch has no time, nsys's
-    time is used.
-    """
+def replacement_notes(cells: Iterable[CellRow]) -> list[tuple[str, str]]:
+    """Return pairs of a text that names the replaced cells, and a sentence about them."""
+    configs: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        if (backend := replaced_by(cell)) is not None:
+            configs.setdefault((cell.backend, backend), []).append(cell.config)
     return [
-        ncu.duration_ns / warm.duration_ns
-        for kernel in joined
-        if (ncu := kernel.rows.get(NCU))
-        and (warm := kernel.rows.get(TORCH) or kernel.rows.get(NSYS))
-        and ncu.duration_ns
-        and warm.duration_ns
+        (f"{name} at {join_few(labels, SHOWN)}", replacement_text(backend))
+        for (name, backend), labels in configs.items()
     ]

@@ -1,12 +1,10 @@
-"""Evaluate a bench: the winners, the cost of `auto`, and sentences about both. This module also
-determines which configs and backends a query about a bench selects.
-"""
+"""Evaluate a bench: the winners, the cost of `auto`, and sentences about both."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -34,33 +32,29 @@ from profharness.devices import Peaks
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.agreement import backend_that_ran
-from profharness.measurements.axes import (
-    DtypePair,
-    Ran,
-    SamplesOf,
-    Sweep,
-    dtype_pairs,
-    sweeps,
-)
 from profharness.measurements.measurements import (
     CHOSEN,
     REFERENCES,
     Baseline,
     BenchRow,
+    DtypePair,
+    Ran,
     Samples,
+    SamplesOf,
+    Sweep,
     all_samples,
     bench_rows,
+    dtype_pairs,
     run_cells,
+    sweeps,
 )
-from profharness.rows import MEASUREMENTS, CellRow, RunRow
+from profharness.rows import MEASUREMENTS, CellRow
 from profharness.run import PRECISION
 from profharness.store import Need, Selection, Store
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
-    """Parse a baseline. The text is a config if it looks like one, else the name of a backend.
-    Raise UsageError if it is neither.
-    """
+    """Parse a config, or the name of a backend. Raise UsageError if it is neither."""
     if text is None or "," in text or re.match(r"\d|b\d+-h\d+-", text):
         return None if text is None else parse_config(text)
     return find_backend(text).name
@@ -72,10 +66,10 @@ def bench_configs(
     baseline: Baseline | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """Return the configs in each of the dtypes. If the baseline is a config, it comes first.
+    """Return the configs in each of the dtypes, after a baseline that is a config.
 
-    If `device_type` is given, a config without a dtype and the same config with the device's
-    default dtype count as one. Raise UsageError for an unknown dtype, or if there is no config.
+    With `device_type`, a missing dtype equals the default of the device. Raise UsageError for an
+    unknown dtype, or if there is no config.
     """
     _check_dtypes(dtypes)
     if not configs:
@@ -92,8 +86,8 @@ def bench_configs(
 def stored_configs(
     store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
 ) -> list[Config] | None:
-    """Return the configs of a stored run that a query selects. None means that it selects all.
-    Raise UsageError for an unknown dtype, and NotFoundError if the run has no config in a dtype.
+    """Return the configs of a stored run that a query selects, or None for all. Raise UsageError
+    for an unknown dtype, and NotFoundError for one that the run does not have.
     """
     if configs:
         return bench_configs(configs, dtypes)
@@ -130,9 +124,7 @@ def _check_dtypes(names: Sequence[str]) -> None:
 
 
 def backend_of_cell(cell: CellRow) -> str | None:
-    """Return the backend of a cell. If the cell lets PyTorch choose, return the backend that ran,
-    or None if that is unknown.
-    """
+    """Return the backend of a cell, or the one that ran, if known, where PyTorch chooses."""
     return backend_that_ran(cell) if pytorch_chooses(cell.backend) else cell.backend
 
 
@@ -224,9 +216,7 @@ class BenchResult:
         return self.environment.get("gpu") if on_gpu(self.environment) else None
 
     def ranking_rows(self) -> list[BenchRow]:
-        """Return the row of each cell for the ranking measurement. Cells without samples are
-        included.
-        """
+        """Return the row of each cell for the ranking measurement, or without samples."""
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
     def figures(self) -> list[BenchRow]:
@@ -238,9 +228,7 @@ class BenchResult:
         return row.is_wide(self.precision)
 
     def other_doubts(self, row: BenchRow) -> tuple[str, ...]:
-        """Return the doubts about a row, without the doubt that its interval is wide, which applies
-        to every short run.
-        """
+        """Return the doubts about a row except that its interval is wide."""
         return row.doubts[:-1] if self.is_wide(row) else row.doubts
 
 
@@ -261,12 +249,16 @@ def evaluate_bench(
     backends: Sequence[str] | None = None,
     rank_by: Sequence[str] | None = None,
 ) -> BenchResult:
-    """Evaluate a stored run, or the latest run if `run` is None. If `precision` or `rank_by` is
-    None, use the value that the run was made with. Raise NotFoundError for a missing config or
-    backend, and UsageError for an unknown convention.
+    """Evaluate a stored run, or the latest. `precision` and `rank_by` default to the values of the
+    run. Raise NotFoundError for a missing config or backend, and UsageError for an unknown
+    convention.
     """
-    stored = _timed_run(store, run)
-    name = stored.run
+    name = store.find_run(Selection(run), *TIMED)
+    stored = next(row for row in store.runs() if row.run == name)
+    if not stored.cells:
+        raise NotFoundError(
+            f"run {name} ({stored.kind}) has no timed cells; see it with: {store.shown_by(name)}"
+        )
     check_convention(convention)
     plan = store.bench_plan(name)
     precision = plan.get("precision", PRECISION) if precision is None else precision
@@ -286,9 +278,9 @@ def evaluate_bench(
     for label in dict.fromkeys(row.config for row in figures):
         alike = [row for row in figures if row.config == label and row.ranked]
         winners += [_winner(alike, samples_of)] if alike else []
-        losses += _losses(alike, ran, samples_of)
+        if loss := _loss(alike, ran, samples_of):
+            losses.append(loss)
     losses.sort(key=lambda loss: -loss.regret)
-    conclusions = conclude(figures, winners, losses, samples_of, ran, baseline)
     return BenchResult(
         run=name,
         rows=tuple(rows),
@@ -300,26 +292,13 @@ def evaluate_bench(
         environment=store.environment(name),
         winners=tuple(winners),
         losses=tuple(losses),
-        conclusions=tuple(conclusions),
+        conclusions=tuple(_conclude(figures, winners, losses, samples_of, ran, baseline)),
         samples=samples,
         created=stored.created,
         protocol=store.protocol(name),
         sweeps=sweeps(figures, samples_of, ran),
         dtypes=dtype_pairs(figures, samples_of),
     )
-
-
-def _timed_run(store: Store, ref: str | None) -> RunRow:
-    """Return the run that a reference names, or the latest run if it is None. Raise NotFoundError
-    if the run has no cells.
-    """
-    name = store.find_run(Selection(ref), *TIMED)
-    stored = next(row for row in store.runs() if row.run == name)
-    if not stored.cells:
-        raise NotFoundError(
-            f"run {name} ({stored.kind}) has no timed cells; see it with: {store.shown_by(name)}"
-        )
-    return stored
 
 
 def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
@@ -336,23 +315,21 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
         ties=tuple(row.backend for row in rows["same"]),
         code=selecting(best),
         open=tuple(row.backend for row in rows["unknown"]),
-        why_open=" or ".join(dict.fromkeys(why_open(best, row) for row in rows["unknown"])),
+        why_open=" or ".join(dict.fromkeys(_why_open(best, row) for row in rows["unknown"])),
     )
 
 
-def _losses(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> list[Loss]:
-    """Return the loss of `auto` on one config. Return an empty list if `auto` was not timed or if
-    no other backend was timed.
-    """
+def _loss(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> Loss | None:
+    """Return the loss of `auto` on one config. Return None if `auto` or all others were not timed."""
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
     if chosen is None or not others:
-        return []
+        return None
     best = _best(others)
     choice, best_ran = ran[chosen.config, CHOSEN], ran[best.config, best.backend]
     chosen_ns, best_ns = float(chosen.median_ns or 0), float(best.median_ns or 0)
     verdict = stats.compare(samples_of(best), samples_of(chosen)).verdict
-    loss = Loss(
+    return Loss(
         config=chosen.config,
         choice=choice,
         chosen_ns=chosen_ns,
@@ -362,10 +339,9 @@ def _losses(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> list[
         real=verdict == "slower" and (choice is None or choice != best_ran),
         code=selecting(best),
         verdict=verdict,
-        why_open=why_open(best, chosen) if verdict == "unknown" else "",
+        why_open=_why_open(best, chosen) if verdict == "unknown" else "",
         best_ran=best_ran,
     )
-    return [loss]
 
 
 def _best(rows: Sequence[BenchRow]) -> BenchRow:
@@ -387,71 +363,72 @@ def selecting(row: BenchRow) -> str:
 
 SHOWN_WINNERS = 3
 WITHIN = f"{stats.THRESHOLD:.0%}"
+_ONE = "one"  # both rows are measurements of one backend
+_WORDS: dict[str, str] = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": f"as fast (within {WITHIN})",
+    "unknown": "not told apart",
+    _ONE: "the backend that ran there anyhow",
+}
 
 
-def why_open(left: BenchRow, right: BenchRow) -> str:
-    """Return why the verdict on two rows is `unknown`. The reason is either that there are too few
-    samples, or that the samples overlap.
-    """
-    few = min(left.samples, right.samples) < stats.MIN_SAMPLES
-    if few:
+def _why_open(left: BenchRow, right: BenchRow) -> str:
+    if min(left.samples, right.samples) < stats.MIN_SAMPLES:
         return "too few samples"
     several = min(left.processes or 0, right.processes or 0) > 1
     return "the samples or their processes overlap" if several else "the samples overlap"
 
 
-def conclude(
+def _conclude(
     figures: Sequence[BenchRow],
     winners: Sequence[Winner],
     losses: Sequence[Loss],
     samples_of: SamplesOf,
     ran: Ran,
-    baseline: Baseline | None = None,
-) -> list[str]:
-    """Return the sentences that follow from the rows of the ranking measurement. `losses` must be
-    in descending order. `baseline` is the config or backend that speed-ups refer to, if the user
-    named one.
-    """
+    baseline: Baseline | None,
+) -> Iterator[str]:
+    """Yield sentences about the ranking rows. `losses` must be in descending order."""
     ranked = [row for row in figures if row.ranked]
-    sentences = []
     if len({row.config for row in ranked}) > 1:
-        sentences += _across_configs(ranked)
-    if len(winners) <= SHOWN_WINNERS:
-        timed = [row.config for row in ranked]
-        sentences += [_fastest(row) for row in winners if timed.count(row.config) > 1]
+        yield from _across_configs(ranked)
+    timed = [row.config for row in ranked]
+    for winner in winners if len(winners) <= SHOWN_WINNERS else ():
+        if timed.count(winner.config) > 1:
+            yield _fastest(winner)
     if isinstance(baseline, str):
-        sentences += _against_backend(ranked, baseline, samples_of, ran)
+        yield from _against_backend(ranked, baseline, samples_of, ran)
     else:
-        sentences += _against_plain(ranked, samples_of)
-    sentences += _without_speedup(ranked, baseline)
-    sentences += _regret_sentences(losses)
+        yield from _against_plain(ranked, samples_of)
+    lost = [row for row in ranked if row.speedup is None]
+    if baseline is not None and lost:
+        where = " on their config" if isinstance(baseline, str) else ""
+        counted = f"{len(lost)} of {len(ranked)} figures"
+        yield f"no speed-up for {counted}: the baseline {baseline} has no figure{where}"
+    if losses:
+        yield from _regret_sentences(losses)
     wrong = [f"{row.config} {row.backend}" for row in figures if row.verified is False]
     if wrong:
-        sentences.append(f"not ranked, for its output is wrong: {', '.join(wrong)}")
+        yield f"not ranked, for its output is wrong: {', '.join(wrong)}"
     if isinstance(baseline, Config):
-        sentences.append(
+        yield (
             "speed-ups against another config are ratios of latencies; where the work differs, "
             "FLOP/s say which is used better"
         )
     doubtful = sum(bool(row.doubts) for row in figures)
     if doubtful:
-        sentences.append(f"{doubtful} of {len(figures)} figures are doubtful; the notes say why")
-    return sentences
+        yield f"{doubtful} of {len(figures)} figures are doubtful; the notes say why"
 
 
-def _across_configs(ranked: Sequence[BenchRow]) -> list[str]:
-    quick = min(ranked, key=lambda row: row.median_ns or float("inf"))
-    sentences = [
-        f"lowest latency: {quick.config} on {quick.backend}, {(quick.median_ns or 0) / 1e3:,.2f} µs"
-    ]
+def _across_configs(ranked: Sequence[BenchRow]) -> Iterator[str]:
+    quick = _best(ranked)
+    latency = (quick.median_ns or 0) / 1e3
+    yield f"lowest latency: {quick.config} on {quick.backend}, {latency:,.2f} µs"
     sound = [row for row in ranked if row.flops_per_s and not (row.efficiency or 0) > 1]
     if sound:
         best = max(sound, key=lambda row: row.flops_per_s or 0)
-        sentences.append(
-            f"most work a second: {best.config} on {best.backend}, "
-            f"{(best.flops_per_s or 0) / 1e12:,.4g} TFLOP/s"
-        )
-    return sentences
+        rate = (best.flops_per_s or 0) / 1e12
+        yield f"most work a second: {best.config} on {best.backend}, {rate:,.4g} TFLOP/s"
 
 
 def _fastest(winner: Winner) -> str:
@@ -464,122 +441,75 @@ def _fastest(winner: Winner) -> str:
     )
 
 
-def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> list[str]:
-    """Return a sentence for each config on which the plain reference implementation is faster than
-    `auto`, or seems to be.
-    """
+def _against_plain(ranked: Sequence[BenchRow], samples_of: SamplesOf) -> Iterator[str]:
     by_cell = {(row.config, row.backend): row for row in ranked}
-    sentences = []
     for row in ranked:
         if row.backend != CHOSEN or row.baseline not in REFERENCES or not row.speedup:
             continue
         plain = by_cell[row.config, str(row.baseline)]
         verdict = stats.compare(samples_of(plain), samples_of(row)).verdict
         if verdict == "slower":
-            sentences.append(
-                f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"
-            )
+            yield f"{row.config}: auto is {1 / row.speedup:.2f}x slower than {row.baseline}"
         elif verdict == "unknown" and row.speedup < 1:
-            sentences.append(
+            yield (
                 f"{row.config}: the median of auto is {1 / row.speedup:.2f}x that of "
-                f"{row.baseline}, but they are not told apart: {why_open(plain, row)}"
+                f"{row.baseline}, but they are not told apart: {_why_open(plain, row)}"
             )
-    return sentences
 
 
 def _against_backend(
     ranked: Sequence[BenchRow], baseline: str, samples_of: SamplesOf, ran: Ran
-) -> list[str]:
-    """Return one sentence per backend, which says on how many configs it is faster or slower than
-    the baseline. If the backend and the baseline ran the same backend on a config, there is no
-    verdict, because one backend was measured twice.
-    """
+) -> Iterator[str]:
     plain = {row.config: row for row in ranked if row.backend == baseline}
-    sentences = []
     for backend in dict.fromkeys(row.backend for row in ranked if row.backend != baseline):
         verdicts: dict[str, list[BenchRow]] = {}
         own = [row for row in ranked if row.backend == backend and row.config in plain]
         for row in own:
             base = plain[row.config]
             verdict: str = stats.compare(samples_of(base), samples_of(row)).verdict
-            taken = ran[row.config, row.backend]
-            if taken is not None and taken == ran[base.config, base.backend]:
+            actual = ran[row.config, row.backend]
+            if actual is not None and actual == ran[base.config, base.backend]:
                 verdict = _ONE
             verdicts.setdefault(verdict, []).append(row)
-        parts = [
-            f"{words} on {len(rows)}{_furthest(rows, verdict)}"
-            for verdict, words in _WORDS.items()
-            if (rows := verdicts.get(verdict))
-        ]
+        parts = []
+        for verdict, words in _WORDS.items():
+            if not (rows := verdicts.get(verdict)):
+                continue
+            most = ""
+            if verdict in ("faster", "slower"):
+                extreme = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
+                ratio = extreme.speedup or 1
+                factor = ratio if verdict == "faster" else 1 / ratio
+                most = f" ({'up to ' if len(rows) > 1 else ''}{factor:.2f}x, {extreme.config})"
+            parts.append(f"{words} on {len(rows)}{most}")
         if parts:
             counted = f"of {len(own)} config{'s' if len(own) > 1 else ''}"
-            sentences.append(f"against {baseline}, {counted}, {backend} is {', '.join(parts)}")
-    return sentences
+            yield f"against {baseline}, {counted}, {backend} is {', '.join(parts)}"
 
 
-def _without_speedup(ranked: Sequence[BenchRow], baseline: Baseline | None) -> list[str]:
-    """Return a sentence that says how many figures have no speed-up because the baseline has no
-    figure. Return an empty list if the user named no baseline.
-    """
-    lost = [row for row in ranked if row.speedup is None]
-    if baseline is None or not lost:
-        return []
-    where = " on their config" if isinstance(baseline, str) else ""
-    counted = f"{len(lost)} of {len(ranked)} figures"
-    return [f"no speed-up for {counted}: the baseline {baseline} has no figure{where}"]
+def _regret_sentences(losses: Sequence[Loss]) -> Iterator[str]:
+    def cost(loss: Loss) -> str:
+        took = f" (it took {loss.choice})" if loss.choice else ""
+        return f"{loss.config}{took}: {loss.regret:.1%} over {loss.best}"
 
-
-_ONE = "one"
-_WORDS: dict[str, str] = {
-    "faster": "faster",
-    "slower": "slower",
-    "same": f"as fast (within {WITHIN})",
-    "unknown": "not told apart",
-    _ONE: "the backend that ran there anyhow",
-}
-
-
-def _furthest(rows: Sequence[BenchRow], verdict: str) -> str:
-    """Return a text that names the config on which a backend differs most from the baseline. Return
-    an empty text if the verdict is not `faster` or `slower`.
-    """
-    if verdict not in ("faster", "slower"):
-        return ""
-    row = max(rows, key=lambda row: abs(math.log(row.speedup or 1)))
-    ratio = row.speedup or 1
-    factor = ratio if verdict == "faster" else 1 / ratio
-    return f" ({'up to ' if len(rows) > 1 else ''}{factor:.2f}x, {row.config})"
-
-
-def _regret_sentences(losses: Sequence[Loss]) -> list[str]:
-    if not losses:
-        return []
-    count, sentences = len(losses), []
+    count = len(losses)
     real = [loss for loss in losses if loss.real]
     unproven = [loss for loss in losses if loss.open]
     if real:
-        sentences.append(
+        yield (
             f"auto is slower than another correct backend on {len(real)} of {count} config(s); "
-            f"most on {_cost(real[0])}"
+            f"most on {cost(real[0])}"
         )
     if unproven:
         reasons = " or ".join(dict.fromkeys(loss.why_open for loss in unproven))
-        most = f"; most on {_cost(unproven[0])}, by the medians" if unproven[0].regret else ""
-        sentences.append(
+        most = f"; most on {cost(unproven[0])}, by the medians" if unproven[0].regret else ""
+        yield (
             f"auto is not told apart from the fastest other backend on {len(unproven)} of {count} "
             f"config(s): {reasons}{most}"
         )
     if not real and not unproven:
+        alike = "is as fast as the fastest backend"
         # if one backend was measured twice, the two medians may differ
-        apart = any(loss.same_backend and loss.verdict != "same" for loss in losses)
-        alike = "took the fastest backend, or is as fast," if apart else _AS_FAST
-        sentences.append(f"auto {alike} on all {count} config(s)")
-    return sentences
-
-
-_AS_FAST = "is as fast as the fastest backend"
-
-
-def _cost(loss: Loss) -> str:
-    took = f" (it took {loss.choice})" if loss.choice else ""
-    return f"{loss.config}{took}: {loss.regret:.1%} over {loss.best}"
+        if any(loss.same_backend and loss.verdict != "same" for loss in losses):
+            alike = "took the fastest backend, or is as fast,"
+        yield f"auto {alike} on all {count} config(s)"

@@ -1,17 +1,24 @@
-"""The rows of a bench, and the doubts about a measurement. A measurement is doubtful if the clocks
-changed or were throttled, if the samples disagree, or if a rate is above the limits of the device.
+"""The rows of a bench, the doubts about its measurements, and its sweeps.
+
+A sweep varies one axis. It shows which backend leads, where another overtakes it, where a rate
+drops, how dtypes compare, and how peak memory grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from statistics import linear_regression
 from typing import Any, NamedTuple
 
 from profharness import stats
 from profharness.attention import costs
-from profharness.attention.config import Config, parse_config
+from profharness.attention.config import OWN_CHOICE, Config, parse_config, pytorch_chooses
 from profharness.devices import MB, Peaks, flop_peak
+from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import NotFoundError, join_few
 from profharness.measurements.agreement import with_predictions
 from profharness.rows import (
@@ -52,19 +59,18 @@ THROTTLES = {
 
 
 class Rates(NamedTuple):
-    """The rates of a call, the work that they are computed from, and the limits of the device."""
+    """The rates of a call, and the limits of the device."""
 
     flops_per_s: float | None
     bytes_per_s: float | None
     efficiency: float | None
     against: str | None  # the peak that limits the call
-    flops: int
     moved_bytes: int
     peaks: Peaks | None
     rate: tuple[str, float] | None
 
 
-def doubts(
+def _doubts(
     measurement: str,
     samples: Sequence[int],
     interval: stats.Interval | None,
@@ -72,16 +78,13 @@ def doubts(
     rates: Rates,
     precision: float,
 ) -> tuple[str, ...]:
-    """Return one sentence for each doubt about a measurement, the most serious doubt first. An
-    interval is wide if its half width is more than `precision` times the median.
-    """
-    texts = [*rates_above_ceiling(measurement, rates), *clock_doubts(cell.clocks)]
+    texts = [*_rate_doubts(measurement, rates), *clock_doubts(cell.clocks)]
     texts += host_doubts(cell, measurement)
     if len(samples) < FEW_SAMPLES or interval is None:
         return (*texts, f"only {len(samples)} samples")
     if stats.is_bimodal(samples):
         texts.append("the samples have two modes, so the median may jump between them")
-    half = half_width(interval.low, interval.high, stats.summarize(samples).median)
+    half = _half_width(interval.low, interval.high, stats.summarize(samples).median)
     if half > UNKNOWN:
         texts.append(UNSTEADY)
     elif half > precision:
@@ -89,44 +92,36 @@ def doubts(
     return tuple(texts)
 
 
-def rates_above_ceiling(measurement: str, rates: Rates) -> tuple[str, ...]:
-    """Return a sentence for each rate that is above the limit of the device. The sentence contains
-    an explanation.
-    """
-    peaks, texts = rates.peaks, []
+def _rate_doubts(measurement: str, rates: Rates) -> Iterator[str]:
+    peaks = rates.peaks
     if peaks is None:
-        return ()
+        return
     width = peaks.bandwidth_bytes_per_s
     if width and rates.bytes_per_s and rates.bytes_per_s > width:
-        texts.append(
-            f"{rates.bytes_per_s / width:.0%} of the memory's {width / 1e9:,.4g} GB/s "
-            f"({peaks.source}): {_why_bytes(measurement, rates, width)}"
-        )
+        excess = rates.bytes_per_s / width
+        reason = _why_bytes(measurement, rates.moved_bytes, peaks.l2_bytes, excess)
+        yield f"{excess:.0%} of the memory's {width / 1e9:,.4g} GB/s ({peaks.source}): {reason}"
     if rates.rate and rates.flops_per_s and rates.flops_per_s > rates.rate[1]:
         name, peak = rates.rate
         reason = "check that the output is right and that the peak is this device's"
         if name == "fp32":
             reason = "tensor cores may have been used (TF32 or a split of fp32)"
         share = rates.flops_per_s / peak
-        texts.append(f"{share:.0%} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}")
-    return tuple(texts)
+        yield f"{share:.0%} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}"
 
 
-def _why_bytes(measurement: str, rates: Rates, width: float) -> str:
-    """Explain why a rate can be above that of the memory, which is that data in the L2 cache is not
-    read from memory.
-    """
-    moved, l2_bytes = rates.moved_bytes, rates.peaks.l2_bytes if rates.peaks else None
+def _why_bytes(measurement: str, moved: int, l2_bytes: int | None, excess: float) -> str:
+    """Explain a rate above that of the memory: data in the L2 cache is not read from memory."""
     size = f"the working set of {moved / MB:,.1f} MB"
     if l2_bytes is None:
         return f"{size} may fit in L2, whose size is not known"
     l2 = f"the L2 of {l2_bytes / MB:,.0f} MB"
-    flushed = (
-        "; it was flushed, but the output may stay there" if measurement in (COLD, EVENT) else ""
-    )
+    flushed = ""
+    if measurement in (COLD, EVENT):
+        flushed = "; it was flushed, but the output may stay there"
     if moved <= l2_bytes:
         return f"{size} fits in {l2}{flushed or ', so this is not the rate of the memory'}"
-    if (rates.bytes_per_s or 0) / width <= moved / (moved - l2_bytes):
+    if excess <= moved / (moved - l2_bytes):
         return f"a part of {size} can stay in {l2}{flushed}"
     return f"{size} is so much larger than {l2} that this is no reason; do not use the figure"
 
@@ -145,9 +140,7 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
-    """Return the doubts about a measurement that includes host time: lanes that ran in parallel,
-    and a busy CPU.
-    """
+    """Return the doubts about a measurement that includes host time."""
     if measurement not in HOSTED:
         return ()
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
@@ -156,7 +149,7 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def half_width(low: float, high: float, median: float) -> float:
+def _half_width(low: float, high: float, median: float) -> float:
     """Return the ratio of an interval's half width to the median."""
     return (high - low) / 2 / max(median, 1.0)  # samples are whole nanoseconds
 
@@ -212,15 +205,11 @@ class BenchRow:
 
     @property
     def ranked(self) -> bool:
-        """Whether the row can be compared with others: the cell ran, and no check found its output
-        wrong.
-        """
+        """Whether the cell ran, and no check found its output wrong."""
         return self.status == "ok" and self.verified is not False and self.median_ns is not None
 
     def is_wide(self, precision: float) -> bool:
-        """Return whether the interval is wider than `precision` allows. If so, this is the last of
-        the doubts.
-        """
+        """Return whether the last doubt is that the interval exceeds `precision`."""
         half = self.half
         return self.samples >= FEW_SAMPLES and half is not None and precision < half <= UNKNOWN
 
@@ -229,7 +218,7 @@ class BenchRow:
         """The ratio of the interval's half width to the median."""
         if self.low_ns is None or self.high_ns is None or self.median_ns is None:
             return None
-        return half_width(self.low_ns, self.high_ns, self.median_ns)
+        return _half_width(self.low_ns, self.high_ns, self.median_ns)
 
 
 def bench_rows(
@@ -246,17 +235,20 @@ def bench_rows(
     right = store.verdicts(run)
     rows = []
     for cell in cells:
-        place = cell.config, cell.backend
-        row = BenchRow(run, *place, cell.status, cell.message, verified=right.get(place))
-        row = replace(row, peak_memory_bytes=cell.peak_memory_bytes)
-        if cell.status != "ok" or not samples[place]:
+        key = cell.config, cell.backend
+        row = BenchRow(
+            *(run, *key, cell.status, cell.message),
+            verified=right.get(key),
+            peak_memory_bytes=cell.peak_memory_bytes,
+        )
+        if cell.status != "ok" or not samples[key]:
             rows.append(row)
             continue
-        config = parse_config(cell.config)
-        for name, values in samples[place].items():
+        config, host = parse_config(cell.config), cell.samples.get(HOST)
+        for name, values in samples[key].items():
             x, interval = stats.summarize(values), stats.interval(values)
             calls_per_s = 1e9 / max(x.median, 1.0)  # samples are whole nanoseconds
-            rates = rates_of(config, x.median, peaks, convention, tf32=tf32)
+            rates = _rates(config, x.median, peaks, convention, tf32=tf32)
             measured = replace(
                 row,
                 measurement=name,
@@ -278,17 +270,11 @@ def bench_rows(
                 bytes_per_s=rates.bytes_per_s,
                 efficiency=rates.efficiency,
                 against=rates.against,
-                host_ns=host_ns(cell) if name == EAGER else None,
-                doubts=doubts(name, values, interval, cell, rates, precision),
+                host_ns=stats.summarize(host).median if host and name == EAGER else None,
+                doubts=_doubts(name, values, interval, cell, rates, precision),
             )
             rows.append(measured)
     return with_regret(with_speedup(rows, baseline))
-
-
-def host_ns(cell: CellRow) -> float | None:
-    """Return the median of the host's own time per eager call, or None if it was not measured."""
-    values = cell.samples.get(HOST)
-    return stats.summarize(values).median if values else None
 
 
 def run_cells(
@@ -298,9 +284,8 @@ def run_cells(
     backends: Sequence[str] | None = None,
     baseline: Baseline | None = None,
 ) -> list[CellRow]:
-    """Return the cells of a run on the selected configs and backends, and those of the baseline. If
-    there are several equal cells, return the first. Raise NotFoundError if the run has no cell of a
-    config or backend.
+    """Return the cells of a run on the selected configs and backends, and those of the baseline,
+    without duplicates. Raise NotFoundError if the run has no cell of a config or backend.
     """
     cells: dict[tuple[str, str], CellRow] = {}
     for cell in with_predictions(store, store.cells(run)):
@@ -333,9 +318,8 @@ def run_cells(
 
 
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
-    """Return the samples of the cells. The measurement `kernel` is the time of all kernels of a
-    profiled call. If the run was made with an older version, its samples of the first process are
-    taken from the torch traces.
+    """Return the samples of the cells. `kernel` is the time of all kernels of a profiled call. Runs
+    of older versions have those of the first process in torch traces only.
     """
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
@@ -359,16 +343,13 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
     return samples
 
 
-def rates_of(
+def _rates(
     config: Config, median_ns: float, peaks: Peaks | None, convention: str, *, tf32: bool = False
 ) -> Rates:
-    """Return the rates of a call. Its efficiency is relative to the peak that limits the call,
-    which is the one that would take longer on its own.
-    """
     work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
     seconds = median_ns / 1e9
     if seconds <= 0:
-        return Rates(None, None, None, None, work, moved, peaks, None)
+        return Rates(None, None, None, None, moved, peaks, None)
     rate = flop_peak(peaks, str(config.dtype), tf32=tf32) if peaks else None
     width = peaks.bandwidth_bytes_per_s if peaks else None
     bounds = []
@@ -379,13 +360,12 @@ def rates_of(
         bounds.append((moved / width, f"{width / 1e9:,.4g} GB/s ({peaks.source})"))
     least, against = max(bounds) if len(bounds) == 2 else (None, None)
     efficiency = least / seconds if least is not None else None
-    return Rates(work / seconds, moved / seconds, efficiency, against, work, moved, peaks, rate)
+    return Rates(work / seconds, moved / seconds, efficiency, against, moved, peaks, rate)
 
 
 def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> list[BenchRow]:
-    """Return the rows with their speed-ups. If `baseline` is a backend, they are relative to this
-    backend on the same config. If it is a config, they are relative to this config on `auto`, or on
-    the row's own backend. Otherwise they are relative to `naive` or `math` on the same config.
+    """Return the rows with their speed-ups over `baseline`: a backend on the same config, or a
+    config on `auto` or the row's backend. The default is `naive` or `math` on the same config.
     """
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked
@@ -393,23 +373,21 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
     result = []
     for row in rows:
         references = (baseline,) if isinstance(baseline, str) else REFERENCES
-        places = [(row.config, name) for name in references]
+        cells = [(row.config, name) for name in references]
         if isinstance(baseline, Config):
             dtype = baseline.dtype or parse_config(row.config).dtype
             label = replace(baseline, dtype=dtype).label
-            places = [(label, CHOSEN), (label, row.backend)]
-        place = next((place for place in places if (*place, row.measurement) in medians), None)
-        if row.ranked and place and row.median_ns and (ns := medians[*place, row.measurement]):
-            text = " ".join(place) if isinstance(baseline, Config) else place[1]
+            cells = [(label, CHOSEN), (label, row.backend)]
+        cell = next((cell for cell in cells if (*cell, row.measurement) in medians), None)
+        if row.ranked and cell and row.median_ns and (ns := medians[*cell, row.measurement]):
+            text = " ".join(cell) if isinstance(baseline, Config) else cell[1]
             row = replace(row, speedup=ns / row.median_ns, baseline=text)
         result.append(row)
     return result
 
 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return the rows with their regret, which is the cost relative to the fastest correct backend
-    on the same config.
-    """
+    """Return the rows with their cost relative to the fastest correct backend on the config."""
     fastest: dict[tuple[str, str | None], float] = {}
     for row in rows:
         if row.ranked and row.median_ns:
@@ -421,3 +399,339 @@ def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
         else row
         for row in rows
     ]
+
+
+SamplesOf = Callable[[BenchRow], tuple[int, ...]]
+Ran = Mapping[tuple[str, str], str | None]  # the backend that ran, by config and backend
+DROP = 1.5  # minimum ratio of the rates at neighbouring values for which a drop is reported
+BENT = 0.3  # minimum difference between the exponents at both ends for which both are reported
+MIB = 1 << 20
+
+
+class Axis(NamedTuple):
+    """One property in which configs differ."""
+
+    key: str
+    title: str
+    token: str  # a pattern that matches the axis in the label of a config
+    value: Callable[[Config], int]
+
+
+LENGTH = Axis("seq_len", "sequence length", r"-s(?:kv)?\d+(?=-)", lambda c: c.seq_len_kv)
+AXES = (
+    Axis("batch", "batch", r"^b\d+-", lambda c: c.batch),
+    Axis("heads", "heads", r"-h\d+(?=-)", lambda c: c.num_heads),
+    LENGTH,
+    Axis("head_dim", "head_dim", r"-d\d+(?=-|$)", lambda c: c.head_dim),
+)
+DTYPE_TOKEN = rf"-(?:{'|'.join(CONFIG_DTYPES)})(?=-|$)"
+
+
+def family(label: str, token: str) -> str:
+    """Return the label of a config without the part that `token` matches."""
+    return re.sub(token, "", label, count=1)
+
+
+def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
+    """Group the labels of configs that differ in this axis only, by the rest of the label and the
+    value of the axis, in ascending order. Each group has at least two values.
+    """
+    groups: dict[str, dict[int, str]] = {}
+    for label in dict.fromkeys(labels):
+        groups.setdefault(family(label, axis.token), {})[axis.value(parse_config(label))] = label
+    return {name: dict(sorted(group.items())) for name, group in groups.items() if len(group) > 1}
+
+
+@dataclass(frozen=True, slots=True)
+class AxisEvent:
+    """A change between two neighbouring values of an axis."""
+
+    # `crossover` means that `backend` overtakes `other`. `end` means that `backend` replaces
+    # `other`, which has no figure. `drop` means that the rate of `backend` falls by `factor`.
+    kind: str
+    backend: str
+    before: int
+    after: int
+    text: str
+    other: str | None = None
+    factor: float | None = None
+
+    @property
+    def mark(self) -> str:
+        """The text that marks the event in a chart, such as `math 3.1x slower than at 1,024`."""
+        if self.kind == "crossover":
+            return f"{self.backend} overtakes {self.other}"
+        if self.kind == "end":
+            return f"{self.other} ends"
+        return f"{self.backend} {self.factor:.1f}x slower than at {self.before:,}"
+
+    @property
+    def place(self) -> float:
+        """The position of the event's mark on a logarithmic axis."""
+        between = math.sqrt(self.before * self.after)
+        return float(self.after) if self.kind == "drop" else between
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The growth of a backend's peak memory with the length, to which a power function is fitted."""
+
+    backend: str
+    points: tuple[tuple[int, int], ...]  # pairs of a length and a number of bytes
+    order: float  # the exponent of the power
+    first: float  # exponent of the power between the first two points
+    last: float  # exponent of the power between the last two points
+
+    @property
+    def text(self) -> str:
+        """A text such as `math S^1.94, 2.1 to 512 MiB`."""
+        low, high = (size / MIB for _, size in (self.points[0], self.points[-1]))
+        sizes = f"{low:,.4g} to {high:,.4g} MiB"
+        if len(self.points) == 2:
+            return f"{self.backend} S^{self.order:.2f} by two points alone, {sizes}"
+        if abs(self.last - self.first) > BENT:
+            bent = f"S^{self.first:.2f} at first, S^{self.last:.2f} at the end"
+            return f"{self.backend} {bent}, {sizes}"
+        return f"{self.backend} S^{self.order:.2f}, {sizes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A group of configs that differ in one axis only, and the events along this axis."""
+
+    axis: str
+    title: str
+    name: str  # the part of the label that all configs share
+    values: tuple[int, ...]
+    labels: tuple[str, ...]
+    events: tuple[AxisEvent, ...]
+    statement: str
+    growth: tuple[Growth, ...] = ()
+
+
+def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[Sweep, ...]:
+    """Return the sweeps over the rows of one measurement by axis, the longest first."""
+    ranked = [row for row in rows if row.ranked and row.median_ns]
+    places = {(row.config, row.backend): row for row in ranked}
+    found = []
+    for axis in AXES:
+        groups = families([row.config for row in ranked], axis)
+        for name, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+            lines = _lines(group, places)
+            if not lines:
+                continue
+            rivals = _rivals(lines, ran)
+            events = (*_crossovers(lines, rivals, samples_of), *_drops(lines, samples_of, ran))
+            growth = _growths(lines) if axis is LENGTH else ()
+            sweep = Sweep(
+                *(axis.key, axis.title, name, tuple(group), tuple(group.values())),
+                *(events, _statement(rivals, events), growth),
+            )
+            found.append(sweep)
+    return tuple(found)
+
+
+Lines = dict[str, dict[int, BenchRow]]  # rows by backend and by value of the axis
+
+
+def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow]) -> Lines:
+    backends = dict.fromkeys(backend for _, backend in places)
+    lines = {
+        backend: {
+            value: places[label, backend]
+            for value, label in group.items()
+            if (label, backend) in places
+        }
+        for backend in backends
+    }
+    return {backend: line for backend, line in lines.items() if len(line) > 1}
+
+
+def _rivals(lines: Lines, ran: Ran) -> Lines:
+    """Return the lines without the rows in which PyTorch chose a backend that was measured too."""
+
+    def is_another(row: BenchRow, value: int) -> bool:
+        took = ran.get((row.config, row.backend))
+        return not pytorch_chooses(row.backend) or value not in lines.get(took or "", {})
+
+    kept = {
+        name: {value: row for value, row in line.items() if is_another(row, value)}
+        for name, line in lines.items()
+    }
+    return {name: line for name, line in kept.items() if line}
+
+
+def _leaders(rivals: Lines) -> dict[int, BenchRow]:
+    leaders: dict[int, BenchRow] = {}
+    for line in rivals.values():
+        for value, row in line.items():
+            if value not in leaders or _ns(row) < _ns(leaders[value]):
+                leaders[value] = row
+    return dict(sorted(leaders.items()))
+
+
+def _ns(row: BenchRow) -> float:
+    return float(row.median_ns or 0)
+
+
+def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[AxisEvent]:
+    """Return where samples show another fastest backend, or the leader has no figure."""
+
+    def ahead(one: str, other: str, value: int) -> bool:
+        rows = lines[one].get(value), lines[other].get(value)
+        if rows[0] is None or rows[1] is None:
+            return False
+        return stats.compare(samples_of(rows[1]), samples_of(rows[0])).verdict == "faster"
+
+    events, leads = [], [(value, row.backend) for value, row in _leaders(rivals).items()]
+    place, leader = leads[0]
+    for value, backend in leads[1:]:
+        if value not in lines[leader]:
+            text = f"{leader} has no figure at {value:,}, where {backend} is fastest"
+            events.append(AxisEvent("end", backend, place, value, text, other=leader))
+            leader = backend
+        elif backend != leader and ahead(backend, leader, value):
+            if ahead(leader, backend, place):
+                text = f"{backend} overtakes {leader} between {place:,} and {value:,}"
+                events.append(AxisEvent("crossover", backend, place, value, text, other=leader))
+            leader = backend
+        if backend == leader:
+            place = value
+    return events
+
+
+def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
+    """Return where the samples show a much lower rate than before, the largest drop first."""
+    events = []
+    for backend, line in lines.items():
+        for (before, old), (after, new) in pairwise(line.items()):
+            if not old.flops_per_s or not new.flops_per_s:
+                continue
+            factor = old.flops_per_s / new.flops_per_s
+            like_work = _scaled(samples_of(old), _ns(new) / _ns(old) / factor)
+            if factor < DROP or stats.compare(like_work, samples_of(new)).verdict != "slower":
+                continue
+            took = [ran.get((row.config, backend)) for row in (old, new)]
+            why = ""
+            if pytorch_chooses(backend) and None not in took and took[0] != took[1]:
+                why = f" (it took {took[1]} instead of {took[0]})"
+            text = f"{backend} does {factor:.1f}x less work a second at {after:,} than at {before:,}{why}"
+            events.append(AxisEvent("drop", backend, before, after, text, factor=factor))
+    return sorted(events, key=lambda event: -(event.factor or 0))
+
+
+def _scaled(samples: Sequence[int], factor: float) -> stats.Series:
+    turns = samples.turns if isinstance(samples, stats.Series) else ()
+    return stats.Series.of((round(sample * factor) for sample in samples), turns)
+
+
+SHOWN_EVENTS = 4
+# minimum ratio of an inner maximum of the rate to the rates at both ends for which it is reported
+SUMMIT = 1.05
+
+
+def _statement(rivals: Lines, events: Sequence[AxisEvent]) -> str:
+    leaders = _leaders(rivals)
+    values = list(leaders)
+    crossings = [event for event in events if event.kind != "drop"]
+    names = dict.fromkeys(row.backend for row in leaders.values())
+    if len(rivals) == 1:
+        lead = ""
+    elif len(names) == 1:
+        lead = f"{next(iter(names))} has the lowest median at all {len(values)} values; "
+    elif crossings:
+        lead = f"{'; '.join(event.text for event in crossings)}; "
+    else:
+        spans = [f"{row.backend} at {value:,}" for value, row in leaders.items()]
+        lead = f"the lowest median is that of {', '.join(spans)}; "
+    rates = {value: row.flops_per_s / 1e12 for value, row in leaders.items() if row.flops_per_s}
+    rate = ""
+    if len(rates) > 1:
+        (first, low), *_, (last, high) = rates.items()
+        rate = f"the best rate goes from {low:,.4g} TFLOP/s at {first:,} to {high:,.4g} at {last:,}"
+        top = max(rates, key=lambda value: rates[value])
+        if rates[top] > SUMMIT * max(low, high):
+            rate += f", and is {rates[top]:,.4g} at {top:,}"
+    drops = [event.text for event in events if event.kind == "drop"]
+    more = f" and {len(drops) - SHOWN_EVENTS} more" if len(drops) > SHOWN_EVENTS else ""
+    fall = f". Drops: {'; '.join(drops[:SHOWN_EVENTS])}{more}" if drops else ""
+    return f"{lead}{rate}{fall}".removesuffix("; ")
+
+
+def _growths(lines: Lines) -> tuple[Growth, ...]:
+    found = []
+    for backend, line in lines.items():
+        points = tuple(
+            (value, row.peak_memory_bytes) for value, row in line.items() if row.peak_memory_bytes
+        )
+        if len(points) > 1:
+            ends = _exponent(points[:2]), _exponent(points[-2:])
+            found.append(Growth(backend, points, _exponent(points), *ends))
+    return tuple(found)
+
+
+def _exponent(points: Sequence[tuple[int, int]]) -> float:
+    xs, ys = ([math.log(value) for value in values] for values in zip(*points, strict=True))
+    return linear_regression(xs, ys).slope
+
+
+@dataclass(frozen=True, slots=True)
+class DtypePair:
+    """A comparison of two dtypes on otherwise equal configs and backends."""
+
+    dtype: str
+    other: str
+    counts: Mapping[str, int]
+    statement: str
+
+
+WORDS: dict[str, str] = {
+    "same": f"as fast (within {stats.THRESHOLD:.0%})",
+    "faster": "faster",
+    "slower": "slower",
+    "unknown": "not told apart",
+}
+
+
+def dtype_pairs(rows: Sequence[BenchRow], samples_of: SamplesOf) -> tuple[DtypePair, ...]:
+    """Compare every dtype with each dtype that comes before it in CONFIG_DTYPES."""
+    cells: dict[tuple[str, str], dict[str, BenchRow]] = {}
+    for row in rows:
+        if row.ranked and row.backend not in OWN_CHOICE:
+            dtype = str(parse_config(row.config).dtype)
+            cells.setdefault((family(row.config, DTYPE_TOKEN), row.backend), {})[dtype] = row
+    pairs = []
+    for other, dtype in combinations(CONFIG_DTYPES, 2):
+        both = [(cell[other], cell[dtype]) for cell in cells.values() if {other, dtype} <= {*cell}]
+        if both:
+            pairs.append(_dtype_pair(dtype, other, both, samples_of))
+    return tuple(pairs)
+
+
+def _dtype_pair(
+    dtype: str,
+    other: str,
+    both: Sequence[tuple[BenchRow, BenchRow]],
+    samples_of: SamplesOf,
+) -> DtypePair:
+    verdicts: dict[str, list[tuple[BenchRow, BenchRow]]] = {}
+    for old, new in both:
+        speed: str = stats.compare(samples_of(old), samples_of(new)).verdict
+        verdicts.setdefault(speed, []).append((old, new))
+    parts = []
+    for verdict, words in WORDS.items():
+        own = verdicts.get(verdict, [])
+        if not own:
+            continue
+        text = f"{words} in {len(own)}"
+        if verdict in ("faster", "slower"):
+            old, new = max(own, key=lambda pair: abs(math.log(_ns(pair[1]) / _ns(pair[0]))))
+            ratio = _ns(new) / _ns(old)
+            factor = ratio if verdict == "slower" else 1 / ratio
+            most = "up to " if len(own) > 1 else ""
+            text += f" ({most}{factor:.2f}x, {new.backend} on {family(new.config, DTYPE_TOKEN)})"
+        parts.append(text)
+    counted = f"of {len(both)} pair{'s' if len(both) > 1 else ''} of cells"
+    statement = f"{dtype} against {other}, {counted}: {', '.join(parts)}"
+    counts = {verdict: len(own) for verdict, own in verdicts.items()}
+    return DtypePair(dtype, other, counts, statement)

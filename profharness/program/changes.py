@@ -73,12 +73,11 @@ UNIMPORTANT = re.compile(
 def environment_changes(
     base_env: Mapping[str, Any], cand_env: Mapping[str, Any]
 ) -> list[EnvChange]:
-    """Return every key whose value differs between two environments. Keys that can explain other
-    kernels or times come first.
+    """Return every key whose value differs between two environments, those that can explain other
+    kernels or times first.
 
-    Nested dicts are flattened to dotted keys. The keys in OF_A_FILE and OF_ONE_GPU are ignored. A
-    key that one side does not have is ignored too, unless it is in a section that both sides have,
-    such as `env`. There, the missing value is None.
+    Nested dicts are flattened to dotted keys. A key that only one side has counts only in a section
+    that both sides have, such as `env`. Keys in OF_A_FILE and OF_ONE_GPU do not count.
     """
     both = base_env.keys() & cand_env.keys()
     base, cand = ({key: env[key] for key in both} for env in (base_env, cand_env))
@@ -92,9 +91,6 @@ def environment_changes(
 
 
 def _weight(key: str) -> tuple[int, str | None]:
-    """Return the position of a key in the order of importance, and what a change of the key can
-    cause, or None if that is unknown.
-    """
     for weight, (pattern, sentence) in enumerate(EXPLAINS):
         if pattern.fullmatch(key):
             return weight, sentence
@@ -102,9 +98,7 @@ def _weight(key: str) -> tuple[int, str | None]:
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to dotted keys. Tuples become lists, so that a stored environment equals
-    one that was just read.
-    """
+    """Flatten nested dicts to dotted keys. Tuples become lists, as in a stored environment."""
     flat: dict[str, Any] = {}
     for key, value in environment.items():
         name = f"{prefix}{key}"

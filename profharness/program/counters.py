@@ -36,9 +36,7 @@ Value = float | None
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The values of ncu's counters for a kernel launch. None means that a counter was not
-    collected. Pipes and throughputs are shares of the peak, from 0 to 1.
-    """
+    """The counters of a kernel launch, or None if not collected. Shares are from 0 to 1."""
 
     tensor_pipe: Annotated[Value, column("tensor%", "percent", meaning="share of cycles")] = None
     tensor_instructions: float | None = None
@@ -109,9 +107,7 @@ def _ratio(metrics: Metrics, part: str, whole: str) -> float | None:
 
 
 def _of_requests(metrics: Metrics, name: str, requests: str) -> float | None:
-    """Return the number of sectors per request. Return None if the kernel made no such request,
-    because ncu then reports 0.
-    """
+    """Return the sectors per request, or None without a request, for which ncu reports 0."""
     return metric(metrics, name) if metric(metrics, requests) else None
 
 

@@ -1,37 +1,23 @@
-"""Gates that check the map of a program's attention: `--fail-on`, and `--expect
-flash@'model.layers.*'`.
-"""
+"""Gates on the map of a program: `--fail-on`, and `--expect flash@'model.layers.*'`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from profharness.attention.config import AUTO, SDPA_BACKENDS, parse_config, split_names
 from profharness.errors import GateError, UsageError
 from profharness.measurements.agreement import FAMILY_BACKENDS
-from profharness.program.layer_map import (
-    NO_MASK_EFFECT,
-    LayerMap,
-    LayerRow,
-    any_length,
-)
+from profharness.program.layer_map import NO_MASK_EFFECT, LayerMap, LayerRow, any_length
 
 THROUGH_SDPA = ("sdpa", "inner")  # kinds of calls for which PyTorch chooses the backend
 BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """The requirement that one of the backends computes every call of the modules that match a glob
-    pattern.
-    """
-
-    text: str  # the expectation as the user wrote it
-    backends: tuple[str, ...]
-    modules: str
+GATES = (
+    *("math-fallback", "eager-attention", "noop-mask", "asked-not-ran", "backend-changed"),
+    "unseen",
+)
+OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +25,33 @@ class Gates:
     """The gates that the user requested. The object is false if there are none."""
 
     fail_on: tuple[str, ...] = ()
-    expected: tuple[Expectation, ...] = ()
+    # By the text of an expectation: the backends that may compute the calls, and a glob pattern of
+    # the modules.
+    expected: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.fail_on or self.expected)
 
 
 def parse_gates(fail_on: Sequence[str], expect: Sequence[str]) -> Gates:
-    """Parse the gates. Raise UsageError for an unknown gate or backend."""
+    """Parse gates, and expectations such as `flash,cudnn@GLOB`. Raise UsageError for unknown names."""
     names = split_names(fail_on)
     for name in names:
         if name not in GATES:
             raise UsageError(f"--fail-on {name!r}: not one of {', '.join(GATES)}")
-    return Gates(names, tuple(map(_expectation, expect)))
-
-
-def _expectation(text: str) -> Expectation:
-    """Parse an expectation: `flash`, `flash@GLOB` or `flash,cudnn@GLOB`."""
-    before, at, glob = text.partition("@")
-    backends = split_names(before)
-    for name in backends:
-        if name not in BACKENDS:
-            raise UsageError(f"--expect {text!r}: {name!r} is not one of {', '.join(BACKENDS)}")
-    if not backends or (at and not glob):
-        raise UsageError(f"--expect {text!r}: write a backend and modules: flash@'model.layers.*'")
-    return Expectation(text, backends, glob or "*")
+    expected = {}
+    for text in expect:
+        before, at, glob = text.partition("@")
+        backends = split_names(before)
+        for name in backends:
+            if name not in BACKENDS:
+                raise UsageError(f"--expect {text!r}: {name!r} is not one of {', '.join(BACKENDS)}")
+        if not backends or (at and not glob):
+            raise UsageError(
+                f"--expect {text!r}: write a backend and modules: flash@'model.layers.*'"
+            )
+        expected[text] = backends, glob or "*"
+    return Gates(names, expected)
 
 
 def require_recorded(layers: LayerMap, gates: Gates) -> None:
@@ -74,157 +62,112 @@ def require_recorded(layers: LayerMap, gates: Gates) -> None:
 
 
 def check_gates(layers: LayerMap, gates: Gates) -> None:
-    """Raise GateError if a gate fails. The error lists all failures, and what the run does not
-    record. A gate that checks what ran also fails if this is unknown for every call.
-    """
+    """Raise GateError with all failures. A gate on what ran also fails if this is unknown."""
     lines: list[str] = []
-    blind = OF_WHAT_RAN if all(row.ran is None for row in layers.rows) else ()
+    blind = all(row.ran is None for row in layers.rows)
     for name in gates.fail_on:
         if why := _why_missing(name, layers):
             faults = [f"not told, {why}"]
-        elif name in blind:
+        elif blind and name in OF_WHAT_RAN:
             faults = ["nothing to judge, what ran is told of no call"]
         else:
-            faults = [*GATES[name](layers.rows), *_missing(name, layers)]
-        lines += [f"{name}: {line}" for line in faults]
-    lines += [line for wanted in gates.expected for line in _unmet(wanted, layers.rows)]
+            changed = _changes(layers.rows) if name == "backend-changed" else ()
+            found = [(row, _fault(name, row)) for row in layers.rows]
+            found += [(row, _missing(name, row)) for row in layers.rows]
+            faults = [*changed, *(_at(row, text) for row, text in found if text is not None)]
+        lines += [f"{name}: {fault}" for fault in faults]
+    for text, (backends, glob) in gates.expected.items():
+        lines += [f"--expect {text}: {line}" for line in _unmet(backends, glob, layers.rows)]
     if lines:
         raise GateError(f"gates of run {layers.run} are not met:\n  " + "\n  ".join(lines))
 
 
 def _why_missing(gate: str, layers: LayerMap) -> str | None:
-    """Return why a run records nothing that a gate can check. Return None if the run records it for
-    at least one call.
-    """
+    """Return why a run records for no call what a gate checks, or None if it does."""
     if gate == "eager-attention" and all(row.calls is None for row in layers.rows):
         return "which a recorded step alone shows, and none was recorded"
-    has_answer = _HAS_ANSWER.get(gate)
+    needed = {"noop-mask": "mask", "asked-not-ran": "asked"}.get(gate)
     # for an observed program, each call that lacks the information is listed instead
-    if has_answer is None or layers.processes or any(map(has_answer, layers.rows)):
+    if needed is None or layers.processes:
+        return None
+    if any(getattr(row, needed) is not None for row in layers.rows):
         return None
     return "a trace alone cannot; run the program with `profharness observe`"
 
 
-def _missing(gate: str, layers: LayerMap) -> Iterator[str]:
-    """Yield a line for each call of an observed program that lacks the information that a gate
-    needs.
-    """
-    for row in layers.rows:
-        seen = row.calls is None or row.site is not None
-        because = f" ({row.reasons[0]})" if row.calls is None and row.reasons else ""
-        if gate in ("math-fallback", "backend-changed") and seen and row.ran is None:
-            yield f"{_place(row)}: what ran is not told{because}"
-        elif gate == "asked-not-ran" and row.kind in THROUGH_SDPA and not (row.asked and row.ran):
-            missing = "what was asked for" if row.ran else "what ran"
-            yield f"{_place(row)}: {missing} is not told{because}"
-        elif gate == "noop-mask" and row.mask is None and row.kind not in ("flex", "custom"):
-            yield f"{_place(row)}: what its mask does is not told{because}"
+def _fault(gate: str, row: LayerRow) -> str | None:
+    """Return the fault of a row, which may be an empty text, or None if it passes."""
+    if gate == "math-fallback" and "math" in _backends(row) and row.asked != "math":
+        return "; ".join(row.reasons)
+    if gate == "eager-attention":
+        # flex_attention without torch.compile computes separate products too
+        return "" if row.kind == "eager" or (row.kind, row.mode) == ("flex", "eager") else None
+    if gate == "noop-mask" and row.mask == NO_MASK_EFFECT:
+        return "its mask hides nothing"
+    if gate == "unseen" and row.ran is None:
+        return "what ran is not told"
+    if gate == "asked-not-ran" and row.ran and row.asked:
+        if row.asked != AUTO and row.ran not in split_names(row.asked):
+            return f"asked for {row.asked}, {row.ran} ran"
+        if row.choice and row.choice != row.ran:
+            return f"PyTorch chose {row.choice}, {row.ran} ran"
+    return None
 
 
-def _unmet(wanted: Expectation, rows: Sequence[LayerRow]) -> Iterator[str]:
-    matching = [row for row in rows if _matches(row, wanted.modules)]
+def _missing(gate: str, row: LayerRow) -> str | None:
+    missing = None
+    seen = row.calls is None or row.site is not None
+    if gate in ("math-fallback", "backend-changed") and seen and row.ran is None:
+        missing = "what ran"
+    elif gate == "asked-not-ran" and row.kind in THROUGH_SDPA and not (row.asked and row.ran):
+        missing = "what was asked for" if row.ran else "what ran"
+    elif gate == "noop-mask" and row.mask is None and row.kind not in ("flex", "custom"):
+        missing = "what its mask does"
+    because = f" ({row.reasons[0]})" if row.calls is None and row.reasons else ""
+    return missing and f"{missing} is not told{because}"
+
+
+def _unmet(backends: Sequence[str], glob: str, rows: Sequence[LayerRow]) -> Iterator[str]:
+    matching = [row for row in rows if _matches(row, glob)]
     for row in matching:
-        parts = _parts(row)
-        if not parts or not parts <= set(wanted.backends):
-            what = f"{row.ran} ran" if row.ran else "what ran is not told"
-            yield f"--expect {wanted.text}: {_place(row)}: {what}"
+        if not row.ran:
+            yield _at(row, "what ran is not told")
+        elif not _backends(row) <= set(backends):
+            yield _at(row, f"{row.ran} ran")
     if not matching:
         named = list(dict.fromkeys(name for row in rows for name in row.names))
         some = ", ".join(named[:3]) or "no modules, for the trace has none (with_stack=True)"
-        yield f"--expect {wanted.text}: matches no call; there are {some}"
+        yield f"matches no call; there are {some}"
 
 
-def _parts(row: LayerRow) -> set[str]:
-    """Return the backends that computed the calls of a row."""
+def _backends(row: LayerRow) -> set[str]:
     return set(row.ran.split(" and ")) if row.ran else set()
 
 
 def _matches(row: LayerRow, glob: str) -> bool:
-    """Return whether a glob pattern matches the full name of one of the row's modules, or the last
-    part of such a name. A call without a module is matched by `*` only.
-    """
+    """Match the full names of the row's modules and their last parts. `*` matches a row without."""
     names = [part for name in row.names for part in (name, name.rpartition(".")[2])]
     return any(fnmatchcase(name, glob) for name in names or [""])
 
 
-def _place(row: LayerRow) -> str:
+def _at(row: LayerRow, text: str) -> str:
     parts = [row.module, row.config] if row.module else [row.config or row.kind]
     direction = "" if row.direction == "forward" else f" ({row.direction})"
-    return " ".join(filter(None, parts)) + direction
+    return f"{' '.join(filter(None, parts))}{direction}{f': {text}' if text else ''}"
 
 
-def _math(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Yield the calls that ran as math, unless math was the only backend that the program
-    requested.
-    """
-    for row in rows:
-        if "math" in _parts(row) and row.asked != "math":
-            reasons = "; ".join(row.reasons)
-            yield f"{_place(row)}{f': {reasons}' if reasons else ''}"
-
-
-def _eager(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Yield the calls whose attention is computed by separate products, which includes
-    flex_attention without torch.compile.
-    """
-    unfused = "flex", "eager"
-    return (_place(row) for row in rows if row.kind == "eager" or (row.kind, row.mode) == unfused)
-
-
-def _noop(rows: Sequence[LayerRow]) -> Iterator[str]:
-    return (f"{_place(row)}: its mask hides nothing" for row in rows if row.mask == NO_MASK_EFFECT)
-
-
-def _not_ran(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Yield the calls that ran on a backend that the program did not allow, or that PyTorch did not
-    choose.
-    """
-    for row in rows:
-        if not row.ran or not row.asked:
-            continue
-        if row.asked != AUTO and row.ran not in split_names(row.asked):
-            yield f"{_place(row)}: asked for {row.asked}, {row.ran} ran"
-        elif row.choice and row.choice != row.ran:
-            yield f"{_place(row)}: PyTorch chose {row.choice}, {row.ran} ran"
-
-
-def _changed(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Yield the modules whose equal calls ran on different backends. Calls without a module are
-    compared with all other such calls.
-    """
-    alike: dict[object, list[tuple[str, LayerRow]]] = defaultdict(list)
+def _changes(rows: Sequence[LayerRow]) -> list[str]:
+    """Return the modules whose equal calls ran on different backends."""
+    alike: dict[object, list[tuple[str, str]]] = {}
     for row in rows:
         if row.config is not None and row.ran:
-            config = any_length(parse_config(row.config), row.phase)
+            config = replace(any_length(parse_config(row.config), row.phase), bwd=False)
             for name in row.names or ("",):
-                alike[name, replace(config, bwd=False), row.phase, row.direction].append(
-                    (name, row)
-                )
-    changes: dict[str, None] = {}
+                group = alike.setdefault((name, config, row.phase, row.direction), [])
+                group.append((name or row.config, row.ran))
+    changes = []
     for group in alike.values():
-        # the iteration order of a set differs from run to run
-        ran = sorted({str(row.ran) for _, row in group})
+        ran = sorted({backend for _, backend in group})
         if len(ran) > 1:
-            name, row = group[0]
-            changes[f"{name or row.config}: {' and '.join(ran)} ran for like calls"] = None
-    return iter(changes)
-
-
-def _unseen(rows: Sequence[LayerRow]) -> Iterator[str]:
-    return (f"{_place(row)}: what ran is not told" for row in rows if row.ran is None)
-
-
-GATES: dict[str, Callable[[Sequence[LayerRow]], Iterator[str]]] = {
-    "math-fallback": _math,
-    "eager-attention": _eager,
-    "noop-mask": _noop,
-    "asked-not-ran": _not_ran,
-    "backend-changed": _changed,
-    "unseen": _unseen,
-}
-OF_WHAT_RAN = ("math-fallback", "asked-not-ran", "backend-changed")
-# The values that a gate needs from at least one row, if a trace alone does not record them.
-_HAS_ANSWER: dict[str, Callable[[LayerRow], bool]] = {
-    "noop-mask": lambda row: row.mask is not None,
-    "asked-not-ran": lambda row: row.asked is not None,
-}
+            changes.append(f"{group[0][0]}: {' and '.join(ran)} ran for like calls")
+    return list(dict.fromkeys(changes))

@@ -1,12 +1,10 @@
-"""The map of a program's attention. Equal calls of equal layers are one row, which contains the
-backend that ran, its time, the reasons, and possible improvements.
-"""
+"""The map of a program's attention, in which equal calls of equal layers are one row."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Annotated, Any
@@ -37,6 +35,14 @@ EAGER = (
     "eager attention: call scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
 )
 
+# By the effect of a mask: a reason, and the change that makes the mask unnecessary.
+_MASKS = {
+    NO_MASK_EFFECT: ("the mask masks nothing", "drop the mask"),
+    "causal": ("the mask is what is_causal=True says", "is_causal=True in place of the mask"),
+}
+Points = tuple[tuple[str, float], ...]  # config labels, each with a number of calls
+Text = str | None
+Number = float | None
 MODULES_SHOWN = 2  # number of innermost modules that are shown for a call if --full is not given
 UNFUSED = "flex_attention without torch.compile: plain products, which hold all scores"
 FUSE = "torch.compile(flex_attention): one fused kernel"
@@ -44,60 +50,58 @@ FUSE = "torch.compile(flex_attention): one fused kernel"
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Equal calls of equal layers. The number of calls and the times are per step, averaged over
-    the selected steps. They are None for calls of an observed program that are in no recorded step.
-    In this case, config is that of the first call.
+    """Equal calls of equal layers. Calls and times are averages per step, and None for calls of an
+    observed program that are in no recorded step. The config is then that of the first call.
     """
 
     run: Annotated[str, column(meaning="id of the run")]
     step: Annotated[str, column(meaning="name of the steps")]
     module: Annotated[
-        str | None,
+        Text,
         column(
             "module",
             shrink=True,
             meaning="path of the module with the numbers of equal layers in braces, if the trace has modules",
         ),
     ]
-    module_class: Annotated[str | None, column(meaning="class of the module")]
+    module_class: Annotated[Text, column(meaning="class of the module")]
     kind: Annotated[
         str, column(meaning="`sdpa`, `inner`, `fast_path`, `flex`, `custom`, `eager` or `replay`")
     ]
-    config: Annotated[str | None, column("config", meaning="label of the call of median length")]
+    config: Annotated[Text, column("config", meaning="label of the call of median length")]
     lengths: Annotated[
         tuple[int, int] | None, column(meaning="the smallest and the largest seq_kv")
     ]
-    calls: Annotated[float | None, column("calls/step", "count", meaning="calls per step")]
-    phase: Annotated[str | None, column("phase", meaning="`prefill`, `decode`, `cross` or `train`")]
+    calls: Annotated[Number, column("calls/step", "count", meaning="calls per step")]
+    phase: Annotated[Text, column("phase", meaning="`prefill`, `decode`, `cross` or `train`")]
     direction: Annotated[str, column(meaning="`forward` or `recompute`")]
     mode: Annotated[
         str, column("mode", meaning="`eager`, `compile` or `graph` (replayed by a CUDA graph)")
     ]
     asked: Annotated[
-        str | None,
+        Text,
         column(
             "asked",
             meaning="backends that the program allowed, joined by commas; `auto` if it excluded none; empty if unknown",
         ),
     ]
-    ran: Annotated[str | None, column("ran", meaning="the backend that computed it")]
-    sdpa_op: Annotated[str | None, column(meaning="the attention op in the trace")]
+    ran: Annotated[Text, column("ran", meaning="the backend that computed it")]
+    sdpa_op: Annotated[Text, column(meaning="the attention op in the trace")]
     kernels: Annotated[
         tuple[str, ...],
         column("kernels", "names", meaning="short names in order of the first launch"),
     ]
     forward_ns: Annotated[
-        float | None,
-        column("forward µs", "us", meaning="kernel time per step, if there are kernels"),
+        Number, column("forward µs", "us", meaning="kernel time per step, if there are kernels")
     ]
     backward_ns: Annotated[
-        float | None, column("backward µs", "us", meaning="kernel time of the backward per step")
+        Number, column("backward µs", "us", meaning="kernel time of the backward per step")
     ]
     share: Annotated[
-        float | None,
+        Number,
         column("% of busy", "percent", meaning="share of the time in which the GPU was busy"),
     ]
-    step_share: Annotated[float | None, column("% of step", "percent", meaning="share of the step")]
+    step_share: Annotated[Number, column("% of step", "percent", meaning="share of the step")]
     reasons: Annotated[
         tuple[str, ...], column(meaning="why it ran so, or what the config does not describe")
     ]
@@ -105,45 +109,38 @@ class LayerRow:
     replayable: Annotated[bool, column(meaning="whether the config is the whole call")]
     names: Annotated[tuple[str, ...], column(meaning="full names of the modules")] = ()
     mask: Annotated[
-        str | None,
+        Text,
         column(
             "mask",
             meaning="effect of the first call's mask; `none` without a mask; empty if unknown",
         ),
     ] = None
     points: Annotated[
-        tuple[tuple[str, float], ...],
+        Points,
         column(
             meaning="the configs to time instead of the calls, each with the calls per step that it represents"
         ),
     ] = ()
-    best: Annotated[
-        str | None, column("best", meaning="the fastest correct backend, with `--bench`")
-    ] = None
-    ran_ns: Annotated[
-        float | None, column(meaning="time of one call on what ran, with `--bench`")
-    ] = None
+    best: Annotated[Text, column("best", meaning="the fastest correct backend, with `--bench`")] = (
+        None
+    )
+    ran_ns: Annotated[Number, column(meaning="time of one call on what ran, with `--bench`")] = None
     best_ns: Annotated[
-        float | None, column(meaning="time of one call on the best backend, with `--bench`")
+        Number, column(meaning="time of one call on the best backend, with `--bench`")
     ] = None
     saves_ns: Annotated[
-        float | None,
+        Number,
         column(
             "saves µs/step",
             "us",
             meaning="savings of the best backend per step, forward and backward",
         ),
     ] = None
-    saves_forward_ns: Annotated[float | None, column(meaning="savings of the forward per step")] = (
-        None
-    )
-    saves_backward_ns: Annotated[
-        float | None, column(meaning="savings of the backward per step")
-    ] = None
-    choice: Annotated[str | None, column(meaning="PyTorch's choice, recorded by `observe`")] = None
+    saves_forward_ns: Annotated[Number, column(meaning="savings of the forward per step")] = None
+    saves_backward_ns: Annotated[Number, column(meaning="savings of the backward per step")] = None
+    choice: Annotated[Text, column(meaning="PyTorch's choice, recorded by `observe`")] = None
     site: Annotated[
-        str | None,
-        column("at", shrink=True, meaning="file and line of the call, recorded by `observe`"),
+        Text, column("at", shrink=True, meaning="file and line of the call, recorded by `observe`")
     ] = None
     program_calls: Annotated[
         int | None,
@@ -156,7 +153,7 @@ class LayerRow:
         column(meaning="dimensions of query, key, value and mask if no config describes them"),
     ] = ()
     program_points: Annotated[
-        tuple[tuple[str, float], ...],
+        Points,
         column(
             meaning="the configs of calls outside of steps, each with the calls of the program that it represents"
         ),
@@ -170,17 +167,16 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """The time per step that the fastest correct backends save. The forward and backward savings
-    are None if a forward pass was not timed on its own. The backward savings are also None if there
-    is no backward pass.
+    """The time per step that the fastest correct backends save. Savings of one direction are None
+    if a forward pass was not timed on its own, or if there is no such pass.
     """
 
     run: str  # id of the run of the bench
     measurement: str  # the measurement, such as `kernel`
-    gpu: str | None
+    gpu: Text
     saves_ns: float
-    saves_forward_ns: float | None
-    saves_backward_ns: float | None
+    saves_forward_ns: Number
+    saves_backward_ns: Number
     timed_calls: float
     untimed_calls: float
     launch_bound: bool
@@ -190,54 +186,47 @@ class Regret:
 
 @dataclass(frozen=True, slots=True)
 class LayerForecast:
-    """The prediction of one row of a map for another GPU. Times are kernel times. They include the
-    backward pass if the config has `bwd`.
-    """
+    """The prediction of one row for another GPU. Kernel times include the backward with `bwd`."""
 
     predicted_backend: Annotated[
-        str | None,
-        column("takes", meaning="PyTorch's choice there among the allowed backends, by rule"),
+        Text, column("takes", meaning="PyTorch's choice there among the allowed backends, by rule")
     ] = None
     predicted_source: Annotated[
-        str | None,
+        Text,
         column(
             "source",
-            meaning="the least certain source of the calls: `measured`, `model` or `floor` (a "
-            "lower bound instead of a time)",
+            meaning="the least certain source of the calls: `measured`, `model` or `floor` (a lower "
+            "bound instead of a time)",
         ),
     ] = None
     predicted_kernels: Annotated[
         tuple[str, ...], column("kernels", "names", meaning="kernels of the call of median length")
     ] = ()
-    predicted_ns: Annotated[
-        float | None, column("µs/call", "us", meaning="mean time of one call")
-    ] = None
+    predicted_ns: Annotated[Number, column("µs/call", "us", meaning="mean time of one call")] = None
     predicted_low_ns: Annotated[
-        float | None, column("from", "us", meaning="lower end of the 90 % interval of one call")
+        Number, column("from", "us", meaning="lower end of the 90 % interval of one call")
     ] = None
     predicted_high_ns: Annotated[
-        float | None, column("to", "us", meaning="upper end of that interval")
+        Number, column("to", "us", meaning="upper end of that interval")
     ] = None
     predicted_total_ns: Annotated[
-        float | None,
-        column("µs", "us", meaning="time of all calls of a step, else of the whole program"),
+        Number, column("µs", "us", meaning="time of all calls of a step, else of the whole program")
     ] = None
     predicted_share: Annotated[
-        float | None, column("share", "percent", meaning="share of all predicted attention")
+        Number, column("share", "percent", meaning="share of all predicted attention")
     ] = None
     predicted_best: Annotated[
-        str | None,
-        column("best", meaning="the fastest backend that supports the call and has a time"),
+        Text, column("best", meaning="the fastest backend that supports the call and has a time")
     ] = None
-    predicted_best_ns: Annotated[float | None, column(meaning="time of one call on it")] = None
+    predicted_best_ns: Annotated[Number, column(meaning="time of one call on it")] = None
     predicted_saves_ns: Annotated[
-        float | None, column("saves µs", "us", meaning="savings of the best backend for all calls")
+        Number, column("saves µs", "us", meaning="savings of the best backend for all calls")
     ] = None
     predicted_certain: Annotated[
         bool | None, column(meaning="whether the two intervals are more than 3 % apart")
     ] = None
-    predicted_reason: Annotated[str | None, column(meaning="why something is missing")] = None
-    predicted_gpu: Annotated[str | None, column(meaning="the predicted GPU")] = None
+    predicted_reason: Annotated[Text, column(meaning="why something is missing")] = None
+    predicted_gpu: Annotated[Text, column(meaning="the predicted GPU")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +235,7 @@ class Forecast:
 
     gpu: str
     torch: str
-    machine: str | None  # the machine that the atlas was measured on; None if there is no atlas
+    machine: Text  # the machine that the atlas was measured on; None if there is no atlas
     of: str  # what the calls and times refer to: `step`, or `program` if no step was recorded
     ns: float
     low_ns: float
@@ -260,9 +249,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The reason why a backend does not support a config, and the first change after which the
-    backend supports it.
-    """
+    """Why a backend does not support a config, and the first change after which it does."""
 
     backend: str
     reason: str
@@ -275,9 +262,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """The map of one run: its rows in descending order of time, its steps, the largest gaps, and
-    caveats.
-    """
+    """The map of one run. The rows are in descending order of time."""
 
     run: str
     rows: tuple[LayerRow, ...]
@@ -309,17 +294,16 @@ class LayerMap:
 def find_layers(
     store: Store, run: str, *, step: int | None = None, torch: str | None = None
 ) -> LayerMap:
-    """Return the map of a run. `step` selects a single step, counted from 0 over all traces of the
-    run. `torch` is the PyTorch release that the rules use if the run does not record it. Raise
-    NotFoundError if the run has no attention calls or no such step, and UsageError for an unknown
-    release.
+    """Return the map of a run. `step` selects one step, counted from 0 over all traces. `torch` is
+    the PyTorch release if the run does not record it. Raise NotFoundError without attention calls
+    or such a step, and UsageError for an unknown release.
     """
     calls = store.calls(run)
     observed = ObservedCalls(store.templates(run), calls)
     if not calls and not observed:
-        of_configs = (
-            f"it is of configs (profharness kernels --run {run}); " if store.cells(run) else ""
-        )
+        of_configs = ""
+        if store.cells(run):
+            of_configs = f"it is of configs (profharness kernels --run {run}); "
         raise NotFoundError(
             f"run {run} shows no attention call of a program; {of_configs}record a trace with "
             "torch.profiler.profile(record_shapes=True, with_stack=True) and ingest it"
@@ -368,29 +352,35 @@ def find_layers(
 def group_calls(
     calls: Iterable[CallRow], observed: ObservedCalls | None = None
 ) -> list[list[CallRow]]:
-    """Group equal calls. The groups are in the order of their first calls."""
+    """Group equal calls in the order of their first calls. Decoding calls may differ in keys."""
     groups: dict[tuple[Any, ...], list[CallRow]] = {}
     for call in calls:
         kind = observed.kind(call) if observed else None
         recorded = (kind.asked, kind.choice, kind.ran, kind.mask, _site(kind)) if kind else ()
-        groups.setdefault((*_group_key(call), call.trace == UNTRACED, recorded), []).append(call)
+        config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
+        shapes = call.dims if config is None else ()
+        pattern = NUMBER.sub("{}", module_name(call) or "")
+        key = (
+            *(pattern, call.kind, call.op, call.sdpa_op, config, shapes, call.mode),
+            *(call.recompute, call.backward, actual_backend(call)),
+            *(call.trace == UNTRACED, recorded),
+        )
+        groups.setdefault(key, []).append(call)
     return list(groups.values())
 
 
 def _site(kind: CallSignature | None) -> str | None:
-    """Return the place of a call in the program, such as `model.py:18`, or None if it is unknown."""
+    """Return the file and line of a call, such as `model.py:18`."""
     if kind is None or kind.file is None:
         return None
     return kind.file if kind.line is None else f"{kind.file}:{kind.line}"
 
 
 def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
-    """Return the platform of the program, to which the rules are applied. Return None if its
-    PyTorch release is unknown.
-    """
+    """Return the platform of the program. Return None if its PyTorch release is unknown."""
     environment = store.environment(run)
-    devices = store.devices(run)
     if torch is not None:
+        devices = store.devices(run)
         gpu = devices[0].name if devices else environment.get("gpu")
         platforms = named_platforms(torch, gpu or CPU)
         if len(platforms) > 1 or ".." in torch:
@@ -406,39 +396,19 @@ def _platform(store: Store, run: str, torch: str | None) -> Platform | None:
 
 
 def module_name(call: CallRow) -> str | None:
-    """Return the dotted path of the call's module. If it is unknown, return the numbered classes
-    around the call.
-    """
+    """Return the dotted path of the call's module, else the numbered classes around the call."""
     return call.path or ".".join(call.modules) or None
 
 
-def _group_key(call: CallRow) -> tuple[Any, ...]:
-    """Return a key that is the same for equal calls. Decoding calls are equal even if their numbers
-    of keys differ.
-    """
-    config = any_length(parse_config(call.config), phase_of(call)) if call.config else None
-    shapes = call.dims if config is None else ()
-    module = module_name(call)
-    return (
-        NUMBER.sub("{}", module) if module else None,
-        call.kind, call.op, call.sdpa_op, config, shapes, call.mode, call.recompute,
-        call.backward, actual_backend(call),
-    )  # fmt: skip
-
-
 def any_length(config: Config, phase: str | None) -> Config:
-    """Return the config unchanged, or for a decoding call without the values that change from token
-    to token.
-    """
+    """Return the config, without what changes from token to token if the call decodes."""
     if phase != "decode":
         return config
     return replace(config.contiguous(), seq_len_kv=1, mask_strides=None)
 
 
 def phase_of(call: CallRow) -> str | None:
-    """Return the phase of the model that a call belongs to, based on its shapes. Return None if the
-    shapes are unknown.
-    """
+    """Return the phase of the model that a call belongs to, or None if its shapes are unknown."""
     if call.backward or call.recompute:
         return "train"
     if call.config is None:
@@ -450,9 +420,7 @@ def phase_of(call: CallRow) -> str | None:
 
 
 def actual_backend(call: CallRow) -> str | None:
-    """Return the backend that computed a call. It is determined by the op, or by the families of
-    the kernels if the op does not show it.
-    """
+    """Return the backend that computed a call, by its op or else the families of its kernels."""
     if call.kind in ("eager", "flex"):
         return call.kind
     by_op = backend_of_op(call.sdpa_op)
@@ -469,8 +437,8 @@ def module_names(calls: Iterable[CallRow]) -> tuple[str, ...]:
 
 
 def merge_numbered(names: Sequence[str]) -> str | None:
-    """Merge names that differ only in numbers into one name, such as `layers.{0-2}.attn`. Return
-    None if there are no names.
+    """Merge names that differ only in numbers, as in `layers.{0-2}.attn`. Return None without
+    names.
     """
     if not names:
         return None
@@ -516,14 +484,13 @@ def _row(
     spent: Counter[str] = Counter()
     for kernel in chain.from_iterable(call.kernels for call in group):
         spent["backward" if kernel.direction == "backward" else "forward"] += kernel.total_ns
-    ran_there = actual_backend(first) or (kind.ran if kind else None)
+    ran = actual_backend(first) or (kind.ran if kind else None)
     mask = observed.common_field(first, "mask")
     if mask is None and observed and middle and middle.mask == "none" and first.reason is None:
         mask = NO_MASK
-    reasons, advice = _reasons_and_advice(first, middle, platform, ran_there, kind)
+    reasons, advice = _reasons_and_advice(first, middle, platform, ran, kind)
     has_kernels = any(call.kernels for call in group)
     busy, long = sum(row.busy_ns for row in steps), sum(row.duration_ns for row in steps)
-    kernels = dict.fromkeys(kernel.kernel_short for call in group[:1] for kernel in call.kernels)
     lengths = [config.seq_len_kv for config in configs]
     if not traced:
         lengths = observed.lengths(group) or lengths
@@ -540,9 +507,9 @@ def _row(
         direction="recompute" if first.recompute else "forward",
         mode=first.mode,
         asked=observed.common_field(first, "asked"),
-        ran=ran_there,
+        ran=ran,
         sdpa_op=first.sdpa_op,
-        kernels=tuple(kernels),
+        kernels=tuple(dict.fromkeys(kernel.kernel_short for kernel in first.kernels)),
         forward_ns=spent["forward"] / count if has_kernels else None,
         backward_ns=spent["backward"] / count if has_kernels and spent["backward"] else None,
         share=spent.total() / busy if has_kernels and busy else None,
@@ -561,13 +528,12 @@ def _row(
     )
 
 
-def points_of(calls: Iterable[CallRow], count: int) -> tuple[tuple[str, float], ...]:
-    """Return the configs of the calls with the smallest, the median and the largest seq_kv. The
-    weight of a config is the number of calls per step that it represents, for calls from `count`
-    steps.
+def points_of(calls: Iterable[CallRow], count: int) -> Points:
+    """Return the configs of the calls with the smallest, the median and the largest seq_kv. Each
+    has a weight, the number of calls per step that it represents, for calls from `count` steps.
 
-    A call between two of these configs is divided between both. The closer config receives the
-    larger part. A call that is recomputed in the backward pass counts as a forward call.
+    A call between two of these configs is divided between both, in inverse proportion to the
+    distance. A call that is recomputed in the backward pass counts as a forward call.
     """
     configs = [
         replace(config, bwd=False) if call.recompute else config
@@ -607,65 +573,44 @@ def _reasons_and_advice(
     call: CallRow,
     config: Config | None,
     platform: Platform | None,
-    ran_there: str | None,
+    ran: str | None,
     kind: CallSignature | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the reasons why a call ran as it did, and the advice for it."""
     reasons = [call.reason] if call.reason else []
     advice: list[str] = []
     if kind:
-        reasons += _departures(kind, ran_there)
-        advice += _without_mask(kind, config, platform, ran_there)
-    if kind and ran_there == kind.asked == "math":
-        advice.append(
-            "allow other backends: sdpa_kernel or a switch of torch.backends rules them out"
-        )
+        if ran == "math" and kind.asked not in (None, "math"):
+            allowed = "any backend" if kind.asked == AUTO else kind.asked
+            reasons.append(f"a silent fall-back: the program allowed {allowed}, and math ran")
+        if ran and kind.choice and kind.choice != ran and ran != "none":
+            reasons.append(f"PyTorch said that it would take {kind.choice}, and {ran} ran")
+        if kind.mask in _MASKS:
+            reason, change = _MASKS[kind.mask]
+            reasons.append(f"{reason}, as of the first call")
+            then = ""
+            if config is not None and platform is not None:
+                bare = replace(config, mask="none", mask_shape=None, mask_strides=None)
+                bare = replace(bare, causal=bare.causal or kind.mask == "causal")
+                predicted = explain_by_rule(bare, platform, advice=False).predicted
+                then = "" if predicted in (None, "none", ran) else f", then {predicted} runs"
+            advice.append(f"{change}, if it is the same in all calls{then}")
+        if ran == kind.asked == "math":
+            advice.append(
+                "allow other backends: sdpa_kernel or a switch of torch.backends rules them out"
+            )
     if call.kind == "eager":
         return tuple(reasons), (EAGER,)
     if call.kind == "flex" and not call.compiled:
         return (*reasons, UNFUSED), (FUSE,)
-    if ran_there != "math" or config is None or platform is None:
-        return tuple(reasons), tuple(advice)
-    changes = suggestions(config, platform)
-    reasons += [f"{item.backend}: {item.reason}" for item in changes]
-    return tuple(reasons), (*advice, *(item.text for item in changes if item.advice))
-
-
-def _departures(kind: CallSignature, ran_there: str | None) -> Iterator[str]:
-    """Yield sentences about differences between the backends that were allowed, chosen and used,
-    and about masks that have no effect.
-    """
-    if ran_there == "math" and kind.asked not in (None, "math"):
-        allowed = "any backend" if kind.asked == AUTO else kind.asked
-        yield f"a silent fall-back: the program allowed {allowed}, and math ran"
-    if ran_there and kind.choice and kind.choice != ran_there and ran_there != "none":
-        yield f"PyTorch said that it would take {kind.choice}, and {ran_there} ran"
-    if kind.mask == NO_MASK_EFFECT:
-        yield "the mask masks nothing, as of the first call"
-    elif kind.mask == "causal":
-        yield "the mask is what is_causal=True says, as of the first call"
-
-
-def _without_mask(
-    kind: CallSignature, config: Config | None, platform: Platform | None, ran_there: str | None
-) -> Iterator[str]:
-    """Yield the change that makes a mask unnecessary, and the backend that PyTorch then chooses."""
-    change = {NO_MASK_EFFECT: "drop the mask", "causal": "is_causal=True in place of the mask"}
-    if kind.mask not in change:
-        return
-    then = ""
-    if config is not None and platform is not None:
-        bare = replace(config, mask="none", mask_shape=None, mask_strides=None)
-        bare = replace(bare, causal=bare.causal or kind.mask == "causal")
-        predicted = explain_by_rule(bare, platform, advice=False).predicted
-        then = f", then {predicted} runs" if predicted not in (None, "none", ran_there) else ""
-    yield f"{change[kind.mask]}, if it is the same in all calls{then}"
+    if ran == "math" and config is not None and platform is not None:
+        for item in suggestions(config, platform):
+            reasons.append(f"{item.backend}: {item.reason}")
+            advice += [item.text] if item.advice else []
+    return tuple(reasons), tuple(advice)
 
 
 def suggestions(config: Config, platform: Platform) -> list[Suggestion]:
-    """Return the backends that the rules refuse for a config on a platform, with the first change
-    after which each is accepted. The math backend is left out.
-    """
+    """Return the backends except math that the rules refuse, with the change that helps each."""
     return [
         Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
         for side in explain_by_rule(config, platform).backends
@@ -674,41 +619,38 @@ def suggestions(config: Config, platform: Platform) -> list[Suggestion]:
 
 
 def _caveats(
-    rows: Iterable[LayerRow],
+    rows: Sequence[LayerRow],
     platform: Platform | None,
     observed: ObservedCalls,
     problems: Sequence[str],
-) -> tuple[str, ...]:
-    kept = list(rows)
+) -> list[str]:
     texts = []
     if names := join_numbered([kind.name for kind in observed.hidden() if kind.name]):
         texts.append(
             f"Compiled code calls attention in {names}; the trace does not say which is which."
         )
-    live = [row for row in kept if row.kind != "replay"]
-    if len(live) < len(kept):
+    live = [row for row in rows if row.kind != "replay"]
+    if len(live) < len(rows):
         texts.append(
             "CUDA graphs: what a replay computed is told by its capture alone; record both, or the "
             "program without graphs."
         )
-    if all(row.calls is None for row in kept) and not problems:
+    if all(row.calls is None for row in rows) and not problems:
         texts.append("No step was recorded: calls are counted, and there are no kernels and times.")
     elif live and not observed and not any(row.module for row in live):
         texts.append(
             "The trace has no modules: record it with with_stack=True; nsys tells none, but under "
             "`observe --profiler nsys` they are told."
         )
-    if platform is None and any(row.ran == "math" for row in kept):
+    if platform is None and any(row.ran == "math" for row in rows):
         texts.append("Why math ran depends on PyTorch's release: name it with --torch.")
-    if all(row.forward_ns is None for row in kept) and any(row.calls is not None for row in kept):
+    if all(row.forward_ns is None for row in rows) and any(row.calls is not None for row in rows):
         texts.append("No kernel of these calls is in the trace, so no time is told.")
-    return tuple(texts)
+    return texts
 
 
 def replay_lines(layers: LayerMap) -> list[str]:
-    """Return the lines that `--configs` prints. Each line has a config that replays calls, and the
-    modules of these calls.
-    """
+    """Return the lines of `--configs`: a config that replays calls, and their modules."""
     lines: dict[str, list[str]] = {}
     for row in layers.rows:
         if row.config and row.replayable:
@@ -717,8 +659,8 @@ def replay_lines(layers: LayerMap) -> list[str]:
 
 
 def short_module(module: str | None) -> str | None:
-    """Return the innermost modules of a path. If this would start with the number of a layer, the
-    name of the list that contains the layer is kept too.
+    """Return the innermost modules of a path. If the first would be the number of a layer, the name
+    of its list is kept too.
     """
     parts = (module or "").split(".")
     if "{" in parts[0] or not module:

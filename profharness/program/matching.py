@@ -1,6 +1,4 @@
-"""Compare the attention calls of two programs. The calls are paired layer by layer, with the
-backend that ran and its time on both sides.
-"""
+"""Match the attention calls of several programs layer by layer, and compare two programs."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class LayerSide:
-    """Equal calls of equal layers on one side. The fields config, phase, mode and sdpa_op are those
-    of the call of median length.
-    """
+    """Equal calls of equal layers in one program, represented by the call of median length."""
 
     module: str | None  # name of the module, with the numbers of equal layers in braces
     config: str | None
@@ -72,9 +68,7 @@ class LayerSide:
 
 @dataclass(frozen=True, slots=True)
 class MatchedLayers:
-    """Equal layers of several programs. The side of a program that does not have these layers is
-    None. At least one side is not.
-    """
+    """Equal layers of several programs. The side of a program without them is None."""
 
     direction: str
     sides: tuple[LayerSide | None, ...]
@@ -153,8 +147,8 @@ _KEYS: tuple[Callable[[_Site], Hashable], ...] = (
 
 
 def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Program | None:
-    """Return the attention calls of a run. If `configs` is not empty, return only the calls with
-    these configs. Return None if the run has cells, or if there are no such calls.
+    """Return the attention calls of a run, if not empty those with the given configs. Return None
+    if the run has cells or no such calls.
     """
     if store.cells(run):
         return None
@@ -177,9 +171,8 @@ def find_program(store: Store, run: str, configs: Sequence[Config] = ()) -> Prog
 
 
 def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tuple[LayerDiff, ...]:
-    """Return one row per group of equal layers of both sides, in the order of the baseline. A layer
-    that only one side has is `added` or `removed`. `threshold` is the minimum relative change of a
-    time that is reported as faster or slower.
+    """Return one row per group of equal layers. `threshold` is the relative change of a time from
+    which it is faster or slower.
     """
     doubts = _doubts(baseline, candidate)
     groups = _equal_layers((baseline, candidate))
@@ -210,9 +203,7 @@ def _position(group: _Group) -> tuple[int, int]:
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
-    """Match the layers of several programs. Return one row per group of equal layers, in the order
-    of the first program that has them.
-    """
+    """Return one row per group of equal layers, in the order of the first program that has them."""
     rows = []
     for direction, calls in _equal_layers(programs):
         sides = [
@@ -268,7 +259,6 @@ def _equal_layers(programs: Sequence[Program]) -> list[_Group]:
 
 
 def _sites(program: Program, whole: bool) -> list[_Site]:
-    """Return the layers of a program in the order of their first calls."""
     calls_by_site: dict[_Site, list[CallRow]] = {}
     seen: Counter[Hashable] = Counter()
     for call in (*program.calls, *(program.untraced if whole else ())):
@@ -289,7 +279,7 @@ def _sites(program: Program, whole: bool) -> list[_Site]:
 
 def _shapes(call: CallRow, config: Config | None) -> tuple[Hashable, Hashable]:
     """Return two keys of a call: its config without dtype and strides, and its sizes without masks
-    and grouped heads. For a decoding call, neither key contains the number of keys.
+    and grouped heads. Both lack the number of keys in decoding.
     """
     if config is None:
         dims = tuple(dims for dims in call.dims if dims is not None)
@@ -394,9 +384,7 @@ def _side(program: Program, calls: Sequence[CallRow]) -> LayerSide:
 
 
 def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
-    """Return the forward time and the backward time of a call's kernels, in nanoseconds. The
-    backward time is None if there was no backward pass. Return None if the call has no kernels.
-    """
+    """Return the times of a call's forward and backward kernels, each None if there are none."""
     if not call.kernels:
         return None
     backward = [kernel.total_ns for kernel in call.kernels if kernel.direction == "backward"]
@@ -405,7 +393,6 @@ def _kernel_times(call: CallRow) -> tuple[int, int | None] | None:
 
 
 def _samples(calls: Iterable[CallRow], *, both_ways: bool) -> list[int]:
-    """Return the kernel times of single calls, with the backward pass if `both_ways`."""
     times = filter(None, map(_kernel_times, calls))
     if not both_ways:
         return [forward for forward, _ in times]
@@ -449,7 +436,6 @@ def _diff(
 
 
 def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
-    """Return the differences between two sides other than the backend and the time."""
     steps = [None if side.calls is None else f"{side.calls:g}" for side in (base, cand)]
     if_both_known: tuple[tuple[str, Any, Any], ...] = (
         ("calls a step", steps[0], steps[1]),
@@ -470,9 +456,7 @@ def _differences(base: LayerSide, cand: LayerSide) -> list[str]:
 def _speed(
     base: Sequence[int], cand: Sequence[int], threshold: float
 ) -> tuple[float | None, Verdict, str]:
-    """Return the ratio of the times, the verdict and its reason. Few calls have no rank test; their
-    ranges decide.
-    """
+    """Return the ratio of the times, the verdict and its reason."""
     if not base or not cand or not median(base) or not median(cand):
         return None, "unknown", "no times of kernels on both sides"
     times = median(base), median(cand)

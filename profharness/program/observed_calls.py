@@ -1,7 +1,6 @@
 """Match the templates that the observer recorded with the attention calls in traces.
 
-A template describes calls that are equal except for their lengths. The matching determines which
-calls belong to a template, which calls are in no trace, and how often each call was made.
+A template describes calls that are equal except for their lengths.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ KindLengths = tuple[int, Lengths | None]
 
 
 class ObservedCalls:
-    """The observed calls of a run. Equal templates of several processes form one kind of call,
-    whose number is that of the first template. `traced` are the calls in the traces of the run.
+    """The observed calls of a run. Equal templates of several processes form one kind, with the
+    number of the first. `traced` are the calls in traces.
     """
 
     def __init__(self, templates: Iterable[CallSignature], traced: Sequence[CallRow]) -> None:
-        self._kinds: dict[int, CallSignature] = {}  # kinds by the number of each of their templates
+        rows = list(templates)
+        self.processes = len({row.pid for row in rows})
         alike: dict[str, list[CallSignature]] = {}
-        self.processes = 0
-        pids = set()
-        for row in templates:
-            pids.add(row.pid)
+        for row in rows:
             bare = replace(row, template=0, pid=0, rank=None, calls=0, lengths=())
             alike.setdefault(repr(bare), []).append(row)
-        self.processes = len(pids)
-        for rows in alike.values():
+        self._distinct: list[CallSignature] = []
+        self._kinds: dict[int, CallSignature] = {}  # kinds by the number of each of their templates
+        for equal in alike.values():
             counted = Counter[tuple[int, ...]]()
-            for row in rows:
+            for row in equal:
                 counted.update(dict(row.lengths))
-            calls = sum(row.calls for row in rows)
-            kind = replace(rows[0], calls=calls, lengths=tuple(counted.items()))
-            self._kinds.update({row.template: kind for row in rows})
+            calls = sum(row.calls for row in equal)
+            kind = replace(equal[0], calls=calls, lengths=tuple(counted.items()))
+            self._distinct.append(kind)
+            self._kinds.update({row.template: kind for row in equal})
         self._compiled = any(call.compiled for call in traced)
-        self._shown = {place for call in traced if (place := self._place(call))}
+        self._shown = {found for call in traced if (found := self._kind_lengths(call))}
 
     def __bool__(self) -> bool:
         return bool(self._kinds)
@@ -54,8 +53,7 @@ class ObservedCalls:
 
     def common_field(self, call: CallRow, name: str) -> str | None:
         """Return the value of a field of a call's kind. A fused call in compiled code may belong to
-        any kind of call in compiled code. For such a call, return the value only if all those kinds
-        have the same value.
+        any kind there, so it has a value only if all those kinds agree.
         """
         kinds: Iterable[CallSignature | None] = [self.kind(call)]
         if call.compiled and call.template is None and call.kind == "inner":
@@ -64,17 +62,15 @@ class ObservedCalls:
         return values.pop() if len(values) == 1 else None
 
     def hidden(self) -> list[CallSignature]:
-        """Return the kinds of calls in compiled code, which cannot be matched with the calls in a
-        trace.
-        """
-        return [kind for kind in self._distinct() if kind.compiled and self._compiled]
+        """Return the kinds of calls in compiled code, which match no particular call in a trace."""
+        return [kind for kind in self._distinct if kind.compiled and self._compiled]
 
     def untraced(self) -> list[CallRow]:
         """Return one call for each kind that has calls that are in no trace."""
         linked = {number for number, _ in self._shown}
         return [
             _as_call(kind)
-            for kind in self._distinct()
+            for kind in self._distinct
             if not (self._compiled if kind.compiled else kind.template in linked)
             or (not kind.compiled and self._untraced_lengths(kind))
         ]
@@ -85,9 +81,7 @@ class ObservedCalls:
         return [key[2] for kind in kinds if kind for key in self._untraced_lengths(kind) if key]
 
     def points(self, group: Iterable[CallRow]) -> tuple[tuple[str, float], ...]:
-        """Return the configs of those calls in a group that are in no trace. Each config comes with
-        the number of calls that it represents.
-        """
+        """Return the configs of a group's calls that are in no trace, with their numbers of calls."""
         made = Counter[Config]()
         for call in group:
             kind = self.kind(call)
@@ -99,32 +93,35 @@ class ObservedCalls:
         return tuple((config.label, calls) for config, calls in _representatives(made))
 
     def counts(self, groups: Sequence[Sequence[CallRow]]) -> list[int | None]:
-        """Return how often the whole program made the calls of each group. Return None for a group
-        if the number is unknown, as for replays of a CUDA graph, and for calls that are in several
-        groups.
+        """Return how often the whole program made the calls of each group. The number is None if
+        unknown: for replays of a CUDA graph, compiled code, and calls in several groups.
         """
-        places = [{self._place(call) for call in group} for group in groups]
-        groups_with = Counter(place for group in places for place in group)
-        return [
-            sum(self._count(place) for place in group if place)
-            if all(place and groups_with[place] == 1 and self._counted(place) for place in group)
-            and not any(call.graph for call in calls)
-            else None
-            for group, calls in zip(places, groups, strict=True)
-        ]
+        found = [{self._kind_lengths(call) for call in group} for group in groups]
+        groups_with = Counter(each for group in found for each in group)
+        counts: list[int | None] = []
+        for group, calls in zip(found, groups, strict=True):
+            known = [
+                each
+                for each in group
+                if each and groups_with[each] == 1 and not self._kinds[each[0]].compiled
+            ]
+            if len(known) < len(group) or any(call.graph for call in calls):
+                counts.append(None)
+            else:
+                counts.append(sum(map(self._count, known)))
+        return counts
 
-    def _distinct(self) -> list[CallSignature]:
-        return list({kind.template: kind for kind in self._kinds.values()}.values())
-
-    def _place(self, call: CallRow) -> KindLengths | None:
+    def _kind_lengths(self, call: CallRow) -> KindLengths | None:
         kind = self.kind(call)
         if kind is None:
             return None
-        return kind.template, None if call.trace == UNTRACED else _key(kind, _lengths(call))
-
-    def _counted(self, place: KindLengths) -> bool:
-        """Return whether the number of calls is known. The number is unknown for compiled code."""
-        return not self._kinds[place[0]].compiled
+        if call.trace == UNTRACED:
+            return kind.template, None
+        query, key = (dims or () for dims in call.dims[:2])
+        lengths: tuple[int, ...] = ()
+        if len(query) >= 3 and len(key) >= 3:
+            lengths = (query[0] if len(query) == 4 else 1, query[-2], key[-2])
+        return kind.template, _key(kind, lengths)
 
     def _untraced_lengths(self, kind: CallSignature) -> dict[tuple[int, ...], int]:
         """Return the lengths of calls of a kind that are in no trace, with the number of calls."""
@@ -134,17 +131,15 @@ class ObservedCalls:
             if (kind.template, _key(kind, key)) not in self._shown
         }
 
-    def _count(self, place: KindLengths) -> int:
-        kind = self._kinds[place[0]]
-        if place[1] is None:
+    def _count(self, found: KindLengths) -> int:
+        kind = self._kinds[found[0]]
+        if found[1] is None:
             return sum(self._untraced_lengths(kind).values()) if kind.lengths else kind.calls
-        return sum(count for key, count in kind.lengths if _key(kind, key) == place[1])
+        return sum(count for key, count in kind.lengths if _key(kind, key) == found[1])
 
 
 def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
-    """Return the config with other lengths. The result has no strides if the lengths differ,
-    because strides are recorded only for the first call.
-    """
+    """Return the config with other lengths, without the strides, which are of the first call."""
     own = (config.batch, config.seq_len_q, config.seq_len_kv)
     if lengths in ((), own) or config.kv_batch is not None:
         return config
@@ -154,48 +149,34 @@ def _with_lengths(config: Config, lengths: tuple[int, ...]) -> Config:
 
 
 def _representatives(made: Counter[Config]) -> list[tuple[Config, int]]:
-    """Return at most MOST_POINTS configs, each with the number of calls that it represents. If
-    there are more configs, calls of similar size form a group, and the middle config of the group
-    represents them.
+    """Return at most MOST_POINTS configs, each with the number of calls that it represents. Calls
+    of similar size share a config.
     """
-    ordered = sorted(made.items(), key=lambda item: (_size(item[0]), item[0].label))
+
+    def size(item: tuple[Config, int]) -> tuple[int, str]:
+        config = item[0]
+        return config.batch * config.seq_len_q * config.seq_len_kv, config.label
+
     whole, before = made.total(), 0
     groups: dict[int, list[tuple[Config, int]]] = {}
-    for number, (config, calls) in enumerate(ordered):
+    for number, (config, calls) in enumerate(sorted(made.items(), key=size)):
         middle = (2 * before + calls) / (2 * whole)
-        place = int(middle * MOST_POINTS) if len(ordered) > MOST_POINTS else number
-        groups.setdefault(place, []).append((config, calls))
+        group = int(middle * MOST_POINTS) if len(made) > MOST_POINTS else number
+        groups.setdefault(group, []).append((config, calls))
         before += calls
     return [
         (group[len(group) // 2][0], sum(calls for _, calls in group)) for group in groups.values()
     ]
 
 
-def _size(config: Config) -> int:
-    return config.batch * config.seq_len_q * config.seq_len_kv
-
-
 def _key(kind: CallSignature, lengths: tuple[int, ...]) -> Lengths:
-    """Return the lengths that all calls in one row of the map share. In decoding, the number of
-    keys is None, because it differs between calls.
-    """
+    """Return the lengths that the calls of a row share. In decoding, the number of keys is None."""
     if kind.backward or kind.recompute or not lengths or not lengths[1] == 1 < lengths[2]:
         return lengths
     return (*lengths[:2], None)
 
 
-def _lengths(call: CallRow) -> tuple[int, ...]:
-    """Return the lengths of a call, as the observer defines them."""
-    query, key = (dims or () for dims in call.dims[:2])
-    if len(query) < 3 or len(key) < 3:
-        return ()
-    return (query[0] if len(query) == 4 else 1, query[-2], key[-2])
-
-
 def _as_call(kind: CallSignature) -> CallRow:
-    """Return a call that represents the calls of a kind that are in no trace. Its config is that of
-    the first call.
-    """
     return CallRow(
         run="",
         trace=UNTRACED,

@@ -1,6 +1,5 @@
-"""The cost of a program's attention relative to the fastest correct backends. This module
-determines which configs must be timed instead of the program's calls, and how much time per step
-can be saved.
+"""The time that a program's attention would save on the fastest correct backends, according to a
+bench of its configs.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ UNLIKE = 1.5
 
 
 class BenchTimes:
-    """The samples of a bench, by config and backend. Only cells with correct output count. Points are
-    pairs of a config label and a number of calls.
+    """The samples of a bench, by config and backend. Only cells with correct output count. Points
+    are pairs of a config label and a number of calls.
     """
 
     def __init__(self, benched: BenchResult) -> None:
@@ -60,8 +59,8 @@ class BenchTimes:
         return whole
 
     def fastest(self, points: Points) -> str | None:
-        """Return the backend with the shortest time, among those that were timed on all points.
-        Settings that let PyTorch choose are left out.
+        """Return the backend with the shortest time among those that were timed on all points.
+        Settings that let PyTorch choose do not count.
         """
         labels = {label for label, _ in points}
         timed = Counter(backend for label, backend in self.samples if label in labels)
@@ -72,9 +71,8 @@ class BenchTimes:
         return min(times, key=lambda name: times[name], default=None)
 
     def verdict(self, points: Points, backend: str, than: str) -> stats.Speed:
-        """Compare `backend` with `than`. Return `slower` if the samples of at least one point show
-        that `backend` is slower, else `unknown` if the comparison of a point is undecided, else
-        `same`.
+        """Return whether `backend` is slower on at least one point, else `unknown` if one is
+        undecided.
         """
         verdicts = {
             stats.compare(self.samples[label, than], self.samples[label, backend]).verdict
@@ -84,11 +82,9 @@ class BenchTimes:
 
 
 def regret_configs(layers: LayerMap) -> list[Config]:
-    """Return the configs that must be timed. Raise NotFoundError if there are none.
-
-    These are the configs of the calls that can be replayed, and the configs after the changes that
-    the rules suggest. For each config that has a backward pass, the config without it is included
-    too.
+    """Return the configs to time: those of calls that can be replayed and those after the changes
+    that the rules suggest, with and without the backward pass. Raise NotFoundError if there are
+    none.
     """
     configs: dict[Config, None] = {}
     for row in layers.rows:
@@ -110,9 +106,8 @@ def regret_configs(layers: LayerMap) -> list[Config]:
 
 
 def timed_configs(layers: LayerMap) -> list[Config]:
-    """Return the configs that a bench of the layers must time. These are the configs of
-    `regret_configs`, or if no step was recorded, the configs of the calls of the whole program.
-    Raise NotFoundError if there are none.
+    """Return the configs that a bench of the layers must time. Without a recorded step, these are
+    the configs of the whole program. Raise NotFoundError if there are none.
     """
     labels = dict.fromkeys(label for row in layers.rows for label, _ in row.program_points)
     if labels and all(row.calls is None for row in layers.rows):
@@ -136,9 +131,7 @@ def _median(row: LayerRow) -> Config:
 
 
 def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
-    """Return the changes after which other backends support a row that ran as math, if a config
-    can express them.
-    """
+    """Return the changes, if configs express them, after which others support a row of math."""
     if row.ran != "math" or row.config is None or layers.platform is None:
         return []
     changes = suggestions(_median(row), layers.platform)
@@ -146,8 +139,8 @@ def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
 
 
 def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
-    """Return the map with the savings of each row per step, according to a bench of its configs.
-    Raise NotFoundError if the bench ran on another device, or if it has no time of any row.
+    """Return the map with the savings of each row per step. Raise NotFoundError if the bench ran on
+    another device, or has no time of any row.
     """
     gpu = benched.gpu
     if gpu != layers.gpu:
@@ -223,7 +216,6 @@ def _with_best(
 
 
 def _switch(row: LayerRow, layers: LayerMap, benched: BenchResult) -> str:
-    """Return how to select the best backend, and what this saves."""
     chosen = {
         backend_that_ran(cell)
         for cell in benched.cells
@@ -297,7 +289,6 @@ def _conclusions(layers: LayerMap, regret: Regret) -> list[str]:
 
 
 def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -> list[str]:
-    """Return which calls were not timed, and differences between the bench and the trace."""
     texts = []
     for row in rows:
         name = row.module or row.config or row.kind
@@ -327,9 +318,7 @@ def _doubts(rows: Sequence[LayerRow], benched: BenchResult, times: BenchTimes) -
 
 
 def bench_doubts(benched: BenchResult) -> list[str]:
-    """Return sentences about what a bench does not show about kernels, and about the cells that are
-    left out.
-    """
+    """Return doubts about the times of a bench, and the cells that are left out."""
     texts = []
     # `wall` is measured on a CPU, where there are no launches
     if benched.ranking not in ("kernel", "wall"):

@@ -1,6 +1,5 @@
-"""The role of each kernel of a cell. It is determined by the kernel's family, its op stack and the
-order of the kernels. In a foreign trace, a kernel that is not part of attention is named after the
-op that launched it.
+"""The role of each kernel of a cell, by its family, its op stack and the order of the kernels. In a
+foreign trace, kernels outside of attention are named after their ops.
 """
 
 from __future__ import annotations
@@ -110,11 +109,11 @@ _FILLS = ("aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros", "aten:
 
 
 def role(row: KernelRow) -> str:
-    """Return the role of one row, without considering the other rows. All matrix products are `qk`
-    or `gemm_bwd` until assign_roles distinguishes them.
+    """Return the role of a row on its own. Matrix products are `qk` or `gemm_bwd` until
+    assign_roles distinguishes them.
     """
     if row.kernel_kind in ("memcpy", "memset"):
-        return "memory_bwd" if is_backward(row) else "memory"
+        return "memory_bwd" if _is_backward(row) else "memory"
     if named := _first(_NAMED, row.kernel):
         return named
     if row.family in _COMBINE:
@@ -122,20 +121,21 @@ def role(row: KernelRow) -> str:
     if row.family in _FUSED_BWD:
         return "attention_bwd"
     if row.family in _FUSED:
-        return "attention_bwd" if is_backward(row) or _backward_name(row) else "attention"
-    if is_gemm(row):
-        return "gemm_bwd" if is_backward(row) else "qk"
+        backward = _is_backward(row) or _BACKWARD_NAME.search(row.kernel)
+        return "attention_bwd" if backward else "attention"
+    if _is_gemm(row):
+        return "gemm_bwd" if _is_backward(row) else "qk"
     return _helper_role(row)
 
 
 def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
-    """Return the rows with their roles, sorted by first_ns. The rows must belong to one cell or one
-    foreign range, and to one profiler.
+    """Return the rows of one cell or foreign range, from one profiler, with their roles. They are
+    sorted by first_ns.
     """
     # rows that start at the same time need a deterministic order, or their roles would vary
     ordered = sorted(rows, key=lambda row: (row.first_ns, row.kernel, row.op_path or ""))
     roles = [
-        neutral_role(row) if row.cell is None and not shows_attention(row) else role(row)
+        _neutral_role(row) if row.cell is None and not _shows_attention(row) else role(row)
         for row in ordered
     ]
     _number_gemms(ordered, roles)
@@ -144,11 +144,8 @@ def assign_roles(rows: Iterable[KernelRow]) -> list[tuple[str, KernelRow]]:
     return list(zip(roles, ordered, strict=True))
 
 
-def shows_attention(row: KernelRow) -> bool:
-    """Return whether a row of a foreign trace belongs to attention, according to its name, its
-    family or its op stack. A batched product without an op stack may belong to attention, so return
-    True for it. The other kernels of its range then decide.
-    """
+def _shows_attention(row: KernelRow) -> bool:
+    """Return whether a row of a foreign trace may belong to attention."""
     if row.family == "triton":
         if _ATTENTION_NAME.search(row.kernel):
             return True
@@ -158,15 +155,13 @@ def shows_attention(row: KernelRow) -> bool:
     if named not in (None, "helper", "mask"):
         return True
     path = _path(row)
-    if is_gemm(row):
+    if _is_gemm(row):
         return not path or any(_PRODUCT_OF_ATTENTION.search(part) for part in path)
     return any(_ATTENTION_PART.search(part) for part in path)
 
 
-def neutral_role(row: KernelRow) -> str:
-    """Return the name of the op that launched a kernel outside of attention, such as `linear` or
-    `layer_norm_bwd`. If there is no op stack, return the family of the kernel.
-    """
+def _neutral_role(row: KernelRow) -> str:
+    """Return the op that launched a kernel outside of attention, such as `linear`, else its family."""
     parts = [part.removeprefix(f"{AUTOGRAD}: ") for part in _path(row)]
     if not parts:
         return row.family
@@ -179,12 +174,10 @@ def neutral_role(row: KernelRow) -> str:
 
 
 def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str | None:
-    """Return the dtype in which score matrices were stored in memory. Return None if they were not
-    stored, which is so if there is a fused kernel or no separate softmax.
+    """Return the dtype of the score matrices in memory, or None if a fused kernel stores none.
 
     `inputs` is the dtype of the inputs. `kernels` contains roles, each with the dtype in the name
-    of the kernel. The result is fp32 only if there are casts, and if the names of the matrix
-    products do not contradict it.
+    of the kernel. Casts to fp32 count unless the names of the matrix products contradict them.
     """
     roles = {role for role, _ in kernels}
     if not roles & set(SCORE_ROLES) or roles & set(FUSED_ROLES):
@@ -194,9 +187,7 @@ def score_dtype(inputs: str, kernels: Sequence[tuple[str, str | None]]) -> str |
 
 
 def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
-    """Group the rows of one cell and one profiler by role. The groups are in the order of their
-    first launches.
-    """
+    """Group the rows of one cell and one profiler by role, in the order of their first launches."""
     groups: dict[str, list[KernelRow]] = {}
     for name, row in assign_roles(rows):
         groups.setdefault(name, []).append(row)
@@ -204,9 +195,7 @@ def by_role(rows: Iterable[KernelRow]) -> dict[str, list[KernelRow]]:
 
 
 def launches_per_call(row: KernelRow, calls: int) -> float:
-    """Return the number of launches of a row per call. If the row does not have this number, it is
-    computed from `calls`, the number of profiled calls.
-    """
+    """Return the launches of a row per call, computed from `calls` if not recorded."""
     return row.launches_per_call or row.launches / max(1, calls)
 
 
@@ -217,19 +206,12 @@ def call_ns(row: KernelRow, calls: int) -> float | None:
     return row.total_ns / row.launches * launches_per_call(row, calls)
 
 
-def is_backward(row: KernelRow) -> bool:
-    """Return whether autograd launched the kernel, as far as this can be seen from its op stack or
-    its family.
-    """
-    if row.family.endswith("_bwd"):
-        return True
-    return any(part.startswith(AUTOGRAD) for part in _path(row))
+def _is_backward(row: KernelRow) -> bool:
+    return row.family.endswith("_bwd") or any(part.startswith(AUTOGRAD) for part in _path(row))
 
 
-def is_gemm(row: KernelRow) -> bool:
-    """Return whether the row is a matrix product, or the reduction that adds the parts of a split-K
-    product.
-    """
+def _is_gemm(row: KernelRow) -> bool:
+    """Return whether the row is a matrix product, or the reduction of a split-K product."""
     if row.kernel_kind == "op":
         return row.kernel in _GEMM_OPS
     return row.family in ("gemm", "gemv") or _SPLIT_K.search(row.kernel) is not None
@@ -244,57 +226,35 @@ def _path(row: KernelRow) -> list[str]:
     return row.op_path.split(";") if row.op_path else []
 
 
-def _backward_name(row: KernelRow) -> bool:
-    return _BACKWARD_NAME.search(row.kernel) is not None
-
-
 def _helper_role(row: KernelRow) -> str:
-    """Return the role of an elementwise, copy, fill or reduction kernel, according to the op that
-    launched it.
-    """
+    """Return the role of an elementwise, copy, fill or reduction kernel by its op stack."""
     path = _path(row)
     if not path:
         return _first(_BARE, row.kernel) or "helper"
-    backward = is_backward(row)
     if any("AccumulateGrad" in part for part in path):
         return "grad_accumulate"
-    anchor = _anchor(path, backward)
-    if anchor is None:
-        return "grad_init" if path[-1] in _FILLS else "helper"
-    name = _op_role(anchor)
-    if backward and name is None:
-        name = _inner_bwd_role(path)
-    if name == "softmax_guard" and backward:
-        return "softmax_bwd"
-    if name is None:
-        return "helper_bwd" if backward else "helper"
-    return f"{name}_bwd" if backward and not name.endswith(("_bwd", "_init")) else name
-
-
-def _anchor(path: Sequence[str], backward: bool) -> str | None:
-    """Return the op below the attention op, or the autograd node in the backward pass. Return None
-    for a kernel outside of attention.
-    """
-    if backward:
-        nodes = [part for part in path if not part.startswith(AUTOGRAD)]
-        return nodes[0] if nodes else ""
+    if _is_backward(row):
+        return _backward_helper_role(path)
     inside = [
         n for n, part in enumerate(path) if part == _FRONT or part.startswith("aten::_scaled_dot")
     ]
     if not inside:
-        return None
-    below = path[inside[-1] + 1 :]
-    return below[0] if below else path[inside[-1]]
+        return "grad_init" if path[-1] in _FILLS else "helper"
+    below = path[inside[-1] :][:2]  # the attention op, and the op directly below
+    return _op_role(below[-1]) or "helper"
 
 
-def _inner_bwd_role(path: Sequence[str]) -> str | None:
-    """Return the role of an auxiliary kernel in the backward pass of a fused op, which sets buffers
-    to zero or makes gradients contiguous.
-    """
-    if path[-1] in _FILLS:
+def _backward_helper_role(path: Sequence[str]) -> str:
+    nodes = [part for part in path if not part.startswith(AUTOGRAD)]
+    name = _op_role(nodes[0]) if nodes else None
+    if name is None and path[-1] in _FILLS:
         return "bwd_init"
-    inner = [part for part in path if part.startswith("aten::") and "attention" not in part]
-    return _op_role(inner[0]) if inner else None
+    if name is None:  # ops in a fused op, which make gradients contiguous
+        inner = [part for part in path if part.startswith("aten::") and "attention" not in part]
+        name = _op_role(inner[0]) if inner else None
+    if name == "softmax_guard":
+        return "softmax_bwd"
+    return f"{name or 'helper'}_bwd"
 
 
 def _first(table: _Table, text: str) -> str | None:
@@ -306,14 +266,13 @@ def _op_role(op: str) -> str | None:
 
 
 def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Name each matrix product by its position before or after the softmax of its direction."""
     products = [n for n, row in enumerate(rows) if roles[n] in ("qk", "gemm_bwd")]
     softmax = _index(roles, "softmax")
     under_math = any(MATH_OP in _path(rows[n]) for n in products)
     if softmax is None and "softmax_bwd" not in roles and not under_math:
         for n in products:
             outside = "helper_bwd" if roles[n] == "gemm_bwd" else "helper"
-            roles[n] = outside if rows[n].cell is not None else neutral_role(rows[n])
+            roles[n] = outside if rows[n].cell is not None else _neutral_role(rows[n])
         return
     forward = [n for n in products if roles[n] == "qk"]
     backward = [n for n in products if roles[n] == "gemm_bwd"]
@@ -329,9 +288,7 @@ def _number_gemms(rows: Sequence[KernelRow], roles: list[str]) -> None:
 def _split_bare(
     rows: Sequence[KernelRow], roles: list[str], products: Sequence[int], softmax: int
 ) -> tuple[list[int], list[int]]:
-    """Separate forward and backward products by their order alone. All products after the first
-    backward product are backward products.
-    """
+    """Separate forward and backward products by their order alone."""
     after = [n for n in products if n > softmax]
     cut = next((n for n in after[1:] if not _SPLIT_K.search(rows[n].kernel)), len(rows))
     for n in range(cut, len(rows)):
@@ -348,7 +305,6 @@ def _name_phase(
     names: tuple[tuple[str, ...], tuple[str, ...]],
     calls: int | None,
 ) -> None:
-    """Name the matrix products of one direction, if their number per call is the expected one."""
     main = [n for n in products if not _SPLIT_K.search(rows[n].kernel)]
     forward = len(names[0]) == 1
     fallback = "qk+pv" if forward else "gemm_bwd"
@@ -357,7 +313,7 @@ def _name_phase(
     unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:
         foreign = rows[n].cell is None and MATH_OP not in _path(rows[n])
-        roles[n] = neutral_role(rows[n]) if foreign and unlike else fallback
+        roles[n] = _neutral_role(rows[n]) if foreign and unlike else fallback
     if unlike:
         return
     early = [n for n in main if softmax is not None and n < softmax]
@@ -376,13 +332,11 @@ def _name_phase(
 
 
 def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
-    """Return the number of calls in a trace that does not record it, which is the number of
-    launches of the softmax. Return None if the trace records it.
-    """
+    """Return the launches of the softmax, if the trace does not record the number of calls."""
     for name in ("softmax", "softmax_bwd"):
-        place = _index(roles, name)
-        if place is not None and not rows[place].launches_per_call:
-            return rows[place].launches
+        n = _index(roles, name)
+        if n is not None and not rows[n].launches_per_call:
+            return rows[n].launches
     return None
 
 
@@ -393,9 +347,7 @@ def _per_call(row: KernelRow, calls: int | None) -> int:
 
 
 def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """Name the auxiliary kernels of a cell that computes attention with separate ops. Each kernel
-    is named after the outermost op in its op stack.
-    """
+    """Name the helpers of attention by separate ops after the outermost op in their stacks."""
     if "softmax" not in roles or set(roles) & set(FUSED_ROLES):
         return
     for n, row in enumerate(rows):
@@ -405,9 +357,7 @@ def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
 
 
 def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
-    """For a backend that is not part of PyTorch, name the longest kernel `attention`, among the
-    kernels that no ATen op launched.
-    """
+    """Name the longest kernel of no ATen op `attention`, for a backend outside of PyTorch."""
     if set(roles) & {"attention", "attention_bwd", "qk", "qk+pv"}:
         return
     if any(row.cell is None for row in rows):
@@ -421,7 +371,7 @@ def _own_kernel(rows: Sequence[KernelRow], roles: list[str]) -> None:
         and not any(part.startswith("aten::") for part in _path(row))
     ]
     for name, backward in (("attention", False), ("attention_bwd", True)):
-        side = [n for n in own if _backward_name(rows[n]) is backward]
+        side = [n for n in own if bool(_BACKWARD_NAME.search(rows[n].kernel)) is backward]
         if side:
             roles[max(side, key=lambda n: rows[n].total_ns or 0)] = name
 

@@ -18,7 +18,7 @@ from profharness.attention.config import parse_config
 from profharness.attention.dispatch.by_rule import named_platforms
 from profharness.commands.explain.explanations import explain_all, with_store
 from profharness.commands.kernels.tables import cell_notes
-from profharness.measurements.agreement import replacement, replacement_notes, replacements
+from profharness.measurements.agreement import replaced_by, replacement_notes
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow
 from profharness.run import Cell, Protocol, Run, write_run
 from profharness.store import ingest_path
@@ -136,22 +136,17 @@ EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 
 
 def test_each_witness_alone_shows_a_replacement() -> None:
-    by_op = replacement(cell(op=EFFICIENT))
-    by_kernel = replacement(cell(), [kernel("efficient"), kernel("elementwise")])
-    assert by_op == by_kernel
-    assert by_op is not None
-    assert by_op.took == "efficient"
-    assert replacement(cell(), [kernel("triton"), kernel("gemm"), kernel("softmax")]) is None
-    assert replacement(cell()) is None
-    assert replacement(replace(cell(op=EFFICIENT), backend="naive")) is None
-    assert replacement(cell(op=EFFICIENT, status="error")) is None
+    assert replaced_by(cell(op=EFFICIENT)) == "efficient"
+    assert replaced_by(cell(), [kernel("efficient"), kernel("elementwise")]) == "efficient"
+    assert replaced_by(cell(), [kernel("triton"), kernel("gemm"), kernel("softmax")]) is None
+    assert replaced_by(cell()) is None
+    assert replaced_by(replace(cell(op=EFFICIENT), backend="naive")) is None
+    assert replaced_by(cell(op=EFFICIENT, status="error")) is None
 
 
 def test_the_workers_count_shows_a_replacement_without_a_trace() -> None:
-    found = replacement(cell(tuning={REPLACEMENTS: 1}))
-    assert found is not None
-    assert found.took is None
-    assert replacement(cell(tuning={REPLACEMENTS: 0})) is None
+    assert replaced_by(cell(tuning={REPLACEMENTS: 1})) == ""
+    assert replaced_by(cell(tuning={REPLACEMENTS: 0})) is None
 
 
 def test_kernels_prints_a_note_below_the_table() -> None:
@@ -190,11 +185,12 @@ def test_explain_prints_a_note_on_the_newest_run_with_a_count(tmp_path: Path) ->
 
 def test_a_note_names_few_configs_and_counts_the_rest() -> None:
     cells = [cell(f"b1-h1-s{size}-d64-fp16", EFFICIENT) for size in (16, 32, 64, 128, 256)]
-    found = replacements([*cells, cell("b1-h1-s512-d64-fp16", f"{EFFICIENT}_math"), cell()])
-    where, text = replacement_notes(found)[0]
+    cells += [cell("b1-h1-s512-d64-fp16", f"{EFFICIENT}_math"), cell()]
+    notes = replacement_notes(cells)
+    where, text = notes[0]
     assert where == (
         "naive-compiled at b1-h1-s16-d64-fp16, b1-h1-s32-d64-fp16, b1-h1-s64-d64-fp16 and 2 more"
     )
     expected = "torch.compile replaced it by scaled_dot_product_attention, which took efficient"
     assert text == expected
-    assert len(replacement_notes(found)) == 2
+    assert len(notes) == 2

@@ -16,7 +16,6 @@ from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, r
 from profharness.attention.config import Config, expand_configs, parse_config
 from profharness.commands.bench.tables import FIELDS, bench_document, benches_by_gpu_document
 from profharness.errors import NotFoundError, UsageError
-from profharness.measurements.axes import AXES, LENGTH, Sweep, families
 from profharness.measurements.evaluation import (
     BenchResult,
     bench_configs,
@@ -24,8 +23,12 @@ from profharness.measurements.evaluation import (
     parse_baseline,
 )
 from profharness.measurements.measurements import (
+    AXES,
+    LENGTH,
     BenchRow,
+    Sweep,
     clock_doubts,
+    families,
     with_regret,
     with_speedup,
 )

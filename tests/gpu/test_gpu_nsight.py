@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from profharness.attention.config import expand_configs
+from profharness.commands.kernels.tables import join_kernels
 from profharness.jobs.into_store import capture_into_store, default_backends
-from profharness.measurements.agreement import join_kernels
 from profharness.processes import find_workers
 from profharness.recording.profilers import PROFILERS, find_tool, open_session, require_tools
 from profharness.recording.profilers.base import Outcome

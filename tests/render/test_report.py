@@ -30,7 +30,7 @@ from profharness.commands.report.contents import (
 )
 from profharness.commands.report.glossary import GLOSSARY, glossary_blocks
 from profharness.errors import NotFoundError, UsageError
-from profharness.measurements.axes import LENGTH, family
+from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
 from profharness.render.document import Chart, Code, Document, Heading, Note, Table
 from profharness.render.renderers import RENDERERS

@@ -15,19 +15,20 @@ from profharness.columns import Column, pick
 from profharness.device_types import device_name
 from profharness.devices import Peaks, flop_peak
 from profharness.errors import join_few
-from profharness.measurements.agreement import replacement_notes, replacements
-from profharness.measurements.axes import (
+from profharness.measurements.agreement import replaced_by, replacement_notes
+from profharness.measurements.evaluation import BenchResult, Loss
+from profharness.measurements.measurements import (
     AXES,
     DTYPE_TOKEN,
     LENGTH,
     MIB,
+    UNKNOWN,
     Axis,
+    BenchRow,
     Sweep,
     families,
     family,
 )
-from profharness.measurements.evaluation import BenchResult, Loss
-from profharness.measurements.measurements import UNKNOWN, BenchRow
 from profharness.render.document import (
     Block,
     Chart,
@@ -204,7 +205,7 @@ def bench_document(
     If `explain` is set, the document lists every reason for a refusal. If `raw` is set, its records
     contain the samples.
     """
-    environment, replaced = answer.environment, replacements(answer.cells)
+    environment = answer.environment
     device = device_name(environment) or "unknown device"
     blocks: list[Block] = [
         Heading(f"run {answer.run}", ", ".join(_opening_facts(answer, str(device)))),
@@ -214,7 +215,7 @@ def bench_document(
         Note(_measured(answer), "measured"),
         *_marks(answer),
         # cells that timed SDPA instead of the requested form
-        *(Note(text, where, "warning") for where, text in replacement_notes(replaced)),
+        *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain),
         *_warnings(answer),
         *_doubts(answer),
@@ -239,7 +240,11 @@ def bench_document(
             "conclusions": list(answer.conclusions),
             "axes": [record(sweep) for sweep in answer.sweeps],
             "dtypes": [record(pair) for pair in answer.dtypes],
-            "replaced": [record(entry) for entry in replaced],
+            "replaced": [
+                {"backend": cell.backend, "config": cell.config, "took": backend or None}
+                for cell in answer.cells
+                if (backend := replaced_by(cell)) is not None
+            ],
             "cells": [record(cell, CELL_FIELDS) for cell in answer.cells],
             "environment": environment,
         },

@@ -33,7 +33,7 @@ from profharness.errors import CaptureError
 from profharness.measurements.agreement import (
     backend_of_op,
     ran_backends,
-    replacement,
+    replaced_by,
     replacement_text,
 )
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow
@@ -128,9 +128,10 @@ def _joined(answer: Explanation, memory: _StoredCells) -> Explanation:
     seen = (_backend_seen(cell, memory) for cell in cells if cell.backend == answer.asked)
     # torch.compile replaced the plain form
     caveats = (
-        f"{cell.backend}: {replacement_text(taken.took)}, in run {cell.run}"
+        f"{cell.backend}: {replacement_text(backend)}, in run {cell.run}"
         for cell in cells
-        if cell.backend == NAIVE_COMPILED and (taken := replacement(cell, memory.kernels(cell)))
+        if cell.backend == NAIVE_COMPILED
+        and (backend := replaced_by(cell, memory.kernels(cell))) is not None
     )
     sides = tuple(
         replace(

@@ -309,7 +309,6 @@ def _predict(
 
 
 def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
-    """Print the cells and warnings that CSV, which only has kernel rows, omits."""
     for cell in cells:
         if cell.status != "ok":
             note = cell_notes(cell, [])[0]
@@ -319,7 +318,6 @@ def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]
 
 
 def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]) -> None:
-    """Print the command that shows a program's attention, if the rows are of one program."""
     runs = {row.run for row in rows}
     if cells or len(runs) != 1 or not is_command_line():
         return
@@ -332,7 +330,6 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
 
 
 def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
-    """Return the rows of one profiler for each run. Print a hint about the other profilers."""
     kept = preferred_profiler_rows(rows)
     # the order of a set would differ between processes
     others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})

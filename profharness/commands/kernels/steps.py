@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from statistics import median
 from typing import Annotated, Any
 
 from profharness.attention.config import Config, parse_config
 from profharness.attention.costs import copy_bytes, matrix_bytes, tensor_bytes
-from profharness.columns import column, columns_of, pick
+from profharness.columns import Column, column, columns_of, pick
 from profharness.device_types import CPU, CUDA
 from profharness.measurements.agreement import backend_of_op
 from profharness.program.roles import (
@@ -138,14 +137,10 @@ class CallFigures:
 
 
 def find_steps(cell: CellRow, rows: Sequence[KernelRow], *, full: bool = False) -> list[Step]:
-    """Return the steps of one cell in the order of STEPS, then the parts of BEYOND_KERNELS.
-
-    `rows` are those of one profiler. With `full`, steps contain whole kernel names.
-    """
+    """Return the steps of one cell and one profiler, then the parts of BEYOND_KERNELS."""
     busy = sum(call_ns(row, cell.iterations) or 0 for row in rows)
-    whole = max(busy, median_ns(cell, EAGER, EVENT, GRAPH, WALL) or 0)
-    names = attrgetter("kernel" if full else "kernel_short")
-    steps = [_step(cell, name, own, whole, names) for name, own in _group_by_step(rows).items()]
+    whole = max(busy, _median_ns(cell, EAGER, EVENT, GRAPH, WALL) or 0)
+    steps = [_step(cell, name, own, whole, full) for name, own in _group_by_step(rows).items()]
     if rows and rows[0].kernel_kind != "op":
         for name, time in _time_beyond_kernels(cell, busy):
             share = None if name == REFILL else time / whole
@@ -161,14 +156,12 @@ def _group_by_step(rows: Sequence[KernelRow]) -> dict[str, list[KernelRow]]:
 
 
 def _time_beyond_kernels(cell: CellRow, busy_ns: float) -> Iterator[tuple[str, float]]:
-    """Yield the parts of a call, in ns, in which none of its kernels runs.
-
-    The GPU waits between kernels of one replay, the host issues an eager call more slowly, and a
-    flushed L2 has to be filled again.
+    """Yield the times in which no kernel of a call runs. The GPU waits between kernels of one
+    replay, the host issues an eager call more slowly, and a flushed L2 has to be filled again.
     """
-    graph = median_ns(cell, GRAPH)
+    graph = _median_ns(cell, GRAPH)
     replay = max(busy_ns, graph or 0)
-    eager, cold, event = (median_ns(cell, name) for name in (EAGER, COLD, EVENT))
+    eager, cold, event = (_median_ns(cell, name) for name in (EAGER, COLD, EVENT))
     parts = [(GAPS, replay - busy_ns)]
     if eager is not None:
         parts.append((WAITING if graph else JOINED[0], eager - replay))
@@ -179,13 +172,7 @@ def _time_beyond_kernels(cell: CellRow, busy_ns: float) -> Iterator[tuple[str, f
     yield from ((name, time) for name, time in parts if time > 0)
 
 
-def _step(
-    cell: CellRow,
-    name: str,
-    rows: Sequence[KernelRow],
-    whole_ns: float,
-    name_of: Callable[[KernelRow], str],
-) -> Step:
+def _step(cell: CellRow, name: str, rows: Sequence[KernelRow], whole_ns: float, full: bool) -> Step:
     per_call = sum(launches_per_call(row, cell.iterations) for row in rows)
     times = [call_ns(row, cell.iterations) for row in rows]
     measured = [time for time in times if time is not None]
@@ -199,108 +186,70 @@ def _step(
         call_ns=total,
         share=total / whole_ns if total is not None and whole_ns else None,
         tile=parse_kernel_name(longest.kernel, longest.kernel_kind).tile,
-        kernels=tuple(dict.fromkeys(map(name_of, rows))),
+        kernels=tuple(dict.fromkeys(row.kernel if full else row.kernel_short for row in rows)),
         profiler=longest.profiler,
         **{name: getattr(longest, name) for name in LAUNCH},
     )
 
 
-def median_ns(cell: CellRow, *measurements: str) -> float | None:
-    """Return the median of the first of these measurements that the cell has."""
+def _median_ns(cell: CellRow, *measurements: str) -> float | None:
     name = next((name for name in measurements if cell.samples.get(name)), None)
     return float(median(cell.samples[name])) if name else None
 
 
-def compare_calls(
+def _compare_calls(
     config: Config,
     cells: Sequence[CellRow],
     steps: Mapping[str, Sequence[Step]],
     rows: Mapping[str, Sequence[KernelRow]],
 ) -> dict[str, CallFigures]:
-    """Return the figures of the cells of one config that ran. All mappings are by cell id."""
-    done = [cell for cell in cells if cell.status == "ok"]
-    kernels_ns = {cell.cell: _kernels_ns(cell, steps[cell.cell]) for cell in done}
-    basis = {
-        cell.cell: kernels_ns[cell.cell] or median_ns(cell, COLD, EVENT, WALL) for cell in done
-    }
-    slowest = max((time for time in basis.values() if time), default=None)
     figures = {}
-    for cell in done:
-        peak, time = cell.peak_memory_bytes, basis[cell.cell]
-        dtype = score_matrix_dtype(config, rows[cell.cell])
+    for cell in cells:
+        if cell.status != "ok":
+            continue
+        times = [step.call_ns for step in steps[cell.cell] if step.step not in BEYOND_KERNELS]
+        known = [time for time in times if time is not None]
+        kernels_ns = None
+        if times and len(known) == len(times) and WALL not in cell.samples:
+            kernels_ns = sum(known)
+        peak = cell.peak_memory_bytes
+        dtype = _score_dtype(config, rows[cell.cell])
         # where copies are the larger part, the peak does not show the score matrices
         matrix = matrix_bytes(config, dtype) if dtype else 0
         conclusive = dtype and copy_bytes(config, dtype) < matrix
         figures[cell.cell] = CallFigures(
             backend=cell.backend,
-            kernels_ns=kernels_ns[cell.cell],
-            **{f"{name}_ns": median_ns(cell, name) for name in (GRAPH, *CALL_TIMES)},
-            speedup=slowest / time if slowest and time else None,
+            kernels_ns=kernels_ns,
+            **{f"{name}_ns": _median_ns(cell, name) for name in (GRAPH, *CALL_TIMES)},
+            speedup=None,
             peak_memory_bytes=peak,
             peak_over_output=peak and peak / tensor_bytes(config).output,
             score_matrices=peak / matrix if peak and conclusive else None,
-            growth=memory_growth(config, dtype) if steps[cell.cell] else None,
+            growth=_memory_growth(config, dtype) if steps[cell.cell] else None,
         )
-    return figures
+    basis = {
+        cell: row.kernels_ns or row.cold_ns or row.event_ns or row.wall_ns
+        for cell, row in figures.items()
+    }
+    slowest = max((time for time in basis.values() if time), default=None)
+    return {
+        cell: replace(row, speedup=slowest / time) if slowest and (time := basis[cell]) else row
+        for cell, row in figures.items()
+    }
 
 
-def score_matrix_dtype(config: Config, rows: Sequence[KernelRow]) -> str | None:
-    """Return the dtype of a cell's score matrices. None if it makes none."""
+def _score_dtype(config: Config, rows: Sequence[KernelRow]) -> str | None:
     roles = assign_roles(rows)
     names = [(role, parse_kernel_name(row.kernel, row.kernel_kind).dtype) for role, row in roles]
     return score_dtype(str(config.dtype), names)
 
 
-def memory_growth(config: Config, score_dtype: str | None) -> str:
-    """Return what a call's memory grows with, as in `CallFigures.growth`."""
+def _memory_growth(config: Config, score_dtype: str | None) -> str:
     if config.seq_len_q == config.seq_len_kv:
         return "S^2" if score_dtype else "S"
     if not score_dtype:
         return "S_q"
     return "S_kv" if config.seq_len_q == 1 else "S_q x S_kv"
-
-
-def _kernels_ns(cell: CellRow, steps: Sequence[Step]) -> float | None:
-    own = [step for step in steps if step.step not in BEYOND_KERNELS]
-    if not own or WALL in cell.samples or any(step.call_ns is None for step in own):
-        return None
-    return sum(step.call_ns or 0 for step in own)
-
-
-@dataclass(frozen=True, slots=True)
-class MathStep:
-    """One step of a cell that math computed."""
-
-    config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
-    backend: Annotated[str, column("backend", repeat=False, meaning="the backend of the cell")]
-    step: Annotated[str, column("step", meaning="what its kernels compute together")]
-    launches: Annotated[float, column("n/call", "count", meaning="launches in a call")]
-    ns: Annotated[float, column("µs/call", "us", meaning="time of its launches in a call")]
-    share: Annotated[float, column("share%", "percent", meaning="share of the cell's kernel time")]
-
-
-def find_math_steps(rows: Sequence[KernelRow]) -> list[MathStep]:
-    """Return the steps of all cells that math computed. `rows` are those of one profiler."""
-    cells: dict[tuple[str, str], list[KernelRow]] = {}
-    for row in rows:
-        if row.config is not None:
-            cells.setdefault((row.config, row.backend or ""), []).append(row)
-    steps: list[MathStep] = []
-    for (config, backend), own in cells.items():
-        paths = [(row.op_path or "").split(";") for row in own]
-        named = any(backend_of_op(row.sdpa_op) == "math" for row in own)
-        if named or any(MATH_OP in path for path in paths):
-            steps += _math_steps(config, backend, own)
-    return steps
-
-
-def _math_steps(config: str, backend: str, rows: Sequence[KernelRow]) -> Iterator[MathStep]:
-    total = sum(row.total_ns or 0 for row in rows)
-    for step, own in sorted(_group_by_step(rows).items(), key=lambda item: ORDER[item[0]]):
-        launches = sum(launches_per_call(row, 1) for row in own)
-        ns = sum(call_ns(row, 1) or 0 for row in own)
-        share = sum(row.total_ns or 0 for row in own) / total if total else 0.0
-        yield MathStep(config, backend, step, launches, ns, share)
 
 
 MIB = 1 << 20
@@ -318,17 +267,18 @@ STEP_COLUMNS = (
     *pick(KernelRow, *LAUNCH),
     *pick(Step, "kernels"),
 )
-MATH_COLUMNS = tuple(columns_of(MathStep).values())
+MATH_COLUMNS = (
+    Column("config", "config", repeat=False, meaning="label of the attention problem"),
+    *pick(Step, "backend", "step", "launches_per_call", "call_ns"),
+    replace(columns_of(Step)["share"], meaning="share of the cell's kernel time"),
+)
 CALL_COLUMNS = tuple(columns_of(CallFigures).values())
 
 
 def steps_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow], *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels --steps`: tables of steps and of backends for every config.
-
-    With `full`, kernel names are not shortened.
-    """
+    """Return the document of `kernels --steps`: tables of steps and of backends for every config."""
     columns = (*STEP_COLUMNS[:-1], replace(STEP_COLUMNS[-1], shrink=not full))
     blocks: list[Block] = []
     records: list[dict[str, Any]] = []
@@ -344,7 +294,7 @@ def steps_document(
         blocks.append(Heading(label))
         if shown:
             blocks.append(Table.of(filled_columns(columns, shown, LAUNCH), shown))
-        figures = compare_calls(config, own, steps, rows_of)
+        figures = _compare_calls(config, own, steps, rows_of)
         blocks += _call_blocks(config, own, figures, rows_of)
         for cell in own:
             if cell.status != "ok":
@@ -365,10 +315,9 @@ def _call_blocks(
     figures: Mapping[str, CallFigures],
     rows_of: Mapping[str, Sequence[KernelRow]],
 ) -> list[Block]:
-    """Return the table of backends and the definition of its figures."""
     if not figures:
         return []
-    dtypes = [score_matrix_dtype(config, rows_of[cell]) for cell in figures]
+    dtypes = [_score_dtype(config, rows_of[cell]) for cell in figures]
     text = _memory_text(config, [dtype for dtype in dtypes if dtype])
     if any(WALL in cell.samples for cell in cells):
         text += "speed-up is of the CPU's wall clock, against the slowest"
@@ -384,7 +333,6 @@ def _call_blocks(
 
 
 def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
-    """Describe the memory of fused and unfused calls. `dtypes` are those of score matrices."""
     output, parts = tensor_bytes(config).output, []
     for dtype in dict.fromkeys(dtypes):
         text = f"one score matrix in {dtype} {matrix_bytes(config, dtype) / MIB:.2f} MiB"
@@ -392,7 +340,7 @@ def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
             text += f" (repeated and cast inputs {copies / MIB:.2f} MiB)"
         parts.append(text)
     lines = ", ".join([f"output {output / MIB:.2f} MiB", *parts])
-    unfused, fused = (memory_growth(config, dtype) for dtype in ("fp32", None))
+    unfused, fused = (_memory_growth(config, dtype) for dtype in ("fp32", None))
     return (
         f"{lines}: backends with a softmax of their own hold score matrices and what they repeat or "
         f"cast, and grow with {unfused}; fused ones hold what is of the output's size and grow with "
@@ -402,17 +350,42 @@ def _memory_text(config: Config, dtypes: Sequence[str]) -> str:
 
 def math_blocks(rows: Sequence[KernelRow]) -> list[Block]:
     """Return the blocks about cells that math computed. `rows` are those of one profiler."""
-    steps = find_math_steps(rows)
-    if not steps:
+    cells: dict[tuple[str, str], list[KernelRow]] = {}
+    for row in rows:
+        if row.config is not None:
+            cells.setdefault((row.config, row.backend or ""), []).append(row)
+    lines: list[dict[str, Any]] = []
+    for (config, backend), own in cells.items():
+        if not any(
+            backend_of_op(row.sdpa_op) == "math" or MATH_OP in (row.op_path or "").split(";")
+            for row in own
+        ):
+            continue
+        total = sum(row.total_ns or 0 for row in own)
+        for step, mine in sorted(_group_by_step(own).items(), key=lambda item: ORDER[item[0]]):
+            line = {
+                "config": config,
+                "backend": backend,
+                "step": step,
+                "launches_per_call": sum(launches_per_call(row, 1) for row in mine),
+                "call_ns": sum(call_ns(row, 1) or 0 for row in mine),
+                "share": sum(row.total_ns or 0 for row in mine) / total if total else 0.0,
+            }
+            lines.append(line)
+    if not lines:
         return []
     points = tuple(
-        {"cell": f"{step.config} {step.backend}", "µs": step.ns / 1e3, "step": step.step}
-        for step in steps
-        if step.ns > 0
+        {
+            "cell": f"{line['config']} {line['backend']}",
+            "µs": line["call_ns"] / 1e3,
+            "step": line["step"],
+        }
+        for line in lines
+        if line["call_ns"] > 0
     )
     return [
         Heading("Steps of math"),
         Chart("stack", "Kernel time by step", points, "µs", "cell", "step", "µs a call"),
-        Table.of(MATH_COLUMNS, steps),
+        Table.of(MATH_COLUMNS, lines),
         Note("kernel time alone: gaps between launches are not in it"),
     ]

@@ -1,22 +1,13 @@
-"""Show the answer of `kernels`: a table per config, and a note per backend without kernels.
-
-For several profilers, the table has their figures side by side.
-"""
+"""Show the answer of `kernels`: a table per config, and a note per backend without kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
-from profharness.measurements.agreement import (
-    JoinedKernel,
-    cold_ratios,
-    disagreements,
-    join_kernels,
-    replacement,
-    replacement_text,
-)
+from profharness.measurements.agreement import disagreements, replaced_by, replacement_text
 from profharness.program.counters import read_counters
 from profharness.render.document import (
     Block,
@@ -34,9 +25,12 @@ from profharness.rows import (
     DRAM_READ,
     DRAM_WRITE,
     NCU,
+    NSYS,
+    TORCH,
     TRACE_PROFILERS,
     CellRow,
     KernelRow,
+    Triple,
 )
 
 SCHEMA = "profharness.kernels/1"
@@ -92,9 +86,7 @@ _Scope = tuple[str, str | None, str | None]
 
 
 def kernel_record(row: KernelRow) -> dict[str, Any]:
-    """Return the JSON record of one kernel: times in ns, sizes in bytes, grid and block as [x, y,
-    z].
-    """
+    """Return the JSON record of one kernel: times in ns, sizes in bytes, grid as [x, y, z]."""
     plain = record(row)
     plain |= {name: getattr(row, name) for name in _COMPUTED}
     plain["metrics"] = {
@@ -111,10 +103,8 @@ def cell_record(cell: CellRow) -> dict[str, Any]:
 def kernels_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels` for one profiler.
-
-    Configs are in the order of the cells, kernels in that of their first launch. With `full`,
-    kernel names are not shortened.
+    """Return the document of `kernels` for one profiler. Configs are in the order of the cells,
+    kernels in that of their first launch.
     """
     several_runs = len({row.run for row in rows} | {cell.run for cell in cells}) > 1
     columns = kernel_columns(rows, full=full)
@@ -159,9 +149,7 @@ def _left_out(rows: Sequence[KernelRow]) -> list[Note]:
 
 
 def kernel_columns(rows: Iterable[KernelRow], *, full: bool) -> tuple[Column, ...]:
-    """Return the columns for these rows. Profiler and device are shown if they differ, the share of
-    shared memory if it is known.
-    """
+    """Return the columns for these rows, without those that are unknown or the same in all."""
     rows = list(rows)
     foreign = bool(rows) and all(row.cell is None for row in rows)
     hidden = {"kernel_short" if full else "kernel"}
@@ -189,12 +177,10 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
                 "warning",
             )
         )
-    replaced = replacement(cell, rows)
-    if replaced is not None:
-        notes.append(Note(replacement_text(replaced.took), cell.backend, "warning"))
-    notes += [Note(text, cell.backend, "warning") for text in disagreements(cell, rows)]
-    notes += [Note(text, cell.backend, "warning") for text in cell.warnings]
-    return notes
+    warnings = [*disagreements(cell, rows), *cell.warnings]
+    if (backend := replaced_by(cell, rows)) is not None:
+        warnings.insert(0, replacement_text(backend))
+    return [*notes, *(Note(text, cell.backend, "warning") for text in warnings)]
 
 
 def _reason(cell: CellRow) -> str:
@@ -205,13 +191,119 @@ def _reason(cell: CellRow) -> str:
     return "; ".join(dict.fromkeys(texts)) or "no reason recorded"
 
 
+MAX_TIME_RATIO = 1.25
+MIN_TIME_DIFFERENCE_NS = 2000
+# kinds of rows that ncu does not see, because it profiles kernels only
+UNSEEN_BY_NCU = ("memcpy", "memset", "op")
+# The values on which all profilers must agree: the field of the row, the code of a disagreement,
+# and the name of the value.
+_AGREED = (
+    ("launches_per_call", "launches", "launches per call"),
+    ("registers_per_thread", "registers", "registers per thread"),
+    ("shared_bytes", "shared_memory", "bytes of shared memory"),
+)
+_Key = tuple[str | None, str | None, str, Triple | None, Triple | None, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """One disagreement between profilers."""
+
+    code: str  # one of `missing`, `launches`, `registers`, `shared_memory` and `time`
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedKernel:
+    """One kernel of one cell, as each of the profilers recorded it."""
+
+    config: str | None
+    backend: str | None
+    kernel: str
+    kernel_short: str
+    grid: Triple | None
+    block: Triple | None
+    rows: dict[str, KernelRow]  # the rows of this kernel by profiler
+    disagreements: tuple[Disagreement, ...] = ()
+
+    def value(self, name: str) -> Any:
+        """Return the value of a field from the first profiler that recorded it."""
+        return next(iter(_values_of(self.rows, name).values()), None)
+
+    def metric(self, name: str) -> float | None:
+        """Return the value of a counter, or None if ncu did not collect it for this kernel."""
+        row = self.rows.get(NCU)
+        return row.metrics[name][0] if row is not None and name in row.metrics else None
+
+
+def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
+    """Join the kernels of all cells across profilers by canonical name, grid and block.
+
+    Only a profiler's newest run that has the config on the backend counts. `rows` must start with
+    the newest run. Rows of one profiler with the same key are joined in the order of their first
+    launch.
+    """
+    runs: dict[tuple[str | None, str | None, str], str] = {}
+    places: dict[tuple[Any, ...], int] = {}
+    joined: dict[_Key, dict[str, KernelRow]] = {}
+    for row in rows:
+        if runs.setdefault((row.config, row.backend, row.profiler), row.run) != row.run:
+            continue
+        key = (row.config, row.backend, row.kernel, row.grid, row.block)
+        place = places[row.profiler, *key] = places.get((row.profiler, *key), -1) + 1
+        joined.setdefault((*key, place), {})[row.profiler] = row
+    profilers: dict[tuple[str | None, str | None], set[str]] = {}
+    for config, backend, profiler in runs:
+        profilers.setdefault((config, backend), set()).add(profiler)
+    return [_joined_kernel(key, own, profilers[key[:2]]) for key, own in joined.items()]
+
+
+def _joined_kernel(key: _Key, rows: dict[str, KernelRow], profilers: set[str]) -> JoinedKernel:
+    config, backend, kernel, grid, block, _ = key
+    first = next(iter(rows.values()))
+    expected = {name for name in profilers if name != NCU or first.kernel_kind not in UNSEEN_BY_NCU}
+    points = [
+        Disagreement("missing", f"{name} did not see it")
+        for name in TRACE_PROFILERS
+        if name in expected - rows.keys()
+    ]
+    for name, code, what in _AGREED:
+        values = _values_of(rows, name)
+        if len(set(values.values())) > 1:
+            texts = ", ".join(f"{profiler} {value:g}" for profiler, value in values.items())
+            points.append(Disagreement(code, f"{what}: {texts}"))
+    points += _time_disagreements(rows)
+    return JoinedKernel(
+        config, backend, kernel, first.kernel_short, grid, block, rows, tuple(points)
+    )
+
+
+def _values_of(rows: dict[str, KernelRow], name: str) -> dict[str, Any]:
+    """Return the values of a field by profiler, without None, in the order of TRACE_PROFILERS."""
+    ordered = [profiler for profiler in TRACE_PROFILERS if profiler in rows]
+    values = {profiler: getattr(rows[profiler], name) for profiler in ordered}
+    return {profiler: value for profiler, value in values.items() if value is not None}
+
+
+def _time_disagreements(rows: dict[str, KernelRow]) -> list[Disagreement]:
+    """Compare the kernel times of the profilers. ncu's may be longer, due to cold caches."""
+    torch, nsys, ncu = rows.get(TORCH), rows.get(NSYS), rows.get(NCU)
+    points = []
+    for warm, other, both_ways in ((torch, nsys, True), (torch or nsys, ncu, False)):
+        if warm is None or other is None or not warm.duration_ns or not other.duration_ns:
+            continue
+        ratio = other.duration_ns / warm.duration_ns
+        odd = ratio < 1 / MAX_TIME_RATIO or (both_ways and ratio > MAX_TIME_RATIO)
+        if odd and abs(other.duration_ns - warm.duration_ns) > MIN_TIME_DIFFERENCE_NS:
+            text = f"{other.profiler} takes {ratio:.2f} times as long as {warm.profiler}"
+            points.append(Disagreement("time", text))
+    return points
+
+
 def witness_document(
     rows: Sequence[KernelRow], cells: Sequence[CellRow] = (), *, full: bool = False
 ) -> Document:
-    """Return the document of `kernels --profiler all`; rows come newest run first.
-
-    With `full`, kernel names are not shortened, and every counter of ncu is listed.
-    """
+    """Return the document of `kernels --profiler all`; rows come newest run first."""
     joined = join_kernels(rows)
     blocks: list[Block] = []
     # cells first, so that a config without launches keeps its place
@@ -292,7 +384,6 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
 
 
 def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
-    """Return all metrics of the kernels that ncu recorded, counters first."""
     blocks: list[Block] = []
     for kernel in joined:
         metrics = kernel.rows[NCU].metrics if NCU in kernel.rows else {}
@@ -318,7 +409,14 @@ def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[
             f"`profharness capture --profiler {','.join(TRACE_PROFILERS)}` takes all three"
         )
         notes.append(Note(text))
-    ratios = cold_ratios(joined)
+    ratios = [
+        ncu.duration_ns / warm.duration_ns
+        for kernel in joined
+        if (ncu := kernel.rows.get(NCU))
+        and (warm := kernel.rows.get(TORCH) or kernel.rows.get(NSYS))
+        and ncu.duration_ns
+        and warm.duration_ns
+    ]
     if ratios:
         text = (
             f"ncu runs each kernel alone with cold caches: {min(ratios):.2f} to {max(ratios):.2f} "

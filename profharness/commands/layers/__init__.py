@@ -31,6 +31,7 @@ from profharness.commands._types import (
 from profharness.commands.layers.by_gpu import (
     LayersByGpu,
     benches_document,
+    compare_maps,
     find_benches,
     find_layers_by_gpu,
     layers_by_gpu_document,
@@ -196,9 +197,6 @@ class LayersFound:
     maps: tuple[LayerMap, ...]
     classes: LayersByGpu | None = None
     """Set for several programs."""
-    torch: str | None = None
-    predicted: bool = False
-    """Whether the map has predictions for other GPUs."""
 
 
 def _to_frame(found: LayersFound) -> pd.DataFrame:
@@ -253,9 +251,9 @@ def layers(
         return _find_several(path, run, torch)
     one = run[0] if run else None
     if gpu is None:
-        return LayersFound(path, (_find_map(path, one, step, torch),), torch=torch)
+        return LayersFound(path, (_find_map(path, one, step, torch),))
     places = find_places(gpu, torch, driver, atlas)
-    return LayersFound(path, (forecast(path, one, places, step=step),), torch=torch, predicted=True)
+    return LayersFound(path, (forecast(path, one, places, step=step),))
 
 
 @usage(layers)
@@ -280,8 +278,12 @@ def check_options(
     require_gpu(gpu, driver, atlas)
     named = split_names(benches)
     if len(run) > 1 or len(named) > 1:
-        of_one = (step is not None, gpu, backend, max_time, only_configs)
-        _require_one_run(*of_one, regret and not named)
+        of_one = (step is not None, gpu, backend, max_time, only_configs, regret and not named)
+        if any(of_one):
+            raise UsageError(
+                "--step, --gpu, --configs, --regret without --bench, --backend and --max-time are about "
+                "one run, and one bench; name one"
+            )
         return
     if gpu is not None:
         require_forecast_alone(fail_on, expect, named, only_configs, regret)
@@ -295,8 +297,8 @@ def check_options(
     if named and max_time is not None:
         raise UsageError("--max-time is for measuring, and --bench measures nothing; leave one out")
     if not regret and not named:
-        for option, given in (("--backend", bool(backend)), ("--max-time", max_time is not None)):
-            if given:
+        for option, value in (("--backend", backend), ("--max-time", max_time)):
+            if value:
                 raise UsageError(f"{option} says what --regret times; add --regret")
 
 
@@ -317,20 +319,23 @@ def show(
     """Return the document, or print configs and return None."""
     named = split_names(benches)
     gates = parse_gates(fail_on, expect)
-    if found.predicted:
-        return layers_document(found.maps[0], full=full)
     if found.classes is not None or len(named) > 1:
         return _show_several(found, named, gates, full=full)
     (own,) = found.maps
-    options = _bench_options(regret, named, split_names(backend), max_time, Path(out))
     require_recorded(own, gates)  # before anything is measured for them
     if only_configs:
         echo("\n".join(_config_lines(own, timed=regret)))
         return None
-    if options is not None:
+    if regret or named:
+        options = BenchOptions(
+            backends=split_names(backend),
+            run=named[0] if named else None,
+            max_time_s=parse_seconds(max_time) if max_time else MAX_TIME_S,
+            out=Path(out),
+        )
         own = time_layers(own, options, found.store, Listener(hint, capture_progress))
-    if own.regret is not None:
-        keep_measured("layers", own.run, "--bench", own.regret.run)
+        if own.regret is not None:
+            keep_measured("layers", own.run, "--bench", own.regret.run)
     return layers_document(own, full=full)
 
 
@@ -354,16 +359,14 @@ def _find_several(store: Path, runs: Sequence[str], torch: str | None) -> Layers
         if len(unique := list(dict.fromkeys(names))) < min(len(names), 2):
             raise UsageError(f"{' and '.join(runs)} are one run, {names[0]}; name it once")
         classes = find_layers_by_gpu(opened, unique, torch=torch)
-    return LayersFound(store, tuple(each.layers for each in classes.classes), classes, torch)
+    return LayersFound(store, tuple(each.layers for each in classes.classes), classes)
 
 
 def _show_several(
     found: LayersFound, benches: Sequence[str], gates: Gates, *, full: bool
 ) -> Document:
     with open_store(found.store) as opened:
-        classes = found.classes
-        if classes is None:
-            classes = find_layers_by_gpu(opened, [found.maps[0].run], torch=found.torch)
+        classes = found.classes or compare_maps(opened, found.maps)
         beside = find_benches(opened, classes, benches) if benches else None
     for each in classes.classes:
         require_recorded(each.layers, gates)
@@ -401,14 +404,6 @@ def require_gpu(gpu: str | None, *options: object) -> None:
         raise UsageError("--driver and --atlas say what --gpu answers from; add --gpu NAME")
 
 
-def _require_one_run(*others: object) -> None:
-    if any(others):
-        raise UsageError(
-            "--step, --gpu, --configs, --regret without --bench, --backend and --max-time are about one "
-            "run, and one bench; name one"
-        )
-
-
 def require_forecast_alone(*others: object) -> None:
     if any(others):
         raise UsageError(
@@ -419,10 +414,7 @@ def require_forecast_alone(*others: object) -> None:
 
 
 def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
-    """Return the configs that replay the calls; if `timed`, those that --regret times.
-
-    Raise NotFoundError if there are none.
-    """
+    """Return the configs that replay the calls; if `timed`, those that --regret times."""
     if timed:
         return [config.label for config in timed_configs(own)]
     lines = replay_lines(own)
@@ -430,24 +422,6 @@ def _config_lines(own: LayerMap, *, timed: bool) -> list[str]:
         reasons = dict.fromkeys(text for row in own.rows for text in row.reasons)
         raise NotFoundError(f"no config replays a call of run {own.run}: {'; '.join(reasons)}")
     return lines
-
-
-def _bench_options(
-    regret: bool,
-    benches: Sequence[str],
-    backends: tuple[str, ...],
-    max_time: str | None,
-    out: Path,
-) -> BenchOptions | None:
-    """Return the options of the benchmark, None without --regret and --bench."""
-    if not regret and not benches:
-        return None
-    return BenchOptions(
-        backends=backends,
-        run=benches[0] if benches else None,
-        max_time_s=parse_seconds(max_time) if max_time else MAX_TIME_S,
-        out=out,
-    )
 
 
 DECLARATION = declaration_of(layers)

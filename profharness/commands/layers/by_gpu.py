@@ -87,16 +87,15 @@ class GpuBench:
 def find_layers_by_gpu(
     store: Store, runs: Sequence[str], *, torch: str | None = None
 ) -> LayersByGpu:
-    """Compare several runs with the first run. `torch` has the same meaning as in `find_layers`.
-    Raise NotFoundError for a run without attention calls, and UsageError for a run that captured
-    configs instead of a program.
+    """Compare several runs with the first run. Raise NotFoundError for a run without attention
+    calls, and UsageError for a run that captured configs.
     """
     if captures := [run for run in runs if store.cells(run)]:
         remedy = "leave it out"
         if len(captures) == len(runs):
             remedy = f"compare such runs with profharness report {' '.join(runs)}"
         raise UsageError(f"run {captures[0]} is of configs, and layers are a program's; {remedy}")
-    return _compare_maps(store, [find_layers(store, run, torch=torch) for run in runs])
+    return compare_maps(store, [find_layers(store, run, torch=torch) for run in runs])
 
 
 def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
@@ -105,10 +104,11 @@ def find_programs(store: Store, runs: Sequence[str]) -> LayersByGpu:
     for run in runs:
         with contextlib.suppress(NotFoundError):  # the run is a trace that contains no attention
             maps += [] if store.cells(run) else [find_layers(store, run)]
-    return _compare_maps(store, maps)
+    return compare_maps(store, maps)
 
 
-def _compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
+def compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
+    """Compare programs, given their maps."""
     environments = [store.environment(layers.run) for layers in maps]
     devices = [
         layers.gpu or device_name(environment) or "CPU"
@@ -128,7 +128,6 @@ def _compare_maps(store: Store, maps: Sequence[LayerMap]) -> LayersByGpu:
 
 
 def _software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the versions that differ, such as `torch 2.11.0 → 2.12.0`."""
     return tuple(
         f"{each.key} {each.baseline} → {each.candidate}"
         for each in environment_changes(one, other)
@@ -137,9 +136,9 @@ def _software_changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple
 
 
 def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> list[GpuBench]:
-    """Return each program together with the bench on its GPU. If there is only one program, return
-    each bench instead. Raise UsageError for a bench that fits no program, and for two benches on
-    the same GPU. Raise NotFoundError for a bench that has no time of the layers.
+    """Return the bench on the GPU of each program, or all benches if there is only one program.
+    Raise UsageError for a bench that fits no program, and for two benches on the same GPU. Raise
+    NotFoundError for a bench that has no time of the layers.
     """
     benches = _evaluate(store, names)
     for one, other in combinations(benches, 2):
@@ -194,8 +193,8 @@ def _bench_class(
     sides: Sequence[LayerSide | None],
     run: str,
 ) -> GpuBench:
-    """Return a bench with its times of the layers of `run`, and the doubts about it. `program` is
-    the program on the GPU of the bench. `first` is the bench whose versions it is compared with.
+    """Return a bench with its times of the layers of `run`. `program` is the program on the GPU of
+    the bench. `first` is the bench whose versions it is compared with.
     """
     if bench is None:
         assert program is not None
@@ -265,9 +264,6 @@ def _benched_call(
 
 
 def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | None:
-    """Return the backend that PyTorch chose in the bench among the allowed ones, or several if the
-    choice depends on the length. Return None if it is unknown.
-    """
     labels = {label for label, _ in side.points}
     cells = [cell for cell in bench.cells if cell.backend == asked and cell.config in labels]
     chosen = {backend_of_cell(cell) for cell in cells}
@@ -277,8 +273,7 @@ def _chosen_backend(bench: BenchResult, side: LayerSide, asked: str) -> str | No
 def layers_by_gpu_document(answer: LayersByGpu, *, full: bool = False) -> Document:
     """Return the map of each run, and a table with one column per GPU.
 
-    The rows are those of all runs. Further JSON keys are those of the first run, `classes` and
-    `layers`. A single run has its usual document.
+    JSON has the rows of all runs, and the keys of the first run, `classes` and `layers`.
     """
     documents = [layers_document(each.layers, full=full) for each in answer.classes]
     first = documents[0]
@@ -340,13 +335,11 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
 
 
 def _name(row: MatchedLayers, *, full: bool) -> str | None:
-    """Return the module in the first program, and the direction unless it is forward."""
     name = row.first.module if full else short_module(row.first.module)
     return f"{name or ''} ({row.direction})" if row.direction != "forward" else name
 
 
 def _spent(row: MatchedLayers) -> float:
-    """Return the time per step on the first GPU that has it, or per call without recorded steps."""
     spent = (
         ns * (side.calls or 1)
         for side, ns in zip(row.sides, row.call_ns, strict=True)
@@ -385,7 +378,7 @@ def _step_texts(answer: LayersByGpu) -> Iterator[str]:
 def benches_document(
     programs: LayersByGpu, benches: Sequence[GpuBench], *, full: bool = False
 ) -> Document:
-    """Return the map of each program with its benchmark, then the benchmarks side by side.
+    """Return the map of each program, then the benches side by side.
 
     JSON keys are those of `layers_by_gpu_document`, `benches` and `benched`.
     """
@@ -425,7 +418,6 @@ def _bench_record(item: GpuBench) -> dict[str, Any]:
 def _bench_blocks(
     rows: Sequence[MatchedLayers], benches: Sequence[GpuBench], full: bool
 ) -> Iterator[Block]:
-    """Yield the table with one column per GPU, sums over all layers, and what is unknown."""
     names = [each.name for each in benches]
     timed = [
         f"{each.name}: {each.measurement} times of run {each.bench.run}"

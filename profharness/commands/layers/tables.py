@@ -1,6 +1,4 @@
-"""Show the attention of a program: a row per group of like layers, reasons and advice, steps and
-gaps.
-"""
+"""Show the attention of a program: layers, reasons and advice, steps and gaps."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ FORECAST = (
 
 
 def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
-    """Return the document of `layers`. With `full`, it contains whole module names, kernels and
-    gaps. Predictions for several GPUs have a table with one column each, and the JSON key `classes`.
+    """Return the document of `layers`. Predictions for several GPUs have a table with one column
+    each, and the JSON key `classes`.
     """
     lines = [_line(row, full) for row in layers.rows]
     optional = (*OF_SOME, *(() if layers.steps else OF_STEPS))
@@ -150,9 +148,7 @@ def _forecast_table(layers: LayerMap, lines: Sequence[dict[str, Any]]) -> Iterat
 
 
 def figure_columns(names: Sequence[str], verbs: Sequence[str]) -> list[Column]:
-    """Return columns for the backend and its time on each GPU, and for the speed-ups over the
-    first.
-    """
+    """Return columns for the backend and its time on each GPU, and speed-ups over the first."""
     columns = []
     for at, (name, verb) in enumerate(zip(names, verbs, strict=True)):
         columns.append(Column(f"ran{at}", f"{name} {verb}"))
@@ -188,7 +184,6 @@ def _line(row: LayerRow, full: bool) -> dict[str, Any]:
 
 
 def _dims_text(dims: Sequence[Sequence[int] | None]) -> str | None:
-    """Format dimensions, such as `dims q 8x64, k v 32x64`."""
     names: dict[str, list[str]] = {}
     for name, sizes in zip(("q", "k", "v", "mask"), dims, strict=False):
         if sizes:
@@ -206,7 +201,6 @@ def _config(row: LayerRow) -> str | None:
 
 
 def _summary(layers: LayerMap) -> str:
-    """Return a text such as `step 8.08 ms, GPU busy 1.57 ms (19 %), attention 0.10 ms`."""
     if not layers.steps:
         made = sum(row.program_calls or 0 for row in layers.rows)
         return f"{made:,} calls of {layers.processes} process(es), counted" if made else ""

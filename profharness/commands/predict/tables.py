@@ -278,7 +278,7 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
     }
     # imports the store and all of bench
     from profharness.commands.bench.tables import latency_charts
-    from profharness.measurements.axes import AXES
+    from profharness.measurements.measurements import AXES
 
     return latency_charts(medians, "kernel time, predicted", intervals, axes=AXES)
 
