@@ -145,7 +145,7 @@ class Cluster:
             return {"group": str(future.key).split("-")[1], "error": _reason(error)}
         if "packed" not in outcome:
             return outcome
-        packed, expected = outcome.pop("packed"), outcome.pop("content_hash")
+        packed, expected = outcome.pop("packed"), outcome.pop("hash")
         failed = outcome["error"] is not None
         name = f"{outcome['group']}.{expected[:12]}{PART}" if failed else outcome["group"]
         try:

@@ -143,6 +143,47 @@ def run_on_lanes(
         return _carry_out(folders, transport, progress, run.protocol.device, background)
 
 
+def resume_on_lanes(
+    folder: Path,
+    fleet: Fleet,
+    progress: Progress | None,
+    background: BackgroundIngest | None = None,
+) -> RunFolder:
+    """Resume a campaign, by default on the lanes of this host.
+
+    `background` gets each finished group. Raise UsageError if the campaign is finished. Also raise
+    what `capture` raises.
+    """
+    run, campaign = read_run(folder), read_campaign(folder)
+    if why := why_campaign_not_resumed(folder, run):
+        raise UsageError(f"--resume: {why}")
+    device = run.protocol.device
+    left = open_groups(folder, campaign)
+    if left and fleet.scheduler is None and is_gpu(device) and not visible_gpus():
+        merge(folder)
+        raise CaptureError(
+            f"{folder}: {len(left)} group(s) are left, and this host has no GPU for them; resume where "
+            f"there is one, or ingest what is done: profharness ingest {folder}"
+        )
+    fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
+    transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))
+    with closing(transport):
+        (resumed,) = _carry_out([folder], transport, progress, device, background)
+    return resumed
+
+
+def why_campaign_not_resumed(folder: Path, run: Run) -> str | None:
+    """Return why a campaign cannot be resumed, or None if it can.
+
+    A campaign can be resumed if a group is unfinished, or if a client was killed before it merged
+    the results.
+    """
+    merged = all(cell.status != "pending" for cell in read_record(folder).cells)
+    if not merged or open_groups(folder, read_campaign(folder)):
+        return None
+    return finished_message(folder, run)
+
+
 def _carry_out(
     folders: Sequence[Path],
     transport: Transport,
@@ -181,47 +222,6 @@ def _lane_filter(device: str) -> Callable[[Plain], str | None]:
     return why_not
 
 
-def resume_on_lanes(
-    folder: Path,
-    fleet: Fleet,
-    progress: Progress | None,
-    background: BackgroundIngest | None = None,
-) -> RunFolder:
-    """Resume a campaign, by default on the lanes of this host.
-
-    `background` receives the folders of all finished groups. Raise UsageError if the campaign is
-    finished. Also raise what `capture` raises.
-    """
-    run, campaign = read_run(folder), read_campaign(folder)
-    if why := why_campaign_not_resumed(folder, run):
-        raise UsageError(f"--resume: {why}")
-    device = run.protocol.device
-    left = open_groups(folder, campaign)
-    if left and fleet.scheduler is None and is_gpu(device) and not visible_gpus():
-        merge(folder)
-        raise CaptureError(
-            f"{folder}: {len(left)} group(s) are left, and this host has no GPU for them; resume where "
-            f"there is one, or ingest what is done: profharness ingest {folder}"
-        )
-    fleet = replace(fleet, gpus=(campaign.gpu,) if campaign.gpu else ())
-    transport = open_transport(fleet, device) or LocalLanes(local_lanes(None, device))
-    with closing(transport):
-        (resumed,) = _carry_out([folder], transport, progress, device, background)
-    return resumed
-
-
-def why_campaign_not_resumed(folder: Path, run: Run) -> str | None:
-    """Return why a campaign cannot be resumed, or None if it can.
-
-    A campaign can be resumed if a group is unfinished, or if a client was killed before it merged
-    the results.
-    """
-    merged = all(cell.status != "pending" for cell in read_record(folder).cells)
-    if not merged or open_groups(folder, read_campaign(folder)):
-        return None
-    return finished_message(folder, run)
-
-
 def local_lanes(count: int | None, device: str) -> list[Plain]:
     """Return the lanes of this host, named `gpu 0` or `cpu 0`.
 
@@ -253,14 +253,23 @@ def gpu_cores(gpus: Sequence[VisibleGpu], sysfs: Path = SYSFS) -> list[list[int]
     have fewer than CORES cores.
     """
     allowed = os.sched_getaffinity(0)
+
+    def core(cpu: int) -> tuple[int, int]:
+        siblings = _read_cores(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        return min(siblings, default=cpu), cpu
+
     near = []
     for gpu in gpus:
-        cores = allowed
-        with contextlib.suppress(OSError, ValueError):
-            text = (sysfs / "bus/pci/devices" / gpu.bus / "local_cpulist").read_text("ascii")
-            cores = (parse_cores(text) & allowed) or allowed
-        near.append(_by_core(cores, sysfs))
+        local = _read_cores(sysfs / "bus/pci/devices" / gpu.bus / "local_cpulist")
+        # hardware threads of the same core are neighbors, and so rarely in different lanes
+        near.append(sorted(local & allowed or allowed, key=core))
     return split_cores(near, CORES)
+
+
+def _read_cores(path: Path) -> set[int]:
+    with contextlib.suppress(OSError, ValueError):
+        return parse_cores(path.read_text("ascii"))
+    return set()
 
 
 def parse_cores(text: str) -> set[int]:
@@ -275,19 +284,6 @@ def parse_cores(text: str) -> set[int]:
     return cores
 
 
-def _by_core(cpus: set[int], sysfs: Path) -> list[int]:
-    """Sort CPUs so that hardware threads of the same core are neighbors."""
-
-    def core(cpu: int) -> tuple[int, int]:
-        path = sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            return min(parse_cores(path.read_text("ascii")), default=cpu), cpu
-        except (OSError, ValueError):
-            return cpu, cpu
-
-    return sorted(cpus, key=core)
-
-
 def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
     """Split cores equally among the lanes that are close to the same cores.
 
@@ -298,17 +294,15 @@ def split_cores(near: Sequence[Sequence[int]], least: int) -> list[list[int]]:
     for index, cores in enumerate(near):
         alike = [number for number, other in enumerate(near) if set(other) & set(cores)]
         size = len(cores) // len(alike)
-        if size < least:
-            return [[] for _ in near]
         begin = alike.index(index) * size
         parts.append(list(cores[begin : begin + size]))
     # all lanes get equally many cores: torch's number of threads is part of a run's environment
     size = min(map(len, parts), default=0)
-    return [part[:size] for part in parts]
+    return [part[: size if size >= least else 0] for part in parts]
 
 
 class LocalLanes:
-    """Transport to the lanes of this host."""
+    """The transport to the lanes of this host, each of which runs groups in a child process."""
 
     def __init__(self, lanes: Sequence[Plain]) -> None:
         shared = [lane for lane in lanes if not lane["cpus"]] if len(lanes) > 1 else []

@@ -22,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -48,7 +48,6 @@ LAST_WORDS = 500  # maximum number of characters of a dead child's output in a m
 ENDED_S = 2.0
 PART = ".part"  # suffix of the folder of an unfinished group
 UNPACKING = ".unpacking"  # suffix of a folder while it is unpacked
-BLOCK = 1 << 20
 QUIET_S = 0.2  # minimum time between two printed steps that are not results
 LEAVING_S = 10.0  # maximum time to wait until a killed lane releases the folder of its group
 FAILED = ("crashed", "error", "timeout")
@@ -111,7 +110,7 @@ def run_group(
 
     The outcome has the keys `group`, `folder`, `seconds`, `error` (None on success) and `lost` (the
     reason why the lane cannot run any more groups, or None). If the spec sets `pack`,
-    the outcome also contains an archive of the folder and its hash. If the group failed, the archive
+    the outcome also contains an archive of the folder and the hash of the archive. If the group failed, the archive
     contains the partial results.
 
     The spec may contain `uuid` (the GPU to run on), `gpu_key` (the key of this GPU) and `cpus` (the
@@ -127,7 +126,8 @@ def run_group(
         if spec.get("pack"):
             left = final if final.is_dir() else _own_part(spec)
             if outcome["error"] is None or results_in(left) > 0:
-                outcome |= {"content_hash": content_hash(left), "packed": pack(left)}
+                packed = pack(left)
+                outcome |= {"packed": packed, "hash": archive_hash(packed)}
     except OSError as error:
         outcome["error"] = outcome["lost"] = str(error)
     except Exception as error:
@@ -320,7 +320,7 @@ def _lost_gpu(gpu_key: str | None, part: Path, error: str | None) -> str | None:
 
 
 class _StepPrinter:
-    """Prints the steps of a run: all results and notices, and other steps at most every QUIET_S."""
+    """Prints the steps of a run: all results and notices, and other steps every QUIET_S at most."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -341,47 +341,42 @@ class _StepPrinter:
         print(json.dumps(row), flush=True)
 
 
-def content_hash(folder: Path) -> str:
-    """Return a hash of the names and bytes of a folder's regular, visible files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, path in _files(folder):
-        with open_input(path, within=folder) as file:
-            digest.update(f"{name}\0{file.size}\0".encode())
-            while block := file.read(BLOCK):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def pack(folder: Path) -> bytes:
-    """Return a tar archive of the files that `content_hash` covers, without owners and times."""
+    """Return a tar archive of a folder's regular, visible files, without owners and times."""
     buffer = io.BytesIO()
     # without compression, because traces are already compressed
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, path in _files(folder):
-            member = tarfile.TarInfo(name)
-            with open_input(path, within=folder) as file:
-                member.size = file.size
-                archive.addfile(member, cast("IO[bytes]", file))
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            hidden = any(part.startswith(".") for part in name.parts)
+            if not hidden and path.is_file() and not path.is_symlink():
+                member = tarfile.TarInfo(name.as_posix())
+                with open_input(path, within=folder) as file:
+                    member.size = file.size
+                    archive.addfile(member, cast("IO[bytes]", file))
     return buffer.getvalue()
+
+
+def archive_hash(data: bytes) -> str:
+    """Return a hash of an archive. The archives of equal folders are equal."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def unpack(data: bytes, folder: Path, expected: str) -> bool:
     """Create a folder from an archive of `pack`. Return False if the folder already exists.
 
-    The folder appears either complete or not at all. Raise CaptureError if a member of the archive
-    is no regular file or leads outside of the folder, if the hash differs from `expected`, or if the
-    archive contains no run record. Raise UnwritableError if the folder cannot be written.
+    The folder appears either complete or not at all. Raise CaptureError if the archive has another
+    hash than `expected`, contains no run record, or has a member that is no regular file or leads
+    outside of the folder. Raise UnwritableError if the folder cannot be written.
     """
     if folder.exists():
         return False
+    if archive_hash(data) != expected:
+        raise CaptureError(f"{folder.name}: the archive sent by the lane does not match its hash")
     part = folder.with_name(f".{folder.name}.{os.urandom(6).hex()}{UNPACKING}")
     try:
         part.mkdir(parents=True)
         _extract(data, part)
-        if content_hash(part) != expected:
-            raise CaptureError(
-                f"{folder.name}: the archive sent by the lane does not match its hash"
-            )
         read_run(part)
         return publish(part, folder)
     except (tarfile.TarError, TraceFormatError) as error:
@@ -393,6 +388,24 @@ def unpack(data: bytes, folder: Path, expected: str) -> bool:
         raise unwritable(folder.parent.parent, f"{folder.name}: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _extract(data: bytes, folder: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        for member in archive:
+            name = PurePosixPath(member.name)
+            path = folder.joinpath(*name.parts)
+            plain = member.isreg() and not member.issparse() and "\0" not in member.name
+            # `pack` omits hidden names, and names with `..` are hidden too
+            hidden = any(part.startswith(".") for part in name.parts)
+            content = archive.extractfile(member) if plain else None
+            if content is None or name.is_absolute() or hidden or not name.parts or path.exists():
+                raise CaptureError(
+                    f"the archive sent by the lane contains {member.name!r}, which is refused"
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with content, path.open("xb") as file:
+                shutil.copyfileobj(content, file)
 
 
 def publish(part: Path, final: Path) -> bool:
@@ -408,36 +421,3 @@ def publish(part: Path, final: Path) -> bool:
         shutil.rmtree(part, ignore_errors=True)
         return False
     return True
-
-
-def _extract(data: bytes, part: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-        for member in archive:
-            name = PurePosixPath(member.name)
-            plain = member.isreg() and not member.issparse() and "\0" not in member.name
-            # `_files` skips hidden names, so the hash does not cover them
-            hidden = any(part.startswith(".") for part in name.parts)
-            if not plain or name.is_absolute() or hidden or not name.parts:
-                raise CaptureError(
-                    f"the archive sent by the lane contains {member.name!r}, which is refused"
-                )
-            path = part.joinpath(*name.parts)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = archive.extractfile(member)
-            assert content is not None
-            if path.exists():
-                raise CaptureError(f"the archive sent by the lane contains {member.name!r} twice")
-            with content, path.open("xb") as file:
-                shutil.copyfileobj(content, file, BLOCK)
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the names and paths of the visible regular files below a folder, sorted by name."""
-    files = {
-        path.relative_to(folder).as_posix(): path
-        for path in folder.rglob("*")
-        if path.is_file() and not path.is_symlink()
-    }
-    for name in sorted(files):
-        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
-            yield name, files[name]

@@ -7,6 +7,7 @@ stored completely or not at all, and the next ingest stores those that are missi
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import select
@@ -91,7 +92,7 @@ class _Worker:
     def __init__(self, store: Path, cpu: int) -> None:
         self._store, self._cpu = store, cpu
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self._log: IO[bytes] = io.BytesIO()
         self._source: Path | None = None
         self._streams = False
         self._mark: dict[str, str] = {}
@@ -127,16 +128,9 @@ class _Worker:
         yield from first
         self._request("batches", path)
         self._streams = True
-        while (batch := self._streamed()) is not None:
+        while (batch := self._reply()) is not None:
             yield batch
-
-    def _streamed(self) -> LaunchBatch | None:
-        batch: LaunchBatch | None = None
-        try:
-            batch = self._reply()
-        finally:
-            self._streams = batch is not None
-        return batch
+        self._streams = False
 
     def _skip_rest(self) -> None:
         """End the process if it is still sending batches, so that no later request receives them."""
@@ -159,10 +153,6 @@ class _Worker:
         return process
 
     def _request(self, name: str, path: Path) -> None:
-        """Send a request to the process.
-
-        If the process has died, start a new process, which reads the path again.
-        """
         if self._process is None:
             with delay_signals():
                 self._process = self._start()
@@ -176,21 +166,20 @@ class _Worker:
         try:
             reply = pickle.load(self._process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            raise WorkerLostError(self._lost()) from None
+            raise WorkerLostError(self._end_lost(self._process)) from None
         except BaseException:
             self.end()  # the rest of the reply would be mistaken for the next reply
             raise
         if isinstance(reply, Exception):
+            self._streams = False
             raise reply
         return reply
 
-    def _lost(self) -> str:
-        """Describe how the process ended, and prepare for starting a new process."""
-        assert self._process is not None and self._log is not None
+    def _end_lost(self, process: subprocess.Popen[bytes]) -> str:
+        """Prepare for starting a new process, and describe how this one ended."""
         with delay_signals():
-            process = self._process
             self._close_pipes()
-            self._wait(process, time.monotonic() + LEAVING_S)
+            _wait(process, time.monotonic() + LEAVING_S)
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))
             lines = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
             self.join(0.0)
@@ -198,8 +187,8 @@ class _Worker:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         if code == -signal.SIGKILL:
             how += ", as the system does where memory runs out"
-        return f"the process that read it {how}" + "".join(
-            f": {line[:ERROR_CHARS]}" for line in lines
+        return ": ".join(
+            [f"the process that read it {how}", *(each[:ERROR_CHARS] for each in lines)]
         )
 
     def _close_pipes(self) -> None:
@@ -230,20 +219,20 @@ class _Worker:
     def join(self, deadline: float) -> None:
         """Wait for the process until `deadline`, then kill it. End the tools that it left behind."""
         process, self._process, self._source, self._streams = self._process, None, None, False
-        if process is None or self._log is None:
+        if process is None:
             return
-        self._wait(process, deadline)
+        _wait(process, deadline)
         self._log.close()
         if process.returncode < 0:
             end_marked(self._mark)
 
-    @staticmethod
-    def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            kill_group(process)
-            process.wait()
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        kill_group(process)
+        process.wait()
 
 
 @contextlib.contextmanager
@@ -296,26 +285,23 @@ def _ingest(
     path: Path,
     waiting: Callable[[], None],
 ) -> IngestOutcome:
-    lost = ""
+    name, fault = printable_path(path), ""
     for _ in range(TRIES):
         try:
             source = worker.source(path, waiting)
             return IngestOutcome(path, (ingest_source(store, writer, source, None, worker),))
         except WorkerLostError as error:
-            lost = f"{printable_path(path)}: {error}"
+            fault = f"{name}: {error}"
+            continue
         except StoreError:
             raise
         except ProfharnessError as error:
-            return IngestOutcome(path, error=str(error))
+            fault = str(error)
         except MemoryError:
-            return IngestOutcome(
-                path, error=f"{printable_path(path)}: there was not enough memory to read it"
-            )
+            fault = f"{name}: there was not enough memory to read it"
         except OSError as error:  # TMPDIR is full, the file was deleted, no process can be started
             reason = error.strerror or f"{type(error).__name__}: {error}"
-            return IngestOutcome(
-                path, error=f"{printable_path(path)}: {error.filename or 'TMPDIR'}: {reason}"
-            )
+            fault = f"{name}: {error.filename or 'TMPDIR'}: {reason}"
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if is_damage(error) or is_altered(error):
                 raise damaged(store, error) from None
@@ -323,7 +309,8 @@ def _ingest(
                 f"{store}: cannot be written: {error}; the sources stored before are kept; once this is "
                 "fixed, the same command stores the others; or name another --store"
             ) from None
-    return IngestOutcome(path, error=lost)
+        break
+    return IngestOutcome(path, error=fault)
 
 
 def ingested(store: Path, paths: Iterable[Path], scheduler: str | None) -> list[IngestResult]:
