@@ -23,9 +23,7 @@ import numpy as np
 from profharness.atlas.data import (
     MODEL_SUFFIX,
     NOTHING,
-    NUMBERS,
     PACKAGED,
-    VARIANT,
     Atlas,
     AtlasCell,
     Launch,
@@ -36,7 +34,7 @@ from profharness.atlas.features import KINDS, Columns, Integers, Values, at, siz
 from profharness.atlas.kernels import COMPUTED, Rules
 from profharness.atlas.npz import DTYPES, Array, read_arrays, write_arrays
 from profharness.atlas.times import Boost, Curve, Launched, columns, regimes_of, together
-from profharness.attention.config import AUTO, Config
+from profharness.attention.config import AUTO, STRIDES, Config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.machine import Machine, from_config, machine_for
 from profharness.attention.dispatch.predict import predict
@@ -48,7 +46,20 @@ from profharness.errors import ProfharnessError, UsageError, printable_path
 MODEL_VERSION = 3
 MAX_HEADER_BYTES = 4_000_000  # maximum size of the header, which contains all but the arrays
 MAX_VALUES = 4_000_000  # maximum number of values in all arrays of one dtype
-MASK_SHAPES = (None, "b1qk", "b11k", "bhqk", "1hqk")  # mask shapes that the atlas contains
+# Fields of a config, and the values that the atlas contains.
+SAMPLED: dict[str, tuple[Any, ...]] = {
+    "dtype": CONFIG_DTYPES,
+    "mask": KINDS,
+    "mask_shape": (None, "b1qk", "b11k", "bhqk", "1hqk"),
+    "dropout": (0,),
+    "scale": (None,),
+    "layout": ("contiguous",),
+    "head_dim_v": (None,),
+    "kv_batch": (None,),
+    "deterministic": (False,),
+    **dict.fromkeys(STRIDES, (None,)),
+}
+SHOWN = ("mask", "mask_shape", "layout")  # fields whose value a message contains
 # Fields of a config that the atlas samples in a range, and their names in messages.
 BOUNDS = {
     "batch": "batch",
@@ -308,12 +319,17 @@ def _forecast(model: Model, choice: str, c: Columns, gpu: str) -> Iterator[Estim
         )
         for name, x, y, z, registers, _ in model.kinds.tolist()
     ]
+    # some kernels need a row of scores in shared memory
+    computed = np.array([bool(COMPUTED.search(name)) for name in model.names])
+    of_kinds = model.kinds[calls.kind]
+    rows_bytes = 4 * c["SK"][calls.place] + of_kinds[:, 1] // 8
+    shared_bytes = np.where(computed[of_kinds[:, 0]], rows_bytes, of_kinds[:, 5]).astype(np.int64)
     launches = []
     for kind, grid, time, shared in zip(
         calls.kind.tolist(),
         map(tuple, calls.grid.tolist()),
         (whole.each * (us / whole.us)[calls.place]).tolist(),
-        computed_bytes(model, calls.kind, c["SK"][calls.place]).tolist(),
+        shared_bytes.tolist(),
         strict=True,
     ):
         name, block, registers = kinds[kind]
@@ -350,18 +366,8 @@ def _bottlenecks(c: Columns, whole: Launched, us: Values, gpu: str) -> list[str]
     bound = np.select(
         [(compute >= memory) & (compute > NEAR), memory > NEAR, small], ["compute", "memory", "launch"], "latency"
     )  # fmt: skip
-    return [str(each) for each in bound.tolist()]
-
-
-def computed_bytes(model: Model, kinds: Integers, keys: Values) -> Integers:
-    """Return the shared memory of launches in bytes.
-
-    For some kernels it depends on the number of keys.
-    """
-    names = [bool(COMPUTED.search(name)) for name in model.names]
-    block, fixed = model.kinds[kinds, 1], model.kinds[kinds, 5]
-    computed = np.array(names)[model.kinds[kinds, 0]]
-    return np.asarray(np.where(computed, 4 * keys + block // 8, fixed), np.int64)
+    names: list[str] = bound.tolist()
+    return names
 
 
 @lru_cache(maxsize=4)
@@ -369,29 +375,6 @@ def model_of(name: str) -> Model | None:
     """Return the model of a machine in the package, or None if the package has no model of it."""
     path = PACKAGED / f"{name}{MODEL_SUFFIX}"
     return read_model(path) if path.exists() else None
-
-
-@lru_cache(maxsize=4096)
-def _unsampled(others: tuple[Any, ...]) -> str | None:
-    """Return the reason why the atlas has no configs of a variant, or None if it has such configs."""
-    values = dict.fromkeys(NUMBERS, 1) | dict(zip(VARIANT, others, strict=True))
-    variant = Config(**values)
-    beyond = {
-        "dtype": variant.dtype not in CONFIG_DTYPES,
-        f"mask={variant.mask}": variant.mask not in KINDS,
-        f"mask_shape={variant.mask_shape}": variant.mask_shape not in MASK_SHAPES,
-        "dropout": variant.dropout != 0,
-        "scale": variant.scale is not None,
-        f"layout={variant.layout}": variant.layout != "contiguous",
-        "head_dim_v": variant.head_dim_v is not None,
-        "kv_batch": variant.kv_batch is not None,
-        "deterministic": variant.deterministic,
-        "strides": any(
-            (variant.q_strides, variant.k_strides, variant.v_strides, variant.mask_strides)
-        ),
-    }
-    wrong = [name for name, is_so in beyond.items() if is_so]
-    return f"the atlas has no configs with {', '.join(wrong)}" if wrong else None
 
 
 def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str | None:
@@ -403,23 +386,21 @@ def _outside(config: Config, limits: Sequence[tuple[str, float, float]]) -> str 
         value = getattr(config, name)
         if not least <= value <= most:
             return f"{BOUNDS[name]} {value} is outside of the atlas's {least:.0f} to {most:.0f}"
-    return _unsampled(variant_of(config))
+    wrong = []
+    for name, sampled in SAMPLED.items():
+        value = getattr(config, name)
+        if value not in sampled:
+            text = "strides" if name in STRIDES else name
+            wrong.append(f"{name}={value}" if name in SHOWN else text)
+    return f"the atlas has no configs with {', '.join(dict.fromkeys(wrong))}" if wrong else None
 
 
 def measured_estimate(cell: AtlasCell) -> Estimate:
     """Return an estimate that contains the result of a measured cell."""
-    return Estimate(
-        cell.backend,
-        "measured",
-        cell.choice,
-        cell.status,
-        cell.launches,
-        cell.kernel_us,
-        cell.kernel_us,
-        cell.kernel_us,
-        0.0 if cell.kernel_us is not None else None,
-        cell.graph_us,
-    )
+    us = cell.kernel_us
+    error = None if us is None else 0.0
+    result = cell.backend, "measured", cell.choice, cell.status, cell.launches
+    return Estimate(*result, us, us, us, error, cell.graph_us)
 
 
 def floor_us(config: Config, gpu: str) -> float | None:

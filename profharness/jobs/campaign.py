@@ -253,14 +253,12 @@ class Transport(Protocol):
 
     def lanes(self) -> list[Plain]:
         """Return the lanes that are currently available."""
-        ...
 
     def submit(self, lane: Plain, spec: Plain, on_step: OnStep, /) -> None:
         """Start to run a group on a lane.
 
         `on_step` may be called with the lane's name and a step, in any thread.
         """
-        ...
 
     def next_done(self, timeout_s: float, /) -> tuple[str, Plain] | None:
         """Return the name of a lane and the outcome of its group, or None after the timeout.
@@ -269,15 +267,12 @@ class Transport(Protocol):
         the folder of the campaign. If it cannot be written there, the key `unwritable` contains the
         reason.
         """
-        ...
 
     def end(self, lane: Plain, /) -> None:
         """Terminate the group that a lane runs, without waiting. If called again, kill the group."""
-        ...
 
     def close(self) -> None:
-        """Close the connections to all lanes. Groups of cells that are running continue."""
-        ...
+        """Close the connections to all lanes. Groups that are running continue."""
 
 
 @dataclass
@@ -317,7 +312,6 @@ class _Lane:
     failed: set[str] = field(default_factory=set)  # groups that failed since the last success
 
     def release(self) -> _Task | None:
-        """Detach the lane's group, so that another lane can run it."""
         task, self.task = self.task, None
         return task
 

@@ -133,24 +133,6 @@ def test_different_machines_and_conflicting_cells_are_not_merged(
     assert not (tmp_path / "data").exists()
 
 
-def test_damaged_files_are_refused_by_name(other: Path, tmp_path: Path) -> None:
-    data = other.read_bytes()
-    (tmp_path / "short.npz").write_bytes(data[:-7])
-    (tmp_path / "changed.npz").write_bytes(data[:200] + b"\0" + data[201:])
-    (tmp_path / "text.npz").write_text("hello")
-    (tmp_path / "lines.jsonl").write_text('{"atlas": 7}\n')
-    for name, text in {
-        "short.npz": "cut short, changed or forged",
-        "changed.npz": "cut short, changed or forged",
-        "text.npz": "not an atlas",
-        "lines.jsonl": "not a shard of an atlas of version 1",
-    }.items():
-        error = run("add", name).exception
-        assert isinstance(error, ProfharnessError), name
-        assert name in str(error)
-        assert text in str(error)
-
-
 def test_cells_that_the_package_has_are_not_copied(
     packaged: Atlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

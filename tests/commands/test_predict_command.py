@@ -43,6 +43,13 @@ def measured(packaged: Atlas) -> list[AtlasCell]:
     return [*ran[:4], *refused[:1]]
 
 
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder for atlases of the user's own."""
+    (tmp_path / "own").mkdir()
+    return tmp_path / "own"
+
+
 def predict(*args: object) -> Result:
     return CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=True)
 
@@ -101,7 +108,10 @@ def test_the_gpu_that_is_meant_is_told_where_none_is_named(measured: list[AtlasC
     [
         (("--gpu", "A100"), "no atlas of A100 with torch"),
         (("--gpu", "H200", "--torch", "2.8"), "its atlases are of torch 2.11.0"),
-        (("--gpu", "H200 NVL", "--torch", "2.11"), "there are atlases of NVIDIA H200"),
+        (
+            ("--gpu", "H200 NVL", "--torch", "2.11"),
+            "no atlas of H200 NVL with torch 2.11.0, so there is no time: there are atlases of NVIDIA H200",
+        ),
     ],
 )
 def test_without_an_atlas_there_is_a_floor_and_no_time(place: tuple[str, ...], reason: str) -> None:
@@ -132,17 +142,10 @@ def test_several_configs_make_maps_of_choice_time_and_loss(tmp_path: Path) -> No
     assert "What auto takes" in (tmp_path / "maps.html").read_text()
 
 
-def test_a_variant_of_a_board_is_called_by_its_own_name() -> None:
-    said = predict("--config", "2,8,512,64,bf16", "--gpu", "H200 NVL", "--torch", "2.11").stderr
-    assert "no atlas of H200 NVL with torch 2.11.0" in said
-
-
 def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
-    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], own: Path
 ) -> None:
     machine = replace(packaged.machine, gpu="NVIDIA RTX 3060 Laptop GPU", capability="8.6")
-    own = tmp_path / "own"
-    own.mkdir()
     write_atlas(build_atlas(machine, measured), own / "laptop.npz")
     label = measured[0].config.label
     for gpu in ("RTX 3060 Laptop GPU", "H200"):
@@ -154,10 +157,8 @@ def test_a_gpu_that_no_table_has_answers_by_its_own_atlas(
 
 
 def test_a_call_measured_on_auto_counts_for_what_it_took(
-    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], own: Path
 ) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
     machine = replace(packaged.machine, driver="1.2")
     write_atlas(build_atlas(machine, measured[:1]), own / "one.npz")
     cell = measured[0]
@@ -170,10 +171,9 @@ def test_a_call_measured_on_auto_counts_for_what_it_took(
 
 
 def test_own_cells_come_first_and_the_package_answers_the_rest(
-    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], own: Path
 ) -> None:
-    own, known = tmp_path / "own", measured[0]
-    own.mkdir()
+    known = measured[0]
     new = replace(known, config=replace(known.config, batch=7, seq_len_q=77), kernel_us=123.0)
     assert packaged.find(new.config, new.backend) is None
     write_atlas(build_atlas(packaged.machine, [new]), own / "one.npz")
@@ -190,10 +190,9 @@ def test_own_cells_come_first_and_the_package_answers_the_rest(
 
 
 def test_the_choice_is_judged_by_the_versions_of_the_atlas(
-    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], own: Path
 ) -> None:
-    own, config = tmp_path / "own", ("--config", "2,8,512,64,fp16", "--gpu", "H200")
-    own.mkdir()
+    config = ("--config", "2,8,512,64,fp16", "--gpu", "H200")
     old = replace(packaged.machine, cudnn=8900, driver="1.2")
     write_atlas(build_atlas(old, measured[:1]), own / "old.npz")
     choices = [
@@ -204,10 +203,9 @@ def test_the_choice_is_judged_by_the_versions_of_the_atlas(
 
 
 def test_own_cells_that_contradict_the_package_are_told(
-    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], own: Path
 ) -> None:
-    own, known = tmp_path / "own", measured[0]
-    own.mkdir()
+    known = measured[0]
     slow = replace(known, kernel_us=2 * (known.kernel_us or 0))
     write_atlas(build_atlas(packaged.machine, [slow]), own / "one.npz")
     said = predict("--config", known.config.label, "--gpu", "H200", "--atlas", own).stderr
@@ -216,10 +214,9 @@ def test_own_cells_that_contradict_the_package_are_told(
 
 
 def test_atlas_of_another_driver_is_not_mixed(
-    packaged: Atlas, measured: list[AtlasCell], tmp_path: Path
+    packaged: Atlas, measured: list[AtlasCell], own: Path
 ) -> None:
-    own, known = tmp_path / "own", measured[0]
-    own.mkdir()
+    known = measured[0]
     other = replace(packaged.machine, driver="999.1")
     slow = replace(known, kernel_us=50 * (known.kernel_us or 0))
     write_atlas(build_atlas(other, [slow]), own / "one.npz")
@@ -289,21 +286,10 @@ def test_an_answer_loads_no_torch_pandas_or_store(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_has_examples() -> None:
-    assert told("--help").count("profharness predict --config") == 3
-    assert "profharness predict --configs FILE" in told("--help")
-
-
 def test_kernels_of_a_gpu_are_rows_as_of_a_store(measured: list[AtlasCell], tmp_path: Path) -> None:
     cell = measured[0]
-    arguments = [
-        "--config",
-        cell.config.label,
-        "--gpu",
-        "H200",
-        "--store",
-        str(tmp_path / "none.db"),
-    ]
+    none = str(tmp_path / "none.db")
+    arguments = ["--config", cell.config.label, "--gpu", "H200", "--store", none]
     result = CliRunner().invoke(kernels, [*arguments, "--format", "json"])
     assert result.exit_code == 0, (result.output, result.exception)
     document = json.loads(result.stdout)

@@ -254,36 +254,36 @@ def window(
     ), said
 
 
+def carried_out(made: CampaignScheduler) -> set[str]:
+    """Carry out a campaign, and return the statuses of its cells."""
+    made.carry_out()
+    return {cell.status for cell in read_run(made.folders[0]).cells}
+
+
 def test_group_of_a_vanished_lane_runs_elsewhere(tmp_path: Path) -> None:
     lanes = Lanes("a", "b")
     lanes.fates["a"] = "vanish"
     made, _ = window(tmp_path, lanes)
-    made.carry_out()
-    run = read_run(made.folders[0])
-    assert {cell.status for cell in run.cells} == {"ok"}
+    assert carried_out(made) == {"ok"}
     assert [group for name, group in lanes.given if name == "a"] == ["g0"]
 
 
-def test_lost_gpu_ends_its_lane_but_no_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "groups", "why"),
+    [
+        ({"error": "no GPU", "lost": "no GPU"}, 1, "no GPU"),
+        ({"error": "no disk"}, 3, "3 groups failed there in a row, the last one: no disk"),
+    ],
+)
+def test_failing_lane_gets_no_more_groups(
+    tmp_path: Path, outcome: Plain, groups: int, why: str
+) -> None:
     lanes = Lanes("a", "b")
-    lanes.fates["a"] = {"error": "its GPU does not answer any more", "lost": "yes"}
-    made, said = window(tmp_path, lanes)
-    made.carry_out()
-    run = read_run(made.folders[0])
-    assert {cell.status for cell in run.cells} == {"ok"}
-    assert sum(name == "a" for name, _ in lanes.given) == 1
-    assert any("a gets no more groups: its GPU does not answer" in text for text in said)
-
-
-def test_lane_where_every_group_fails_gets_no_more(tmp_path: Path) -> None:
-    lanes = Lanes("a", "b")
-    lanes.fates["a"] = {"error": "no disk"}
+    lanes.fates["a"] = outcome
     made, said = window(tmp_path, lanes, 12)
-    made.carry_out()
-    run = read_run(made.folders[0])
-    assert {cell.status for cell in run.cells} == {"ok"}
-    assert sum(name == "a" for name, _ in lanes.given) == 3
-    assert any("a gets no more groups: 3 groups failed there in a row" in text for text in said)
+    assert carried_out(made) == {"ok"}
+    assert sum(name == "a" for name, _ in lanes.given) == groups
+    assert f"warning: a gets no more groups: {why}" in said
 
 
 def test_error_without_lanes_says_how_to_resume(tmp_path: Path) -> None:
@@ -294,36 +294,25 @@ def test_error_without_lanes_says_how_to_resume(tmp_path: Path) -> None:
         made.carry_out()
     assert {cell.status for cell in read_run(made.folders[0]).cells} == {"pending"}
     lanes.fates.clear()
-    again = CampaignScheduler([made.folders[0]], lanes)
-    again.carry_out()
-    assert {cell.status for cell in read_run(made.folders[0]).cells} == {"ok"}
+    assert carried_out(CampaignScheduler(made.folders, lanes)) == {"ok"}
 
 
 def test_full_disk_ends_the_client_but_counts_as_no_failure(tmp_path: Path) -> None:
     lanes = Lanes("a")
     lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
     made, said = window(tmp_path, lanes)
-    with pytest.raises(UnwritableError, match="No space left"):
-        made.carry_out()
-    assert [group for _, group in lanes.given] == ["g0", "g1"]
-    assert not any("tried again" in text for text in said)
-    lanes.fates.clear()
-    CampaignScheduler([made.folders[0]], lanes).carry_out()
-    assert {cell.status for cell in read_run(made.folders[0]).cells} == {"ok"}
-
-
-def test_unfinished_campaign_is_read_with_its_finished_groups(tmp_path: Path) -> None:
-    lanes = Lanes("a")
-    lanes.fates["g1"] = {"unwritable": "groups: No space left on device"}
-    made, _ = window(tmp_path, lanes)
     folder = made.folders[0]
     planned_run = (folder / "run.json").read_bytes()
-    with pytest.raises(UnwritableError):
+    with pytest.raises(UnwritableError, match="No space left"):
         made.carry_out()
     # as if the client had been killed before merging
     (folder / "run.json").write_bytes(planned_run)
     statuses = Counter(cell.status for cell in read_run(folder).cells)
     assert statuses == {"ok": 2, "pending": 10}
+    assert [group for _, group in lanes.given] == ["g0", "g1"]
+    assert not any("tried again" in text for text in said)
+    lanes.fates.clear()
+    assert carried_out(CampaignScheduler(made.folders, lanes)) == {"ok"}
 
 
 def test_client_killed_before_merging_is_resumed(tmp_path: Path) -> None:
