@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import secrets
@@ -121,6 +122,21 @@ def _holds() -> list[_SignalDelay]:
     """Return a list of the `_SignalDelay` that currently receives signals, or an empty list."""
     handlers = (_unwrapped(number) for number in SIGNALS)
     return [handler for handler in handlers if isinstance(handler, _SignalDelay)][:1]
+
+
+@contextlib.contextmanager
+def garbage_collection_off() -> Iterator[None]:
+    """Disable the cyclic garbage collector while many objects without cycles are created.
+
+    The collector takes about 10 % of the time of an ingest.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class ProcessGroup(subprocess.Popen[bytes]):

@@ -124,13 +124,13 @@ class RunRow:
         int, column("failed", "count", meaning="cells that neither ran nor were refused")
     ]
     launches: Annotated[int, column("launches", "count", meaning="stored launches of kernels")]
-    warnings: Annotated[tuple[str, ...], column(meaning="problems of its traces")] = ()
+    warnings: Annotated[tuple[str, ...], column(meaning="problems of its traces")]
     rank: Annotated[
         int | None, column("rank", right=True, meaning="rank in a distributed job, if known")
-    ] = None
-    world_size: Annotated[int | None, column(meaning="ranks of its job, if known")] = None
-    host_key: Annotated[str | None, column(meaning="hash of the host, if known")] = None
-    gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")] = None
+    ]
+    world_size: Annotated[int | None, column(meaning="ranks of its job, if known")]
+    host_key: Annotated[str | None, column(meaning="hash of the host, if known")]
+    gpu_key: Annotated[str | None, column(meaning="hash of the GPU, if known")]
 
 
 @dataclass(frozen=True, slots=True)

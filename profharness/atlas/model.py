@@ -7,11 +7,9 @@ docs/atlas.md describes the model.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +40,7 @@ from profharness.device_types import CUDA
 from profharness.devices import data_sheet, find_gpu, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import ProfharnessError, UsageError, printable_path
+from profharness.processes import garbage_collection_off
 
 MODEL_VERSION = 3
 MAX_HEADER_BYTES = 4_000_000  # maximum size of the header, which contains all but the arrays
@@ -255,21 +254,9 @@ def estimate(
             wanted[choice][number].append(place)
         answers.append(answer)
     if model is not None and wanted:
-        with _uncollected():
+        with garbage_collection_off():
             _fill(answers, model, configs, wanted, gpu)
     return answers
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector, because there are many answers and they contain no cycles."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _fill(

@@ -34,8 +34,8 @@ from profharness.commands._types import (
 from profharness.devices import Device, occupancy
 from profharness.errors import NotFoundError
 from profharness.files import atomic_file
-from profharness.rows import COUNTERS, TRACE_PROFILERS
-from profharness.store import LaunchRow, RangeRow, Selection, open_store
+from profharness.rows import COUNTERS, TRACE_PROFILERS, LaunchRow, RangeRow
+from profharness.store import Selection, open_store
 from profharness.store import Store as OpenStore
 
 Event = dict[str, Any]

@@ -66,7 +66,7 @@ from profharness.run import (
     require_number,
 )
 from profharness.store import LATEST, Selection, Store, open_store
-from profharness.store.filesystems import refuse_network
+from profharness.store.schema import refuse_network
 from profharness.store.sources import ParsedTraceCache
 
 if TYPE_CHECKING:

@@ -33,9 +33,15 @@ from profharness.processes import (
     new_mark,
     start_python,
 )
-from profharness.store.filesystems import refuse_network
 from profharness.store.ingest import ingest_source
-from profharness.store.schema import Writer, damaged, is_altered, is_damage, require_folder
+from profharness.store.schema import (
+    Writer,
+    damaged,
+    is_altered,
+    is_damage,
+    refuse_network,
+    require_folder,
+)
 from profharness.store.sources import Source, find_sources
 from profharness.trace import LaunchBatch, Trace
 

@@ -9,15 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from profharness.rows import LaunchRow, RangeRow
 from profharness.store.queries import Store, open_store
-from profharness.store.selection import (
-    ALL_RUNS,
-    KERNELS_ELSE_CELLS,
-    LATEST,
-    Need,
-    Selection,
-)
+from profharness.store.selection import ALL_RUNS, KERNELS_ELSE_CELLS, LATEST, Need, Selection
 
 if TYPE_CHECKING:
     from profharness.store.frames import frame, query, to_frame
@@ -28,9 +21,7 @@ __all__ = [
     "KERNELS_ELSE_CELLS",
     "LATEST",
     "IngestResult",
-    "LaunchRow",
     "Need",
-    "RangeRow",
     "Selection",
     "Store",
     "frame",
@@ -41,11 +32,9 @@ __all__ = [
     "to_frame",
 ]
 
-_LATE = dict.fromkeys(("frame", "query", "to_frame"), "frames")
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_LATE.get(name, 'ingest')}")
-    return getattr(module, name)
+    module = "frames" if name in ("frame", "query", "to_frame") else "ingest"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

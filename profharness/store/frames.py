@@ -6,7 +6,7 @@ Integer columns stay integers, and the frame of an empty result has its columns.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -24,7 +24,7 @@ _INTEGERS = (int, int | None, Triple | None)
 _READS = "only a SELECT may be asked, and nothing attached"
 
 
-def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
+def to_frame(rows: Sequence[Any], kind: Any = None) -> pd.DataFrame:
     """Convert rows to a DataFrame with flat columns.
 
     `kind` is the type of the rows. It determines the columns if there are no rows. A grid or block
@@ -37,14 +37,16 @@ def to_frame(rows: Sequence[Any], kind: type | None = None) -> pd.DataFrame:
     if kind is None:
         return frame([])
     hints = get_type_hints(kind)
-    names = _names(kind)
-    records = []
-    for row in rows:
-        parts = [_columns(name, getattr(row, name)) for name in names]
-        records.append({key: value for part in parts for key, value in part.items()})
+    names = [each.name for each in fields(kind)] if is_dataclass(kind) else kind._fields
+    records = [
+        dict(chain.from_iterable(_columns(name, getattr(row, name)).items() for name in names))
+        for row in rows
+    ]
     integers = [column for name in names if hints[name] in _INTEGERS for column in _flat(name)]
-    all_columns = None if records else list(chain.from_iterable(map(_flat, _plain(names, hints))))
-    return frame(records, all_columns, integers=integers)
+    # the columns of a dict depend on its value
+    plain = (name for name in names if not str(hints[name]).startswith("dict"))
+    columns = None if records else list(chain.from_iterable(map(_flat, plain)))
+    return frame(records, columns, integers=integers)
 
 
 def frame(
@@ -78,7 +80,7 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
     Raises UsageError for other SQL.
     """
     connection = store.connection
-    connection.set_authorizer(_reading)
+    connection.set_authorizer(_deny_attach)
     try:
         cursor = connection.execute(sql, params)
         columns = [column[0] for column in cursor.description or ()]
@@ -97,23 +99,10 @@ def query(store: Store, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()
         connection.set_authorizer(None)
 
 
-def _reading(action: int, *_: object) -> int:
-    """Deny ATTACH and DETACH, because ATTACH creates a file even on a read-only connection."""
+def _deny_attach(action: int, *_: object) -> int:
+    # ATTACH creates a file even on a read-only connection
     refused = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
     return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
-
-
-def _names(kind: Any) -> tuple[str, ...]:
-    named = [field.name for field in fields(kind)] if is_dataclass(kind) else kind._fields
-    return tuple(named)
-
-
-def _plain(names: Sequence[str], hints: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the fields that are not dicts.
-
-    The columns of a dict depend on its value.
-    """
-    return (name for name in names if not str(hints[name]).startswith("dict"))
 
 
 def _flat(name: str) -> list[str]:

@@ -1,53 +1,34 @@
 """Ingest run folders and trace files into the store.
 
 Each run is stored in one transaction. Ingesting stored content again changes nothing. A run with an
-unreadable raw trace is stored without that trace.
+unreadable raw trace is stored without that trace. A damaged or smaller run folder never replaces a
+complete run, and a copy of a folder changes nothing.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from profharness.device_types import device_name
-from profharness.errors import StoreError, TraceFormatError, printable_path
+from profharness.errors import StoreError, TraceFormatError, join_few, printable_path
 from profharness.files import shell_command
+from profharness.processes import garbage_collection_off
 from profharness.rows import NCU
-from profharness.run import (
-    OBSERVE,
-    RUN_FILE,
-    BenchPlan,
-    Cell,
-    Problem,
-    Protocol,
-    Run,
-    read_plan,
-    run_kind,
-)
+from profharness.run import OBSERVE, RUN_FILE, Cell, Problem, Protocol, Run, read_plan, run_kind
+from profharness.stats import Series
 from profharness.store.groups import TIMED, DeviceTimes
-from profharness.store.guards import (
-    check_record,
-    check_tables,
-    kept_elsewhere,
-    require_no_less,
-    stored_contents,
-)
-from profharness.store.insert import (
-    CellTrace,
-    Inserted,
-    insert_trace,
-    placed_samples,
-)
+from profharness.store.insert import Inserted, insert_journals, insert_trace
 from profharness.store.ranks import split_place
 from profharness.store.schema import (
     Writer,
@@ -61,9 +42,11 @@ from profharness.store.schema import (
 from profharness.store.sources import ParsedTraces, Raw, Source, find_sources, read_source
 from profharness.store.tables import (
     config_ids,
+    fields_of,
     forget_run,
     insert_row,
     insert_rows,
+    insert_statement,
     row_id,
     to_json,
 )
@@ -74,9 +57,15 @@ if TYPE_CHECKING:
     from profharness.traces.observed import Journals
 
 Progress = Callable[[str, int, int], None]
+Contents = dict[tuple[str, str], int]
+"""What a run contains, such as the number of ("measurements of cell", "c0001")."""
 
 UNREADABLE = "trace_unreadable"
-FEW = 5  # maximum number of sources that a message lists
+MEASURED, LAUNCHED = "measurements of cell", "launches of"
+PENDING = "pending"
+FEW = 5  # maximum number of sources or losses that a message lists
+MAX_COUNTS_SHOWN = 20
+MAX_INT = (1 << 63) - 1  # the largest integer of SQLite
 LAST_SECOND = 253402300799.0  # end of the year 9999, the latest time that datetime supports
 EPOCH_NS = (10**18, 4 * 10**18)  # 2001 to 2096: a trace clock in this range is Unix time
 
@@ -177,22 +166,7 @@ def _remedy(source: Source) -> str:
     )
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector.
-
-    Ingesting millions of rows creates no cycles, and the collector takes about 10 % of the time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@_uncollected()
+@garbage_collection_off()
 def ingest_source(
     store: Path,
     writer: Callable[[], sqlite3.Connection],
@@ -207,7 +181,7 @@ def ingest_source(
     errors of `ingest_path` and those of SQLite.
     """
     if source.run is not None:
-        check_record(source.path / RUN_FILE, source.run)
+        _check_record(source.path / RUN_FILE, source.run)
     # checked before parsing, and again in the transaction: another process may store it first
     same = waiting(lambda: unchanged(writer(), source)) if store.exists() else None
     if same:
@@ -247,12 +221,25 @@ def _open(raw: Raw, opened: ExitStack, cache: ParsedTraces | None) -> _Parsed:
         opened.callback(trace.close)
         if raw.profiler not in (None, trace.profiler):
             raise TraceFormatError(raw.path, f"a trace of {trace.profiler}", expected=raw.profiler)
-        check_tables(raw.path, trace)
         batches = trace.batches()
         first = list(islice(batches, 1))
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
     return raw, replace(trace, batches=lambda: chain(first, batches))
+
+
+def _check_record(path: Path, run: Run) -> None:
+    """Raise TraceFormatError if a run record contains values that tables cannot contain."""
+    (name, count), *_ = Counter(cell.cell for cell in run.cells).most_common(1) or [("", 0)]
+    if count > 1:
+        raise TraceFormatError(path, f"{count} cells are called {name!r}", expected="unique names")
+    for cell in run.cells:
+        counts = (cell.iterations, cell.peak_memory_bytes or 0, cell.duration_ns or 0)
+        turns = chain.from_iterable(cell.turns.values())
+        if max(map(abs, chain(counts, *cell.samples.values(), *turns))) > MAX_INT:
+            raise TraceFormatError(
+                path, f"a number of cell {cell.cell!r} is too large", expected="64 bits at most"
+            )
 
 
 def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | None:
@@ -262,7 +249,7 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     """
     run, kept = source.run, None
     if run and all(raw.problem is None for raw in source.raws):
-        kept = kept_elsewhere(connection, source.path, run)
+        kept = _original(connection, source.path, run)
     where, value = ("run", run.run) if run and kept else ("content_hash", source.content_hash)
     row = connection.execute(
         "SELECT run, (SELECT count(*) FROM cells c WHERE c.run_id = r.id), "
@@ -277,6 +264,67 @@ def unchanged(connection: sqlite3.Connection, source: Source) -> IngestResult | 
     return IngestResult(name, "unchanged", source.path, launches, cells, texts, kept)
 
 
+def _original(connection: sqlite3.Connection, folder: Path, run: Run) -> Path | None:
+    """Return the folder that a run was ingested from if `folder` is a copy of it, else None."""
+    row = connection.execute("SELECT path FROM runs WHERE run = ?", (run.run,)).fetchone()
+    if row is None:
+        return None
+    source = Path(row[0])
+    # if the source was deleted, the copy replaces it
+    if not (source / RUN_FILE).is_file() or source.resolve() == folder.resolve():
+        return None
+    here = {
+        (MEASURED, cell.cell): sum(map(len, cell.samples.values())) + len(cell.checks)
+        for cell in run.cells
+        if cell.status != PENDING
+    }
+    there = _stored_contents(connection, run.run)
+    # the number of launches is unknown before parsing
+    traces = {(LAUNCHED, trace.path) for trace in run.traces}
+    same = (
+        here.items() <= there.items()
+        and {(what, name) for what, name in there if name} == here.keys() | traces
+    )
+    return source if same else None
+
+
+def _stored_contents(connection: sqlite3.Connection, run: str) -> Contents:
+    """Return the contents of a stored run. They are empty if the store does not contain the run."""
+    rows = connection.execute(
+        f"SELECT '{MEASURED}', cell, (SELECT count(*) FROM samples s WHERE s.cell_id = c.id) "
+        "+ (SELECT count(*) FROM verifications v WHERE v.cell_id = c.id) FROM cells c "
+        f"JOIN runs r ON r.id = c.run_id WHERE r.run = :run AND status <> '{PENDING}' "
+        f"UNION ALL SELECT '{LAUNCHED}', t.path, t.launches FROM traces t "
+        "JOIN runs r ON r.id = t.run_id WHERE r.run = :run "
+        "UNION ALL SELECT 'observed calls', '', sum(calls) FROM templates o "
+        "JOIN runs r ON r.id = o.run_id WHERE r.run = :run GROUP BY r.id",
+        {"run": run},
+    )
+    return {(what, name): number for what, name, number in rows}
+
+
+def require_no_less(
+    connection: sqlite3.Connection, source: Source, run: str, before: Contents
+) -> None:
+    """Raise TraceFormatError if the stored run now contains less than it did before."""
+    after = _stored_contents(connection, run)
+    missing = []
+    for (what, name), number in before.items():
+        lost = number - after.get((what, name), 0)
+        if lost > 0:
+            missing.append(f"{lost:,} {what} {name}".strip())
+        elif what == MEASURED and (what, name) not in after:
+            missing.append(f"the result of cell {name}")
+    if missing:
+        problems = [raw.problem for raw in source.raws if raw.problem is not None]
+        reason = f" ({problems[0]})" if problems else ""
+        raise TraceFormatError(
+            source.path,
+            f"holds less of run {run} than the store, which keeps what it has: missing are "
+            f"{join_few(missing, FEW)}{reason}; `profharness runs --delete {run}` lets this one in",
+        )
+
+
 def _write(
     connection: sqlite3.Connection,
     source: Source,
@@ -287,11 +335,12 @@ def _write(
     run = source.run
     # the name depends only on the content, so a renamed copy of a trace is the same run
     name = run.run if run else f"trace-{source.content_hash[:10]}"
-    before = stored_contents(connection, name)
+    query = "SELECT 1 FROM runs WHERE run = ?"
+    status = "replaced" if connection.execute(query, (name,)).fetchone() else "new"
+    before = _stored_contents(connection, name)
     # require_no_less at the end rolls this back if the new run contains less
     forget_run(connection, name)
     run_id = _insert_run(connection, source, name, parsed)
-    _insert_devices(connection, run_id, [trace for _, trace in parsed])
     # the launches of an observed program belong to no cell
     planned = run is not None and run.kind != OBSERVE
     cells = _insert_cells(connection, run_id, run.cells) if run and planned else None
@@ -300,8 +349,6 @@ def _write(
     warnings = [f"not taken in: {raw.problem}" for raw in source.raws if raw.problem is not None]
     warnings += [f"{raw.name}: {text}" for raw, trace in parsed for text in trace.warnings]
     if journals is not None:
-        from profharness.store.insert_calls import insert_journals
-
         traced = list(chain.from_iterable(trace.calls for _, trace in parsed))
         warnings += insert_journals(connection, run_id, journals, traced)
     for (raw, _), result in zip(parsed, results, strict=True):
@@ -309,20 +356,12 @@ def _write(
     if run and cells is not None:
         warnings += [text for _, trace in parsed for text in _unmeasured(run.protocol, trace)]
         profilers = [trace.profiler for _, trace in parsed]
-        warnings += _update_cells(
-            connection, run, cells, list(zip(profilers, results, strict=True))
-        )
+        results_of = list(zip(profilers, results, strict=True))
+        warnings += _update_cells(connection, run, cells, results_of)
     connection.execute("UPDATE runs SET warnings = ? WHERE id = ?", (to_json(warnings), run_id))
-    lost = [raw.problem for raw in source.raws if raw.problem is not None]
-    require_no_less(connection, source.path, name, before, lost)
-    return IngestResult(
-        name,
-        "new" if before is None else "replaced",
-        source.path,
-        sum(result.launches for result in results),
-        len(cells or ()),
-        tuple(warnings),
-    )
+    require_no_less(connection, source, name, before)
+    launches = sum(result.launches for result in results)
+    return IngestResult(name, status, source.path, launches, len(cells or ()), tuple(warnings))
 
 
 def _insert_run(
@@ -335,7 +374,7 @@ def _insert_run(
     torch = environment.get("torch")
     data = to_json(environment)
     digest = xxhash.xxh3_128_hexdigest(data.encode())
-    row = {
+    row: dict[str, Any] = {
         "run": name,
         "created": run.created if run else _created(source.path, parsed[0][1]),
         "source": "capture" if run else "trace",
@@ -347,26 +386,34 @@ def _insert_run(
         ),
         "device": devices[0] if devices else device_name(environment),
         "torch": None if torch is None else str(torch),
-        "profilers": to_json(list(run.profilers if run else (parsed[0][1].profiler,))),
-        "protocol": to_json(asdict(run.protocol)) if run else None,
-        "bench": to_json(asdict(plan)) if (plan := _bench_plan(source)) else None,
-        "note": run.note if run else None,
-        "profharness": run.profharness if run else None,
+        "profilers": run.profilers if run else (parsed[0][1].profiler,),
         **place,
-        "problems": to_json([asdict(problem) for problem in _problems(source)]),
-        "warnings": "[]",  # updated after everything is inserted
+        "problems": [],
+        "warnings": [],  # updated after everything is inserted
     }
+    if run:
+        # a folder whose record has no plan may contain the plan in a file
+        plan = run.bench or read_plan(source.path)
+        unreadable = (
+            Problem(
+                raw.profiler or "",
+                UNREADABLE,
+                raw.problem,
+                f"copy {raw.name} again if another copy is whole, or capture again with "
+                f"--profiler {raw.profiler}",
+                cells=raw.cells,
+            )
+            for raw in source.raws
+            if raw.problem is not None
+        )
+        row |= {
+            "protocol": asdict(run.protocol),
+            "bench": asdict(plan) if plan else None,
+            "note": run.note,
+            "profharness": run.profharness,
+            "problems": (*run.problems, *unreadable),
+        }
     return insert_row(connection, "runs", row)
-
-
-def _bench_plan(source: Source) -> BenchPlan | None:
-    """Return the plan in the run record, or the plan in the run folder if the record has none.
-
-    Raises TraceFormatError if the plan in the folder cannot be read.
-    """
-    if source.run is None or source.run.bench is not None:
-        return source.run.bench if source.run else None
-    return read_plan(source.path)
 
 
 def _created(path: Path, trace: Trace) -> str:
@@ -383,80 +430,41 @@ def _created(path: Path, trace: Trace) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def _problems(source: Source) -> tuple[Problem, ...]:
-    """Return the problems in run.json, and a problem for each unreadable trace."""
-    if source.run is None:
-        return ()
-    unreadable = (
-        Problem(
-            raw.profiler or "",
-            UNREADABLE,
-            raw.problem,
-            f"copy {raw.name} again if another copy is whole, or capture again with "
-            f"--profiler {raw.profiler}",
-            cells=raw.cells,
-        )
-        for raw in source.raws
-        if raw.problem is not None
-    )
-    return (*source.run.problems, *unreadable)
-
-
-def _insert_devices(connection: sqlite3.Connection, run_id: int, traces: list[Trace]) -> None:
-    """Insert one row per device. Values that a trace lacks are taken from the other traces."""
-    merged: dict[int, dict[str, object]] = {}
-    for device in chain.from_iterable(trace.devices for trace in traces):
-        values = asdict(device)
-        row = merged.setdefault(device.index, values)
-        row.update({key: value for key, value in values.items() if row[key] is None})
-    for index, row in merged.items():
-        del row["index"]
-        insert_row(connection, "devices", {"run_id": run_id, "device_index": index, **row})
-
-
 def _insert_cells(
     connection: sqlite3.Connection, run_id: int, cells: Sequence[Cell]
 ) -> dict[str, int]:
     """Insert cells with their samples, refusals and checks. Return their row ids by name."""
     configs = config_ids(connection, (cell.config for cell in cells))
-    ids = {
-        cell.cell: _insert_cell(connection, run_id, cell, configs[cell.config]) for cell in cells
-    }
-    insert_rows(
-        connection,
-        "samples",
-        ("cell_id", "measurement", "ordinal", "duration_ns", "process", "turn"),
-        (
-            (ids[cell.cell], name, ordinal, *sample)
-            for cell in cells
-            for name, values in cell.samples.items()
-            for ordinal, sample in enumerate(placed_samples(values, cell.turns.get(name, ())))
-        ),
-    )
+    ids = {}
     for cell in cells:
+        row = fields_of(connection, "cells", cell)
+        row |= {"run_id": run_id, "config_id": configs[cell.config], "tuning": cell.tuning or None}
+        ids[cell.cell] = insert_row(connection, "cells", row)
         for ordinal, refusal in enumerate(cell.refusals):
             row = {"cell_id": ids[cell.cell], "ordinal": ordinal, **asdict(refusal)}
             insert_row(connection, "refusals", row)
+        of_case = {"asked": cell.asked or cell.config.label, "case_name": cell.case or ""}
         for ordinal, check in enumerate(cell.checks):
-            row = {
-                "cell_id": ids[cell.cell],
-                "ordinal": ordinal,
-                "asked": cell.asked or cell.config.label,
-                "case_name": cell.case or "",
-                **asdict(check),
-            }
+            row = {"cell_id": ids[cell.cell], "ordinal": ordinal, **of_case, **asdict(check)}
             insert_row(connection, "verifications", row)
+    samples = (
+        (ids[cell.cell], name, ordinal, *sample)
+        for cell in cells
+        for name, values in cell.samples.items()
+        for ordinal, sample in enumerate(_with_turns(values, cell.turns.get(name, ())))
+    )
+    columns = ("cell_id", "measurement", "ordinal", "duration_ns", "process", "turn")
+    insert_rows(connection, "samples", columns, samples)
     return ids
 
 
-def _insert_cell(connection: sqlite3.Connection, run_id: int, cell: Cell, config_id: int) -> int:
-    same = ("cell", "backend", "status", "message", "choice", "iterations", "peak_memory_bytes",
-            "duration_ns")  # fmt: skip
-    row = {name: getattr(cell, name) for name in same}
-    row |= {"run_id": run_id, "config_id": config_id, "clocks": to_json(cell.clocks)}
-    row |= {"warnings": to_json(cell.warnings)}
-    row |= {"tuning": to_json(cell.tuning) if cell.tuning else None}
-    return insert_row(connection, "cells", row)
+def _with_turns(
+    values: Sequence[int], turns: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int | None, int | None]]:
+    """Yield the samples, each with its process and turn. Both are None if they are unknown."""
+    known = [turn[:2] for turn in Series.of(values, turns).turns for _ in range(turn.samples)]
+    for index, value in enumerate(values):
+        yield value, *(known[index] if known else (None, None))
 
 
 def _insert_raw(
@@ -467,16 +475,6 @@ def _insert_raw(
     progress: Progress | None,
 ) -> Inserted:
     raw, trace = parsed
-    row = {
-        "run_id": run_id,
-        "profiler": trace.profiler,
-        "path": raw.name,
-        "content_hash": raw.content_hash,
-        "skipped": trace.skipped,
-        "environment": to_json(trace.environment),
-        # insert_trace updates these at the end
-        **dict.fromkeys(("launches", "dropped", "first_launch_id", "last_launch_id"), 0),
-    }
     done = 0
 
     def advance(launches: int) -> None:
@@ -490,11 +488,22 @@ def _insert_raw(
     watched = cells is None and trace.profiler in TIMED
     batches = times.watch(trace.batches()) if watched else trace.batches()
     try:
+        row = fields_of(connection, "traces", raw, trace)
+        row |= {"run_id": run_id, "path": raw.name}
+        # insert_trace updates these at the end
+        row |= dict.fromkeys(("launches", "dropped", "first_launch_id", "last_launch_id"), 0)
         trace_id = insert_row(connection, "traces", row)
+        for device in trace.devices:
+            row = {"run_id": run_id, "device_index": device.index, **asdict(device)}
+            del row["index"]
+            # values that an earlier trace of the run lacks are filled in
+            filled = ", ".join(f"{name} = coalesce({name}, excluded.{name})" for name in row)
+            statement = insert_statement("devices", dict.fromkeys(row, "?"))
+            statement += f" ON CONFLICT DO UPDATE SET {filled}"
+            connection.execute(statement, list(row.values()))
         inserted = insert_trace(connection, trace_id, trace, batches, cells, advance)
-        times.insert(
-            connection, trace_id, list(zip(trace.kernels, trace.kernel_kinds, strict=True))
-        )
+        kernels = list(zip(trace.kernels, trace.kernel_kinds, strict=True))
+        times.insert(connection, trace_id, kernels)
         return inserted
     except TraceFormatError as error:
         raise _RawError(raw, error) from None
@@ -520,26 +529,34 @@ def _update_cells(
     results: list[tuple[str, Inserted]],
 ) -> list[str]:
     """Store the SDPA ops and warnings of cells that result from traces. Return the new warnings."""
-    by_cell: dict[str, list[tuple[str, CellTrace]]] = {}
-    for profiler, result in results:
-        for trace in result.cells:
-            by_cell.setdefault(trace.cell, []).append((profiler, trace))
     warnings = []
     for cell in run.cells:
-        traces = by_cell.get(cell.cell, [])
-        fresh = list(dict.fromkeys(text for _, trace in traces if (text := trace.warning())))
+        traces = [
+            (profiler, *result.cells[cell.cell])
+            for profiler, result in results
+            if cell.cell in result.cells
+        ]
+        fresh = []
+        for _, counts, _ in traces:
+            if len(set(counts)) > 1:
+                shown = [
+                    *map(str, counts[:MAX_COUNTS_SHOWN]),
+                    *(["…"] if len(counts) > MAX_COUNTS_SHOWN else []),
+                ]
+                fresh.append(f"kernel count differs between calls: {','.join(shown)}")
+        fresh = list(dict.fromkeys(fresh))
         covering = dict.fromkeys(raw.profiler for raw in run.traces if cell.cell in raw.cells)
-        launching = {profiler for profiler, trace in traces if any(trace.launches_per_call)}
+        launching = {profiler for profiler, counts, _ in traces if any(counts)}
         if cell.status == "ok":
             fresh += [
                 f"the {profiler} trace holds no launch of this cell"
                 for profiler in covering
                 if profiler not in launching
             ]
-        ops = [trace.sdpa_op for _, trace in traces if trace.sdpa_op]
+        op = next((op for *_, op in traces if op), None)
         connection.execute(
             "UPDATE cells SET sdpa_op = ?, warnings = ? WHERE id = ?",
-            (ops[0] if ops else None, to_json([*cell.warnings, *fresh]), ids[cell.cell]),
+            (op, to_json([*cell.warnings, *fresh]), ids[cell.cell]),
         )
         warnings += [f"{cell.cell}: {text}" for text in fresh]
     return warnings

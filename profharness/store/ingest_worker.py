@@ -43,10 +43,7 @@ class SourceReader:
         self._rest: dict[Path, Iterator[LaunchBatch]] = {}
 
     def source(self, path: Path) -> Source:
-        """Discard the previous source and read a new one.
-
-        Parse its traces unless it is already stored.
-        """
+        """Read a source instead of the previous one. Parse its traces unless it is already stored."""
         self.close()
         source = read_source(path)
         if not self._is_stored(source):
@@ -59,12 +56,14 @@ class SourceReader:
         return source
 
     def trace(self, path: Path) -> tuple[Trace, list[LaunchBatch]]:
-        """Return a trace that can be pickled, and a list that contains its first batch."""
+        """Return a trace without its batches, and a list that contains the first batch."""
         parsed = self._parsed.pop(path, None) or self._parse(path)
         if isinstance(parsed, Exception):
             raise parsed
         trace, first, self._rest[path] = parsed
-        return replace(trace, batches=_no_batches, close=_close_nothing), first
+        return replace(
+            trace, batches=tuple, close=tuple
+        ), first  # unlike a lambda, it can be pickled
 
     def batches(self, path: Path) -> Iterator[LaunchBatch | None]:
         """Yield the batches of a trace after the first one, then None."""
@@ -90,14 +89,6 @@ class SourceReader:
         ):
             return unchanged(connection, source) is not None
         return False
-
-
-def _no_batches() -> Iterator[LaunchBatch]:
-    return iter(())
-
-
-def _close_nothing() -> None:
-    pass
 
 
 def main() -> None:

@@ -1,6 +1,9 @@
 """Create and open the store file.
 
 Migrations use sqlite_utils. They are never edited after a release.
+
+SQLite's write-ahead log does not work on a network file system. Its index is in shared memory,
+which other hosts cannot access, and file locks are unreliable. See https://sqlite.org/wal.html.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import re
 import sqlite3
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,9 +23,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from profharness.errors import NotFoundError, StoreError
-from profharness.files import STORE_ID
-from profharness.store.filesystems import file_beside, may_be_read, refuse_network
+from profharness.files import DEFAULT_STORE, STORE_ID, STORE_VARIABLE
 from profharness.store.tables import TABLES, VIEWS
 
 SCHEMA_VERSION = 15  # 1 to 14 were never released
@@ -34,34 +39,76 @@ SMALL_TABLES = (
 )
 OTHER = "name another --store"
 ALTERED = "not as profharness made it"
-MISSING = re.compile(r"no such (table|column)|table \w+ has (no column|\d+ columns)")
+MISSING = re.compile(
+    r"no such (table|column)|table \w+ has (no column|\d+ columns)|Object missing required field"
+)
+MOUNTS = Path("/proc/self/mountinfo")
+# types of network file systems in mountinfo, without the prefix `fuse.`
+NETWORK = frozenset({
+    "9p", "afs", "beegfs", "ceph", "ceph-fuse", "cifs", "gcsfuse", "glusterfs", "goofys", "gpfs",
+    "juicefs", "lustre", "nfs", "nfs4", "orangefs", "panfs", "pvfs2", "rclone", "s3fs", "smb3",
+    "smbfs", "sshfs", "wekafs",
+})  # fmt: skip
+_OCTAL = re.compile(r"\\([0-7]{3})")
 Answer = TypeVar("Answer")
+
+
+def network_type(path: Path) -> str | None:
+    """Return the type of the network file system that contains a path. The path need not exist.
+
+    Return None if the path is on a local disk, or if the mounts cannot be read.
+    """
+    real = f"{os.path.realpath(path)}/"
+    point, kind = "", ""
+    with suppress(OSError):
+        for line in MOUNTS.read_text(errors="surrogateescape").splitlines():
+            mount, _, source = line.partition(" - ")
+            folder = _OCTAL.sub(lambda match: chr(int(match[1], 8)), mount.split(" ")[4])
+            # a later mount covers an earlier one at the same point
+            if real.startswith(f"{folder.rstrip('/')}/") and len(folder) >= len(point):
+                point, kind = folder, source.split(" ")[0].removeprefix("fuse.")
+    is_sandbox = (point, kind) == ("/", "9p")  # its root is often mounted with 9P
+    return kind if kind in NETWORK and not is_sandbox else None
+
+
+def refuse_network(path: Path) -> None:
+    """Raise StoreError if a store that is to be written is on a network file system."""
+    kind = network_type(path)
+    if kind is not None:
+        folders = [Path.home(), Path("/var/tmp"), Path(tempfile.gettempdir())]
+        local = (each for each in folders if os.access(each, os.W_OK) and not network_type(each))
+        elsewhere = next(local, folders[-1]) / DEFAULT_STORE
+        raise StoreError(
+            f"{path}: is on a network file system ({kind}), where several hosts would damage it; keep "
+            f"the store on a disk of one host (--store {elsewhere}, or {STORE_VARIABLE}); run folders "
+            "and traces may stay"
+        )
+
+
+def file_beside(path: Path, suffix: str) -> Path:
+    """Return the path of a file that SQLite creates next to a store, such as its log.
+
+    Symbolic links are resolved.
+    """
+    return Path(f"{os.path.realpath(path)}{suffix}")
 
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Migrate the schema to the current version in the caller's write transaction."""
     # sqlite_utils would import pandas, which takes longer than ingesting a large trace
-    with _hidden("pandas"):
+    is_loaded = "pandas" in sys.modules
+    try:
+        sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
         from sqlite_utils import Database, Migrations
+    finally:
+        if not is_loaded:
+            del sys.modules["pandas"]
 
     migrations = Migrations(MIGRATION_SET)
     migrations(name="015_initial")(_initial)
     migrations.apply(Database(connection, execute_plugins=False))
     connection.execute(f"PRAGMA application_id = {STORE_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-@contextmanager
-def _hidden(name: str) -> Iterator[None]:
-    """Make the import of a module fail as if it were not installed, unless it is already imported."""
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[name]
 
 
 def _initial(db: Any) -> None:
@@ -85,13 +132,12 @@ def connect(path: Path, *, write: bool, foreign_keys: bool = True) -> sqlite3.Co
     """
     if write:
         require_folder(path)
-    if not write and not path.exists():
+        refuse_network(path)
+    elif not path.exists():
         raise NotFoundError(
             f"{path}: no store here; `profharness ingest FILE` or `profharness capture` makes one, "
             "--store names another"
         )
-    if write:
-        refuse_network(path)
     try:
         _check_header(path, write)
         if write:
@@ -147,10 +193,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def damaged(path: Path, detail: object, what: str | None = None) -> StoreError:
-    """Return an error for a store that must not be used.
-
-    It names the command that rebuilds the store.
-    """
+    """Return an error for a store that must not be used, with the command that rebuilds it."""
     what = what or (ALTERED if is_altered(detail) else "damaged inside")
     return StoreError(
         f"{path}: {what}, left as it is ({detail}); rebuild it from the run folders: "
@@ -170,7 +213,8 @@ def is_damage(error: BaseException) -> bool:
 
 def is_altered(error: object) -> bool:
     """Return whether an error shows that the schema of a store was changed."""
-    return isinstance(error, sqlite3.OperationalError) and bool(MISSING.match(str(error)))
+    kinds = (sqlite3.OperationalError, msgspec.ValidationError)
+    return isinstance(error, kinds) and MISSING.match(str(error)) is not None
 
 
 def find_damage(connection: sqlite3.Connection, *tables: str) -> str | None:
@@ -203,6 +247,13 @@ def _check_file(path: str, inode: int) -> None:  # noqa: ARG001
         raise damaged(Path(path), detail)
 
 
+def _is_busy(error: sqlite3.OperationalError) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
+
+
 def waiting(action: Callable[[], Answer]) -> Answer:
     """Run an action and return its result. Repeat it while SQLite reports that the file is busy.
 
@@ -233,13 +284,6 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
-
-
-def _is_busy(error: sqlite3.OperationalError) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-    )
 
 
 def _check_header(path: Path, write: bool) -> None:
@@ -291,15 +335,21 @@ def _raw(path: Path, mode: str) -> sqlite3.Connection:
 
     It does not run unsafe functions that the schema of a foreign file may contain.
     """
-    connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?{mode}",
-        timeout=BUSY_SECONDS,
-        isolation_level=None,
-        uri=True,
-    )
-    connection.execute("PRAGMA cell_size_check = ON")
-    connection.execute("PRAGMA trusted_schema = OFF")
+    uri = f"{path.absolute().as_uri()}?{mode}"
+    connection = sqlite3.connect(uri, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
+    with _closed_on_error(connection):
+        connection.execute("PRAGMA cell_size_check = ON")
+        connection.execute("PRAGMA trusted_schema = OFF")
     return connection
+
+
+@contextmanager
+def _closed_on_error(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
@@ -326,32 +376,11 @@ def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path}: made by an unreleased profharness (schema {version}); delete it or name "
             "another --store, then take the run folders in again: profharness ingest FOLDER"
         )
-    _refuse_triggers(connection, path)
-    _refuse_external_launches(connection, path)
-    return True
-
-
-def _refuse_external_launches(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise StoreError for a store of an earlier release whose launches are in Parquet files."""
-    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'launch_shards'"
-    if (
-        connection.execute(query).fetchone()
-        and connection.execute("SELECT 1 FROM launch_shards LIMIT 1").fetchone()
-    ):
-        raise StoreError(
-            f"{path}: its launches are in Parquet files beside it, which this release does not read; "
-            "ingest its sources again into a new store: profharness ingest SOURCE... --store NEW"
-        )
-
-
-def _refuse_triggers(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise StoreError if a store contains triggers, which would run at the next ingest.
-
-    Tables and views are allowed, because users may add them.
-    """
+    # a trigger would run at the next ingest; users may add tables and views
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger' LIMIT 1"
     for (name,) in connection.execute(query):
         raise damaged(path, f"contains a trigger, {name!r}", ALTERED)
+    return True
 
 
 def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
@@ -362,7 +391,7 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
             _is_made(probe, path)
         _check_file(str(path.absolute()), path.stat().st_ino)
     connection = _raw(path, "mode=rwc")
-    try:
+    with _closed_on_error(connection):
         if not _is_made(connection, path):
             with transaction(connection):
                 if not _is_made(connection, path):  # another process may have created it first
@@ -371,9 +400,6 @@ def _open_writer(path: Path, foreign_keys: bool) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA foreign_keys = {'ON' if foreign_keys else 'OFF'}")
-    except BaseException:
-        connection.close()
-        raise
     return connection
 
 
@@ -381,23 +407,28 @@ def _open_reader(path: Path) -> sqlite3.Connection:
     """Return a connection that cannot write rows.
 
     Open the file as immutable if it is on a network file system or on read-only media, because no
-    process writes to it there.
+    process writes to it there. Raise StoreError if another host may be writing to it.
     """
-    for mode in (
-        ("mode=ro&immutable=1",) if may_be_read(path) else ("mode=rw", "mode=ro&immutable=1")
-    ):
-        connection = _raw(path, mode)
+    kind, log = network_type(path), file_beside(path, "-wal")
+    if kind and log.is_file() and log.stat().st_size:
+        raise StoreError(
+            f"{path}: is on a network file system ({kind}) and has a log beside it ({log.name}): "
+            "another host may be writing to it; copy both to a disk of this host and name that with "
+            "--store"
+        )
+    if kind is None:
         try:
-            if not _is_made(connection, path):
-                raise NotFoundError(f"{path}: an empty store; `profharness ingest FILE` fills it")
-            connection.execute("PRAGMA query_only = ON")
+            return _reader(path, "mode=rw")
         except sqlite3.OperationalError as error:
-            connection.close()
-            if _is_busy(error) or mode != "mode=rw":
+            if _is_busy(error):
                 raise
-        except BaseException:
-            connection.close()
-            raise
-        else:
-            return connection
-    raise StoreError(f"{path}: cannot be opened")
+    return _reader(path, "mode=ro&immutable=1")
+
+
+def _reader(path: Path, mode: str) -> sqlite3.Connection:
+    connection = _raw(path, mode)
+    with _closed_on_error(connection):
+        if not _is_made(connection, path):
+            raise NotFoundError(f"{path}: an empty store; `profharness ingest FILE` fills it")
+        connection.execute("PRAGMA query_only = ON")
+    return connection

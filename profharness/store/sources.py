@@ -33,13 +33,9 @@ from profharness.traces.packed import open_file
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20
-MOST_BYTES = (
-    16 << 20
-)  # maximum total size of cached trace files; parsed traces take several times as much memory
-MAX_PATH, SHOWN_PATH = (
-    1024,
-    60,
-)  # maximum number of characters of a path, and of a path in a message
+# maximum total size of cached trace files; parsed traces take several times as much memory
+MOST_BYTES = 16 << 20
+MAX_PATH, SHOWN_PATH = 1024, 60  # maximum characters of a path, and of a path in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +92,13 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield from [entry] if (entry / RUN_FILE).is_file() else list(_walk(entry))
             except PermissionError:
                 yield entry  # reading it raises the error
-        elif entry.is_file() and _is_wanted(entry):
-            yield entry
-
-
-def _is_wanted(file: Path) -> bool:
-    """Return whether a file is a trace.
-
-    Return True for an unreadable file, so that the error is raised when the source is read.
-    """
-    try:
-        return is_trace(file) and sniff(file) is not None
-    except TraceFormatError:
-        return True
+        elif entry.is_file():
+            try:
+                is_source = is_trace(entry) and sniff(entry) is not None
+            except TraceFormatError:
+                is_source = True  # reading it raises the error
+            if is_source:
+                yield entry
 
 
 def read_source(path: Path) -> Source:
@@ -119,9 +109,8 @@ def read_source(path: Path) -> Source:
     if path.is_file():
         # the uncompressed content is hashed, because a compressed copy is the same trace
         content_hash = hash_file(path, packed=False)
-        return Source(
-            path, None, (Raw(None, printable_path(path.name), path, content_hash),), content_hash
-        )
+        raw = Raw(None, printable_path(path.name), path, content_hash)
+        return Source(path, None, (raw,), content_hash)
     run = read_run(path)
     if len({_real_path(path, trace) for trace in run.traces}) < len(run.traces):
         raise TraceFormatError(path / RUN_FILE, "names a trace twice", expected="each trace once")
@@ -130,9 +119,8 @@ def read_source(path: Path) -> Source:
     for raw in raws:
         digest.update(raw.content_hash.encode())
     for journal in observed_journals(path) if run.kind == OBSERVE else ():
-        digest.update(hash_file(journal).encode())
-        if (counts := counts_file(journal)).is_file():
-            digest.update(hash_file(counts).encode())
+        for file in filter(Path.is_file, (journal, counts_file(journal))):
+            digest.update(hash_file(file).encode())
     return Source(path, run, raws, digest.hexdigest())
 
 
@@ -189,10 +177,7 @@ class ParsedTraces(Protocol):
     """Traces that were parsed before, by this or another process."""
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
-        """Return a trace, or None if it is not parsed yet.
-
-        Raises TraceFormatError if parsing failed.
-        """
+        """Return a trace, or None if it is not parsed yet. Raises the error of parsing it."""
 
 
 class ParsedTraceCache:

@@ -10,14 +10,20 @@ import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 if TYPE_CHECKING:
     from profharness.attention.config import Config
 
-ROWS_PER_STATEMENT = (
-    64  # a statement that inserts many rows takes half the time of statements for single rows
-)
+# a statement that inserts many rows takes half the time of statements for single rows
+ROWS_PER_STATEMENT = 64
+T = TypeVar("T")
+JSON_COLUMNS = frozenset({
+    "profilers", "warnings", "problems", "protocol", "bench", "clocks", "tuning", "modules",
+    "tensors", "lengths", "flops_per_s", "q_strides", "k_strides", "v_strides", "mask_strides",
+})  # fmt: skip
 
 # Columns that identify a group of launches in a trace. The last column is used only if launches are
 # grouped by op path.
@@ -210,6 +216,17 @@ _LAUNCHES_OF_TRACES = """FROM traces t JOIN runs r ON r.id = t.run_id
     JOIN kernels k ON k.id = l.kernel_id JOIN launch_configs lc ON lc.id = l.launch_config_id
     LEFT JOIN cells c ON c.id = l.cell_id LEFT JOIN configs cf ON cf.id = c.config_id"""
 
+_STATISTICS = ("samples", "median_ns", "min_ns", "max_ns")
+_SUMMARIES = " ".join(
+    f"LEFT JOIN sample_summary {name} ON {name}.cell_id = c.id AND {name}.measurement = '{name}'"
+    for name in ("event", "graph", "wall", "cold", "eager", "host")
+)
+
+
+def _statistics(measurement: str) -> str:
+    return ", ".join(f"{measurement}.{name} AS {measurement}_{name}" for name in _STATISTICS)
+
+
 # kernel_groups and sample_summary are internal; docs/contracts.md lists the other views.
 VIEWS = {
     "kernel_launches": f"""
@@ -279,41 +296,38 @@ VIEWS = {
                 count(*) OVER (PARTITION BY cell_id, measurement) AS total
             FROM samples)
         GROUP BY cell_id, measurement""",
-    "cell_summary": """
+    "cell_summary": f"""
         SELECT r.run, c.cell, cf.label AS config, c.backend, c.status, c.message, c.choice,
             c.sdpa_op, c.iterations,
             (SELECT group_concat(code, ',') FROM
                 (SELECT code FROM refusals f WHERE f.cell_id = c.id ORDER BY f.ordinal)
             ) AS refusal_codes,
-            coalesce(e.samples, o.samples) AS event_samples,
-            coalesce(e.median_ns, o.median_ns) AS event_median_ns,
-            coalesce(e.min_ns, o.min_ns) AS event_min_ns,
-            coalesce(e.max_ns, o.max_ns) AS event_max_ns,
-            g.samples AS graph_samples, g.median_ns AS graph_median_ns,
-            g.min_ns AS graph_min_ns, g.max_ns AS graph_max_ns, w.samples AS wall_samples,
-            w.median_ns AS wall_median_ns, w.min_ns AS wall_min_ns, w.max_ns AS wall_max_ns,
-            c.peak_memory_bytes, c.warnings,
-            o.samples AS cold_samples, o.median_ns AS cold_median_ns, o.min_ns AS cold_min_ns,
-            o.max_ns AS cold_max_ns, a.samples AS eager_samples, a.median_ns AS eager_median_ns,
-            a.min_ns AS eager_min_ns, a.max_ns AS eager_max_ns, h.samples AS host_samples,
-            h.median_ns AS host_median_ns, h.min_ns AS host_min_ns, h.max_ns AS host_max_ns
+            {", ".join(f"coalesce(event.{name}, cold.{name}) AS event_{name}" for name in _STATISTICS)},
+            {_statistics("graph")}, {_statistics("wall")}, c.peak_memory_bytes, c.warnings,
+            {_statistics("cold")}, {_statistics("eager")}, {_statistics("host")}
         FROM cells c JOIN runs r ON r.id = c.run_id JOIN configs cf ON cf.id = c.config_id
-        LEFT JOIN sample_summary e ON e.cell_id = c.id AND e.measurement = 'event'
-        LEFT JOIN sample_summary g ON g.cell_id = c.id AND g.measurement = 'graph'
-        LEFT JOIN sample_summary w ON w.cell_id = c.id AND w.measurement = 'wall'
-        LEFT JOIN sample_summary o ON o.cell_id = c.id AND o.measurement = 'cold'
-        LEFT JOIN sample_summary a ON a.cell_id = c.id AND a.measurement = 'eager'
-        LEFT JOIN sample_summary h ON h.cell_id = c.id AND h.measurement = 'host'""",
+        {_SUMMARIES}""",
 }
 
 
 def records(
     connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()
 ) -> list[dict[str, Any]]:
-    """Return the rows of a query as dicts from column names to values."""
+    """Return the rows of a query as dicts from column names to values. Decode JSON_COLUMNS."""
     cursor = connection.execute(sql, values)
     names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
+    rows = [dict(zip(names, row, strict=True)) for row in cursor]
+    for name in JSON_COLUMNS.intersection(names):
+        for row in rows:
+            row[name] = None if row[name] is None else json.loads(row[name])
+    return rows
+
+
+def rows_of(
+    connection: sqlite3.Connection, kind: type[T], sql: str, values: Sequence[Any] = ()
+) -> list[T]:
+    """Return the rows of a query as objects. Columns that the class lacks are ignored."""
+    return msgspec.convert(records(connection, sql, values), list[kind], strict=False)  # type: ignore[valid-type]
 
 
 def insert_statement(table: str, marks: Mapping[str, str], rows: int = 1) -> str:
@@ -323,9 +337,9 @@ def insert_statement(table: str, marks: Mapping[str, str], rows: int = 1) -> str
 
 
 def insert_row(connection: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
-    """Insert a row and return its id. `row` maps column names to values."""
+    """Insert a row and return its id. Tuples, lists and dicts are stored as JSON."""
     statement = insert_statement(table, dict.fromkeys(row, "?"))
-    return int(connection.execute(statement, tuple(row.values())).lastrowid or 0)
+    return int(connection.execute(statement, list(map(_encoded, row.values()))).lastrowid or 0)
 
 
 def insert_rows(
@@ -344,9 +358,32 @@ def insert_rows(
         connection.execute(statement, list(chain.from_iterable(block)))
 
 
+def columns_of(connection: sqlite3.Connection, table: str) -> dict[str, bool]:
+    """Return the columns of a table, and whether each is NOT NULL."""
+    rows = connection.execute('SELECT name, "notnull" FROM pragma_table_info(?)', (table,))
+    return {name: bool(never_null) for name, never_null in rows}
+
+
+def fields_of(connection: sqlite3.Connection, table: str, *records: object) -> dict[str, Any]:
+    """Return the attributes of objects that are columns of a table by the same name."""
+    names = columns_of(connection, table)
+    return {
+        name: getattr(record, name) for record in records for name in names if hasattr(record, name)
+    }
+
+
 def to_json(value: object) -> str:
     """Convert a value to canonical JSON. Equal values are converted to equal strings."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return json.dumps(
+        value,
+        sort_keys=True,
+        separators=(",", ":"),
+        default=lambda item: msgspec.to_builtins(item, enc_hook=str),
+    )
+
+
+def _encoded(value: object) -> object:
+    return to_json(value) if isinstance(value, tuple | list | dict) else value
 
 
 def row_id(
@@ -359,61 +396,46 @@ def row_id(
 
     If there is no such row, insert a row with the key and the columns that `more` returns.
     """
-    where, values = " AND ".join(f"{column} IS ?" for column in key), tuple(key.values())
-    existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()
-    if existing:
-        return int(existing[0])
-    return insert_row(connection, table, {**key, **more()})
+    where, values = " AND ".join(f"{column} IS ?" for column in key), map(_encoded, key.values())
+    existing = connection.execute(f"SELECT id FROM {table} WHERE {where}", list(values)).fetchone()
+    return int(existing[0]) if existing else insert_row(connection, table, {**key, **more()})
 
 
-def config_ids(connection: sqlite3.Connection, configs: Iterable[Config]) -> dict[Config, int]:
-    """Return the ids of attention configs. Insert configs that are missing."""
-    ids = {}
+def config_ids(
+    connection: sqlite3.Connection, configs: Iterable[Config | None]
+) -> dict[Config | None, int | None]:
+    """Return the ids of attention configs. Insert configs that are missing. The id of None is None."""
+    ids: dict[Config | None, int | None] = {None: None}
     # not a set, because its order, and so the ids, would differ between processes
     for config in dict.fromkeys(configs):
-        row = {
-            name: to_json(value) if isinstance(value, tuple) else value
-            for name, value in asdict(config).items()
-        }
-        ids[config] = row_id(connection, "configs", {"label": config.label, **row})
+        if config is not None:
+            ids[config] = row_id(connection, "configs", {"label": config.label, **asdict(config)})
     return ids
 
 
-def forget_run(connection: sqlite3.Connection, run: str) -> bool:
-    """Delete a run with all its rows in the caller's transaction. Return whether it existed.
+def forget_run(connection: sqlite3.Connection, run: str) -> None:
+    """Delete a run, if it exists, with all its rows in the caller's transaction.
 
     Rows that refer to other rows are deleted first, so that this works with and without foreign key
     checks. Launches are deleted by their ids, which is fast.
     """
     row = connection.execute("SELECT id FROM runs WHERE run = ?", (run,)).fetchone()
     if row is None:
-        return False
+        return
     for ids in connection.execute(
         "SELECT first_launch_id, last_launch_id FROM traces WHERE run_id = ?", row
     ).fetchall():
         connection.execute("DELETE FROM metrics WHERE launch_id BETWEEN ? AND ?", ids)
         connection.execute("DELETE FROM launches WHERE id BETWEEN ? AND ?", ids)
-    trace_ids = "trace_id IN (SELECT id FROM traces WHERE run_id = ?)"
-    call_ids = f"call_id IN (SELECT id FROM calls WHERE {trace_ids})"
-    cell_ids = "cell_id IN (SELECT id FROM cells WHERE run_id = ?)"
+    of_trace = "trace_id IN (SELECT id FROM traces WHERE run_id = ?)"
+    of_cell = "cell_id IN (SELECT id FROM cells WHERE run_id = ?)"
     for tables, where in (
-        (("call_kernels",), call_ids),
-        (
-            (
-                "launch_groups",
-                "device_times",
-                "trace_cells",
-                "ranges",
-                "calls",
-                "steps",
-            ),
-            trace_ids,
-        ),
-        (("samples", "refusals", "verifications"), cell_ids),
-        (("traces", "cells", "devices", "templates"), "run_id = ?"),
-        (("runs",), "id = ?"),
+        ("call_kernels", f"call_id IN (SELECT id FROM calls WHERE {of_trace})"),
+        ("launch_groups device_times trace_cells ranges calls steps", of_trace),
+        ("samples refusals verifications", of_cell),
+        ("traces cells devices templates", "run_id = ?"),
+        ("runs", "id = ?"),
     ):
-        for table in tables:
+        for table in tables.split():
             connection.execute(f"DELETE FROM {table} WHERE {where}", row)
     connection.execute("DELETE FROM environments WHERE id NOT IN (SELECT environment_id FROM runs)")
-    return True

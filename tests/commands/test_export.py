@@ -20,7 +20,7 @@ from profharness.commands.export import (
     write_chrome_trace,
 )
 from profharness.devices import Device
-from profharness.store import LaunchRow, RangeRow
+from profharness.rows import LaunchRow, RangeRow
 
 BASE = 1_790_857_026_000_000_000
 DEVICE = Device(0, "NVIDIA H200", 9, 0, 132, warp_size=32)

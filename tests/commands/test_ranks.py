@@ -18,6 +18,7 @@ from profharness.commands.ranks.comparison import RankComparison
 from profharness.commands.ranks.outliers import compare_ranks
 from profharness.errors import GateError, NotFoundError, UsageError
 from profharness.store import ingest_path, open_store
+from profharness.store.ranks import rank_rows
 
 UNEVEN = Fleet(8, 1, slow={5: 1.05}, flash=(3,), fewer=(1,), driver=(6, 7))
 
@@ -126,7 +127,7 @@ def test_the_function_has_the_findings_beside_its_rows(jobs: Path) -> None:
 
 def test_a_store_without_a_job_says_what_makes_one(jobs: Path, tmp_path: Path) -> None:
     with open_store(jobs / "s.db") as store:
-        some = [row.run for row in store.ranks([str(jobs / "uneven")])][:2]
+        some = [row.run for row in rank_rows(store, [str(jobs / "uneven")])][:2]
         answer = compare_ranks(store, some)
         assert [row.label for row in answer.rows] == ["rank 0", "rank 1"]
         assert "these are not stored: 2, 3, 4, 5, 6, 7" in answer.findings[-1].sentence

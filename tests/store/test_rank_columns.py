@@ -14,7 +14,7 @@ from make_ranks import Fleet, make_ranks, read
 
 from profharness.environment import hashed_key
 from profharness.store import Store, ingest_path, open_store
-from profharness.store.ranks import split_place
+from profharness.store.ranks import rank_rows, split_place
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_ranks_of_a_job_have_one_environment(store: Store) -> None:
 def test_device_busy_time_is_union_of_launches(store: Store) -> None:
     """Busy time is the union of all launches. Nothing else runs during the all-reduce."""
     with store:
-        for rank in store.ranks():
+        for rank in rank_rows(store):
             (time,) = rank.times
             rows = store.connection.execute(
                 "SELECT l.start_ns, l.start_ns + l.duration_ns, k.family = 'collective' "
@@ -65,11 +65,11 @@ def test_device_busy_time_is_union_of_launches(store: Store) -> None:
 
 def test_any_rank_finds_its_job(job: Path, store: Store) -> None:
     with store:
-        whole = store.ranks()
+        whole = rank_rows(store)
         assert [row.label for row in whole] == [f"rank {rank}" for rank in range(4)]
-        assert store.ranks([whole[2].run]) == whole == store.ranks(["latest"])
-        assert store.ranks([str(job.parent / "ranks")]) == whole
-        assert store.ranks([whole[3].run, whole[0].run]) == [whole[0], whole[3]]
+        assert rank_rows(store, [whole[2].run]) == whole == rank_rows(store, ["latest"])
+        assert rank_rows(store, [str(job.parent / "ranks")]) == whole
+        assert rank_rows(store, [whole[3].run, whole[0].run]) == [whole[0], whole[3]]
 
 
 @pytest.mark.parametrize("rank", [-3, 1 << 40, 10**30, "x", 2.5, [1]])
@@ -83,7 +83,7 @@ def test_invalid_rank_is_ignored(job: Path, tmp_path: Path, rank: object) -> Non
         )
         connection.execute("UPDATE runs SET rank = NULL")
     with open_store(tmp_path / "s.db") as opened:
-        rows = opened.ranks([row.run for row in opened.runs()])
+        rows = rank_rows(opened, [row.run for row in opened.runs()])
     assert [row.rank for row in rows] == [0, 1, 2, None]
 
 

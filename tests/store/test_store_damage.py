@@ -150,21 +150,3 @@ def test_wrong_query_is_not_damage(whole: Path) -> None:
         open_store(whole) as store,
     ):
         query(store, "SELECT absent FROM runs")
-
-
-def test_store_with_parquet_launches_is_refused(tmp_path: Path, kineto: Path) -> None:
-    """Stores of an earlier release have the table. An empty one is accepted."""
-    store = tmp_path / "s.db"
-    ingest_path(store, kineto)
-    with closing(sqlite3.connect(store)) as connection, connection:
-        connection.execute(
-            "CREATE TABLE launch_shards (trace_id INTEGER PRIMARY KEY REFERENCES traces(id) "
-            "ON DELETE CASCADE, file TEXT NOT NULL, hash TEXT NOT NULL) STRICT"
-        )
-    with open_store(store) as opened:
-        assert opened.runs()
-    with closing(sqlite3.connect(store)) as connection, connection:
-        connection.execute("INSERT INTO launch_shards SELECT id, 'x.parquet', 'y' FROM traces")
-    for write in (False, True):
-        with pytest.raises(StoreError, match="ingest its sources again"):
-            open_store(store, write=write)

@@ -30,6 +30,7 @@ from profharness.errors import NotFoundError, join_few
 from profharness.program.changes import environment_changes
 from profharness.rows import RankKernel, RankLaunches, RankRow
 from profharness.stats import THRESHOLD
+from profharness.store.ranks import rank_launches, rank_rows
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, COLLECTIVE
 
 if TYPE_CHECKING:
@@ -151,13 +152,13 @@ def _distances(values: Figures) -> tuple[Figures, Figures]:
 def compare_ranks(
     store: Store, refs: Sequence[str] = (), threshold: float = THRESHOLD
 ) -> RankComparison:
-    """Compare the ranks that `refs` select. See `Store.ranks` for the syntax.
+    """Compare the ranks that `refs` select. See `rank_rows` for the syntax.
 
     A GPU is reported as slow only if its ratio exceeds 1 by more than `threshold`. Raise
     NotFoundError if fewer than two ranks have kernels.
     """
-    ranks = store.ranks(refs)
-    table = _launched(ranks, store.rank_launches(ranks))
+    ranks = rank_rows(store, refs)
+    table = _launched(ranks, rank_launches(store, ranks))
     if (table.count.sum(axis=1) > 0).sum() < 2:
         raise NotFoundError(
             f"{store.path}: {len(ranks)} ranks, and no two with kernels on a GPU to compare"

@@ -36,8 +36,7 @@ from profharness.measurements.measurements import CHOSEN
 from profharness.render.document import Chart, Note
 from profharness.render.html import render_html
 from profharness.store import Store, open_store
-from profharness.store.filesystems import file_beside
-from profharness.store.schema import connect
+from profharness.store.schema import connect, file_beside
 
 try:
     import uvicorn
