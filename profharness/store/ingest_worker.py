@@ -22,6 +22,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from profharness.errors import ProfharnessError, StoreError
 from profharness.store.ingest import unchanged
@@ -61,9 +62,7 @@ class SourceReader:
         if isinstance(parsed, Exception):
             raise parsed
         trace, first, self._rest[path] = parsed
-        return replace(
-            trace, batches=tuple, close=tuple
-        ), first  # unlike a lambda, it can be pickled
+        return replace(trace, batches=_nothing, close=_nothing), first
 
     def batches(self, path: Path) -> Iterator[LaunchBatch | None]:
         """Yield the batches of a trace after the first one, then None."""
@@ -89,6 +88,10 @@ class SourceReader:
         ):
             return unchanged(connection, source) is not None
         return False
+
+
+def _nothing() -> Any:
+    """Replace a function that cannot be pickled."""
 
 
 def main() -> None:
