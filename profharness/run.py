@@ -15,8 +15,7 @@ import re
 import shlex
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,15 +46,13 @@ EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folde
 UNWRITABLE = "the run folder cannot be written to: "  # that worker prints this and the reason
 BENCH_FILE = "bench.json"
 PYTHON_FILE = "python"  # contains the path of another interpreter until the run is finished
-PART_BYTES = (
-    16_000_000  # maximum size of campaign.json, bench.json and of each part of run.json but cells
-)
+# maximum size of campaign.json, bench.json and of each part of run.json but cells
+PART_BYTES = 16_000_000
 PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised by msgspec
 PRECISIONS = (1e-9, 1 - 1e-9)
 SHORTEST_SAMPLING_S = 1e-6
 T = TypeVar("T")
-_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 OBSERVE = "observe"
 KINDS = ("capture", "bench", "verify", "explain", OBSERVE)  # the commands that make runs
 STATUSES = ("ok", "refused", "oom", "error", "crashed", "timeout", "pending")
@@ -150,10 +147,7 @@ SEEDS = (-(2**63), 2**64 - 1)  # range of torch.Generator
 
 
 def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
-    """Raise UsageError for a protocol that no worker can execute.
-
-    Check the counts against LIMITS if `counted` is set.
-    """
+    """Raise UsageError for an invalid protocol. If `counted`, check the counts against LIMITS."""
     for name, (low, high) in LIMITS.items():
         limits = (low, high) if counted else (0, math.inf)
         require_number(name, getattr(protocol, name), *limits, whole=True)
@@ -213,17 +207,6 @@ class Run:
     bench: BenchPlan | None = None
 
 
-@cache
-def _parts_type() -> Any:
-    """Return a type that holds the parts of a run record other than its cells, undecoded.
-
-    The type is created on first use, because a worker also imports this module in a Python that does
-    not have msgspec.
-    """
-    names = [each.name for each in fields(Run) if each.name != "cells"]
-    return msgspec.defstruct("_Parts", [(name, msgspec.Raw, msgspec.Raw()) for name in names])
-
-
 def run_kind(folder: Path, run: Run) -> str:
     """Return the command that made a run.
 
@@ -273,13 +256,6 @@ def read_part(path: Path, kind: type[T], what: str, limit: int = PART_BYTES) -> 
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
 
 
-def _check_parts(path: Path, parts: msgspec.Struct) -> None:
-    """Raise TraceFormatError if a part of a run record other than its cells is too large."""
-    for name in parts.__struct_fields__:
-        if memoryview(getattr(parts, name)).nbytes > PART_BYTES:
-            raise TraceFormatError(path, f"{name!r} is larger than {PART_BYTES:,} bytes")
-
-
 def read_record(folder: Path) -> Run:
     """Read run.json of a run folder, without newer results in the journal or in groups.
 
@@ -289,7 +265,11 @@ def read_record(folder: Path) -> Run:
     try:
         what = f"a run record of schema {SCHEMA}"
         if path.stat().st_size > PART_BYTES:
-            _check_parts(path, read_part(path, _parts_type(), what, RECORD_BYTES))
+            parts = read_part(path, dict[str, msgspec.Raw], what, RECORD_BYTES)
+            for name, part in parts.items():
+                if name != "cells" and memoryview(part).nbytes > PART_BYTES:
+                    raise TraceFormatError(path, f"{name!r} is larger than {PART_BYTES:,} bytes")
+            del parts
         run = read_part(path, Run, what, RECORD_BYTES)
     except FileNotFoundError:
         expected = "a run folder, as `profharness capture` writes it"
@@ -327,19 +307,16 @@ def _with_groups(folder: Path, run: Run) -> Run:
     )
     problems = (problem for _, part in groups for problem in part.problems)
     environments = [part.environment for _, part in groups if part.environment]
+    gpu_keys = {each["gpu_key"] for each in environments if "gpu_key" in each}
     return replace(
         run,
         cells=tuple(results.get(cell.cell, cell) for cell in run.cells),
         traces=tuple(traces),
         problems=tuple(dict.fromkeys(problems)),
-        environment=_merge_environments(environments),
+        # the first environment, with the keys of all GPUs that were used
+        environment=(environments[0] if environments else {})
+        | ({"gpu_key": ",".join(sorted(gpu_keys))} if gpu_keys else {}),
     )
-
-
-def _merge_environments(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first environment, with the keys of all GPUs that were used."""
-    keys = sorted({environment["gpu_key"] for environment in each if "gpu_key" in environment})
-    return (dict(each[0]) if each else {}) | ({"gpu_key": ",".join(keys)} if keys else {})
 
 
 def with_result(cell: Cell, result: Cell) -> Cell:
@@ -357,27 +334,20 @@ def with_result(cell: Cell, result: Cell) -> Cell:
         text = f"process {result.process + 1} ended as {result.status}, so it gave no samples"
         warnings = (*cell.warnings, ": ".join([text, *why]))
         return replace(cell, process=result.process, warnings=warnings)
+    names = {**cell.samples, **result.samples}
     return replace(
         cell,
         process=result.process,
-        samples=_append_lists(cell.samples, result.samples),
-        turns=_append_lists(cell.turns, result.turns),
+        samples={name: cell.samples.get(name, []) + result.samples.get(name, []) for name in names},
+        turns={name: cell.turns.get(name, []) + result.turns.get(name, []) for name in names},
         clocks=_merge_clocks(cell.clocks, result.clocks),
         duration_ns=(cell.duration_ns or 0) + (result.duration_ns or 0),
         warnings=tuple(dict.fromkeys((*cell.warnings, *result.warnings))),
     )
 
 
-def _append_lists(first: dict[str, list[T]], more: dict[str, list[T]]) -> dict[str, list[T]]:
-    return {name: [*first.get(name, ()), *more.get(name, ())] for name in {**first, **more}}
-
-
 def _merge_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Merge the clocks of two processes.
-
-    Keep the minimum, the maximum and the throttle reasons of both processes. Average their medians,
-    weighted by the number of readings.
-    """
+    """Merge the clocks of two processes. Weight their medians by the number of readings."""
     merged, counts = first | more, (first.get("readings", 1), more.get("readings", 1))
     for name in first.keys() & more.keys():
         values = first[name], more[name]
@@ -425,8 +395,8 @@ def counts_file(journal: Path) -> Path:
 def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the events in a journal of an observed process, then the counts of its calls.
 
-    Yield None for a line that is no event, such as a line that a crash cut short. Raise
-    TraceFormatError if a file cannot be read.
+    Yield None for a line that is no event, such as an incomplete one. Raise TraceFormatError if a
+    file cannot be read.
     """
     counts = counts_file(path)
     try:
@@ -441,29 +411,20 @@ def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if numbers:
-        yield {"event": "counts", "counts": _counts(numbers), "final": not failed}
-
-
-def _counts(numbers: bytes) -> list[Any]:
-    """Return the numbers of calls that an observer's `Counts` contain.
-
-    Each element contains the number of a template (a kind of call), its number of calls, and a list
-    of the calls by sequence lengths.
-    """
-    found: dict[int, list[list[int]]] = {}
-    for template, *lengths, calls in struct.iter_unpack("=5q", numbers[: len(numbers) // 40 * 40]):
-        if template:
-            key = [] if lengths == [-1, -1, -1] else lengths
-            found.setdefault(template - 1, []).append([*key, calls])
-    return [[number, sum(row[-1] for row in rows), rows] for number, rows in found.items()]
+        # by template (a kind of call): the number of its calls for each combination of lengths
+        found: dict[int, list[list[int]]] = {}
+        whole = numbers[: len(numbers) // 40 * 40]
+        for template, *lengths, calls in struct.iter_unpack("=5q", whole):
+            if template:
+                key = [] if lengths == [-1, -1, -1] else lengths
+                found.setdefault(template - 1, []).append([*key, calls])
+        totals = [[number, sum(row[-1] for row in rows), rows] for number, rows in found.items()]
+        yield {"event": "counts", "counts": totals, "final": not failed}
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line of the journal.
-
-    It reports the start, a stage or the end of a cell, the environment, or a problem.
-    """
+    """One line of the journal, such as the start, a stage or the end of a cell."""
 
     event: str
     cell: str | None = None
@@ -532,10 +493,16 @@ def make_plan(
     return BenchPlan(chosen, precision, max_time_s, iterations)
 
 
+def _parse_number(text: str, units: str) -> tuple[float, str]:
+    """Return a decimal number and its unit, or 0 if the text has another form."""
+    match = re.fullmatch(rf"\s*(\d+\.?\d*|\.\d+)\s*({units}|)\s*", text)
+    return (float(match[1]), match[2]) if match else (0.0, "")
+
+
 def parse_precision(text: str) -> float:
     """Parse `1%` or `0.01` as a fraction between 0 and 1, exclusive. Raise UsageError."""
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text)
-    value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    number, unit = _parse_number(text, "%")
+    value = number / 100 if unit else number
     if not 0 < value < 1:
         raise UsageError(f"precision {text!r}: write 1% or 0.01, above 0 and below 100%")
     return value
@@ -543,8 +510,8 @@ def parse_precision(text: str) -> float:
 
 def parse_seconds(text: str) -> float:
     """Parse `30`, `30s`, `500ms` or `2m` as a number of seconds above 0. Raise UsageError."""
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|s|min|m|)\s*", text)
-    value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    number, unit = _parse_number(text, "ms|s|min|m")
+    value = number * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(unit, 1.0)
     if value <= 0:
         raise UsageError(f"time {text!r}: write 30s, 500ms or 2m")
     return value
@@ -590,16 +557,12 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
-    """Raise UsageError if two names stand for the same class.
-
-    `meant` contains the class of each name.
-    """
-    for place, word in enumerate(meant):
-        first = meant.index(word)
-        if first < place:
-            raise UsageError(
-                f"--gpu: {names[first]} and {names[place]} are one class; name it once"
-            )
+    """Raise UsageError if two names stand for the same class. `meant` has the class of each name."""
+    first: dict[str, str] = {}
+    for name, word in zip(names, meant, strict=True):
+        if word in first:
+            raise UsageError(f"--gpu: {first[word]} and {name} are one class; name it once")
+        first[word] = name
 
 
 def class_word(gpu: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from profharness.scrub.check import Finding, PrivateDataError, audit
-from profharness.scrub.copies import Scrubbed, scrub
+from profharness.scrub.copies import Finding, PrivateDataError, Scrubbed, audit, scrub
 
 __all__ = ["Finding", "PrivateDataError", "Scrubbed", "audit", "scrub"]

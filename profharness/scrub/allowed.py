@@ -1,14 +1,18 @@
-"""Decide which texts are known to be harmless.
+"""Replace each text, or the end of a text, that is not known to be harmless.
 
-They consist of known words of software and of small numbers, or match one of a few patterns.
+A harmless text consists of known words of software and of small numbers, or matches one of a few
+patterns.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 from profharness.environment import CHANGED
 from profharness.traces.demangle import canonical_names
@@ -17,8 +21,12 @@ REPLACEMENT = "removed_"  # followed by a number; also a valid name of a kernel 
 MAX_TEXT = 1 << 16
 MAX_DIGITS = 5  # maximum number of digits of a number
 MAX_DIGITS_IN_NAME = 6
+EXCERPT = 80
+MAX_KEY = 24
 MAX_SHORT = 3  # maximum number of one- and two-letter words in one part of a name
 _OLD = "path|name|variable|secret|url|host|address|mail|command|uuid|bus|removed"
+
+_WORD_LIST = resources.files(__package__).joinpath("words.txt").read_text("ascii")
 
 
 def words(text: str) -> frozenset[str]:
@@ -26,14 +34,9 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _load_words() -> tuple[frozenset[str], frozenset[str]]:
-    text = resources.files(__package__).joinpath("words.txt").read_text("ascii")
-    marked = words(text.partition("\n")[2])
-    numbered = frozenset(word[:-1] for word in marked if word.endswith("#"))
-    return frozenset(word.rstrip("#") for word in marked), numbered
-
-
-WORDS, NUMBERED_WORDS = _load_words()
+_MARKED = words(_WORD_LIST.partition("\n")[2])
+NUMBERED_WORDS = frozenset(word[:-1] for word in _MARKED if word.endswith("#"))
+WORDS = frozenset(word.rstrip("#") for word in _MARKED)
 
 # Words that begin with a capital letter, and groups of digits. For example, `CompiledFxGraph2`
 # consists of `Compiled`, `Fx`, `Graph` and `2`.
@@ -101,6 +104,11 @@ _TAIL = re.compile(
 # Name of the range around a compiled graph, which contains the key of the graph.
 _GRAPH = re.compile(rf"## Call CompiledFxGraph {_INDUCTOR} ##")
 _PACKAGES = re.compile(r"[^\s\"'(]*?[/\\](?:site-packages|dist-packages|lib/python3\.[0-9]+)[/\\]+")
+
+
+# The keys of these objects are names of backends. An unknown key is replaced and not dropped.
+BY_BACKEND = frozenset({"backend_code", "backend_commit", "implementations"})
+_BACKEND = re.compile(r"(?P<file>.+\.(?:py|cu|ptx)):(?P<function>\w+)")
 
 
 def is_known_name(name: str) -> bool:
@@ -211,9 +219,77 @@ def _known_start(text: str) -> int:
     return min(end, _unknown_at(text))
 
 
-def without_package_roots(text: str) -> str:
-    """Return the text with each path of an installed package shortened.
+@dataclass
+class Scrubber:
+    """Replaces texts, and records each replacement once.
 
-    The shortened path is relative to the folder in which packages are installed.
+    A private text gets the same number wherever it occurs in one copy. Unlike the hash of a short
+    text, the number reveals nothing about the text.
     """
-    return _PACKAGES.sub("", text) if "/" in text or "\\" in text else text
+
+    changes: dict[tuple[str, str, str], None] = field(default_factory=dict)
+    """Place, kind of change, and an excerpt of at most EXCERPT characters without the private part."""
+    where: str = ""
+    looks_for_deleted: bool = False  # whether to look for deleted texts in SQLite pages
+    _numbers: dict[str, int] = field(default_factory=dict)
+
+    def record(self, kind: str, text: str, where: str = "") -> None:
+        """Record that something is replaced or dropped."""
+        self.changes.setdefault((where or self.where, kind, text[:EXCERPT]))
+
+    def clean(self, text: str, key: str = "", *, where: str = "") -> str:
+        """Return the text up to its first unknown word, with a placeholder for the rest."""
+        if key == "Call stack" and ";" in text:
+            return ";".join(self.clean(frame, key, where=where) for frame in text.split(";"))
+        # paths of installed packages become relative to the folder of the packages
+        plain = _PACKAGES.sub("", text) if "/" in text or "\\" in text else text
+        length = known_length(plain, key)
+        if length == len(plain):
+            if plain != text:
+                self.record("path", plain, where)
+            return plain
+        rest = plain[length:].rstrip()
+        match = _BACKEND.fullmatch(rest)
+        tail = ""
+        if match and known_length(match["function"]) == len(match["function"]):
+            rest, tail = match["file"], f":{match['function']}"
+        number = self._numbers.setdefault(rest, len(self._numbers) + 1)
+        cleaned = f"{plain[:length]}{REPLACEMENT}{number}{tail}"
+        self.record("text", cleaned, where)
+        return cleaned
+
+    def value(self, value: Any, key: str = "") -> Any:
+        """Return a JSON value with cleaned texts and without members whose keys are unknown.
+
+        `key` is the name of the innermost member that contains the value.
+        """
+        if isinstance(value, str):
+            return self.clean(value, key)
+        if isinstance(value, dict):
+            return dict(self._members(value, key))
+        if isinstance(value, list | tuple):
+            return [self.value(item, key) for item in value]
+        return value
+
+    def _members(self, value: dict[Any, Any], around: str) -> Iterator[tuple[str, Any]]:
+        for key, item in value.items():
+            key = str(key)
+            if around in BY_BACKEND:
+                yield self.clean(key), self.value(item, around)
+            elif self.is_known_key(key):
+                yield key, self.value(item, key)
+            elif item not in (None, "", [], {}, ()):
+                self.drop(key)
+
+    def is_known_key(self, key: str) -> bool:
+        """Return whether a key consists of known words."""
+        return bool(key) and (key in BY_KEY or known_length(key) == len(key))
+
+    def is_known_name(self, name: str) -> bool:
+        """Return whether the name of a table or column consists of known words."""
+        return re.fullmatch(r"\w{1,80}", name, re.ASCII) is not None and is_known_name(name)
+
+    def drop(self, key: str) -> None:
+        """Record that the member of an object is dropped."""
+        is_plain = re.fullmatch(rf"[A-Za-z_]{{1,{MAX_KEY}}}", key) is not None
+        self.record("key", key if is_plain else "a key that is not known")

@@ -1,18 +1,23 @@
-"""Copy a run folder or a trace so that the copy can be published."""
+"""Copy a run folder or a trace so that the copy can be published, and audit files.
+
+An audit reports everything that `scrub` would replace or drop.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import msgspec
 
-from profharness.errors import TraceFormatError, UsageError
+from profharness.errors import ProfharnessError, TraceFormatError, UsageError
+from profharness.files import is_store, open_input
 from profharness.run import (
     OBSERVE,
     RUN_FILE,
@@ -24,12 +29,33 @@ from profharness.run import (
     read_run,
     write_run,
 )
-from profharness.scrub.check import PrivateDataError, as_plain_file, audit, writer_of
-from profharness.scrub.replace import Scrubber
-from profharness.scrub.reports import EXPORTS, check_name, exported, split_name
+from profharness.scrub.allowed import Scrubber
+from profharness.scrub.kineto import scrub_kineto
+from profharness.scrub.nsys import scrub_nsys
+from profharness.scrub.reports import EXPORTS, check_name, exported, scrub_ncu, split_name
+from profharness.traces.nsys_export import MAGIC
+from profharness.traces.packed import GZIP, SUFFIX, unpacked
 
+RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
+MAX_JSON = 1 << 28  # maximum bytes of a document; a larger one that is no trace is read by lines
 SHOWN = 5
-_Journals = dict[str, list[dict[str, Any]]]
+
+
+class PrivateDataError(ProfharnessError):
+    """A copy contained something that is not known to be harmless. The copy was deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that `scrub` replaces or drops. `text` is its replacement."""
+
+    path: Path
+    where: str
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.where}: {self.kind}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +73,112 @@ class Scrubbed:
     replaced: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """A trace to copy.
+def audit(path: Path) -> list[Finding]:
+    """Return what `scrub` would replace in a file, or in the files of a folder and in their names.
 
-    `source` is the file to read, which is an export if the trace is a raw report. `original` is the
-    name of the trace in the source, and `name` its name in the copy.
+    Raise TraceFormatError for files that cannot be read.
     """
+    if not path.is_dir():
+        return list(_findings(path, Scrubber()))
+    findings: list[Finding] = []
+    for file in filter(Path.is_file, sorted(path.rglob("*"))):
+        scrubber = Scrubber()
+        for part in file.relative_to(path).parts:
+            scrubber.clean(part, where="its name")
+        findings += _findings(file, scrubber)
+    return findings
 
-    original: str
-    source: Path
-    name: str
+
+def _findings(path: Path, scrubber: Scrubber) -> Iterator[Finding]:
+    try:
+        _check(path, scrubber)
+    except (OSError, EOFError, sqlite3.Error) as error:
+        raise TraceFormatError(path, f"cannot be read: {error}") from None
+    for change in scrubber.changes:
+        yield Finding(path, *change)
+
+
+def _check(path: Path, scrubber: Scrubber) -> None:
+    name = path.name.lower().removesuffix(SUFFIX)
+    if name.endswith(RAW_SUFFIXES):
+        scrubber.record("raw report", "contains the environment of its process", "the file")
+        return
+    if is_store(path):
+        scrubber.record("store", "contains paths and environments of its runs", "the file")
+        return
+    with _opened(path) as file:
+        head = file.read(len(MAGIC))
+        is_trace = head == MAGIC or (name.endswith(".csv") and b'"ID"' in head + file.read(1 << 16))
+        document = None
+        if not is_trace and not name.endswith(".jsonl"):
+            is_trace, document = _json_of(file)
+    if document is not None:
+        scrubber.where = "member"
+        scrubber.value(document)
+        return
+    is_readable = is_trace
+    if is_trace:
+        attempt = Scrubber(looks_for_deleted=True)
+        try:
+            with Path("/dev/null").open("wb") as nowhere:
+                _scrub_trace(path, nowhere, attempt)
+        except TraceFormatError:
+            attempt.record("damage", "a trace that cannot be read whole", "the file")
+            is_readable = head == MAGIC
+        scrubber.changes.update(attempt.changes)
+    if not is_readable:
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                scrubber.where = f"line {number}"
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                if text.startswith("{"):
+                    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+                        scrubber.value(msgspec.json.decode(line))
+                        continue
+                scrubber.clean(text)
+
+
+def _scrub_trace(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
+    """Write the scrubbed copy of a trace, which may be packed. Raise TraceFormatError."""
+    # the reader of Kineto traces unpacks them itself
+    is_kineto = path.name.lower().endswith(".json.gz")
+    with contextlib.nullcontext(path) if is_kineto else unpacked(path) as plain:
+        with open_input(plain) as file:
+            head = file.read(len(MAGIC))
+        if head == MAGIC:
+            scrub_nsys(plain, out, scrubber)
+        elif plain.name.lower().endswith(".csv"):
+            scrub_ncu(plain, out, scrubber)
+        else:
+            scrub_kineto(plain, out, scrubber)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    with path.open("rb") as plain:
+        packed = plain.read(len(GZIP)) == GZIP  # the suffix may be wrong
+    with gzip.open(path, "rb") if packed else path.open("rb") as file:
+        yield cast("IO[bytes]", file)
+
+
+def _json_of(file: IO[bytes]) -> tuple[bool, Any]:
+    """Return whether a file is a Kineto trace, and the content of any other JSON document.
+
+    The content is None if the file is a Kineto trace, is too large or is no JSON.
+    """
+    file.seek(0)
+    head = file.read(1 << 16)
+    if head.lstrip()[:1] not in (b"{", b"["):
+        return False, None
+    if b'"traceEvents"' in head or (b'"ph"' in head and head.lstrip()[:1] == b"["):
+        return True, None
+    file.seek(0)
+    data = file.read(MAX_JSON + 1)
+    if b'"traceEvents"' in data:
+        return True, None
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False, msgspec.json.decode(data) if len(data) <= MAX_JSON else None
+    return False, None
 
 
 def default_output(source: Path) -> Path:
@@ -83,63 +204,93 @@ def scrub(source: Path, output: Path | None = None, *, force: bool = False) -> S
         raise TraceFormatError(source, "no such file or folder", expected="a run folder or a trace")
     output = default_output(source) if output is None else output
     _check_output(source, output, force=force)
-    if source.is_file():
-        check_name(source, output)
     try:
         # on the file system of the output, so that a rename moves the whole copy
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as made:
             work = Path(made)
             copy = work / output.name
-            done = (_scrub_folder if source.is_dir() else _scrub_file)(source, copy, work)
-            _check_copy(copy, source)
-            _put(copy, output, work)
+            done = (_copy_folder if source.is_dir() else _copy_file)(source, copy, work)
+            if findings := audit(copy):
+                shown = (f"  {each.where}: {each.kind}: {each.text}" for each in findings[:SHOWN])
+                raise PrivateDataError(
+                    f"{source}: the copy contains {len(findings)} thing(s) that are not known to be "
+                    "harmless, so it was deleted; please report this:\n" + "\n".join(shown)
+                )
+            if output.is_dir():
+                output.rename(work / "earlier")
+            copy.replace(output)
     except OSError as error:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
     return replace(done, output=output)
 
 
-def _scrub_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
+def _check_output(source: Path, output: Path, *, force: bool) -> None:
+    real, target = source.resolve(), output.resolve()
+    if real.is_relative_to(target) or (real.is_dir() and target.is_relative_to(real)):
+        raise UsageError(
+            f"{output}: is or contains the source, or is in it; choose another with -o"
+        )
+    if not output.parent.is_dir():
+        raise UsageError(f"{output}: its folder does not exist")
+    if output.exists():
+        if not force:
+            raise UsageError(f"{output}: already exists; --force overwrites it")
+        is_run = output.is_dir() and (output / RUN_FILE).is_file()
+        if not (is_run if source.is_dir() else output.is_file()):
+            raise UsageError(
+                f"{output}: is no earlier copy, so --force leaves it alone; delete it first"
+            )
+    if source.is_file():
+        check_name(source, output)
+
+
+def _copy_file(source: Path, copy: Path, work: Path) -> Scrubbed:
+    file, name = _find_trace(source.parent, source.name, work)
+    _copy_trace(file, copy, Scrubber())
+    replaced = ((source.name, copy.name),) if name != source.name else ()
+    return Scrubbed(copy, (copy.name,), (), replaced)
+
+
+def _copy_folder(source: Path, copy: Path, work: Path) -> Scrubbed:
     run = read_run(source)
-    traces = {trace.path: _trace(source, trace.path, work) for trace in run.traces}
-    own = {trace.name: trace for trace in traces.values() if trace.name == trace.original}
+    # the file to read and the name in the copy, by the name of each trace
+    traces = {trace.path: _find_trace(source, trace.path, work) for trace in run.traces}
     # a report and its export have the same name in the copy, and the export of the run is preferred
-    single = {trace.name: own.get(trace.name, trace) for trace in traces.values()}
-    journals = _journals(source, run)
+    files: dict[str, Path] = {}
+    for original, (file, name) in traces.items():
+        if name == original or name not in files:
+            files[name] = file
+    merged: dict[str, TraceFile] = {}
+    for trace in run.traces:
+        _, name = traces[trace.path]
+        first = merged.get(name, replace(trace, path=name))
+        merged[name] = replace(first, cells=tuple(dict.fromkeys((*first.cells, *trace.cells))))
+    # lines that are not events are dropped
+    journals = {
+        path.name: [row for row in observed_rows(path) if row is not None]
+        for path in (observed_journals(source) if run.kind == OBSERVE else ())
+    }
     scrubber = Scrubber()
     copy.mkdir()
-    write_run(copy, _scrub_run(replace(run, traces=_merged(run.traces, traces)), scrubber))
-    for trace in single.values():
-        _scrub_trace(trace, copy / trace.name, scrubber)
+    write_run(copy, _clean_run(replace(run, traces=tuple(merged.values())), scrubber))
+    for name, file in files.items():
+        _copy_trace(file, copy / name, scrubber)
     for name, rows in journals.items():
         lines = (msgspec.json.encode(scrubber.value(row)) + b"\n" for row in rows)
         (copy / name).write_bytes(b"".join(lines))
     # the copied journals contain the counts
     counts = {counts_file(source / name).name for name in journals}
-    used = {RUN_FILE, *traces, *journals, *counts, *single}
-    there = {str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()}
-    renamed = ((each.original, each.name) for each in traces.values())
+    used = {RUN_FILE, *traces, *journals, *counts, *files}
+    present = {str(file.relative_to(source)) for file in source.rglob("*") if file.is_file()}
     return Scrubbed(
         copy,
-        (RUN_FILE, *single, *journals),
-        tuple(sorted(there - used)),
-        tuple(pair for pair in renamed if pair[0] != pair[1]),
+        (RUN_FILE, *files, *journals),
+        tuple(sorted(present - used)),
+        tuple((original, name) for original, (_, name) in traces.items() if original != name),
     )
 
 
-def _journals(source: Path, run: Run) -> _Journals:
-    """Return the events of an observed program by file. Lines that are not events are dropped."""
-    paths = observed_journals(source) if run.kind == OBSERVE else []
-    return {path.name: [row for row in observed_rows(path) if row is not None] for path in paths}
-
-
-def _scrub_file(source: Path, copy: Path, work: Path) -> Scrubbed:
-    trace = _trace(source.parent, source.name, work)
-    _scrub_trace(trace, copy, Scrubber())
-    replaced = ((source.name, copy.name),) if trace.name != trace.original else ()
-    return Scrubbed(copy, (copy.name,), (), replaced)
-
-
-def _scrub_run(run: Run, scrubber: Scrubber) -> Run:
+def _clean_run(run: Run, scrubber: Scrubber) -> Run:
     """Return the record with cleaned texts and without environment variables."""
     scrubber.where = RUN_FILE
     plain: dict[str, Any] = msgspec.to_builtins(run)
@@ -151,8 +302,11 @@ def _scrub_run(run: Run, scrubber: Scrubber) -> Run:
     return msgspec.convert(cleaned, Run)
 
 
-def _trace(folder: Path, name: str, work: Path) -> _Trace:
-    """Find the file to read for a trace of the folder. Export a raw report first."""
+def _find_trace(folder: Path, name: str, work: Path) -> tuple[Path, str]:
+    """Return the file to read for a trace of the folder, and the name of the trace in the copy.
+
+    Export a raw report first.
+    """
     source = folder / name
     if not source.resolve().is_relative_to(folder.resolve()):
         raise TraceFormatError(
@@ -164,78 +318,18 @@ def _trace(folder: Path, name: str, work: Path) -> _Trace:
         raise TraceFormatError(source, "named in run.json but missing", expected="a raw trace")
     stem, suffix = split_name(name)
     if suffix not in EXPORTS:
-        return _Trace(name, source, name)
+        return source, name
     target = f"{stem}{EXPORTS[suffix]}"
-    return _Trace(name, exported(source, work / "raw" / target), target)
+    return exported(source, work / "raw" / target), target
 
 
-def _merged(traces: tuple[TraceFile, ...], read: dict[str, _Trace]) -> tuple[TraceFile, ...]:
-    """Return the traces under their names in the copy. A report and its export become one trace."""
-    merged: dict[str, TraceFile] = {}
-    for trace in traces:
-        name = read[trace.path].name
-        first = merged.get(name, replace(trace, path=name))
-        merged[name] = replace(first, cells=tuple(dict.fromkeys((*first.cells, *trace.cells))))
-    return tuple(merged.values())
-
-
-def _scrub_trace(trace: _Trace, target: Path, scrubber: Scrubber) -> None:
+def _copy_trace(source: Path, target: Path, scrubber: Scrubber) -> None:
     # the traces of a campaign are in the folders of its groups
     target.parent.mkdir(parents=True, exist_ok=True)
-    with as_plain_file(trace.source) as path, _created(target) as out:
-        writer_of(path)(path, out, scrubber)
-
-
-@contextmanager
-def _created(target: Path) -> Iterator[IO[bytes]]:
-    """Open a new file for writing, and compress it if its suffix is .gz.
-
-    The compressed file contains no name and no time, so equal sources give equal bytes.
-    """
-    with target.open("xb") as file:
-        if target.suffix != ".gz":
-            yield file
-            return
-        with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6) as out:
-            yield cast("IO[bytes]", out)
-
-
-def _check_copy(copy: Path, source: Path) -> None:
-    findings = audit(copy)
-    if findings:
-        shown = "\n".join(f"  {item.where}: {item.kind}: {item.text}" for item in findings[:SHOWN])
-        raise PrivateDataError(
-            f"{source}: the copy contains {len(findings)} thing(s) that are not known to be "
-            f"harmless, so it was deleted; please report this:\n{shown}"
-        )
-
-
-def _check_output(source: Path, output: Path, *, force: bool) -> None:
-    real, target = source.resolve(), output.resolve()
-    if (
-        target == real
-        or real.is_relative_to(target)
-        or (real.is_dir() and target.is_relative_to(real))
-    ):
-        raise UsageError(
-            f"{output}: is or contains the source, or is in it; choose another with -o"
-        )
-    if not output.parent.is_dir():
-        raise UsageError(f"{output}: its folder does not exist")
-    if not output.exists():
-        return
-    if not force:
-        raise UsageError(f"{output}: already exists; --force overwrites it")
-    if source.is_dir() != output.is_dir() or (
-        output.is_dir() and not (output / RUN_FILE).is_file()
-    ):
-        raise UsageError(
-            f"{output}: is no earlier copy, so --force leaves it alone; delete it first"
-        )
-
-
-def _put(copy: Path, output: Path, work: Path) -> None:
-    """Rename the copy to its final name. Move an earlier copy into the temporary folder."""
-    if output.is_dir():
-        output.rename(work / "earlier")
-    copy.replace(output)
+    with target.open("xb") as file, contextlib.ExitStack() as stack:
+        out: Any = file
+        if target.suffix == ".gz":
+            # the file contains no name and no time, so equal sources give equal bytes
+            packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6)
+            out = stack.enter_context(packed)
+        _scrub_trace(source, out, scrubber)

@@ -13,8 +13,7 @@ from typing import IO, Any
 
 import msgspec
 
-from profharness.scrub.allowed import words
-from profharness.scrub.replace import Scrubber
+from profharness.scrub.allowed import Scrubber, words
 from profharness.traces.chrome import (
     MAX_PIECE,
     Layout,
@@ -56,7 +55,11 @@ def scrub_kineto(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     with closing(Window(path)) as window:
         layout = probe(window)
         scrubber.where = "header"
-        out.write(b"[" if layout.bare else _head(layout.header, scrubber))
+        if layout.bare:
+            out.write(b"[")
+        else:
+            kept = _allowed(layout.header, scrubber)
+            out.write(_encode(kept)[:-1] + (b"," if kept else b"") + b'"traceEvents":[')
         separator = b"\n"
         events = _Events(scrubber)
         for number, event in enumerate(_events(window, layout), 1):
@@ -66,11 +69,6 @@ def scrub_kineto(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
         scrubber.where = "header"
         out.write(b"\n]" if layout.bare else b"\n]" + _tail(window, scrubber) + b"}")
         out.write(b"\n")
-
-
-def _head(header: dict[str, Any], scrubber: Scrubber) -> bytes:
-    kept = _allowed(header, scrubber)
-    return bytes(_encode(kept)[:-1]) + (b"," if kept else b"") + b'"traceEvents":['
 
 
 def _tail(window: Window, scrubber: Scrubber) -> bytes:
@@ -153,28 +151,26 @@ class _Events:
                 event["args"] = msgspec.Raw(_encode(self._metadata(event.get("name"), plain)))
             elif bytes(args)[:1] == b"{":
                 event["args"] = msgspec.Raw(_encode(self._members(_decode(args))))
-            return bytes(_encode(self._members(event)))
+            return _encode(self._members(event))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             # The event contains NaN or a control character. It is kept, because the parser of traces
             # reads it too. Its numbers may lose digits.
-            return bytes(_encode(self._lenient(decode_lenient(data))))
-
-    def _lenient(self, event: Any) -> Any:
-        event = self.scrubber.value(event)
-        return _only(event, EVENT_KEYS, self.scrubber) if isinstance(event, dict) else {}
+            lenient = self.scrubber.value(decode_lenient(data))
+            is_object = isinstance(lenient, dict)
+            return _encode(_only(lenient, EVENT_KEYS, self.scrubber) if is_object else {})
 
     def _members(self, values: _RawEvent) -> dict[str, msgspec.Raw]:
         kept = {}
         for key, value in values.items():
             if self.scrubber.is_known_key(key):
-                kept[key] = value if b'"' not in bytes(value) else self._value(key, value)
+                # the arguments have already been cleaned
+                is_clean = key == "args" or b'"' not in bytes(value)
+                kept[key] = value if is_clean else self._value(key, value)
             else:
                 self.scrubber.drop(key)
         return kept
 
     def _value(self, key: str, value: msgspec.Raw) -> msgspec.Raw:
-        if key == "args":
-            return value  # it has already been cleaned
         data = bytes(value)
         if (key, data) not in self.cleaned:
             decoded = msgspec.json.decode(data)

@@ -15,12 +15,12 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
 from profharness.errors import TraceFormatError
-from profharness.scrub.replace import Scrubber
+from profharness.scrub.allowed import Scrubber
 from profharness.traces.nsys_export import EXPECTED, opened
 
 SYSTEM_TABLE = "TARGET_INFO_SYSTEM_ENV"
@@ -151,29 +151,20 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     Replace process and thread ids with small numbers that are the same in all tables. Do not copy
     texts to which no copied row refers. Raise TraceFormatError if the file is no export of nsys.
     """
-    with _opened(path) as source, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
-        kept = _kept(source)
+    # this raises an error if the file is foreign, cut off or being written
+    with opened(path, path) as export, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
+        kept = _kept(export.connection)
         if not kept:
             raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
         with closing(sqlite3.connect(file.name)) as target:
             # a copy that fails is deleted, so it needs neither journal nor fsync
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-            _Export(source, target, kept, scrubber).copy()
+            _Export(export.connection, target, kept, scrubber).copy()
             target.commit()
         if scrubber.looks_for_deleted and _has_deleted(path, Path(file.name)):
             scrubber.record("deleted rows", "parts of the file that no table uses", "pages")
         with Path(file.name).open("rb") as copy:
             shutil.copyfileobj(copy, out)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    # this raises an error if the file is foreign, cut off or being written
-    with opened(path, path) as export:
-        try:
-            yield export.connection
-        except (sqlite3.Error, OverflowError) as error:
-            raise TraceFormatError(path, f"cannot be copied: {error}", expected=EXPECTED) from None
 
 
 def _quoted(name: str) -> str:
@@ -233,11 +224,8 @@ class _Export:
                 else None
             ),
         }
-        whole = table in NAMED_VALUES or table == "DIAGNOSTIC_EVENT"
-        chosen = [(column, "whole" if whole else mark) for column, mark in columns.items()]
-        converts["whole"] = lambda column, value: (
-            converts[columns[column]](column, value) if columns[column] != "$" else value
-        )
+        if table in (*NAMED_VALUES, "DIAGNOSTIC_EVENT"):
+            converts["$"] = lambda _, value: value  # `row_allowed` checks the whole row
         strings = [index for index, mark in enumerate(columns.values()) if mark == "@"]
         names = ", ".join(map(_quoted, columns))
         cursor = self.source.execute(f"SELECT {names} FROM {_quoted(table)} ORDER BY rowid")
@@ -253,21 +241,19 @@ class _Export:
                     continue
                 cleaned = tuple(
                     converts[mark](column, value)
-                    for (column, mark), value in zip(chosen, row, strict=True)
+                    for (column, mark), value in zip(columns.items(), row, strict=True)
                 )
-                if cleaned != row:
-                    self._compare(table, columns, row, cleaned)
+                for (column, mark), before, after in zip(
+                    columns.items(), row, cleaned, strict=True
+                ):
+                    if before != after and mark != "$":
+                        self.scrubber.record(
+                            "value", "a value that is not known", f"{table}.{column}"
+                        )
                 done.append(cleaned)
             self.used.update(row[at] for row in done for at in strings if row[at] is not None)
             sql = f"INSERT INTO {_quoted(table)} ({into}) VALUES ({holes})"
             self.target.executemany(sql, done)
-
-    def _compare(
-        self, table: str, columns: dict[str, str], row: tuple[Any, ...], cleaned: tuple[Any, ...]
-    ) -> None:
-        for (column, mark), before, after in zip(columns.items(), row, cleaned, strict=True):
-            if before != after and mark != "$":
-                self.scrubber.record("value", "a value that is not known", f"{table}.{column}")
 
     def _copy_strings(self, empty: dict[str, dict[str, str]]) -> None:
         if STRINGS not in empty:
@@ -298,9 +284,14 @@ class _Export:
             sql = f"PRAGMA table_info({_quoted(table)})"
             for _, name, kind, needed, _, key in self.source.execute(sql).fetchall():
                 if name not in allowed:
-                    self._note_contents(table, str(name))
-                if name not in allowed and not self.scrubber.is_known_name(name):
-                    continue
+                    is_known = self.scrubber.is_known_name(name)
+                    filled = f"{_quoted(name)} NOT IN ('', 0)"
+                    query = f"SELECT 1 FROM {_quoted(table)} WHERE {filled} LIMIT 1"
+                    if self.source.execute(query).fetchone():
+                        shown = f"{table}.{name}" if is_known else table
+                        self.scrubber.record("column", "a column that is not known", shown)
+                    if not is_known:
+                        continue
                 kind = kind.upper() if TYPE.fullmatch(kind) else ""
                 needs = " PRIMARY KEY" if key == 1 and kind == "INTEGER" else " NOT NULL" * needed
                 declared.append(f'"{name}" {kind}{needs}')
@@ -310,12 +301,6 @@ class _Export:
                 empty.setdefault(table, {})
                 self.target.execute(f"CREATE TABLE {_quoted(table)} ({', '.join(declared)})")
         return empty
-
-    def _note_contents(self, table: str, column: str) -> None:
-        sql = f"SELECT 1 FROM {_quoted(table)} WHERE {_quoted(column)} NOT IN ('', 0) LIMIT 1"
-        if self.source.execute(sql).fetchone():
-            shown = f"{table}.{column}" if self.scrubber.is_known_name(column) else table
-            self.scrubber.record("column", "a column that is not known", shown)
 
     def _numbers(self) -> dict[int, int]:
         """Return the number 1, 2, … that replaces each process or thread id.

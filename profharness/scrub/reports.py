@@ -16,8 +16,7 @@ from profharness.recording.profilers import require_tool
 from profharness.recording.profilers.base import ToolError
 from profharness.recording.profilers.nsys import export_report
 from profharness.rows import NSYS
-from profharness.scrub.allowed import NUMBER_CELL
-from profharness.scrub.replace import Scrubber
+from profharness.scrub.allowed import NUMBER_CELL, Scrubber
 from profharness.traces.ncu_csv import PUSH_POP, START_END, nvtx_ranges, read_table, read_text
 from profharness.traces.ncu_readers import report_to_csv
 from profharness.traces.nsys_export import opened

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profharness.scrub.replace import Scrubber
+from profharness.scrub.allowed import Scrubber
 
 NAMES = Path(__file__).parents[1] / "data" / "kernel_names.tsv.gz"
 # name, text, and the part of it that must not stay
