@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from profharness.columns import column
 
@@ -30,19 +30,13 @@ SHARED_CORES = (
 )
 """Warning of a cell that was measured while other lanes used the same cores."""
 CPU_WAIT = "cpu_wait_max"
-"""Key in a cell's clocks for the share of the timing during which the worker waited for a CPU.
-
-If several processes timed the cell, it is the largest share.
-"""
+"""Key in a cell's clocks for the largest share of a process's timing that it waited for a CPU."""
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """Measurements on a GPU."""
 ALIASES = {EVENT: COLD}
 """Former name of a measurement -> current name."""
 CALL_MEASUREMENTS = (GRAPH, COLD, EVENT, EAGER, WALL)
-"""Measurements of whole calls. The first ones are closest to the time of the call itself.
-
-KERNEL is not included, because it is the time of profiled kernels.
-"""
+"""Measurements of whole calls, unlike KERNEL. Earlier ones are closer to the time of the call."""
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 """Names of hardware counters in ncu."""
@@ -71,32 +65,6 @@ def axes(name: str, triple: Triple | None) -> dict[str, int | None]:
 def triple(x: int | None, y: int | None, z: int | None) -> Triple | None:
     """Return a grid or block from its three columns, or None if a column is unknown."""
     return None if x is None or y is None or z is None else (x, y, z)
-
-
-class _OfProfiler(Protocol):
-    @property
-    def run(self) -> str: ...
-    @property
-    def profiler(self) -> str: ...
-
-
-_R = TypeVar("_R", bound=_OfProfiler)
-
-
-def preferred_profiler_rows(rows: Iterable[_R]) -> list[_R]:
-    """Keep the rows of only one profiler for each run.
-
-    That is the first profiler in TRACE_PROFILERS that has rows of the run.
-    """
-    kept = list(rows)
-    seen: dict[str, set[str]] = {}
-    for row in kept:
-        seen.setdefault(row.run, set()).add(row.profiler)
-    chosen = {
-        run: next((name for name in TRACE_PROFILERS if name in names), min(names))
-        for run, names in seen.items()
-    }
-    return [row for row in kept if row.profiler == chosen[row.run]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +155,7 @@ class CellRow:
 class KernelRow:
     """One kernel of one cell in one launch configuration, summed over all its launches.
 
-    A time that was not measured is None. `config`, `backend` and `cell` are None for a launch in a
-    trace that profharness did not record.
+    A time that was not measured is None. `config`, `backend` and `cell` are None for foreign traces.
     """
 
     run: Annotated[str, column("run", meaning="id of the run")]
@@ -284,10 +251,7 @@ class KernelRow:
     ) -> Annotated[
         float | None, column(meaning="bytes to and from DRAM per second of ncu's kernel time")
     ]:
-        """Bytes to and from DRAM per second of ncu's kernel time.
-
-        The value is None if the DRAM counters were not collected.
-        """
+        """The value is None if the DRAM counters were not collected."""
         moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]
         return sum(moved) / self.duration_ns * 1e9 if moved and self.duration_ns else None
 
@@ -298,10 +262,7 @@ class KernelRow:
         float | None,
         column("µs/call", "us", meaning="time of the kernel's launches in one call"),
     ]:
-        """Time of the kernel's launches in one call.
-
-        The value is None for a foreign trace, or if the time was not measured.
-        """
+        """The value is None for a foreign trace, or if the time was not measured."""
         if self.total_ns is None or self.launches_per_call is None:
             return None
         return self.total_ns / self.launches * self.launches_per_call
@@ -348,6 +309,18 @@ class LaunchRow(NamedTuple):
     launch_ns: int | None
     bytes: int | None
     launch_id: int
+
+
+_R = TypeVar("_R", KernelRow, LaunchRow)
+
+
+def preferred_profiler_rows(rows: Iterable[_R]) -> list[_R]:
+    """Keep the rows of only one profiler for each run: the first one in TRACE_PROFILERS."""
+    kept = list(rows)
+    order = {name: number for number, name in enumerate(TRACE_PROFILERS)}
+    seen = {(row.run, row.profiler) for row in kept}
+    chosen = dict(sorted(seen, key=lambda pair: order.get(pair[1], len(order)), reverse=True))
+    return [row for row in kept if row.profiler == chosen[row.run]]
 
 
 class RangeRow(NamedTuple):
@@ -543,10 +516,9 @@ class RankLaunches:
     """Launches of traces, aggregated into groups."""
 
     groups: list[tuple[int, ...]]
-    """Each group is a tuple (trace, place, kernel, launch configuration, launches, total_ns, cell).
+    """(trace, place, kernel, launch configuration, launches, total_ns, cell) of each group.
 
-    `launches` is a number of launches, and `total_ns` a time or -1 if it is unknown. The other
-    members are ids.
+    `launches` is a number of launches, and `total_ns` a time or -1 if it is unknown. The rest are ids.
     """
     places: dict[int, str]
     """Id -> name of the range, or config and backend."""

@@ -35,13 +35,9 @@ def cell_range(cell: str) -> str:
 
 
 def range_cell(name: str) -> str | None:
-    """Return the cell id in a range name.
-
-    Return None for the warm-up range and for ranges that other programs opened.
-    """
-    if not name.startswith(CELL_RANGE_PREFIX) or name == WARMUP_RANGE:
-        return None
-    return name[len(CELL_RANGE_PREFIX) :]
+    """Return the cell id in a range name, or None for the warm-up range and ranges of programs."""
+    is_cell = name.startswith(CELL_RANGE_PREFIX) and name != WARMUP_RANGE
+    return name.removeprefix(CELL_RANGE_PREFIX) if is_cell else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +76,7 @@ class TensorArgument:
     strides: tuple[int, ...] | None = None
     """Strides in elements, or None if the trace does not contain the strides."""
     dtype: str | None = None
-    """Name of the dtype as in a config, or the trace's own name if configs have no such dtype. None
-    if the trace does not contain the dtype.
-    """
+    """Name of the dtype as in a config, or the trace's own name if configs have no such dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +124,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """A time interval on a thread. All launches in it belong to the forward or to the backward of
-    one attention call.
-    """
+    """A time interval on a thread, whose launches belong to one direction of one attention call."""
 
     call: int
     """Index of the call in the list of calls."""
@@ -161,9 +153,7 @@ class LaunchBatch:
     launch_config: Int64Column
     op_path: Int64Column
     range: Int64Column
-    """Index of the innermost user range that was open on the launching thread, or cell_range if no
-    range was open.
-    """
+    """Index of the innermost user range open on the launching thread, or cell_range if none was."""
     cell_range: Int64Column
     """Index of the `profharness:` range that encloses the launch. If no such range is open on the
     launching thread, this is a range that another thread of the process had open at that time,
@@ -193,9 +183,7 @@ class LaunchBatch:
 
 @dataclass(frozen=True, slots=True)
 class HardwareMetrics:
-    """Values of the hardware counters for the launches of a trace. Names and units are those that
-    the profiler uses.
-    """
+    """Values of the hardware counters for the launches of a trace, with the profiler's names."""
 
     names: list[str]
     units: list[str]
@@ -219,16 +207,12 @@ class Trace:
     distributedInfo. The names of the host and the user, paths and the command line are left out.
     """
     kernels: list[str]
-    """Canonical kernel names, as Kineto prints them. A memcpy or memset keeps the name that it has in
-    the trace.
-    """
+    """Canonical names, as Kineto prints them. A memcpy or memset keeps its name in the trace."""
     kernel_kinds: list[str]
     """The kind of each kernel: `kernel`, `memcpy`, `memset` or `op`."""
     launch_configs: list[LaunchConfig]
     op_paths: list[str]
-    """Folded stacks of ATen and autograd ops. A stack lists its ops from the outermost to the
-    innermost, separated by ";".
-    """
+    """Stacks of ATen and autograd ops, from the outermost to the innermost, separated by ";"."""
     apis: list[str]
     ranges: list[Range]
     num_launches: int

@@ -79,17 +79,14 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
     return cleaned if _NVTX_REST.fullmatch(left) else scrubber.clean(cell, where=column)
 
 
-NSYS_REPORT = ".nsys-rep"
-NCU_REPORT = ".ncu-rep"
-# Suffix of a report, which may be packed -> suffix of its export.
 EXPORTS = {
-    f"{NSYS_REPORT}{SUFFIX}": ".sqlite",
-    f"{NCU_REPORT}{SUFFIX}": ".csv",
-    NSYS_REPORT: ".sqlite",
-    NCU_REPORT: ".csv",
+    f"{report}{packed}": export
+    for packed in (SUFFIX, "")
+    for report, export in ((".nsys-rep", ".sqlite"), (".ncu-rep", ".csv"))
 }
-# Suffixes that `split_name` recognizes.
+"""Suffix of a report, which may be packed -> suffix of its export."""
 SUFFIXES = (".json.gz", ".sqlite.gz", ".csv.gz", *EXPORTS)
+"""Suffixes that `split_name` recognizes."""
 
 
 class StaleExportError(ProfharnessError):

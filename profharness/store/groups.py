@@ -45,11 +45,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Rows grouped in two ways.
-
-    Rows of a fine group have equal keys. Rows of a coarse group have keys that differ at most in
-    the last column.
-    """
+    """Rows grouped in two ways: by the whole key, and by the key without its last column."""
 
     keys: Column
     """sorted keys, one row per fine group; `fine.index` and `coarse.index` are indices into it"""
@@ -98,8 +94,7 @@ def group(key: Column, duration: Column, start: Column, count: Column) -> Groups
 class Grouping:
     """Group rows that arrive in blocks.
 
-    Rows of the same group and duration are merged, so memory grows with the number of distinct
-    durations, not with the number of rows.
+    Memory grows with the number of distinct durations in each group, not with the number of rows.
     """
 
     def __init__(self, *, merge_rows: int = MERGE_ROWS) -> None:
@@ -116,14 +111,11 @@ class Grouping:
         self._blocks.append((ids[member_of], duration.copy(), start.copy(), np.ones_like(start)))
         self._rows += len(duration)
         if self._rows > self._merge_at:
-            self._blocks = [self._merged()]
-            self._rows = len(self._blocks[0][0])
+            ids, *columns = map(np.concatenate, zip(*self._blocks, strict=True))
+            merged = group(pack([ids, columns[0]]), *columns)
+            self._blocks = [(ids[merged.index], merged.minimum, merged.first, merged.count)]
+            self._rows = len(merged.index)
             self._merge_at = max(self._merge_rows, 2 * self._rows)
-
-    def _merged(self) -> tuple[Column, ...]:
-        ids, duration, start, count = map(np.concatenate, zip(*self._blocks, strict=True))
-        groups = group(pack([ids, duration]), duration, start, count)
-        return ids[groups.index], groups.minimum, groups.first, groups.count
 
     def finish(self) -> Grouped:
         """Return the groups of all added rows, of which there must be at least one."""
@@ -142,26 +134,17 @@ class Grouping:
 
 
 class DeviceTimes:
-    """Collect the device, kernel, start and duration of each launch on a GPU.
-
-    Each launch takes 24 bytes of memory.
-    """
+    """Collect the device, kernel, start and duration of each launch on a GPU, in 24 bytes."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Column, ...]] = []
 
     def watch(self, batches: Iterable[LaunchBatch]) -> Iterator[LaunchBatch]:
-        """Collect the launches of batches, and yield the batches unchanged.
-
-        Call `insert` after the last batch.
-        """
+        """Collect the launches of batches, and yield the batches unchanged."""
         for batch in batches:
             timed = (batch.device >= 0) & (batch.duration_ns >= 0)
-            kept = (batch.device, batch.kernel, batch.start_ns, batch.duration_ns)
-            columns = tuple(column[timed] for column in kept)
-            self._blocks.append(
-                (columns[0].astype(np.int32), columns[1].astype(np.int32), *columns[2:])
-            )
+            small = (column[timed].astype(np.int32) for column in (batch.device, batch.kernel))
+            self._blocks.append((*small, batch.start_ns[timed], batch.duration_ns[timed]))
             yield batch
 
     def insert(
