@@ -8,7 +8,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class Grouping:
 
     def __init__(self, *, merge_rows: int = MERGE_ROWS) -> None:
         self._ids: dict[tuple[int, ...], int] = {}
-        self._blocks: list[tuple[Column, ...]] = []
+        self._blocks: list[tuple[NDArray[Any], ...]] = []
         self._rows, self._merge_rows, self._merge_at = 0, merge_rows, merge_rows
 
     def add(self, keys: Sequence[Column], duration: Column, start: Column) -> None:
@@ -137,7 +137,7 @@ class DeviceTimes:
     """Collect the device, kernel, start and duration of each launch on a GPU, in 24 bytes."""
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[Column, ...]] = []
+        self._blocks: list[tuple[NDArray[Any], ...]] = []
 
     def watch(self, batches: Iterable[LaunchBatch]) -> Iterator[LaunchBatch]:
         """Collect the launches of batches, and yield the batches unchanged."""
