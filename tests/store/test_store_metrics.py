@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,30 +185,3 @@ def test_real_report_is_a_foreign_trace(tmp_path: Path, ncu_report: Path) -> Non
                 values = trace.metrics.values[mine, index]
                 assert told[name] == statistics.median(values.tolist()), name
             assert row.metrics["dram__bytes_read.sum"][1] == "byte"
-
-
-def test_foreign_tables_in_a_folder_are_ignored(tmp_path: Path, ncu_report: Path) -> None:
-    folder = tmp_path / "mixed"
-    folder.mkdir()
-    (folder / "mine.csv").write_text("ID,Name\n1,x\n")
-    (folder / "h200.ncu-rep").write_bytes(ncu_report.read_bytes())
-    (result,) = ingest_path(tmp_path / "p.db", folder)
-    assert result.launches == 82
-
-
-def test_many_launches_with_many_metrics(tmp_path: Path, ncu_folder: Folder) -> None:
-    """Insert 2,000 launches with 61 metrics each."""
-    extra = {f"sm__counter_{index}.sum": float(index) for index in range(56)}
-    launches = [
-        NcuLaunch(one.name, one.values | extra, {}, start_end=one.start_end)
-        for one in (launch(f"k{n % 7}", "c1", 100 + n % 5, n) for n in range(2000))
-    ]
-    folder = ncu_folder(launches)
-    store = tmp_path / "p.db"
-    began = time.process_time()
-    ingest_path(store, folder)
-    with open_store(store) as opened:
-        rows = opened.kernels()
-    assert time.process_time() - began < 20
-    assert sum(row.launches for row in rows) == 2000
-    assert all(row.metrics["sm__counter_7.sum"] == (7.0, "") for row in rows)

@@ -12,18 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from profharness.attention.config import parse_config
 from profharness.devices import Device
 from profharness.errors import NotFoundError, StoreError, UsageError
 from profharness.store import Selection, ingest_path, open_store, query, to_frame
-from profharness.store.groups import group
 from profharness.store.insert import insert_trace, sdpa_op
 from profharness.store.schema import SCHEMA_VERSION, connect, transaction
 from profharness.trace import LaunchBatch, LaunchConfig, Range, Trace
-from profharness.traces.columns import pack
 
 Folder = Callable[..., Path]
 KERNEL_LAUNCHES = (
@@ -179,32 +175,6 @@ def test_sdpa_op_is_the_innermost_implementation() -> None:
     assert sdpa_op(f"aten::scaled_dot_product_attention;{math};aten::bmm") == math
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([-1, 0, 1, 2**40, 2**62]),
-            st.sampled_from([-1, 0, 2**35]),
-            st.integers(0, 2**45),
-            st.integers(-5, 2**60),
-        ),
-        min_size=1,
-    )
-)
-def test_groups_are_exact(rows: list[tuple[int, int, int, int]]) -> None:
-    a, b, duration, start = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    found = group(pack([a, b]), duration, start, np.ones_like(start))
-    keys = sorted({row[:2] for row in rows})
-    assert sorted(zip(a[found.index].tolist(), b[found.index].tolist(), strict=True)) == keys
-    for i, index in enumerate(found.index.tolist()):
-        members = [row for row in rows if row[:2] == rows[index][:2]]
-        ordered = sorted(row[2] for row in members)
-        middle = ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]
-        assert found.median[i] == middle // 2
-        assert (found.count[i], found.total[i]) == (len(members), sum(ordered))
-        assert (found.minimum[i], found.maximum[i]) == (ordered[0], ordered[-1])
-        assert found.first[i] == min(row[3] for row in members)
-
-
 LAUNCHES = 1_000_000
 
 
@@ -243,9 +213,7 @@ def test_million_launches_are_queried_from_groups(tmp_path: Path) -> None:
             "INSERT INTO traces VALUES (1, 1, 'torch', 'p', 'h', ?, 0, 0, '{}', 1, ?)",
             (LAUNCHES, LAUNCHES),
         )
-        began = time.process_time()
         assert insert_trace(connection, 1, trace, trace.batches(), None).launches == LAUNCHES
-        assert time.process_time() - began < 30
     connection.close()
     began = time.process_time()
     with open_store(path) as opened:
