@@ -333,18 +333,15 @@ class RangeRow(NamedTuple):
     duration_ns: int
     pid: int
     tid: int
-    parent: int | None
-    """Id of the enclosing range."""
+    parent: int | None  # id of the enclosing range
     cell: str | None
-    iteration: int | None
-    """Number of the profiled call in its cell."""
+    iteration: int | None  # number of the profiled call in its cell
 
 
 class CallKernel(NamedTuple):
     """A kernel of an attention call in one launch configuration."""
 
-    direction: str
-    """`forward`, `recompute` or `backward`."""
+    direction: str  # `forward`, `recompute` or `backward`
     kernel: str
     kernel_short: str
     family: str
@@ -362,11 +359,9 @@ class CallRow:
     """An attention call of a program, with the fields of `profharness.trace.AttentionCall`."""
 
     run: str
-    trace: int
-    """Row id of the trace, or UNTRACED for calls that were counted but not traced."""
+    trace: int  # row id of the trace, or UNTRACED for calls that were counted but not traced
     call: int
-    step: int | None
-    """Number of the step in its trace, or None for a call outside of all steps."""
+    step: int | None  # number of the step in its trace, or None for a call outside of all steps
     kind: str
     op: str
     sdpa_op: str | None
@@ -412,14 +407,12 @@ class CallSignature:
     rank: int | None
     kind: str
     op: str
-    name: str | None
-    """Name of the module, as it appears in a trace."""
+    name: str | None  # name of the module, as it appears in a trace
     compiled: bool
     recompute: bool
     backward: bool
     modules: tuple[str, ...]
-    config: str | None
-    """Config of the first call."""
+    config: str | None  # config of the first call
     reason: str | None
     tensors: tuple[Any, ...]
     calls: int
@@ -445,8 +438,7 @@ class StepRow(NamedTuple):
     name: str
     start_ns: int
     duration_ns: int
-    busy_ns: int
-    """Time during which at least one kernel ran that started in the step."""
+    busy_ns: int  # time during which at least one kernel ran that started in the step
 
 
 class GapRow(NamedTuple):
@@ -457,8 +449,7 @@ class GapRow(NamedTuple):
     duration_ns: int
     kernel_short: str
     op_path: str | None
-    launch_ns: int | None
-    """Time at which the program made that launch."""
+    launch_ns: int | None  # time at which the program made that launch
 
 
 class DeviceTime(NamedTuple):
@@ -470,8 +461,7 @@ class DeviceTime(NamedTuple):
     end_ns: int
     busy_ns: int
     collective_ns: int
-    exposed_ns: int
-    """Time during which collectives but no other kernels ran."""
+    exposed_ns: int  # time during which collectives but no other kernels ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,18 +472,15 @@ class RankRow:
     """
 
     run: str
-    rank: int | None
-    """Number of the rank, or None if it is unknown."""
+    rank: int | None  # number of the rank, or None if it is unknown
     world_size: int | None
     host_key: str | None
     gpu_key: str | None
-    name: str
-    """Name of the file or folder of the rank."""
+    name: str  # name of the file or folder of the rank
     created: str
     device: str | None
     environment: dict[str, Any]
-    traces: tuple[int, ...]
-    """Row ids of the traces of the rank."""
+    traces: tuple[int, ...]  # row ids of the traces of the rank
     times: tuple[DeviceTime, ...] = ()
 
     @property
@@ -520,6 +507,5 @@ class RankLaunches:
 
     `launches` is a number of launches, and `total_ns` a time or -1 if it is unknown. The rest are ids.
     """
-    places: dict[int, str]
-    """Id -> name of the range, or config and backend."""
+    places: dict[int, str]  # id -> name of the range, or config and backend
     kernels: dict[int, RankKernel]

@@ -531,10 +531,8 @@ class Fleet:
     scheduler: str | None = None
     """`local`, `local:2` or the address of a Dask scheduler. None selects this host, with all of
     its GPUs if there are several."""
-    gpus: tuple[str, ...] = ()
-    """The GPU classes that run every config."""
-    insecure: bool = False
-    """Allow a scheduler without TLS on another host."""
+    gpus: tuple[str, ...] = ()  # the GPU classes that run every config
+    insecure: bool = False  # allow a scheduler without TLS on another host
 
 
 def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -94,19 +94,14 @@ class AttentionCall:
     - `eager`: as two matrix products with a softmax between them
     - `replay`: as kernels of a CUDA graph whose ops are not in the trace
     """
-    op: str
-    """The op that the program called."""
-    sdpa_op: str | None
-    """The op that computed the attention, or None if it is unknown."""
+    op: str  # the op that the program called
+    sdpa_op: str | None  # the op that computed the attention, or None if it is unknown
     compiled: bool
-    recompute: bool
-    """Whether the call repeats a forward pass during a backward pass."""
+    recompute: bool  # whether the call repeats a forward pass during a backward pass
     backward: bool
     """Whether a gradient was computed, or the call prepared the computation of a gradient."""
-    modules: tuple[str, ...]
-    """The nn.Modules that were being called, outermost first."""
-    config: Config | None
-    """A config that replays the call, or None if no config describes the call."""
+    modules: tuple[str, ...]  # the nn.Modules that were being called, outermost first
+    config: Config | None  # a config that replays the call, or None if no config describes the call
     reason: str | None
     """Why there is no config, or which properties of the call the config does not describe."""
     tensors: tuple[TensorArgument | None, ...]
@@ -118,18 +113,15 @@ class AttentionCall:
     tid: int = NONE
     start_ns: int = 0
     duration_ns: int = 0
-    graph: bool = False
-    """Whether a CUDA graph replayed the call."""
+    graph: bool = False  # whether a CUDA graph replayed the call
 
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
     """A time interval on a thread, whose launches belong to one direction of one attention call."""
 
-    call: int
-    """Index of the call in the list of calls."""
-    direction: str
-    """`forward`, `backward` or `recompute`."""
+    call: int  # index of the call in the list of calls
+    direction: str  # `forward`, `backward` or `recompute`
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +161,11 @@ class LaunchBatch:
     graph_node: Int64Column
     pid: Int64Column
     tid: Int64Column
-    launch_ns: Int64Column
-    """Start of the API call that launched the kernel, on the CPU."""
-    start_ns: Int64Column
-    """Start of the kernel on the device."""
-    duration_ns: Int64Column
-    """Duration of the kernel on the device."""
-    bytes: Int64Column
-    """Number of bytes that a memcpy copied or a memset set."""
-    call_span: Int64Column
-    """Index of the CallSpan that contains the launch."""
+    launch_ns: Int64Column  # start of the API call that launched the kernel, on the CPU
+    start_ns: Int64Column  # start of the kernel on the device
+    duration_ns: Int64Column  # duration of the kernel on the device
+    bytes: Int64Column  # number of bytes that a memcpy copied or a memset set
+    call_span: Int64Column  # index of the CallSpan that contains the launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +195,14 @@ class Trace:
     """
     kernels: list[str]
     """Canonical names, as Kineto prints them. A memcpy or memset keeps its name in the trace."""
-    kernel_kinds: list[str]
-    """The kind of each kernel: `kernel`, `memcpy`, `memset` or `op`."""
+    kernel_kinds: list[str]  # the kind of each kernel: `kernel`, `memcpy`, `memset` or `op`
     launch_configs: list[LaunchConfig]
     op_paths: list[str]
     """Stacks of ATen and autograd ops, from the outermost to the innermost, separated by ";"."""
     apis: list[str]
     ranges: list[Range]
     num_launches: int
-    skipped: int
-    """Number of events that could not be read and were skipped."""
+    skipped: int  # number of events that could not be read and were skipped
     batches: Callable[[], Iterator[LaunchBatch]]
     close: Callable[[], None]
     warnings: tuple[str, ...] = field(default=())

@@ -31,16 +31,14 @@ MERGE_ROWS = 1 << 20  # number of rows above which rows of the same group and du
 class Groups:
     """Columns with one int64 element per group. Statistics are over the members' durations."""
 
-    index: Column
-    """index of the row of one launch in the group"""
+    index: Column  # index of the row of one launch in the group
     count: Column
     total: Column
     median: Column
     """median of the durations; for an even count, the mean of the two middle durations, rounded down"""
     minimum: Column
     maximum: Column
-    first: Column
-    """earliest start"""
+    first: Column  # earliest start
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,7 @@ class Grouped:
     """sorted keys, one row per fine group; `fine.index` and `coarse.index` are indices into it"""
     fine: Groups
     coarse: Groups
-    coarse_of: Column
-    """index of the coarse group of each fine group"""
+    coarse_of: Column  # index of the coarse group of each fine group
 
     def busiest(self) -> Column:
         """Return the fine group with the most launches for each coarse group.

@@ -75,17 +75,13 @@ class IngestResult:
     """The result of ingesting one source."""
 
     run: str
-    status: str
-    """`new`, `unchanged` or `replaced`"""
+    status: str  # `new`, `unchanged` or `replaced`
     source: Path
-    launches: int
-    """number of launches now stored"""
-    cells: int
-    """number of cells now stored"""
+    launches: int  # number of launches now stored
+    cells: int  # number of cells now stored
     warnings: tuple[str, ...] = ()
     """warnings stored with the run; each begins with its trace or cell"""
-    kept: Path | None = None
-    """folder that the run was ingested from, if the source is a copy of it"""
+    kept: Path | None = None  # folder that the run was ingested from, if the source is a copy of it
 
 
 _Parsed = tuple[Raw, Trace]

@@ -46,10 +46,8 @@ class Raw:
     name: str
     path: Path
     content_hash: str
-    cells: tuple[str, ...] = ()
-    """the cells that run.json lists for this trace"""
-    problem: str | None = None
-    """the reason why the trace cannot be read; None if it can"""
+    cells: tuple[str, ...] = ()  # the cells that run.json lists for this trace
+    problem: str | None = None  # the reason why the trace cannot be read; None if it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,7 @@ class Source:
     """A run folder or trace file whose traces are not parsed yet."""
 
     path: Path
-    run: Run | None
-    """None for a trace file outside of a run folder"""
+    run: Run | None  # none for a trace file outside of a run folder
     raws: tuple[Raw, ...]
     content_hash: str
 
