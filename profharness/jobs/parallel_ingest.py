@@ -36,9 +36,6 @@ from profharness.processes import (
 from profharness.store.ingest import ingest_source
 from profharness.store.schema import (
     Writer,
-    damaged,
-    is_altered,
-    is_damage,
     refuse_network,
     require_folder,
 )
@@ -308,13 +305,6 @@ def _ingest(
         except OSError as error:  # TMPDIR is full, the file was deleted, no process can be started
             reason = error.strerror or f"{type(error).__name__}: {error}"
             fault = f"{name}: {error.filename or 'TMPDIR'}: {reason}"
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            if is_damage(error) or is_altered(error):
-                raise damaged(store, error) from None
-            raise StoreError(
-                f"{store}: cannot be written: {error}; the sources stored before are kept; once this is "
-                "fixed, the same command stores the others; or name another --store"
-            ) from None
         break
     return IngestOutcome(path, error=fault)
 

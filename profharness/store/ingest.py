@@ -121,12 +121,12 @@ def ingest_path(
             except TraceFormatError as error:
                 failures.append(error)
             except StoreError as error:
-                raise StoreError(f"{error}{_remedy(read)}") from None
-            except (sqlite3.Error, UnicodeDecodeError) as error:
-                if is_damage(error) or is_altered(error):
-                    raise damaged(store, error) from None
-                message = f"{store}: cannot be written: {error}; name another --store"
-                raise StoreError(f"{message}{_remedy(read)}") from None
+                if read.run is None:
+                    raise
+                raise StoreError(
+                    f"{error}\nthe run is kept in {path}; to take it in: "
+                    f"profharness ingest {path} --store OTHER"
+                ) from None
     require_stored(store, results, len(failures))
     if failures:
         raise failures[0]
@@ -152,17 +152,6 @@ def require_stored(store: Path, results: Sequence[IngestResult], failed: int = 0
         )
 
 
-def _remedy(source: Source) -> str:
-    """Return a hint how to ingest a run folder into another store, or "" for a trace file."""
-    if source.run is None:
-        return ""
-    return (
-        f"\nthe run is kept in {source.path}; to take it in: "
-        f"profharness ingest {source.path} --store OTHER"
-    )
-
-
-@garbage_collection_off()
 def ingest_source(
     store: Path,
     writer: Callable[[], sqlite3.Connection],
@@ -170,12 +159,29 @@ def ingest_source(
     progress: Progress | None,
     cache: ParsedTraces | None = None,
 ) -> IngestResult:
-    """Parse and store one source.
+    """Parse and store one source. Raises the errors of `ingest_path`.
 
-    `writer` opens the store. It is called only once the source is known to be readable. If a trace
-    of a run turns out to be unreadable, ingesting the run starts again without it. Raises the
-    errors of `ingest_path` and those of SQLite.
+    `writer` opens the store. It is called only once the source is known to be readable.
     """
+    try:
+        return _ingest_source(store, writer, source, progress, cache)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        if is_damage(error) or is_altered(error):
+            raise damaged(store, error) from None
+        raise StoreError(
+            f"{store}: cannot be written: {error}; the sources stored before are kept; fix this and "
+            "repeat the command, or name another --store"
+        ) from None
+
+
+@garbage_collection_off()
+def _ingest_source(
+    store: Path,
+    writer: Callable[[], sqlite3.Connection],
+    source: Source,
+    progress: Progress | None,
+    cache: ParsedTraces | None,
+) -> IngestResult:
     if source.run is not None:
         _check_record(source.path / RUN_FILE, source.run)
     # checked before parsing, and again in the transaction: another process may store it first
@@ -187,6 +193,7 @@ def ingest_source(
         from profharness.traces.observed import read_journals
 
         journals = read_journals(source.path)
+    # if a trace of a run turns out to be unreadable, start again without it
     while True:
         with ExitStack() as opened:
             try:
