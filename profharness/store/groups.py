@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,45 +26,14 @@ TIMED = (TORCH, NSYS)  # not ncu, because it serializes kernels and so has no re
 MERGE_ROWS = 1 << 20  # number of rows above which rows of the same group and duration are merged
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Columns with one int64 element per group. Statistics are over the members' durations."""
+def group(
+    key: Column, duration: Column, start: Column, count: Column
+) -> tuple[Column, dict[str, Column]]:
+    """Group rows by key, and return groups that are sorted by key. There must be at least one row.
 
-    index: Column  # index of the row of one launch in the group
-    count: Column
-    total: Column
-    median: Column
-    """median of the durations; for an even count, the mean of the two middle durations, rounded down"""
-    minimum: Column
-    maximum: Column
-    first: Column  # earliest start
-
-
-@dataclass(frozen=True, slots=True)
-class Grouped:
-    """Rows grouped in two ways: by the whole key, and by the key without its last column."""
-
-    keys: Column
-    """sorted keys, one row per fine group; `fine.index` and `coarse.index` are indices into it"""
-    fine: Groups
-    coarse: Groups
-    coarse_of: Column  # index of the coarse group of each fine group
-
-    def busiest(self) -> Column:
-        """Return the fine group with the most launches for each coarse group.
-
-        On a tie, return the group that started first.
-        """
-        order = np.lexsort((self.fine.first, -self.fine.count, self.coarse_of))
-        owner = self.coarse_of[order]
-        heads: Column = order[np.r_[True, owner[1:] != owner[:-1]]]
-        return heads
-
-
-def group(key: Column, duration: Column, start: Column, count: Column) -> Groups:
-    """Group rows by key and return the groups sorted by key. There must be at least one row.
-
-    `count` is the number of launches that each row represents.
+    `count` is the number of launches that each row represents. Return the index of one row of each
+    group, and the columns of `launch_groups`. The median of an even number of durations is the mean
+    of the two in the middle, rounded down.
     """
     order = np.argsort(pack([key, duration]))  # faster than lexsort, with the same order
     ordered_key, ordered, counts = key[order], duration[order], count[order]
@@ -76,27 +44,27 @@ def group(key: Column, duration: Column, start: Column, count: Column) -> Groups
     before = places[ends - 1] - total_count
     low = ordered[np.searchsorted(places, before + (total_count - 1) // 2, "right")]
     high = ordered[np.searchsorted(places, before + total_count // 2, "right")]
-    return Groups(
-        index=order[begins],
-        count=total_count,
-        total=np.add.reduceat(ordered * counts, begins),
+    return order[begins], {
+        "launches": total_count,
+        "total_ns": np.add.reduceat(ordered * counts, begins),
         # low + high could overflow int64
-        median=low + (high - low) // 2,
-        minimum=ordered[begins],
-        maximum=ordered[ends - 1],
-        first=np.minimum.reduceat(start[order], begins),
-    )
+        "median_ns": low + (high - low) // 2,
+        "min_ns": ordered[begins],
+        "max_ns": ordered[ends - 1],
+        "first_ns": np.minimum.reduceat(start[order], begins),
+    }
 
 
 class Grouping:
-    """Group rows that arrive in blocks.
+    """Group rows that arrive in blocks by the columns `names`.
 
     Memory grows with the number of distinct durations in each group, not with the number of rows.
     """
 
-    def __init__(self, *, merge_rows: int = MERGE_ROWS) -> None:
+    def __init__(self, names: Sequence[str], *, merge_rows: int = MERGE_ROWS) -> None:
+        self._names = names
         self._ids: dict[tuple[int, ...], int] = {}
-        self._blocks: list[tuple[NDArray[Any], ...]] = []
+        self._blocks: list[tuple[Column, ...]] = []
         self._rows, self._merge_rows, self._merge_at = 0, merge_rows, merge_rows
 
     def add(self, keys: Sequence[Column], duration: Column, start: Column) -> None:
@@ -109,13 +77,18 @@ class Grouping:
         self._rows += len(duration)
         if self._rows > self._merge_at:
             ids, *columns = map(np.concatenate, zip(*self._blocks, strict=True))
-            merged = group(pack([ids, columns[0]]), *columns)
-            self._blocks = [(ids[merged.index], merged.minimum, merged.first, merged.count)]
-            self._rows = len(merged.index)
+            index, merged = group(pack([ids, columns[0]]), *columns)
+            kept = (merged["min_ns"], merged["first_ns"], merged["launches"])
+            self._blocks = [(ids[index], *kept)]
+            self._rows = len(index)
             self._merge_at = max(self._merge_rows, 2 * self._rows)
 
-    def finish(self) -> Grouped:
-        """Return the groups of all added rows, of which there must be at least one."""
+    def finish(self) -> tuple[dict[str, Column], dict[str, Column]]:
+        """Return the columns of coarse and of fine groups. There must be at least one row.
+
+        Coarse groups ignore the last column of the keys. They contain its most frequent value, or the
+        one that started first if there are several.
+        """
         ids, *columns = map(np.concatenate, zip(*self._blocks, strict=True))
         keys = np.array(list(self._ids), np.int64)
         order = np.lexsort(keys.T[::-1])
@@ -123,11 +96,11 @@ class Grouping:
         fine_of = np.argsort(order)[ids]
         is_new = np.r_[True, (keys[1:, :-1] != keys[:-1, :-1]).any(axis=1)]
         coarse_of = np.cumsum(is_new) - 1
-        fine = replace(group(fine_of, *columns), index=np.arange(len(keys)))
-        if is_new.all():
-            return Grouped(keys, fine, fine, coarse_of)
-        coarse = group(coarse_of[fine_of], *columns)
-        return Grouped(keys, fine, replace(coarse, index=np.flatnonzero(is_new)), coarse_of)
+        _, fine = group(fine_of, *columns)
+        _, coarse = (None, fine) if is_new.all() else group(coarse_of[fine_of], *columns)
+        main = np.lexsort((fine["first_ns"], -fine["launches"], coarse_of))[is_new]
+        coarse_keys, fine_keys = (zip(self._names, of.T, strict=True) for of in (keys[main], keys))
+        return dict(coarse_keys) | coarse, dict(fine_keys) | fine
 
 
 class DeviceTimes:

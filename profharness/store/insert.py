@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from profharness.rows import axes
-from profharness.store.groups import Grouped, Grouping
+from profharness.store.groups import Grouping
 from profharness.store.tables import (
     GROUP_KEYS,
     ROWS_PER_STATEMENT,
@@ -113,7 +113,7 @@ def insert_trace(
         (cells or {})[cell]: np.zeros(max(call.values()) + 1, np.int64)
         for cell, call in calls.items()
     }
-    grouping = Grouping()
+    grouping = Grouping(GROUP_KEYS)
     names = [name for name in columns_of(connection, "launches") if name != "id"]
     # the calls of a cell were stored together with the cell
     calls_of = CallLaunches(trace) if cells is None else None
@@ -155,7 +155,7 @@ def insert_trace(
     if cells is not None:
         seen_cells = {range_cell(item.name) for item in trace.ranges} - {None}
         result.unknown_cells = tuple(sorted(str(cell) for cell in seen_cells if cell not in cells))
-        main_ops = _main_ops(connection, grouped) if grouped else {}
+        main_ops = _main_ops(connection, grouped[1]) if grouped else {}
         for cell, call in calls.items():
             counts = per_call[cells[cell]].tolist()
             result.cells[cell] = counts, main_ops.get(cells[cell])
@@ -340,45 +340,34 @@ def _insert_columns(
 
 
 def _insert_groups(
-    connection: sqlite3.Connection, trace_id: int, grouped: Grouped, *, foreign: bool
+    connection: sqlite3.Connection,
+    trace_id: int,
+    grouped: tuple[dict[str, Column], dict[str, Column]],
+    *,
+    foreign: bool,
 ) -> None:
-    """Insert the groups of launches with and without the op path as part of the key.
-
-    Rows without the op path in their key contain the op path of most of their launches.
-    """
-    op_paths = grouped.keys[:, -1]
+    """Insert the groups of launches without (coarse) and with (fine) the op path in their key."""
     # in a run, times are already relative to the first call of the cell
-    origin = int(grouped.fine.first.min()) if foreign else 0
-    for by_op, groups, paths in (
-        (0, grouped.coarse, op_paths[grouped.busiest()]),
-        (1, grouped.fine, op_paths),
-    ):
-        times = {
-            "total_ns": groups.total,
-            "median_ns": groups.median,
-            "min_ns": groups.minimum,
-            "max_ns": groups.maximum,
-        }
+    origin = int(grouped[1]["first_ns"].min()) if foreign else 0
+    for by_op, groups in enumerate(grouped):
+        order = np.lexsort((groups["first_ns"], groups["cell_id"]))
+        columns = {name: column[order] for name, column in groups.items()}
         # if a launch has no duration, the statistics of its group are unknown
-        columns = {
-            name: np.where(groups.minimum == NONE, NONE, values) for name, values in times.items()
-        }
-        columns |= zip(GROUP_KEYS, grouped.keys[groups.index].T, strict=True)
-        columns |= {"launches": groups.count, "op_path_id": paths}
-        columns["trace_id"] = np.full_like(paths, trace_id)
-        columns["by_op"] = np.full_like(paths, by_op)
-        columns["first_ns"] = groups.first - origin
-        order = np.lexsort((groups.first, columns["cell_id"]))
-        ordered = {name: column[order] for name, column in columns.items()}
-        _insert_columns(connection, "launch_groups", ordered)
+        unknown = columns["min_ns"] == NONE
+        for name in ("total_ns", "median_ns", "min_ns", "max_ns"):
+            columns[name] = np.where(unknown, NONE, columns[name])
+        columns["first_ns"] -= origin
+        columns["trace_id"] = np.full_like(order, trace_id)
+        columns["by_op"] = np.full_like(order, by_op)
+        _insert_columns(connection, "launch_groups", columns)
 
 
-def _main_ops(connection: sqlite3.Connection, grouped: Grouped) -> dict[int, str]:
+def _main_ops(connection: sqlite3.Connection, groups: Mapping[str, Column]) -> dict[int, str]:
     """Return the SDPA op of each cell: the forward op with the most launches, else a backward op."""
     ops = dict(connection.execute("SELECT id, sdpa_op FROM op_paths WHERE sdpa_op IS NOT NULL"))
     launches: dict[int, Counter[str]] = {}
-    groups = zip(grouped.keys.tolist(), grouped.fine.count.tolist(), strict=True)
-    for (cell_id, *_, op_path), count in groups:
+    columns = (groups[name].tolist() for name in ("cell_id", "op_path_id", "launches"))
+    for cell_id, op_path, count in zip(*columns, strict=True):
         if op_path in ops:
             launches.setdefault(cell_id, Counter())[ops[op_path]] += count
     return {

@@ -28,38 +28,36 @@ ROW = st.tuples(
 def test_groups_equal_direct_computation(
     rows: list[tuple[int, int, int, int]], block: int, merge_rows: int
 ) -> None:
-    grouping = Grouping(merge_rows=merge_rows)
+    grouping = Grouping(("a", "b"), merge_rows=merge_rows)
     for at in range(0, len(rows), block):
         columns = [
             np.array(column, np.int64) for column in zip(*rows[at : at + block], strict=True)
         ]
         grouping.add(columns[:2], columns[2], columns[3])
-    found = grouping.finish()
-    keys = [tuple(key) for key in found.keys.tolist()]
-    coarse_keys = [keys[index][:-1] for index in found.coarse.index.tolist()]
-    for names, statistic, width in ((keys, found.fine, 2), (coarse_keys, found.coarse, 1)):
+    for width, found in enumerate(grouping.finish(), start=1):
+        names = list(zip(*(found[name].tolist() for name in "ab"[:width]), strict=True))
         expected: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for *key, duration, start in rows:
             expected[tuple(key[:width])].append((duration, start))
         assert sorted(names) == sorted(expected)
         for index, name in enumerate(names):
             durations = [duration for duration, _ in expected[name]]
-            assert statistic.count[index] == len(durations)
-            assert statistic.total[index] == sum(durations)
-            assert abs(statistic.median[index] - statistics.median(durations)) <= 0.5
-            assert statistic.minimum[index] == min(durations)
-            assert statistic.maximum[index] == max(durations)
-            assert statistic.first[index] == min(start for _, start in expected[name])
+            assert found["launches"][index] == len(durations)
+            assert found["total_ns"][index] == sum(durations)
+            assert abs(found["median_ns"][index] - statistics.median(durations)) <= 0.5
+            assert found["min_ns"][index] == min(durations)
+            assert found["max_ns"][index] == max(durations)
+            assert found["first_ns"][index] == min(start for _, start in expected[name])
 
 
 def test_memory_grows_with_distinct_durations() -> None:
     random = np.random.default_rng(0)
-    grouping = Grouping(merge_rows=5000)
+    grouping = Grouping(("a", "b"), merge_rows=5000)
     tracemalloc.start()
     for _ in range(300):
         keys = [np.zeros(1000, np.int64), random.integers(0, 2, 1000)]
         grouping.add(keys, random.integers(2000, 3000, 1000), random.integers(0, 10**12, 1000))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert grouping.finish().fine.count.sum() == 300_000
+    assert grouping.finish()[1]["launches"].sum() == 300_000
     assert peak < 2_000_000  # 300,000 rows are 7 MB
