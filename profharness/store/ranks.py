@@ -133,33 +133,37 @@ def _members(connection: sqlite3.Connection) -> list[Record]:
 
 
 def _wanted(store: Store, refs: Sequence[str], stored: Sequence[Record]) -> set[str]:
-    """Return the ids of the selected runs."""
+    """Return the ids of the selected runs.
+
+    The newest job is that of the newest trace that has a rank. If no trace has a rank, it is that of
+    the newest trace file that has others of the same kind in its folder.
+    """
     if not refs:
-        return _newest_job(stored)
+        for record in stored:
+            if record["rank"] is not None:
+                return _job_of(record, stored)
+        jobs = (_job_of(record, stored) for record in stored if record["source"] == "trace")
+        return next((job for job in jobs if len(job) > 1), set())
     runs: set[str] = set()
     for ref in refs:
-        below = {record["run"] for record in stored if _is_below(record["path"], ref)}
+        # a folder is compared with the recorded path and with the absolute path
+        folder = Path(ref)
+        real = folder.resolve() if folder.is_dir() else None
+        below = {
+            record["run"]
+            for record in stored
+            if ref
+            and (
+                folder in Path(record["path"]).parents
+                or (real and real in Path(record["path"]).absolute().parents)
+            )
+        }
         begun = {record["run"] for record in stored if ref and record["run"].startswith(ref)}
         runs |= below or begun or {store.find_run(Selection(ref))}
     if len(runs) == 1:
         own = [record for record in stored if record["run"] in runs]
         return runs if len(_by_rank(own)) > 1 or not own else _job_of(own[0], stored)
     return runs
-
-
-def _newest_job(stored: Sequence[Record]) -> set[str]:
-    """Return the runs of the newest job.
-
-    This is the job of the newest trace that has a rank. If no trace has a rank, it is the job of
-    the newest trace file that has others of the same kind in its folder.
-    """
-    for record in stored:
-        if record["rank"] is not None:
-            return _job_of(record, stored)
-    for record in stored:
-        if record["source"] == "trace" and len(job := _job_of(record, stored)) > 1:
-            return job
-    return set()
 
 
 def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
@@ -184,17 +188,6 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
         if len({each["rank"] for each in wider}) > len(ranks):
             job = wider
     return {each["run"] for each in job}
-
-
-def _is_below(path: str, ref: str) -> bool:
-    """Return whether the source of a run is below the folder `ref`.
-
-    Compare both the recorded path and the absolute path.
-    """
-    folder = Path(ref)
-    if not ref or folder in Path(path).parents:
-        return bool(ref)
-    return folder.is_dir() and folder.resolve() in Path(path).absolute().parents
 
 
 def _by_rank(stored: Sequence[Record]) -> list[list[Record]]:

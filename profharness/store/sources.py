@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -200,17 +200,15 @@ class ParsedTraceCache:
                 if path in self._kept or self._bytes + size > MOST_BYTES:
                     return
                 self._bytes += size
-            with ExitStack() as failed:
-                failed.callback(self._release, size)
+            try:
                 content_hash, trace = hash_file(path), open_trace(path)
                 with closing(trace):  # its temporary file
                     batches = list(trace.batches())
                 self._kept[path] = content_hash, replace(trace, batches=lambda: iter(batches))
-                failed.pop_all()
-
-    def _release(self, size: int) -> None:
-        with self._lock:
-            self._bytes -= size
+            finally:
+                if path not in self._kept:
+                    with self._lock:
+                        self._bytes -= size
 
     def take(self, path: Path, content_hash: str) -> Trace | None:
         """Remove a parsed trace from the cache and return it.
