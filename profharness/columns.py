@@ -14,15 +14,20 @@ from typing import Any, get_type_hints
 NUMERIC = {
     "count",
     "figures",
+    "short",
+    "tenths",
     "us",
     "ms",
     "kib",
     "mib",
     "percent",
+    "spread",
+    "load",
     "triple",
     "ratio",
     "thousandths",
     "mega",
+    "millions",
     "giga",
     "tera",
 }
@@ -45,6 +50,8 @@ class Column:
     """Whether the values may be cut in a narrow terminal."""
     repeat: bool = True
     """Whether to print a value that is equal to the value above it."""
+    optional: bool = False
+    """Whether tables omit the column if no row has a value."""
     meaning: str = ""
     """Short description for the glossary and the reference page."""
     json_key: str = ""
@@ -63,10 +70,11 @@ def column(
     right: bool = False,
     shrink: bool = False,
     repeat: bool = True,
+    optional: bool = False,
     json_key: str = "",
 ) -> Column:
     """Describe a field of a row in its annotation. The field's name becomes the key."""
-    return Column("", title, format, right, shrink, repeat, meaning, json_key)
+    return Column("", title, format, right, shrink, repeat, optional, meaning, json_key)
 
 
 @functools.cache
@@ -87,6 +95,8 @@ def columns_of(row_type: Any) -> Mapping[str, Column]:
 
 
 def pick(row_type: Any, *names: str) -> tuple[Column, ...]:
-    """Return the declared columns of a row type that have the given names, in this order."""
+    """Return the named columns of a row type in this order, by default all that have a title."""
     declared = columns_of(row_type)
-    return tuple(declared[name] for name in names)
+    return tuple(
+        declared[name] for name in names or (key for key in declared if declared[key].title)
+    )

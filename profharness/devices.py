@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from profharness.columns import column
 from profharness.errors import UsageError
 
 MEASURED = "measured"
@@ -388,10 +389,10 @@ def _round_up(value: int, unit: int) -> int:
 class DeviceFact(NamedTuple):
     """A property of a device, with its unit and its source."""
 
-    name: str
-    value: float | str
-    unit: str
-    source: str
+    name: Annotated[str, column("figure", repeat=False, meaning="name of the property")]
+    value: Annotated[float | str, column("value", "tenths", meaning="its value")]
+    unit: Annotated[str, column("unit", meaning="its unit")]
+    source: Annotated[str, column("source", meaning="where the value comes from")]
 
 
 _TRACE = "as the trace tells it"

@@ -46,10 +46,11 @@ ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 class Refusal:
     """One reason why a backend cannot compute a config."""
 
-    code: str
-    message: str
-    source: str = "live"
-    """`live` (from PyTorch), `rule` or `inferred`."""
+    code: Annotated[str, column("reason", meaning="name of the violated constraint")]
+    message: Annotated[str, column("what it says", shrink=True, meaning="the reason in words")]
+    source: Annotated[
+        str, column("source", meaning="`live` (from PyTorch), `rule` or `inferred`")
+    ] = "live"
 
 
 NAIVE_COMPILED = "naive-compiled"
@@ -129,7 +130,7 @@ class CellRow:
         dict[str, tuple[int, ...]], column(meaning="raw samples in ns by measurement")
     ] = field(default_factory=dict)
     peak_memory_bytes: Annotated[
-        int | None, column(meaning="peak memory of a call without its inputs")
+        int | None, column("peak KiB", "kib", meaning="peak memory of a call without its inputs")
     ] = None
     clocks: Annotated[
         dict[str, Any], column(meaning="clocks, temperature and load while it was timed")
@@ -137,8 +138,9 @@ class CellRow:
     predicted: Annotated[
         str | None,
         column(
+            "rules say",
             meaning="prediction of the dispatch rules: a backend or `none` for `auto`, `eligible` or "
-            "`refused` for a forced backend; empty if the rules do not cover the machine"
+            "`refused` for a forced backend; empty if the rules do not cover the machine",
         ),
     ] = None
     tuning: Annotated[
@@ -146,7 +148,9 @@ class CellRow:
     ] = None
 
     @property
-    def reason(self) -> str | None:
+    def reason(
+        self,
+    ) -> Annotated[str | None, column("reason", shrink=True, meaning="why the cell did not run")]:
         """The reason why the cell did not run: its message, or the messages of its refusals."""
         return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
 

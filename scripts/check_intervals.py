@@ -29,8 +29,7 @@ from _frame import pack_files, without_traces
 
 from profharness import stats
 from profharness.attention.config import expand_configs
-from profharness.commands.diff.compare import diff_cells
-from profharness.commands.diff.result import Side
+from profharness.commands.diff.compare import Side, diff_cells
 from profharness.jobs.into_store import PROFILED_CALLS, bench_into_store, device_type
 from profharness.measurements.measurements import all_samples
 from profharness.rows import MEASUREMENTS, CellRow

@@ -15,6 +15,9 @@ from typing import Any
 
 import click
 
+from profharness.atlas.predictions import Predicted
+from profharness.atlas.rows import AtlasComparison
+from profharness.attention.cases import VerificationRow
 from profharness.cli import COMMANDS, find_command
 from profharness.columns import Column, columns_of
 from profharness.commands.analyze.figures import (
@@ -23,11 +26,14 @@ from profharness.commands.analyze.figures import (
     KernelFigures,
     PhaseFigures,
 )
+from profharness.commands.diff.compare import DiffRow
 from profharness.commands.kernels import tables as kernels
 from profharness.commands.ranks.comparison import RankFigures
-from profharness.commands.report.glossary import GLOSSARY
+from profharness.commands.report import GLOSSARY
 from profharness.commands.runs import RUN_FIELDS
 from profharness.measurements.evaluation import Loss
+from profharness.measurements.measurements import BenchRow
+from profharness.program.changes import EnvChange
 from profharness.program.counters import Counters
 from profharness.program.layer_map import LayerForecast, LayerRow
 from profharness.render.document import field_names
@@ -110,7 +116,16 @@ def page() -> str:
     parts += row_lines(title, of_fields(Counters))
     phases = dict(columns_of(PhaseFigures))
     parts += row_lines("Phases of an analysis (`analyze`, key `phases`)", phases)
+    parts += row_lines("Benchmarks (`bench`)", of_fields(BenchRow))
     parts += row_lines("Losses of `auto` (`bench`, key `losses`)", of_fields(Loss))
+    parts += row_lines("Differences (`diff`)", of_fields(DiffRow))
+    title = "Differences of the environment (`diff`, key `environment`)"
+    parts += row_lines(title, dict(columns_of(EnvChange)))
+    parts += row_lines("Predictions (`predict`)", dict(columns_of(Predicted)))
+    parts += row_lines(
+        "Comparisons with an atlas (`report`, key `atlas`)", of_fields(AtlasComparison)
+    )
+    parts += row_lines("Verifications (`verify`)", of_fields(VerificationRow))
     parts += row_lines("Ranks (`ranks`)", dict(columns_of(RankFigures)))
     parts.append("## Glossary\n\n| word | meaning |\n|---|---|")
     parts += [f"| {cell_text(word)} | {cell_text(text)} |" for word, text in GLOSSARY.items()]

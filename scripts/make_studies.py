@@ -33,7 +33,7 @@ from _frame import output, pack_files, without_traces
 
 from profharness.attention.config import SDPA_BACKENDS, parse_config
 from profharness.cli import find_command
-from profharness.commands.report.glossary import words_of
+from profharness.commands.report import words_of
 from profharness.recording.probe import Measured, measure_peaks
 from profharness.run import read_run
 from profharness.scrub import scrub

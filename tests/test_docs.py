@@ -19,7 +19,7 @@ from profharness import stats
 from profharness.attention import config
 from profharness.attention.backends import ALL, KERNELS, find_backend
 from profharness.cli import COMMANDS, cli
-from profharness.commands.diff.result import COSTS, DiffRow
+from profharness.commands.diff.compare import COSTS, DiffRow
 from profharness.commands.kernels.tables import FIELDS
 from profharness.commands.ranks.comparison import CODES
 from profharness.measurements.agreement import check_expected_names

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from profharness.atlas.data import (
     BACKENDS,
@@ -42,6 +42,7 @@ from profharness.attention.dispatch.machine import (
 )
 from profharness.attention.dispatch.machine import Machine as RuleMachine
 from profharness.attention.dispatch.predict import judge
+from profharness.columns import column
 from profharness.device_types import CPU, CUDA
 from profharness.devices import Gpu, data_sheet, find_gpu
 from profharness.environment import gpu_name
@@ -322,38 +323,55 @@ def disagreement(place: Place, configs: Sequence[Config]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The prediction for a config on a backend.
+    """The prediction for a config on a backend."""
 
-    `source` is `measured` if the atlas contains the cell, and `model` if the model interpolates
-    between measured cells. It is `floor` if no time is known. Then low_ns is the roofline bound.
-    Otherwise low_ns and high_ns are the limits of the 90 % interval, and `error` is the relative
-    error of the model. `choice` is the backend that the dispatch rules choose for `auto`, or `none`
-    if PyTorch raises an error. `reasons` explains why the backend refuses the config. `best` is the
-    fastest backend whose time is known, and `regret` is kernel_ns / best_ns - 1. `certain` is whether
-    the intervals of this backend and of the fastest one are disjoint. The interval of a measured time
-    is the time plus or minus REPEATS.
-    """
-
-    config: str
-    backend: str
-    gpu: str
-    torch: str
-    source: str
-    status: str
-    choice: str | None
-    reasons: tuple[Refusal, ...]
-    kernel_ns: int | None
-    low_ns: int | None
-    high_ns: int | None
-    error: float | None
-    graph_ns: int | None
-    bottleneck: str | None
-    best: str | None = None
-    best_ns: int | None = None
-    regret: float | None = None
-    certain: bool | None = None
-    outside: str | None = None
-    kernels: tuple[Launch, ...] | None = None
+    config: Annotated[str, column("config", meaning="label of the attention problem")]
+    backend: Annotated[str, column("backend", repeat=False, meaning="the backend")]
+    gpu: Annotated[str, column(meaning="the GPU")]
+    torch: Annotated[str, column(meaning="release of PyTorch")]
+    source: Annotated[
+        str,
+        column(
+            "source",
+            meaning="`measured` if the atlas has the cell, `model` if the model interpolates, `floor` if "
+            "no time is known",
+        ),
+    ]
+    status: Annotated[str, column(meaning="`ok`, `refused`, `unknown`, or how it failed")]
+    choice: Annotated[
+        str | None,
+        column(
+            "takes",
+            meaning="the backend that the dispatch rules choose for `auto`; `none` if PyTorch raises",
+        ),
+    ]
+    reasons: Annotated[tuple[Refusal, ...], column(meaning="why the backend refuses the config")]
+    kernel_ns: Annotated[int | None, column("µs", "us", meaning="time of the call's kernels")]
+    low_ns: Annotated[
+        int | None,
+        column(
+            "from", "us", meaning="lower end of its 90 % interval; the roofline bound of a `floor`"
+        ),
+    ]
+    high_ns: Annotated[int | None, column("to", "us", meaning="upper end of that interval")]
+    error: Annotated[float | None, column(meaning="relative error of the model")]
+    graph_ns: Annotated[
+        int | None, column("graph µs", "us", meaning="time of a CUDA graph replay of the call")
+    ]
+    bottleneck: Annotated[
+        str | None, column("bottleneck", shrink=True, meaning="what limits the time")
+    ]
+    best: Annotated[
+        str | None, column("best", meaning="the fastest backend whose time is known")
+    ] = None
+    best_ns: Annotated[int | None, column("its µs", "us", meaning="its time")] = None
+    regret: Annotated[
+        float | None, column("loses%", "percent", meaning="kernel_ns over best_ns, minus 1")
+    ] = None
+    certain: Annotated[bool | None, column(meaning="whether the two intervals are disjoint")] = None
+    """The interval of a measured time is the time plus or minus REPEATS."""
+    outside: Annotated[str | None, column(meaning="why no time is known")] = None
+    kernels: Annotated[tuple[Launch, ...] | None, column(meaning="the kernels of a call")] = None
 
 
 FIELDS = tuple(field.name for field in fields(Predicted))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from profharness.atlas.data import BACKENDS, Launch
 from profharness.atlas.predictions import (
@@ -18,6 +19,7 @@ from profharness.atlas.predictions import (
     predicted,
 )
 from profharness.attention.config import Config, parse_config
+from profharness.columns import column
 from profharness.device_types import on_gpu
 from profharness.devices import Device, occupancy
 from profharness.rows import CellRow, KernelRow
@@ -129,20 +131,37 @@ def _kernel_row(
     )
 
 
-AGAINST = (
-    *("config", "backend", "ran_ns", "kernel_ns", "low_ns", "high_ns", "ratio", "inside", "source"),
-    *("same_kernels", "best", "regret"),
-)
+@dataclass(frozen=True, slots=True)
+class AtlasComparison:
+    """The measured time of a run's cell, compared with the atlas of its machine."""
+
+    config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
+    backend: Annotated[str, column("backend", meaning="the backend")]
+    ran_ns: Annotated[int, column("ran µs", "us", meaning="measured time of the call's kernels")]
+    kernel_ns: Annotated[int, column("atlas µs", "us", meaning="their time in the atlas")]
+    low_ns: Annotated[int | None, column("from", "us", meaning="lower end of its 90 % interval")]
+    high_ns: Annotated[int | None, column("to", "us", meaning="upper end of that interval")]
+    ratio: Annotated[float, column("ran to atlas", "ratio", meaning="ran_ns over kernel_ns")]
+    inside: Annotated[
+        bool | None,
+        column(meaning="whether ran_ns is in the interval of the model; null without a model"),
+    ]
+    source: Annotated[str, column("source", meaning="`measured` or `model`")]
+    same_kernels: Annotated[
+        bool | None, column("same kernels", "flag", meaning="whether the atlas has these kernels")
+    ]
+    best: Annotated[str | None, column("best there", meaning="the fastest backend of the atlas")]
+    regret: Annotated[
+        float | None, column("loses%", "percent", meaning="kernel_ns over that of `best`, minus 1")
+    ]
 
 
 def against(
     cells: Sequence[CellRow], rows: Sequence[KernelRow], environment: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+) -> list[AtlasComparison]:
     """Compare the measured times of a run's cells with the times that an atlas predicts.
 
     Return an empty list if the machine has no atlas. `rows` are the kernels from one profiler.
-    `inside` is whether the measured time is in the model's interval. It is None if the time does
-    not come from the model.
     """
     if not on_gpu(environment) or not environment.get("gpu") or not environment.get("torch"):
         return []
@@ -163,24 +182,31 @@ def against(
     for cell in ran:
         prediction = predictions[cell.config, cell.backend]
         if prediction.kernel_ns:
-            values = _compared(prediction, prediction.kernel_ns, by_cell[cell.cell])
-            found.append({name: values[name] for name in AGAINST})
+            found.append(_compared(prediction, prediction.kernel_ns, by_cell[cell.cell]))
     return found
 
 
-def _compared(prediction: Predicted, expected_ns: int, rows: Sequence[KernelRow]) -> dict[str, Any]:
+def _compared(
+    prediction: Predicted, expected_ns: int, rows: Sequence[KernelRow]
+) -> AtlasComparison:
     ran_ns = round(sum(row.call_ns or 0 for row in rows))
+    low, high = prediction.low_ns, prediction.high_ns
+    by_model = prediction.source == "model" and low is not None and high is not None
     launched = Counter[str]()
     for row in rows:
         launched[row.kernel_short] += round(row.launches_per_call or 0)
     expected = Counter(parse_kernel_name(each.kernel).short for each in prediction.kernels or ())
-    inside = None
-    low_ns, high_ns = prediction.low_ns, prediction.high_ns
-    if prediction.source == "model" and low_ns is not None and high_ns is not None:
-        inside = low_ns <= ran_ns <= high_ns
-    return vars(prediction) | {
-        "ran_ns": ran_ns,
-        "ratio": ran_ns / expected_ns,
-        "inside": inside,
-        "same_kernels": launched == expected if expected else None,
-    }
+    return AtlasComparison(
+        config=prediction.config,
+        backend=prediction.backend,
+        ran_ns=ran_ns,
+        kernel_ns=expected_ns,
+        low_ns=low,
+        high_ns=high,
+        ratio=ran_ns / expected_ns,
+        inside=(low or 0) <= ran_ns <= (high or 0) if by_model else None,
+        source=prediction.source,
+        same_kernels=launched == expected if expected else None,
+        best=prediction.best,
+        regret=prediction.regret,
+    )

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from profharness.attention.config import Config
+from profharness.columns import column
 from profharness.errors import UsageError
 
 AS_GIVEN = "as_given"
@@ -22,31 +23,45 @@ MAX_HEADS = 8
 class VerificationRow:
     """One check of one case on one backend."""
 
-    run: str
-    asked: str
-    """The label of the config that the case was derived from."""
-    config: str
-    """The label of the config of the case itself."""
-    case: str
-    backend: str
-    what: str
-    """The tensor that was checked: `out`, `dq`, `dk`, `dv`, or `inputs`, which the call must not
-    change.
-    """
-    error: float | None
-    """The largest absolute difference from the fp64 reference. None if it is not finite."""
-    allowance: float | None
-    relative_error: float | None
-    """The Frobenius norm of the difference, divided by the norm of the reference. None if it is not
-    finite.
-    """
-    relative_allowance: float | None
-    passed: bool | None
-    """None if nothing was checked, for example because the backend refused the config or memory was
-    too small. `message` then has the reason.
-    """
-    message: str | None
-    status: str
+    run: Annotated[str, column(meaning="id of the run")]
+    asked: Annotated[str, column(meaning="label of the config that the case was derived from")]
+    config: Annotated[str, column(meaning="label of the config of the case")]
+    case: Annotated[str, column("case", meaning="name of the case")]
+    backend: Annotated[str, column("backend", meaning="the backend that was checked")]
+    what: Annotated[
+        str,
+        column(
+            "what",
+            meaning="the checked tensor: `out`, `dq`, `dk`, `dv`, or `inputs`, which must not change",
+        ),
+    ]
+    error: Annotated[
+        float | None,
+        column(
+            "error", "short", meaning="largest absolute difference from fp64; null if not finite"
+        ),
+    ]
+    allowance: Annotated[float | None, column("allowance", "short", meaning="the allowed error")]
+    relative_error: Annotated[
+        float | None,
+        column(
+            "relative",
+            "short",
+            meaning="Frobenius norm of the difference over that of the reference; null if not finite",
+        ),
+    ]
+    relative_allowance: Annotated[
+        float | None, column("allowance", "short", meaning="the allowed relative error")
+    ]
+    passed: Annotated[
+        bool | None,
+        column(
+            "verdict",
+            meaning="null if nothing was checked, for example because the backend refused the config",
+        ),
+    ]
+    message: Annotated[str | None, column(meaning="what is wrong, or why nothing was checked")]
+    status: Annotated[str, column(meaning="`ok`, `refused`, or how the case failed")]
 
 
 def _small(config: Config, **changes: Any) -> Config:

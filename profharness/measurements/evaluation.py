@@ -155,7 +155,14 @@ class Loss:
     chosen_ns: Annotated[float, column("auto µs", "us", meaning="median of `auto`")]
     best: Annotated[str, column("fastest other", meaning="the fastest correct other backend")]
     best_ns: Annotated[float, column("µs", "us", meaning="its median")]
-    regret: Annotated[float, column("regret%", "percent", meaning="ratio of the medians, minus 1")]
+    regret: Annotated[
+        float,
+        column(
+            "regret%",
+            "percent",
+            meaning="how much longer `auto` took than the fastest correct other backend",
+        ),
+    ]
     # Whether the samples show that `auto` is slower, and `auto` ran another backend than the best
     # one.
     real: bool

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import linear_regression
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from profharness import stats
 from profharness.attention import costs
 from profharness.attention.config import OWN_CHOICE, Config, parse_config, pytorch_chooses
+from profharness.columns import column
 from profharness.devices import MB, Peaks, flop_peak
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.errors import NotFoundError, join_few
@@ -166,42 +167,67 @@ REFERENCES = ("naive", "math")
 class BenchRow:
     """One measurement of one cell. A cell without samples has one row with measurement None."""
 
-    run: str
-    config: str
-    backend: str
-    status: str
-    message: str | None
-    measurement: str | None = None
-    samples: int = 0
-    median_ns: float | None = None
-    low_ns: float | None = None  # 95 % confidence interval of the median, by `stats.interval`
-    high_ns: float | None = None
-    mean_ns: float | None = None
-    std_ns: float | None = None
-    min_ns: float | None = None
-    flops_per_s: float | None = None
-    bytes_per_s: float | None = None
-    efficiency: float | None = None  # share of the peak that `against` names
-    against: str | None = None
-    speedup: float | None = None  # the median of `baseline` divided by this median
-    baseline: str | None = None
-    # this median divided by the median of the fastest correct backend, minus 1
-    regret: float | None = None
-    # whether the output was found correct; None if it was not verified
-    verified: bool | None = None
-    doubts: tuple[str, ...] = ()
-    # Median of the host's own time per eager call. Only the row of `eager` has this value.
-    host_ns: float | None = None
-    p90_ns: float | None = None
-    p99_ns: float | None = None
-    queries_per_s: float | None = None  # query rows per second, counted over all heads
-    sequences_per_s: float | None = None  # sequences per second, counted over the batch
-    peak_memory_bytes: int | None = None
-    processes: int | None = None
-    # half width of the interval if only the differences between turns are considered
-    between_turns_ns: float | None = None
-    # half width of the interval if only the differences between processes are considered
-    between_processes_ns: float | None = None
+    run: Annotated[str, column(meaning="id of the run")]
+    config: Annotated[str, column("config", repeat=False, meaning="label of the attention problem")]
+    backend: Annotated[str, column("backend", meaning="the backend that was asked for")]
+    status: Annotated[str, column(optional=True, meaning="`ok`, `refused`, or how it failed")]
+    message: Annotated[str | None, column(meaning="why the cell failed")]
+    measurement: Annotated[str | None, column(meaning="what was timed, such as `cold`")] = None
+    samples: Annotated[int, column(meaning="number of samples")] = 0
+    median_ns: Annotated[float | None, column("µs", "us", meaning="median of the samples")] = None
+    low_ns: Annotated[float | None, column(meaning="95 % confidence interval of the median")] = None
+    high_ns: Annotated[float | None, column(meaning="upper end of that interval")] = None
+    mean_ns: Annotated[float | None, column("mean", "us", meaning="mean")] = None
+    std_ns: Annotated[float | None, column("std", "us", meaning="standard deviation")] = None
+    min_ns: Annotated[float | None, column(meaning="shortest sample")] = None
+    flops_per_s: Annotated[
+        float | None, column("TFLOP/s", "tera", optional=True, meaning="FLOPs per second")
+    ] = None
+    bytes_per_s: Annotated[
+        float | None, column("GB/s", "giga", optional=True, meaning="compulsory bytes per second")
+    ] = None
+    efficiency: Annotated[
+        float | None,
+        column("eff%", "load", optional=True, meaning="the rate over the peak that binds first"),
+    ] = None
+    against: Annotated[str | None, column(meaning="that peak")] = None
+    speedup: Annotated[
+        float | None,
+        column("speed-up", "ratio", optional=True, meaning="the baseline's time over this one"),
+    ] = None
+    baseline: Annotated[str | None, column(meaning="the baseline of the speed-up")] = None
+    regret: Annotated[
+        float | None, column(meaning="median over that of the fastest correct backend, minus 1")
+    ] = None
+    verified: Annotated[
+        bool | None,
+        column("verified", optional=True, meaning="whether the output is correct; null if unknown"),
+    ] = None
+    doubts: Annotated[tuple[str, ...], column(meaning="what makes the figure doubtful")] = ()
+    host_ns: Annotated[
+        float | None, column(meaning="median of the host's own time per `eager` call")
+    ] = None
+    p90_ns: Annotated[float | None, column(meaning="90th percentile")] = None
+    p99_ns: Annotated[float | None, column(meaning="99th percentile")] = None
+    queries_per_s: Annotated[
+        float | None, column("Mquery/s", "millions", meaning="query rows of all heads per second")
+    ] = None
+    sequences_per_s: Annotated[
+        float | None,
+        column(
+            "sequences/s", "figures", optional=True, meaning="sequences of the batch per second"
+        ),
+    ] = None
+    peak_memory_bytes: Annotated[
+        int | None, column(meaning="peak memory of a call without its inputs")
+    ] = None
+    processes: Annotated[int | None, column(meaning="processes that took the samples")] = None
+    between_turns_ns: Annotated[
+        float | None, column(meaning="half the interval by the differences between turns alone")
+    ] = None
+    between_processes_ns: Annotated[
+        float | None, column(meaning="half the interval by the differences between processes alone")
+    ] = None
 
     @property
     def ranked(self) -> bool:
@@ -214,11 +240,35 @@ class BenchRow:
         return self.samples >= FEW_SAMPLES and half is not None and precision < half <= UNKNOWN
 
     @property
-    def half(self) -> float | None:
+    def half(
+        self,
+    ) -> Annotated[
+        float | None,
+        column(
+            "±%",
+            "spread",
+            meaning="half the 95 % interval of the median; busy: that is more than the median",
+        ),
+    ]:
         """The ratio of the interval's half width to the median."""
         if self.low_ns is None or self.high_ns is None or self.median_ns is None:
             return None
         return _half_width(self.low_ns, self.high_ns, self.median_ns)
+
+    @property
+    def half_between_processes(
+        self,
+    ) -> Annotated[
+        float | None,
+        column(
+            "±% processes",
+            "spread",
+            optional=True,
+            meaning="`between_processes_ns` over the median",
+        ),
+    ]:
+        """The ratio of `between_processes_ns` to the median."""
+        return self.between_processes_ns and self.between_processes_ns / (self.median_ns or 1.0)
 
 
 def bench_rows(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from profharness.columns import column
 
 Verdict = Literal["same", "faster", "slower", "changed", "added", "removed", "unknown"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -17,10 +19,13 @@ RESOLUTION_NS = 64  # two ticks of the 32 ns clock of device timestamps
 class EnvChange:
     """A key whose values differ between two environments."""
 
-    key: str
-    baseline: Any
-    candidate: Any
-    explains: str | None  # what such a change can cause; None if it explains nothing
+    key: Annotated[str, column("environment", meaning="name of the property")]
+    baseline: Annotated[Any, column("baseline", shrink=True, meaning="value of the baseline")]
+    candidate: Annotated[Any, column("candidate", shrink=True, meaning="value of the candidate")]
+    explains: Annotated[
+        str | None,
+        column("what it can explain", shrink=True, meaning="what such a change can cause"),
+    ]
 
 
 # What a change of a key can cause, the most important keys first. The sentences describe how

@@ -8,10 +8,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 from profharness import stats
 from profharness.attention.config import Config, parse_config
+from profharness.columns import column
 from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict
 from profharness.program.layer_map import (
     NUMBER,
@@ -49,17 +50,28 @@ class LayerSide:
 
     module: str | None  # name of the module, with the numbers of equal layers in braces
     config: str | None
-    calls: float | None  # calls per step; None if no step was recorded
+    calls: Annotated[
+        float | None,
+        column("calls/step", right=True, meaning="calls per step; null if no step was recorded"),
+    ]
     phase: str | None
     mode: str
-    ran: str | None  # the backend that computed the calls; None if unknown
+    ran: Annotated[str | None, column("ran", meaning="the backend that computed the calls")]
     sdpa_op: str | None
-    forward_ns: float | None  # median time of the kernels of one call; backward_ns too
-    backward_ns: float | None
-    asked: str | None = None  # recorded by the observer only, as are choice, mask and program_calls
+    forward_ns: Annotated[
+        float | None,
+        column("forward µs/call", right=True, meaning="median time of the kernels of one call"),
+    ]
+    backward_ns: Annotated[float | None, column("backward µs/call", right=True)]
+    # The following are recorded by the observer only.
+    asked: Annotated[str | None, column("asked", meaning="backends that the program allowed")] = (
+        None
+    )
     choice: str | None = None
     mask: str | None = None
-    program_calls: int | None = None
+    program_calls: Annotated[
+        int | None, column("calls in all", right=True, meaning="calls of the whole program")
+    ] = None
     # The configs to time instead of the calls. Each comes with the number of calls that it
     # represents, per step or, if no step was recorded, in the whole program. Empty if no config
     # replays the calls.
@@ -90,17 +102,21 @@ class LayerDiff:
     direction: str
     baseline: LayerSide | None = None
     candidate: LayerSide | None = None
-    ratio: float | None = None  # time of a call of the candidate, divided by that of the baseline
+    ratio: Annotated[
+        float | None, column("ratio", "ratio", meaning="the candidate's time over the baseline's")
+    ] = None
     basis: str | None = None  # what the ratio compares: `forward` or `forward and backward`
-    # `changed` if another backend or mode ran, else the same as `speed`
-    verdict: Verdict = "unknown"
+    verdict: Annotated[
+        Verdict,
+        column("verdict", meaning="`changed` if another backend or mode ran, else as `speed`"),
+    ] = "unknown"
     speed: Verdict = "unknown"  # the verdict on the times
     changed: bool = False
     backend_changed: bool = False  # whether both backends are known and differ
     reasons: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
+    def name(self) -> Annotated[str, column("module", shrink=True)]:
         """The module of the layers, or the config of their calls if the module is unknown."""
         side = self.baseline or self.candidate
         assert side is not None

@@ -131,11 +131,13 @@ class Table:
     def of(cls, columns: Sequence[Column], items: Iterable[Any]) -> Table:
         """Build a table with one row per item, from its attributes or dict values by column key.
 
-        An item may be a tuple of parts: the first part with the key has the value.
+        An item may be a tuple of parts: the first part with the key has the value. Optional columns
+        without values are omitted.
         """
+        rows = list(items)
+        shown = filled_columns(columns, rows, [each.key for each in columns if each.optional])
         return cls(
-            tuple(columns),
-            tuple(tuple(_value(item, column.key) for column in columns) for item in items),
+            tuple(shown), tuple(tuple(_value(row, column.key) for column in shown) for row in rows)
         )
 
 
@@ -228,14 +230,20 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "count": _count,
     "figures": _figures,
+    "tenths": lambda value: f"{value:,.1f}".removesuffix(".0"),
+    "short": lambda value: f"{value:.3g}",
     "us": lambda value: f"{value / 1e3:.2f}",
     "ms": lambda value: f"{value / 1e6:,.2f}",
     "kib": lambda value: f"{value / 1024:.1f}",
     "mib": lambda value: _count(value / (1 << 20)),
     "percent": lambda value: f"{100 * value:.1f}",
+    "spread": lambda value: "busy" if value > 1 else f"{100 * value:.1f}",
+    "load": lambda value: f"{100 * value:.1f}{'!' if value > 1 else ''}",
+    "flag": lambda value: "yes" if value else "no",
     "triple": lambda value: ",".join(map(str, value)),
     "ratio": lambda value: f"{value:.2f}x",
     "thousandths": lambda value: f"{value:.3f}x",
+    "millions": lambda value: _count(value / 1e6),
     "mega": lambda value: _figures(value / 1e6),
     "giga": lambda value: _figures(value / 1e9),
     "tera": lambda value: _figures(value / 1e12),

@@ -15,8 +15,8 @@ import pytest
 
 from profharness.attention.backends import BACKENDS
 from profharness.attention.config import parse_config
-from profharness.attention.dispatch.by_rule import named_platforms
-from profharness.commands.explain.explanations import explain_all, with_store
+from profharness.attention.dispatch.by_rule import explain_by_rule, named_platforms
+from profharness.commands.explain.explanations import with_store
 from profharness.commands.kernels.tables import cell_notes
 from profharness.measurements.agreement import replaced_by, replacement_notes
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow
@@ -176,7 +176,8 @@ def test_explain_prints_a_note_on_the_newest_run_with_a_count(tmp_path: Path) ->
         write_run(tmp_path / name, Run(name, when, ("events",), Protocol(), cells, told))
         ingest_path(tmp_path / "s.db", tmp_path / name)
     places = named_platforms("2.11", "H200", None, None, None)
-    answers = explain_all([plain, parse_config("2,8,256,64,bf16")], places)
+    configs = (plain, parse_config("2,8,256,64,bf16"))
+    answers = [explain_by_rule(config, place) for config in configs for place in places]
     same, other = (answer.caveats for answer in with_store(answers, tmp_path / "s.db"))
     said = "torch.compile replaced it by scaled_dot_product_attention, in run r2"
     assert [text for text in same if "replaced" in text] == [f"{NAIVE_COMPILED}: {said}"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from profharness.commands.report.contents import report_document
+from profharness.commands.report import report_document
 from profharness.render.html import render_html
 from profharness.store import ingest_path, open_store
 

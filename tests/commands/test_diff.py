@@ -12,8 +12,7 @@ from h200_rows import cell, kernel_rows, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profharness.commands.diff.compare import diff_cells
-from profharness.commands.diff.result import Diff, DiffRow, Side
+from profharness.commands.diff.compare import Diff, DiffRow, Side, diff_cells
 from profharness.program.changes import environment_changes
 from profharness.rows import KERNEL, SHARED_CORES, CellRow, KernelRow, Refusal
 from profharness.stats import Series

@@ -18,7 +18,7 @@ from profharness.atlas.data import Atlas, AtlasCell, build_atlas, write_atlas
 from profharness.atlas.rows import PROFILER, against, predicted_rows
 from profharness.cli import find_command
 from profharness.commands.kernels.tables import FIELDS
-from profharness.commands.predict.tables import against_blocks
+from profharness.commands.predict import against_blocks
 from profharness.errors import GateError, UsageError
 
 kernels = find_command("kernels")
@@ -317,10 +317,10 @@ def test_run_is_compared_with_the_atlas_of_its_machine(measured: list[AtlasCell]
     assert doubt == ""
     environment = {"device_type": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
     found = against(cells, rows, environment)
-    assert [(row["config"], row["source"]) for row in found] == [
+    assert [(row.config, row.source) for row in found] == [
         (config.label, "measured") for config in configs
     ]
-    assert all(row["same_kernels"] and abs(row["ratio"] - 1) < 0.01 for row in found)
+    assert all(row.same_kernels and abs(row.ratio - 1) < 0.01 for row in found)
     blocks = against_blocks(found)
     assert len(blocks) == 3
     for other in ({"gpu": "NVIDIA A100-SXM4-40GB"}, {"device_type": "cpu"}, {"torch": "2.8.0"}):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from view_rows import CONFIG, cell, kernel
 
-from profharness.commands.diff.result import Change, Cost, Diff, DiffRow
+from profharness.commands.diff.compare import Change, Cost, Diff, DiffRow
 from profharness.commands.diff.tables import diff_document
 from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
@@ -179,18 +179,21 @@ def sample() -> Diff:
     )
     rows = (
         DiffRow(
-            *(CONFIG, "flash", "auto", "call", (), (), 1.25, "slower", ("+25 %, p = 0.001",), ()),
+            *(CONFIG, "flash", "auto", "call", "slower"),
+            ratio=1.25,
+            reasons=("+25 %, p = 0.001",),
             baseline_ns=8000.0,
             candidate_ns=10000.0,
             basis="graph",
         ),
         DiffRow(
-            *(CONFIG, "flash", "auto", "attention", (kernel(),), (split,), 1.0, "changed"),
-            ("another grid",),
-            (Change("grid", (4, 2, 8), (8, 2, 16)),),
-            changed=True,
+            *(CONFIG, "flash", "auto", "attention", "changed", True, 1.0),
+            reasons=("another grid",),
+            changes=(Change("grid", (4, 2, 8), (8, 2, 16)),),
+            baseline=(kernel(),),
+            candidate=(split,),
         ),
-        DiffRow(CONFIG, "flash", "auto", "combine", (), (split,), None, "added", (), ()),
+        DiffRow(CONFIG, "flash", "auto", "combine", "added", candidate=(split,)),
     )
     environment = (EnvChange("torch", "2.10.0", "2.11.0", "another choice of backend"),)
     return Diff("a:flash", "b:auto", environment, rows)

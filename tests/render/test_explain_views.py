@@ -39,7 +39,7 @@ from profharness.commands.explain.tables import (
     verdict,
 )
 from profharness.errors import UsageError
-from profharness.render.document import Code, Document, Note, Table
+from profharness.render.document import Code, Document, Note, Table, formatted_rows
 from profharness.render.renderers import render_markdown
 from profharness.render.terminal import render_table
 from profharness.rows import Refusal
@@ -228,7 +228,7 @@ def told_in_lines(found: Bisection) -> list[tuple[str, ...]]:
     document = bisect_document([found], where="here")
     (table,) = [block for block in document.blocks if isinstance(block, Table)]
     assert len(document.records) == len(found.stretches)
-    return list(table.rows)
+    return [tuple(row) for row in formatted_rows(table)]
 
 
 def test_rule_modulo_128_is_found_and_printed_in_few_lines() -> None:

@@ -20,9 +20,15 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from view_rows import kernel, sample
 
+from profharness.atlas.predictions import Predicted
+from profharness.atlas.rows import AtlasComparison
+from profharness.attention.cases import VerificationRow
 from profharness.columns import Column, columns_of, pick
 from profharness.commands.analyze.tables import COLUMNS
+from profharness.commands.diff.compare import DiffRow
 from profharness.commands.kernels.tables import FIELDS, kernels_document
+from profharness.measurements.measurements import BenchRow
+from profharness.program.changes import EnvChange
 from profharness.program.layer_map import LayerForecast, LayerRow
 from profharness.render.document import Document, Heading, Note, Table, filled_columns, format_value
 from profharness.render.renderers import RENDERERS, escape_markdown, harmless
@@ -284,7 +290,13 @@ def test_field_declares_its_column() -> None:
     assert pick(KernelRow, "grid", "backend") == (columns["grid"], columns["backend"])
 
 
-@pytest.mark.parametrize("row_type", [RunRow, CellRow, KernelRow, LayerRow, LayerForecast])
+@pytest.mark.parametrize(
+    "row_type",
+    [
+        *(RunRow, CellRow, KernelRow, LayerRow, LayerForecast, BenchRow, DiffRow, EnvChange),
+        *(Predicted, AtlasComparison, VerificationRow),
+    ],
+)
 def test_every_field_has_a_meaning(row_type: type) -> None:
     columns = columns_of(row_type)
     assert [each.name for each in fields(row_type) if each.name not in columns] == []

@@ -20,15 +20,16 @@ from profharness.cli import find_command
 from profharness.columns import Column
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS
 from profharness.commands.bench.tables import latency_charts, rate_blocks
-from profharness.commands.diff.result import Diff, DiffRow
-from profharness.commands.report.contents import (
+from profharness.commands.diff.compare import Diff, DiffRow
+from profharness.commands.report import (
     FIELDS,
+    GLOSSARY,
     diff_blocks,
     environment_blocks,
+    glossary_blocks,
     report_document,
     selection_blocks,
 )
-from profharness.commands.report.glossary import GLOSSARY, glossary_blocks
 from profharness.errors import NotFoundError, UsageError
 from profharness.measurements.measurements import LENGTH, family
 from profharness.program.changes import Verdict
@@ -217,7 +218,7 @@ def test_glossary_has_only_words_of_the_page() -> None:
     blocks = [Heading("A"), Table(columns, ((1.0, 2.0),)), Note("regret% of them")]
     heading, *notes = glossary_blocks(blocks)
     assert isinstance(heading, Heading)
-    assert [note.label for note in notes if isinstance(note, Note)] == ["regret%", "waves", "occ%"]
+    assert [note.label for note in notes if isinstance(note, Note)] == ["waves", "occ%", "regret%"]
     assert glossary_blocks([Heading("paragraph, wavesome")]) == []
     for word, meaning in GLOSSARY.items():
         assert word and meaning and "\n" not in meaning

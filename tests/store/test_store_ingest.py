@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from nsys_make import unpacked
 
-from profharness.commands.report.contents import report_document
+from profharness.commands.report import report_document
 from profharness.errors import StoreError, TraceFormatError
 from profharness.recording.profilers.ncu import check_file
 from profharness.rows import Refusal

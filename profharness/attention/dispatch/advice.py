@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from profharness.attention.config import AUTO, SDP_BACKENDS, Config, SdpaSetting, sdpa_setting
 from profharness.attention.dispatch.machine import AttentionParams, Machine, from_config, permitted
 from profharness.attention.dispatch.predict import Eligibility, judge, predict
+from profharness.columns import column
 from profharness.device_types import CUDA
 from profharness.dtypes import DTYPES
 from profharness.rows import Refusal
@@ -608,9 +609,11 @@ OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
 class BackendAnswer:
     """The answer of PyTorch or of the rules for one backend."""
 
-    backend: str
-    eligible: bool | None
-    """None if the eligibility is unknown."""
+    backend: Annotated[str, column("backend", repeat=False, meaning="the backend")]
+    eligible: Annotated[
+        bool | None,
+        column("eligible", repeat=False, meaning="whether it supports the config; null if unknown"),
+    ]
     reasons: tuple[Refusal, ...] = ()
     """All reasons against the backend. PyTorch itself reports only the first."""
     advice: tuple[Advice, ...] = ()

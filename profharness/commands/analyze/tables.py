@@ -32,10 +32,9 @@ from profharness.commands.analyze.several import (
     where,
 )
 from profharness.commands.bench.tables import roofline_chart
-from profharness.devices import Peaks
+from profharness.devices import DeviceFact, Peaks
 from profharness.program.counters import Counters
 from profharness.program.layer_map import short_module
-from profharness.render.devices import device_blocks, device_record
 from profharness.render.document import (
     Block,
     Chart,
@@ -123,10 +122,14 @@ def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) ->
     blocks += [*_roofline(analyses), *_traffic_roofline(analyses)]
     devices = {each.machine.name: each.machine.facts() for each in analyses if each.machine.name}
     for name, facts in devices.items():
-        blocks += device_blocks(name, facts)
+        if facts:
+            blocks += [Heading("Device", name), Table.of(pick(DeviceFact), facts)]
     extra = {
         "peaks": [asdict(peaks) for peaks in _peaks(analyses)],
-        "devices": [device_record(name, facts) for name, facts in devices.items()],
+        "devices": [
+            {"device": name, "facts": [fact._asdict() for fact in facts]}
+            for name, facts in devices.items()
+        ],
     }
     records = tuple(map(analyze_record, analyses))
     return Document(SCHEMA, "Analysis", tuple(blocks), FIELDS, records, extra)

@@ -22,7 +22,6 @@ from profharness.measurements.measurements import (
     DTYPE_TOKEN,
     LENGTH,
     MIB,
-    UNKNOWN,
     Axis,
     BenchRow,
     Sweep,
@@ -40,7 +39,6 @@ from profharness.render.document import (
     Roof,
     Table,
     field_names,
-    filled_columns,
     record,
 )
 from profharness.rows import (
@@ -171,28 +169,15 @@ SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: ""}
 LOG_LINES = 6
 """The maximum number of lines of compiler output to show."""
+BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
+"""Measurements that have a column beside the one that ranks the backends."""
 COLUMNS = (
-    Column("config", "config", repeat=False),
-    Column("backend", "backend"),
-    Column("status", ""),
-    Column("ranking", "µs", "us"),
-    Column("half", "±%", "percent"),
-    Column("apart", "±% processes", "percent"),
-    Column("mean", "mean", "us"),
-    Column("std", "std", "us"),
-    *(Column(name, name, "us") for name in (*GPU_MEASUREMENTS, EVENT, HOST)),
-    Column("flops_per_s", "TFLOP/s", "tera"),
-    Column("bytes_per_s", "GB/s", "giga"),
-    Column("efficiency", "eff%", right=True),
-    Column("queries", "Mquery/s", "count"),
-    Column("sequences", "sequences/s", "figures"),
-    Column("speedup", "speed-up", "ratio"),
-    Column("verified", "verified"),
-    Column("mark", ""),
-)
-OPTIONAL = (
-    *("status", "apart", *GPU_MEASUREMENTS, EVENT, HOST),
-    *("flops_per_s", "bytes_per_s", "efficiency", "sequences", "speedup", "verified", "mark"),
+    *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
+    *pick(BenchRow, "mean_ns", "std_ns"),
+    *(Column(name, name, "us", optional=True) for name in BESIDE),
+    *pick(BenchRow, "flops_per_s", "bytes_per_s", "efficiency", "queries_per_s"),
+    *pick(BenchRow, "sequences_per_s", "speedup", "verified"),
+    Column("mark", "", optional=True),
 )
 LOSS_COLUMNS = pick(Loss, "config", "choice", "chosen_ns", "best", "best_ns", "regret", "remark")
 
@@ -327,58 +312,33 @@ def _measured(answer: BenchResult) -> str:
 
 
 def _main_table(answer: BenchResult) -> Table:
-    others = {
-        (row.config, row.backend, row.measurement): row.median_ns
-        for row in answer.rows
-        if row.measurement != answer.ranking
-    }
-    hosts = {(row.config, row.backend): row.host_ns for row in answer.rows if row.host_ns}
+    """Return a line per cell, with the medians of its other measurements. A cell without samples
+    has its status instead.
+    """
+    medians: dict[tuple[str, str], dict[str, float | str | None]] = {}
+    for row in answer.rows:
+        own = medians.setdefault((row.config, row.backend), dict.fromkeys(BESIDE, ""))
+        if row.measurement != answer.ranking:
+            own[str(row.measurement)] = row.median_ns
+        if row.host_ns:
+            own[HOST] = row.host_ns
     batches = {parse_config(row.config).batch for row in answer.figures()}
-    numbers = {place: number for number, place in enumerate(_doubtful(answer), start=1)}
-    lines = []
+    numbers = {cell: f"[{number}]" for number, cell in enumerate(_doubtful(answer), start=1)}
+    lines: list[tuple[Any, ...]] = []
     for row in answer.ranking_rows():
-        values = _line(answer, row, numbers.get((row.config, row.backend)))
-        for name in (*GPU_MEASUREMENTS, EVENT):
-            values[name] = others.get((row.config, row.backend, name), "")
-        values[HOST] = hosts.get((row.config, row.backend), "")
-        # if all configs have the same batch size, this rate is only the inverse of the time
-        values["sequences"] = row.sequences_per_s if len(batches) > 1 else ""
-        lines.append(values)
-    return Table.of(filled_columns(COLUMNS, lines, OPTIONAL), lines)
-
-
-def _line(answer: BenchResult, row: BenchRow, doubt: int | None) -> dict[str, Any]:
-    """Return the values of one row by column. A row without samples shows its status instead."""
-    values: dict[str, Any] = {"config": row.config, "backend": row.backend}
-    median_ns = row.median_ns
-    if median_ns is None:
-        return (
-            dict.fromkeys((column.key for column in COLUMNS), "") | values | {"status": row.status}
-        )
-    efficiency = None
-    if row.efficiency is not None:
-        efficiency = f"{100 * row.efficiency:.1f}{'!' if row.efficiency > 1 else ''}"
-    marks = ["[~]"] if answer.is_wide(row) else []
-    marks += [f"[{doubt}]"] if doubt else []
-    return values | {
-        "status": "",
-        "verified": VERIFIED[row.verified],
-        "ranking": median_ns,
-        "half": _percent(row.half),
-        "apart": _percent(row.between_processes_ns and row.between_processes_ns / median_ns),
-        "mean": row.mean_ns,
-        "std": row.std_ns,
-        "flops_per_s": row.flops_per_s,
-        "bytes_per_s": row.bytes_per_s,
-        "efficiency": efficiency,
-        "queries": row.queries_per_s and row.queries_per_s / 1e6,
-        "speedup": row.speedup,
-        "mark": " ".join(marks),
-    }
-
-
-def _percent(half: float | None) -> float | str | None:
-    return "busy" if half is not None and half > UNKNOWN else half
+        cell = row.config, row.backend
+        if row.median_ns is None:
+            empty = dict.fromkeys((column.key for column in COLUMNS), "")
+            values = {name: getattr(row, name) for name in ("config", "backend", "status")}
+            lines.append((empty | values,))
+            continue
+        marks = ["[~]" if answer.is_wide(row) else "", numbers.get(cell, "")]
+        values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
+        values["mark"] = " ".join(filter(None, marks))
+        if len(batches) < 2:  # this rate is only the inverse of the time
+            values["sequences_per_s"] = ""
+        lines.append((values, row))
+    return Table.of(COLUMNS, lines)
 
 
 def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from profharness import stats
@@ -19,12 +17,12 @@ from profharness.commands._types import (
     store_path,
     threshold_option,
 )
-from profharness.commands.diff.compare import diff_cells
-from profharness.commands.diff.result import (
+from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
     COSTS,
     Diff,
     Side,
+    diff_cells,
     find_sides,
     nothing_compared,
 )
@@ -70,17 +68,13 @@ FailOn = Annotated[
 Full = Annotated[bool, Option(("--full",), help="Show full kernel names.")]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A diff and the two sides that it compares."""
-
-    diff: Diff
-    sides: tuple[Side, Side]
+Comparison = tuple[Diff, tuple[Side, Side]]
+"""A diff and the two sides that it compares."""
 
 
 def to_frame(comparison: Comparison) -> pd.DataFrame:
     """Return the paired rows."""
-    record = comparison.diff.to_json()
+    record = comparison[0].to_json()
     rows = frame(list(record["rows"]), list(FIELDS))
     rows.attrs |= {name: list(record.get(name, ())) for name in ("environment", "layers", "costs")}
     return rows
@@ -118,39 +112,27 @@ def diff(
     """
     with open_store(store_path(store)) as opened:
         sides = find_sides(opened, baseline, candidate, config_list(configs))
-    return Comparison(
-        diff_cells(*sides, threshold=stats.THRESHOLD if threshold is None else threshold), sides
-    )
+    threshold = stats.THRESHOLD if threshold is None else threshold
+    return diff_cells(*sides, threshold=threshold), sides
 
 
 @document(diff)
 def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> Document:
     """Return the document. Raise NotFoundError if there is nothing to compare and no gate."""
-    found = comparison.diff
+    found, sides = comparison
     if not found.rows and not found.layers and not fail_on:
-        raise NotFoundError(nothing_compared(found, comparison.sides) or "nothing to compare")
+        raise NotFoundError(nothing_compared(found, sides) or "nothing to compare")
     return diff_document(found, full=full)
 
 
 @gate(diff)
 def check(comparison: Comparison, *, fail_on: FailOn = ()) -> None:
     """Raise GateError if a row, cost or layer has one of the verdicts, or none could be compared."""
+    found, sides = comparison
     verdicts = frozenset(split_names(fail_on))
-    empty = nothing_compared(comparison.diff, comparison.sides, verdicts)
+    empty = nothing_compared(found, sides, verdicts)
     # the order of a set would differ between processes
     name = f"--fail-on {','.join(sorted(verdicts))}"
-    lines = _failing(comparison.diff, verdicts)
-    if lines:
-        lines += [empty] if empty else []
-        raise GateError(f"{name} is met: " + "\n  ".join(lines))
-    if empty and verdicts:
-        raise GateError(f"{name}: {empty}")
-    if empty:
-        hint(f"warning: {empty}")
-
-
-def _failing(found: Diff, verdicts: Set[str]) -> list[str]:
-    """Return a line for each row, cost and layer with one of the verdicts."""
     lines = [
         f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"
         for row in found.fails(verdicts)
@@ -163,7 +145,13 @@ def _failing(found: Diff, verdicts: Set[str]) -> list[str]:
         f"{row.name}: {'; '.join((layer_text(row), *row.reasons))}"
         for row in found.failing_layers(verdicts)
     ]
-    return lines
+    if lines:
+        lines += [empty] if empty else []
+        raise GateError(f"{name} is met: " + "\n  ".join(lines))
+    if empty and verdicts:
+        raise GateError(f"{name}: {empty}")
+    if empty:
+        hint(f"warning: {empty}")
 
 
 DECLARATION = declaration_of(diff)

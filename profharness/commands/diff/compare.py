@@ -1,33 +1,45 @@
-"""Compare the cells of two sides, paired by config, and their kernels, paired by role."""
+"""Find the two sides of a diff, and compare their cells by config and their kernels by role."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from profharness import stats
-from profharness.commands.diff.result import (
-    LAUNCHES,
-    MEMORY,
-    REFUSED,
-    Change,
-    Cost,
-    CostVerdict,
-    Diff,
-    DiffRow,
-    Side,
-)
+from profharness.attention.config import Config, setting_name
+from profharness.columns import column
 from profharness.device_types import CPU
+from profharness.errors import NotFoundError, join_few
 from profharness.measurements.measurements import clock_doubts, host_doubts
-from profharness.program.changes import MIN_LAUNCHES, RESOLUTION_NS, Verdict, environment_changes
-from profharness.program.matching import diff_layers
+from profharness.program.changes import (
+    MIN_LAUNCHES,
+    RESOLUTION_NS,
+    EnvChange,
+    Verdict,
+    environment_changes,
+)
+from profharness.program.matching import LayerDiff, Program, diff_layers, find_program
 from profharness.program.roles import ROLES, by_role, launches_per_call, role_order
 from profharness.rows import CALL_MEASUREMENTS, KERNEL, TRACE_PROFILERS, CellRow, KernelRow
+from profharness.store import Need, Selection, Store
 from profharness.traces.kernel_names import parse_kernel_name
 
-Groups = dict[str, tuple[KernelRow, ...]]
+SCHEMA = "profharness.diff/1"
+BACKEND_CHANGED = "backend-changed"
+"""The gate's name for a layer that another backend computes."""
+COSTS = MEMORY, LAUNCHES, REFUSED = "memory", "launches", "refused"
+"""The gate's names for a candidate that needs more memory or launches, or refuses what the baseline
+runs.
+"""
+Kernels = tuple[KernelRow, ...]
+Groups = dict[str, Kernels]
 
 FORWARD = (
     *("attention", "combine", "qk", "softmax", "softmax_guard", "pv", "qk+pv"),
@@ -54,7 +66,155 @@ FIELDS = (
 NO_CONFIG = "(no config)"
 MAX_CLOCK_RATIO = 1.05
 PROFILED = "profiler launches"
-KERNELS_ROLE = "kernels"  # the row of all kernels of a call, timed by samples
+MEMORY_THRESHOLD = 0.01
+"""The smallest relative change of peak memory that is reported. Peaks are repeatable to the byte,
+but the allocator rounds each allocation up to 512 bytes."""
+REFUSALS = {
+    ("ok", "ok"): "same",
+    ("refused", "refused"): "same",
+    ("ok", "refused"): "refused",
+    ("refused", "ok"): "accepted",
+}
+SHOWN = 6  # maximum number of configs of a side in one message
+NEEDS: tuple[Need, ...] = ("kernels", "times", "traced attention calls", "attention calls")
+OF_TIMES = ("same", "faster", "slower")
+OF_KERNELS = ("changed", "added", "removed", "unknown")
+# why two sides that have the same cells cannot be compared by this cost
+MISSING_COSTS = {
+    LAUNCHES: "no config has launches that one profiler saw on both sides",
+    MEMORY: "no config has a peak of memory on both sides; cells that ran on a CPU have none",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a diff. Kernels without a config are grouped by their range."""
+
+    label: str
+    cells: tuple[CellRow, ...] = ()
+    kernels: Kernels = ()
+    backend: str | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    program: Program | None = None  # the calls of the run, if it is a program and not a capture
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A property that differs. Its value is a tuple on a side that has several kernels."""
+
+    field: str
+    baseline: Any
+    candidate: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DiffRow:
+    """One role of one config on both sides. Times are ns per call."""
+
+    config: Annotated[str, column(meaning="label of the attention problem")]
+    backend_baseline: Annotated[str | None, column(meaning="backend of the baseline")]
+    backend_candidate: Annotated[str | None, column(meaning="backend of the candidate")]
+    role: Annotated[
+        str,
+        column(
+            "role",
+            repeat=False,
+            meaning="what a kernel computes within its call: attention, softmax, dQ, …; `call`, "
+            "`status`, or `kernels` for their sum",
+        ),
+    ]
+    verdict: Annotated[
+        Verdict,
+        column(
+            "verdict",
+            meaning="`same`, `faster`, `slower`, `changed`, `added`, `removed` or `unknown`",
+        ),
+    ] = "unknown"
+    changed: Annotated[
+        bool, column(meaning="whether kernels, launch properties or status differ")
+    ] = False
+    ratio: Annotated[
+        float | None, column("ratio", "ratio", meaning="the candidate's time over the baseline's")
+    ] = None
+    baseline_ns: Annotated[float | None, column(meaning="time per call of the baseline")] = None
+    candidate_ns: Annotated[float | None, column(meaning="time per call of the candidate")] = None
+    basis: Annotated[str | None, column(meaning="the measurement of the times")] = None
+    composite: Annotated[
+        bool, column(meaning="whether a fused kernel is compared with the kernels of math")
+    ] = False
+    reasons: Annotated[tuple[str, ...], column(meaning="reasons for the verdict")] = ()
+    changes: Annotated[tuple[Change, ...], column(meaning="the properties that differ")] = ()
+    baseline: Annotated[tuple[KernelRow, ...], column(meaning="kernels of the baseline")] = ()
+    candidate: Annotated[tuple[KernelRow, ...], column(meaning="kernels of the candidate")] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A cost (one of COSTS) of one config, compared between both sides."""
+
+    config: str
+    backend_baseline: str | None
+    backend_candidate: str | None
+    what: str
+    baseline: float | str  # bytes at the peak, launches per call, or how the cell ended
+    candidate: float | str
+    verdict: Literal[
+        "same", "more", "less", "refused", "accepted"
+    ]  # `accepted`: only the baseline refuses
+    ratio: float | None = None  # candidate over baseline
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """All rows in the order of the baseline's configs, and the differences of the environments."""
+
+    baseline: str
+    candidate: str
+    environment: tuple[EnvChange, ...]
+    rows: tuple[DiffRow, ...]
+    layers: tuple[LayerDiff, ...] = ()  # of two programs with attention calls
+    # Whether both sides record their PyTorch version. A trace records little of its environment, so
+    # finding no difference does not show that the environments are equal.
+    environment_told: bool = True
+    costs: tuple[Cost, ...] = ()
+
+    def verdicts(self) -> Counter[str]:
+        """Count the rows per verdict."""
+        return Counter(row.verdict for row in self.rows)
+
+    def fails(self, on: Set[str]) -> list[DiffRow]:
+        """Return the rows whose verdict is in `on`. `changed` also matches changed rows with
+        another verdict.
+        """
+        return [row for row in self.rows if row.verdict in on or (row.changed and "changed" in on)]
+
+    def failing_costs(self, on: Set[str]) -> list[Cost]:
+        """Return the costs in `on` that are higher on the candidate or refused only there."""
+        return [row for row in self.costs if row.what in on and row.verdict in ("more", REFUSED)]
+
+    def failing_layers(self, on: Set[str]) -> list[LayerDiff]:
+        """Return the layers whose verdict or speed is in `on`. BACKEND_CHANGED matches those of
+        another backend.
+        """
+        return [
+            row
+            for row in self.layers
+            if row.verdict in on
+            or (row.speed in on and row.baseline and row.candidate)
+            or (row.backend_changed and BACKEND_CHANGED in on)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts, lists and scalars under schema `profharness.diff/1`. `layers` and
+        `costs` are left out if empty, `environment_told` if true.
+        """
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
+        for name in ("layers", "costs"):
+            if not plain[name]:
+                del plain[name]
+        if self.environment_told:
+            del plain["environment_told"]
+        return {"schema": SCHEMA, **plain}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +224,140 @@ class _Cell:
     config: str
     backend: str | None
     cell: CellRow | None = None
-    kernels: tuple[KernelRow, ...] = ()
+    kernels: Kernels = ()
 
-    def of(self, profiler: str | None) -> tuple[KernelRow, ...]:
+    def of(self, profiler: str | None) -> Kernels:
         return tuple(row for row in self.kernels if row.profiler == profiler)
+
+
+def find_sides(
+    store: Store, baseline: str, candidate: str, configs: Sequence[Config] = ()
+) -> tuple[Side, Side]:
+    """Return both sides of a diff. A side is given as RUN, RUN:BACKEND or a backend.
+
+    A backend alone selects the latest run that has all named backends and configs. `latest` is the
+    newest run that has kernels, or else times, or else attention calls (traced or counted). Raise
+    NotFoundError if there is no such run.
+    """
+    parts = (text.rpartition(":") for text in (baseline, candidate))
+    # cells use the normal form of a set or an order of backends
+    texts = [f"{run}{colon}{setting_name(backend)}" for run, colon, backend in parts]
+    for need in NEEDS:
+        with contextlib.suppress(NotFoundError):
+            return _find_sides(store, texts, configs, need)
+    return _find_sides(store, texts, configs, "times")  # raises the error that explains most
+
+
+def _find_sides(
+    store: Store, texts: Sequence[str], configs: Sequence[Config], need: Need
+) -> tuple[Side, Side]:
+    stored = store.backends()
+    names = [text for text in dict.fromkeys(texts) if text in stored]
+    run = _run_of(store, configs, names, need) if names else None
+    sides = []
+    for text in texts:
+        ref, colon, backend = text.partition(":")
+        if run is not None and text in names:
+            sides.append(_side(store, run, text, configs))
+        elif colon:
+            found = store.find_run(Selection(ref, configs, (backend,)), need)
+            sides.append(_side(store, found, backend, configs))
+        else:
+            try:
+                found = store.find_run(Selection(text, configs), need)
+            except NotFoundError as error:
+                known = ", ".join(stored) or "none"
+                raise NotFoundError(
+                    f"{error}; nor is it one of the stored backends ({known})"
+                ) from None
+            sides.append(_side(store, found, None, configs))
+    return sides[0], sides[1]
+
+
+def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need: Need) -> str:
+    """Return the latest run with all the configs on all the backends."""
+    try:
+        return store.find_run(Selection(None, configs, names), need)
+    except NotFoundError as error:
+        if len(names) < 2:
+            raise
+        runs = [store.find_run(Selection(None, configs, [name]), need) for name in names]
+        pairs = [f"{run}:{name}" for run, name in zip(runs, names, strict=True)]
+        raise NotFoundError(f"{error}; there are {' and '.join(pairs)} to name instead") from None
+
+
+def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]) -> Side:
+    kernels, cells = store.rows(Selection(run, configs))
+    if backend is not None and backend not in {cell.backend for cell in cells}:
+        has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
+        of = f" of {', '.join(config.label for config in configs)}" if configs else ""
+        raise NotFoundError(f"run {run} has no cell on {backend!r}{of}; its backends are {has}")
+    # a trace stores its GPU separately from its environment
+    gpus = [("gpu", device.name) for device in store.devices(run)[:1]]
+    return Side(
+        label=f"{run}:{backend}" if backend else run,
+        cells=tuple(cells),
+        kernels=tuple(kernels),
+        backend=backend,
+        environment=dict(gpus) | store.environment(run),
+        program=find_program(store, run, configs),
+    )
+
+
+def nothing_compared(
+    diff: Diff, sides: Iterable[Side], verdicts: Collection[str] = ()
+) -> str | None:
+    """Return why a diff decides nothing on some of the verdicts, or nothing at all if none is
+    named. Return None if it does. Times and kernels count as compared if some config or layer has
+    them on both sides.
+    """
+    judged = {cost.what for cost in diff.costs}
+    pair = attrgetter("config", "backend_baseline", "backend_candidate")
+    for _, group in groupby(diff.rows, pair):
+        rows = list(group)
+        status = any(row.role == "status" for row in rows)
+        times = any(row.ratio is not None for row in rows)
+        kernels = any(row.baseline for row in rows) and any(row.candidate for row in rows)
+        judged |= {*OF_TIMES} if status or times else set()
+        judged |= {*OF_KERNELS} if status or kernels else {"unknown"} if times else set()
+    for layer in diff.layers:
+        judged |= _judged_by(layer)
+    open_ones = sorted(name for name in verdicts if name not in judged)
+    if judged and not open_ones:
+        return None
+    what = f" for {', '.join(open_ones)}" if judged else ""
+    if judged and all(name in MISSING_COSTS for name in open_ones):
+        why = "; ".join(MISSING_COSTS[name] for name in open_ones)
+    else:
+        why = "; ".join(map(_contents, sides))
+    return f"nothing to compare{what}: {why}"
+
+
+def _judged_by(layer: LayerDiff) -> set[str]:
+    """Return the verdicts that were possible for a layer. A backend is judged if both sides know
+    it, and so is `changed` for calls that a side only counted.
+    """
+    sides = layer.baseline, layer.candidate
+    both_ran = all(side and side.ran is not None for side in sides)
+    if not all(sides) or not (both_ran or all(side and side.calls is not None for side in sides)):
+        return {"added", "removed"}
+    times = OF_TIMES if layer.ratio is not None else ()
+    return {*OF_KERNELS, *times, *([BACKEND_CHANGED] if both_ran else ())}
+
+
+def _contents(side: Side) -> str:
+    """Describe which data a side has, and for which configs."""
+    cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
+    rows = [row for row in side.kernels if side.backend in (None, row.backend)]
+    labels = dict.fromkeys([cell.config for cell in cells] or [str(row.range) for row in rows])
+    if not labels and side.program and not side.program.calls:
+        return f"{side.label} has counted calls and no recorded step, so no kernels and no times"
+    if not labels:
+        return f"{side.label} has no cells and no kernels of what was asked for"
+    lacks = [] if rows else ["kernels"]
+    lacks += [] if any(cell.samples for cell in cells) or not cells else ["times"]
+    without = f", without {' and '.join(lacks)}" if lacks else ""
+    return f"{side.label} has {join_few(list(labels), SHOWN)}{without}"
 
 
 def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRESHOLD) -> Diff:
@@ -78,152 +368,181 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     if baseline.backend is None or candidate.backend is None:
         backend = baseline.backend or candidate.backend
         baseline, candidate = (replace(side, backend=backend) for side in (baseline, candidate))
-    by_config = baseline.backend is not None
-    base, cand = _cells(baseline, by_config), _cells(candidate, by_config)
+    sides = baseline, candidate
+    base, cand = map(_cells, sides)
     rows: list[DiffRow] = []
     costs: list[Cost] = []
     # not a union of sets, so that the rows keep the order of the sides
     for key in [*base, *(key for key in cand if key not in base)]:
-        rows += _diff_pair(baseline, candidate, base.get(key), cand.get(key), threshold)
         if key in base and key in cand:
+            rows += _paired_rows(sides, (base[key], cand[key]), threshold)
             costs += _costs(base[key], cand[key])
-    changed = environment_changes(baseline.environment, candidate.environment)
+        else:
+            rows += _one_sided_rows(base.get(key), cand.get(key))
     before, after = baseline.program, candidate.program
-    layers = diff_layers(before, after, threshold) if before and after else ()
-    described = all(side.environment.get("torch") for side in (baseline, candidate))
     return Diff(
-        *(baseline.label, candidate.label, tuple(changed), tuple(rows), layers, described),
+        baseline=baseline.label,
+        candidate=candidate.label,
+        environment=tuple(environment_changes(baseline.environment, candidate.environment)),
+        rows=tuple(rows),
+        layers=diff_layers(before, after, threshold) if before and after else (),
+        environment_told=all(side.environment.get("torch") for side in sides),
         costs=tuple(costs),
     )
 
 
-def _costs(base: _Cell, cand: _Cell) -> Iterable[Cost]:
-    """Yield the refusal, memory and launch costs of a cell that both sides have."""
-    if base.cell is None or cand.cell is None:
-        return
-    cells = base.cell, cand.cell
-    profilers = common_profiler(base.kernels, cand.kernels)
-    kernels = base.of(profilers[0]), cand.of(profilers[1])
-    yield from refusal_cost(*cells)
-    yield from memory_cost(*cells)
-    yield from launch_cost(*cells, kernels, (_call_count(kernels[0]), _call_count(kernels[1])))
-
-
-def _cells(side: Side, by_config: bool) -> dict[tuple[str, str | None], _Cell]:
+def _cells(side: Side) -> dict[tuple[str, str | None], _Cell]:
     """Return the cells of a side, in order, by the key on which they are paired."""
     cells: dict[tuple[str, str | None], _Cell] = {}
     for cell in side.cells:
         if side.backend in (None, cell.backend):
-            key = cell.config, None if by_config else cell.backend
+            key = cell.config, None if side.backend else cell.backend
             cells.setdefault(key, _Cell(cell.config, cell.backend, cell))
     for row in side.kernels:
         if side.backend in (None, row.backend):
             config = row.config or row.range or NO_CONFIG
-            key = config, None if by_config else row.backend
+            key = config, None if side.backend else row.backend
             entry = cells.get(key, _Cell(config, row.backend))
             cells[key] = replace(entry, kernels=(*entry.kernels, row))
     return cells
 
 
-def _diff_pair(
-    baseline: Side, candidate: Side, base: _Cell | None, cand: _Cell | None, threshold: float
-) -> Iterable[DiffRow]:
-    if base is None or cand is None:
-        return _one_sided(base, cand)
-    backends = {"backend_baseline": base.backend, "backend_candidate": cand.backend}
-    pair = {"config": base.config, **backends}
-    rows: list[DiffRow] = []
-    doubts = incomparable(baseline, candidate, base.cell, cand.cell)
-    if base.cell and cand.cell:
-        row = status_row(pair, base.cell, cand.cell)
-        rows.append(row or call_row(pair, base.cell, cand.cell, doubts, threshold))
-    return rows + _kernel_rows(pair, base, cand, doubts, threshold)
+def _costs(base: _Cell, cand: _Cell) -> Iterator[Cost]:
+    """Yield the refusal, peak memory and launches per call, as far as both sides have them."""
+    old, new = base.cell, cand.cell
+    if old is None or new is None:
+        return
+    pair = old.config, old.backend, new.backend
+    statuses = old.status, new.status
+    if statuses in REFUSALS:
+        yield Cost(*pair, REFUSED, *statuses, verdict=REFUSALS[statuses])  # type: ignore[arg-type]
+    amounts: list[tuple[str, float, float, float]] = []
+    if old.peak_memory_bytes and new.peak_memory_bytes:  # none on a CPU
+        amounts.append((MEMORY, old.peak_memory_bytes, new.peak_memory_bytes, MEMORY_THRESHOLD))
+    profilers = _common_profilers(base, cand)
+    kernels = base.of(profilers[0]), cand.of(profilers[1])
+    if all(kernels) and profilers[0] == profilers[1]:
+        counts = [sum(launches_per_call(row, _calls(rows)) for row in rows) for rows in kernels]
+        amounts.append((LAUNCHES, round(counts[0], 2), round(counts[1], 2), 0))
+    for what, before, after, threshold in amounts:
+        same = not stats.beyond(after / before, threshold) if before else after == before
+        verdict: Literal["same", "more", "less"] = (
+            "same" if same else "more" if after > before else "less"
+        )
+        yield Cost(*pair, what, before, after, verdict, after / before if before else None)
 
 
-def _one_sided(base: _Cell | None, cand: _Cell | None) -> list[DiffRow]:
-    """Return the rows of a config that is present on only one side."""
+def _one_sided_rows(base: _Cell | None, cand: _Cell | None) -> Iterator[DiffRow]:
     here = base or cand
     assert here is not None
-    template = DiffRow(
+    side, other = ("baseline", "candidate") if base else ("candidate", "baseline")
+    row = DiffRow(
         config=here.config,
         backend_baseline=base.backend if base else None,
         backend_candidate=cand.backend if cand else None,
         role="call",
         verdict="removed" if base else "added",
-        reasons=(f"the {'candidate' if base else 'baseline'} has no such config",),
+        reasons=(f"the {other} has no such config",),
     )
-    rows = [template] if here.cell else []
-    own = here.of(common_profiler(here.kernels, here.kernels)[0])
-    side = "baseline" if base else "candidate"
-    for role, kernels in grouped(own).items():
-        values: dict[str, Any] = {
-            side: kernels,
-            f"{side}_ns": kernels_call_ns(kernels, _call_count(own)),
-        }
-        rows.append(replace(template, role=role, basis=PROFILED, **values))
-    return rows
+    if here.cell:
+        yield row
+    own = here.of(_common_profilers(here, here)[0])
+    for role, kernels in _grouped(own).items():
+        values: dict[str, Any] = {side: kernels, f"{side}_ns": _call_ns(kernels, _calls(own))}
+        yield replace(row, role=role, basis=PROFILED, **values)
 
 
-def _kernel_rows(
-    pair: dict[str, Any], base: _Cell, cand: _Cell, doubts: Sequence[str], threshold: float
-) -> list[DiffRow]:
-    profilers = common_profiler(base.kernels, cand.kernels)
+def _paired_rows(
+    sides: tuple[Side, Side], cells: tuple[_Cell, _Cell], threshold: float
+) -> Iterator[DiffRow]:
+    """Yield the rows of a config that both sides have: status or call, then roles, then the sum of
+    the kernels if a side has only its samples.
+    """
+    base, cand = cells
+    call = DiffRow(base.config, base.backend, cand.backend, "call")
+    doubts = _incomparable(sides, cells)
+    if base.cell and cand.cell:
+        yield _status_or_call(call, base.cell, cand.cell, doubts, threshold)
+    profilers = _common_profilers(base, cand)
     kernels = base.of(profilers[0]), cand.of(profilers[1])
     if all(profilers) and profilers[0] != profilers[1]:
-        doubts = (*doubts, f"times come from different profilers ({profilers[0]}, {profilers[1]})")
-    calls = _call_count(kernels[0]), _call_count(kernels[1])
+        text = f"times come from different profilers ({profilers[0]}, {profilers[1]})"
+        yield from _role_rows(call, cells, kernels, (*doubts, text), threshold)
+    else:
+        yield from _role_rows(call, cells, kernels, doubts, threshold)
+    # the rows of a side may be missing because its trace was deleted
+    if not all(kernels) and base.cell and cand.cell:
+        samples = base.cell.samples, cand.cell.samples
+        if all(each.get(KERNEL) for each in samples):
+            row = replace(call, role="kernels")
+            yield _timed_row(row, KERNEL, *samples, doubts, threshold)
+
+
+def _role_rows(
+    call: DiffRow,
+    cells: tuple[_Cell, _Cell],
+    kernels: tuple[Kernels, Kernels],
+    doubts: tuple[str, ...],
+    threshold: float,
+) -> Iterator[DiffRow]:
+    calls = _calls(kernels[0]), _calls(kernels[1])
     allowance = stats.process_allowance(
-        *(_process_times(*side) for side in zip((base, cand), kernels, calls, strict=True))
+        *(_process_times(*side) for side in zip(cells, kernels, calls, strict=True))
     )
-    left, right, composite = aligned(grouped(kernels[0]), grouped(kernels[1]))
-    rows = []
-    unseen = _why_unknown(base, kernels[0], "baseline") or _why_unknown(
-        cand, kernels[1], "candidate"
+    unseen = _why_unknown(cells[0], kernels[0], "baseline") or _why_unknown(
+        cells[1], kernels[1], "candidate"
     )
+    left, right, composite = _aligned(*map(_grouped, kernels))
     # A set has no order. Roles without a rank are sorted by name.
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
-        sides = left.get(role, ()), right.get(role, ())
-        row = _kernel_row(pair | {"role": role}, sides, calls, doubts, threshold, allowance)
+        old, new = left.get(role, ()), right.get(role, ())
+        times = _call_ns(old, calls[0]), _call_ns(new, calls[1])
+        differing = _changes(old, new) if old and new else ()
+        verdict: Verdict
+        reasons: tuple[str, ...]
+        if not old or not new:
+            here, verdict = ("baseline", "removed") if old else ("candidate", "added")
+            reasons = (f"only the {here} launches it",)
+        elif doubts:
+            verdict, reasons = "changed" if differing else "unknown", doubts
+        else:
+            verdict, reason = _speed(old, new, calls, threshold, allowance)
+            verdict = "changed" if differing and verdict in ("same", "unknown") else verdict
+            reasons = (reason,)
         if unseen is not None:
-            row = replace(row, verdict="unknown", reasons=(unseen,))
+            verdict, reasons = "unknown", (unseen,)
         if role in composite:
             text = "a fused kernel against the kernels of math: each side's whole direction"
-            row = replace(row, composite=True, reasons=(text, *row.reasons))
-        rows.append(row)
-    return rows + _sum_rows(pair, base, cand, doubts, threshold, kernels)
+            reasons = (text, *reasons)
+        yield replace(
+            call,
+            role=role,
+            baseline=old,
+            candidate=new,
+            ratio=times[1] / times[0] if times[0] and times[1] else None,
+            verdict=verdict,
+            reasons=reasons,
+            changes=differing,
+            changed=bool(differing),
+            composite=role in composite,
+            baseline_ns=times[0],
+            candidate_ns=times[1],
+            basis=PROFILED,
+        )
 
 
-def _sum_rows(
-    pair: dict[str, Any],
-    base: _Cell,
-    cand: _Cell,
-    doubts: Sequence[str],
-    threshold: float,
-    kernels: tuple[tuple[KernelRow, ...], tuple[KernelRow, ...]],
-) -> list[DiffRow]:
-    """Compare the total time of a call's kernels, if a side has no kernel rows (for example because
-    its trace was deleted). Otherwise, return no row.
-    """
-    if all(kernels) or base.cell is None or cand.cell is None:
-        return []
-    sides = base.cell.samples, cand.cell.samples
-    if not all(side.get(KERNEL) for side in sides):
-        return []
-    return [_timed_row(DiffRow(**pair, role=KERNELS_ROLE), KERNEL, *sides, doubts, threshold)]
-
-
-def _process_times(side: _Cell, kernels: Sequence[KernelRow], calls: int) -> list[float]:
+def _process_times(side: _Cell, kernels: Kernels, calls: int) -> list[float]:
     """Return the total time of a call's kernels, in ns, for each process that measured it."""
-    traced = kernels_call_ns(kernels, calls)
+    traced = _call_ns(kernels, calls)
     samples = side.cell.samples.get(KERNEL, ()) if side.cell else ()
-    medians = stats.process_medians(samples)
     if not traced:
         return []
+    medians = stats.process_medians(samples)
     # in runs of older versions, only the trace contains the times of the first process
     return medians if stats.of_first_process(samples) else [traced, *medians]
 
 
-def _why_unknown(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | None:
+def _why_unknown(side: _Cell, kernels: Kernels, name: str) -> str | None:
     """Return why the launches of a side are unknown, or None if they are known or it refused."""
     if kernels or side.cell is None or side.cell.status == "refused":
         return None
@@ -232,111 +551,70 @@ def _why_unknown(side: _Cell, kernels: Sequence[KernelRow], name: str) -> str | 
     return f"the {name} has no kernels, for its cell ended as {side.cell.status}"
 
 
-def _kernel_row(
-    pair: dict[str, Any],
-    sides: tuple[tuple[KernelRow, ...], tuple[KernelRow, ...]],
-    calls: tuple[int, int],
-    doubts: Sequence[str],
-    threshold: float,
-    allowance: float | None,
-) -> DiffRow:
-    times = kernels_call_ns(sides[0], calls[0]), kernels_call_ns(sides[1], calls[1])
-    differing = changes(*sides) if all(sides) else ()
-    verdict: Verdict
-    reasons: tuple[str, ...]
-    if not all(sides):
-        here, verdict = ("baseline", "removed") if sides[0] else ("candidate", "added")
-        reasons = (f"only the {here} launches it",)
-    elif doubts:
-        verdict, reasons = "changed" if differing else "unknown", tuple(doubts)
-    else:
-        verdict, reason = speed(*sides, calls, threshold, allowance)
-        reasons = (reason,)
-        if differing and verdict in ("same", "unknown"):
-            verdict = "changed"
-    return DiffRow(
-        **pair,
-        baseline=sides[0],
-        candidate=sides[1],
-        ratio=times[1] / times[0] if times[0] and times[1] else None,
-        verdict=verdict,
-        reasons=reasons,
-        changes=differing,
-        changed=bool(differing),
-        baseline_ns=times[0],
-        candidate_ns=times[1],
-        basis=PROFILED,
-    )
-
-
-def _call_count(rows: Sequence[KernelRow]) -> int:
+def _calls(rows: Kernels) -> int:
     """Estimate the number of calls by assuming that the rarest kernel runs once per call."""
     return min((row.launches for row in rows), default=1) or 1
 
 
-def incomparable(
-    baseline: Side, candidate: Side, base_cell: CellRow | None, cand_cell: CellRow | None
-) -> tuple[str, ...]:
+def _incomparable(sides: tuple[Side, Side], cells: tuple[_Cell, _Cell]) -> tuple[str, ...]:
     """Return the reasons why the times of the two sides cannot be compared, if there are any."""
-    base, cand = baseline.environment, candidate.environment
+    base, cand = (side.environment for side in sides)
     reasons = []
     for key, text in (("device_type", "kinds of device differ"), ("gpu", "the GPUs differ")):
-        if base.get(key) is not None and cand.get(key) is not None and base[key] != cand[key]:
+        if None not in (base.get(key), cand.get(key)) and base[key] != cand[key]:
             reasons.append(f"{text} ({base[key]} and {cand[key]})")
     on_cpu = base.get("device_type") == cand.get("device_type") == CPU
     # the key `gpu` does not name the CPU
     if on_cpu and base.get("cpu") != cand.get("cpu"):
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
-    clocks = [cell.clocks.get("sm_mhz", 0) if cell else 0 for cell in (base_cell, cand_cell)]
+    clocks = [each.cell.clocks.get("sm_mhz", 0) if each.cell else 0 for each in cells]
     if all(clocks) and max(clocks) / min(clocks) > MAX_CLOCK_RATIO:
         reasons.append(f"SM clocks differ by more than 5 % ({clocks[0]:g} and {clocks[1]:g} MHz)")
     return tuple(reasons)
 
 
-def status_row(pair: dict[str, Any], baseline: CellRow, candidate: CellRow) -> DiffRow | None:
-    """Compare the statuses of two cells. Return None if both are `ok`. The verdict is `same` if both
-    cells have the same status and the same refusal codes.
-    """
-    if baseline.status == candidate.status == "ok":
-        return None
-    statuses = baseline.status, candidate.status
-    codes = _codes(baseline), _codes(candidate)
-    differing = [Change("status", *statuses)] if statuses[0] != statuses[1] else []
-    differing += [Change("refusals", *codes)] if codes[0] != codes[1] else []
-    return DiffRow(
-        **pair,
-        role="status",
-        verdict="changed" if differing else "same",
-        reasons=(f"baseline: {_ending(baseline)}", f"candidate: {_ending(candidate)}"),
-        changes=tuple(differing),
-        changed=bool(differing),
-    )
-
-
-def call_row(
-    pair: dict[str, Any],
+def _status_or_call(
+    row: DiffRow,
     baseline: CellRow,
     candidate: CellRow,
-    doubts: Sequence[str],
+    doubts: tuple[str, ...],
     threshold: float,
 ) -> DiffRow:
-    """Compare the latency of the call by the first measurement in CALL_MEASUREMENTS on both sides."""
+    """Compare the latency of two cells that ran, by the first measurement in CALL_MEASUREMENTS on
+    both sides. Otherwise compare their statuses and refusal codes.
+    """
+    cells = baseline, candidate
+    if not baseline.status == candidate.status == "ok":
+        statuses, codes = [cell.status for cell in cells], list(map(_codes, cells))
+        differing = [Change("status", *statuses)] if statuses[0] != statuses[1] else []
+        differing += [Change("refusals", *codes)] if codes[0] != codes[1] else []
+        endings = (f"baseline: {_ending(baseline)}", f"candidate: {_ending(candidate)}")
+        return replace(
+            row,
+            role="status",
+            verdict="changed" if differing else "same",
+            reasons=endings,
+            changes=tuple(differing),
+            changed=bool(differing),
+        )
     differing = [
         Change(name, *values)
         for name in ("sdpa_op", "choice", "peak_memory_bytes")
-        if None not in (values := (getattr(baseline, name), getattr(candidate, name)))
+        if None not in (values := [getattr(cell, name) for cell in cells])
         and values[0] != values[1]
     ]
-    row = DiffRow(**pair, role="call", changes=tuple(differing))
+    row = replace(row, changes=tuple(differing))
     samples = baseline.samples, candidate.samples
-    basis = next(
-        (name for name in CALL_MEASUREMENTS if all(side.get(name) for side in samples)), None
-    )
+    shared = (name for name in CALL_MEASUREMENTS if all(side.get(name) for side in samples))
+    basis = next(shared, None)
     if basis is None:
-        reason = "no unprofiled measurement that both sides have"
-        return replace(row, reasons=(*doubts, reason))
+        return replace(row, reasons=(*doubts, "no unprofiled measurement that both sides have"))
     timed = _timed_row(row, basis, *samples, doubts, threshold)
-    return replace(timed, reasons=(*timed.reasons, *_one_sided_doubts(baseline, candidate, basis)))
+    # doubts from clocks and parallel lanes that affect only one side
+    texts = [(*clock_doubts(cell.clocks), *host_doubts(cell, basis)) for cell in cells]
+    own = [f"baseline: {text}" for text in texts[0] if text not in texts[1]]
+    own += [f"candidate: {text}" for text in texts[1] if text not in texts[0]]
+    return replace(timed, reasons=(*timed.reasons, *own))
 
 
 def _timed_row(
@@ -344,7 +622,7 @@ def _timed_row(
     basis: str,
     baseline: Mapping[str, Sequence[int]],
     candidate: Mapping[str, Sequence[int]],
-    doubts: Sequence[str],
+    doubts: tuple[str, ...],
     threshold: float,
 ) -> DiffRow:
     """Compare the samples of a measurement that both sides have, and add the verdict to the row."""
@@ -361,18 +639,6 @@ def _timed_row(
     )
 
 
-def _one_sided_doubts(baseline: CellRow, candidate: CellRow, basis: str) -> tuple[str, ...]:
-    """Return the doubts from clocks and parallel lanes that affect the times of only one side."""
-    sides = {
-        side: (*clock_doubts(cell.clocks), *host_doubts(cell, basis))
-        for side, cell in (("baseline", baseline), ("candidate", candidate))
-    }
-    shared = set(sides["baseline"]) & set(sides["candidate"])
-    return tuple(
-        f"{side}: {text}" for side, texts in sides.items() for text in texts if text not in shared
-    )
-
-
 def _codes(cell: CellRow) -> tuple[str, ...]:
     # sorted, because a different order of the refusals is not a difference
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
@@ -383,13 +649,12 @@ def _ending(cell: CellRow) -> str:
     return f"{cell.status}{codes}" + (f": {cell.reason}" if cell.reason else "")
 
 
-def grouped(rows: Iterable[KernelRow]) -> Groups:
-    """Group the rows of one cell by role, in the order of ROLES."""
+def _grouped(rows: Kernels) -> Groups:
     groups = by_role(rows)
     return {name: tuple(groups[name]) for name in sorted(groups, key=role_order)}
 
 
-def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
+def _aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
     """Express both sides in the same roles, and return them with the set of composite roles.
 
     If one side has a fused kernel and the other has the kernels of math, each direction (forward or
@@ -409,18 +674,32 @@ def aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[st
     return baseline, candidate, composite
 
 
-def common_profiler(
-    baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]
-) -> tuple[str | None, str | None]:
+def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
+    rows = [row for part in groups if part in parts for row in groups[part]]
+    rest = {part: group for part, group in groups.items() if part not in parts}
+    return rest | {name: tuple(sorted(rows, key=lambda row: row.first_ns))} if rows else rest
+
+
+def _common_profilers(baseline: _Cell, candidate: _Cell) -> list[str | None]:
     """Return the profiler to use on each side. If both sides have a profiler in common, use it on
     both. Profilers are preferred in the order of TRACE_PROFILERS.
     """
-    base, cand = {row.profiler for row in baseline}, {row.profiler for row in candidate}
-    both = _preferred(base & cand)
-    return (both, both) if both else (_preferred(base), _preferred(cand))
+    base, cand = ({row.profiler for row in side.kernels} for side in (baseline, candidate))
+    return [
+        # sets are unordered
+        min(
+            (base & cand) or own,
+            key=lambda name: (
+                TRACE_PROFILERS.index(name) if name in TRACE_PROFILERS else len(TRACE_PROFILERS),
+                name,
+            ),
+            default=None,
+        )
+        for own in (base, cand)
+    ]
 
 
-def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tuple[Change, ...]:
+def _changes(baseline: Kernels, candidate: Kernels) -> tuple[Change, ...]:
     """Return the fields in FIELDS that differ. An unknown value does not count as a change."""
     sides = [[_properties(row) for row in rows] for rows in (baseline, candidate)]
     if Counter(sides[0]) == Counter(sides[1]):
@@ -439,16 +718,25 @@ def changes(baseline: Sequence[KernelRow], candidate: Sequence[KernelRow]) -> tu
     return tuple(differing)
 
 
-def kernels_call_ns(rows: Sequence[KernelRow], calls: int) -> float | None:
-    """Return the time of the kernels in one call: the median launch time of each row times its
-    launches per call, summed over the rows. Return None if a time is missing.
+def _properties(row: KernelRow) -> tuple[Any, ...]:
+    tile = parse_kernel_name(row.kernel, row.kernel_kind).tile
+    return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)
+
+
+def _call_ns(rows: Kernels, calls: int, time: str = "duration_ns") -> float | None:
+    """Return the time of the kernels in one call: a time of a launch (by default the median) times
+    its launches per call, summed over the rows. Return None without rows or if a time is missing.
     """
-    return _sum_per_call(rows, [row.duration_ns for row in rows], calls) if rows else None
+    times = [getattr(row, time) for row in rows]
+    if not rows or None in times:
+        return None
+    parts = (ns * launches_per_call(row, calls) for ns, row in zip(times, rows, strict=True))
+    return float(sum(parts))
 
 
-def speed(
-    baseline: Sequence[KernelRow],
-    candidate: Sequence[KernelRow],
+def _speed(
+    baseline: Kernels,
+    candidate: Kernels,
     calls: tuple[int, int],
     threshold: float,
     allowance: float | None = None,
@@ -457,10 +745,11 @@ def speed(
     unknown) with its reason. `allowance` is the largest ratio (1 or more) between processes that run
     the same code, or None if it is unknown.
     """
-    times = kernels_call_ns(baseline, calls[0]), kernels_call_ns(candidate, calls[1])
-    if not times[0] or not times[1]:
+    times = _call_ns(baseline, calls[0]), _call_ns(candidate, calls[1])
+    old, new = times
+    if not old or not new:
         return "unknown", "no duration on one side"
-    ratio = times[1] / times[0]
+    ratio = new / old
     launches = [min(row.launches for row in rows) for rows in (baseline, candidate)]
     basis = f"medians of {launches[0]} and {launches[1]} profiled launches"
     change = f"{(ratio - 1) * 100:+.1f} %"
@@ -468,100 +757,15 @@ def speed(
         return "unknown", f"too few launches ({basis}, {change}; {MIN_LAUNCHES} are needed)"
     if not stats.beyond(ratio, threshold):
         return "same", f"{basis}: {change}, within the {threshold * 100:g} % threshold"
-    if abs(times[1] - times[0]) <= RESOLUTION_NS * max(len(baseline), len(candidate)):
+    if abs(new - old) <= RESOLUTION_NS * max(len(baseline), len(candidate)):
         return "same", f"{basis}: {change}, within the clock's resolution"
-    base_range, cand_range = _range(baseline, calls[0]), _range(candidate, calls[1])
-    apart = not base_range[0] <= times[1] <= base_range[1]
-    if not (apart and not cand_range[0] <= times[0] <= cand_range[1]):
+    ranges = [
+        [_call_ns(rows, number, end) or 0.0 for end in ("min_ns", "max_ns")]
+        for rows, number in zip((baseline, candidate), calls, strict=True)
+    ]
+    if any(low <= other <= high for (low, high), other in zip(ranges, (new, old), strict=True)):
         return "unknown", f"{basis}: {change}, but the ranges of single launches overlap"
     if allowance is not None and max(ratio, 1 / ratio) <= allowance:
         apart_by = f"like processes differ by up to {(allowance - 1) * 100:.1f} %"
         return "unknown", f"{basis}: {change}, but {apart_by}"
     return ("slower" if ratio > 1 else "faster"), f"{basis}: {change}, beyond either side's range"
-
-
-def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
-    rows = [row for part in groups if part in parts for row in groups[part]]
-    rest = {part: group for part, group in groups.items() if part not in parts}
-    return rest | {name: tuple(sorted(rows, key=lambda row: row.first_ns))} if rows else rest
-
-
-def _preferred(profilers: set[str]) -> str | None:
-    ranked = (name for name in TRACE_PROFILERS if name in profilers)
-    # the smallest name, because sets are unordered
-    return next(ranked, min(profilers, default=None))
-
-
-def _range(rows: Sequence[KernelRow], calls: int) -> tuple[float, float]:
-    low = _sum_per_call(rows, [row.min_ns for row in rows], calls)
-    high = _sum_per_call(rows, [row.max_ns for row in rows], calls)
-    return low or 0.0, high or 0.0
-
-
-def _sum_per_call(rows: Sequence[KernelRow], times: list[int | None], calls: int) -> float | None:
-    """Multiply each row's time by its launches per call and sum up. Return None if a time is None."""
-    present = [time for time in times if time is not None]
-    if len(present) < len(rows):
-        return None
-    return sum(
-        time * launches_per_call(row, calls) for time, row in zip(present, rows, strict=True)
-    )
-
-
-def _properties(row: KernelRow) -> tuple[Any, ...]:
-    """Return a kernel's values of FIELDS. The tile is parsed from the kernel's name."""
-    tile = parse_kernel_name(row.kernel, row.kernel_kind).tile
-    return tuple(tile if name == "tile" else getattr(row, name) for name in FIELDS)
-
-
-MEMORY_THRESHOLD = 0.01
-"""The smallest relative change of peak memory that is reported. Peaks are repeatable to the byte,
-but the allocator rounds each allocation up to 512 bytes."""
-
-
-def memory_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
-    """Compare the peak memory if both sides report it. Runs on a CPU report no peak memory."""
-    peaks = baseline.peak_memory_bytes, candidate.peak_memory_bytes
-    if peaks[0] and peaks[1]:
-        same = not stats.beyond(peaks[1] / peaks[0], MEMORY_THRESHOLD)
-        yield _cost(MEMORY, baseline, candidate, (peaks[0], peaks[1]), same=same)
-
-
-def launch_cost(
-    baseline: CellRow,
-    candidate: CellRow,
-    kernels: tuple[Sequence[KernelRow], Sequence[KernelRow]],
-    calls: tuple[int, int],
-) -> Iterator[Cost]:
-    """Compare the launches of one call, including copies, if one profiler recorded both sides.
-    `calls` is the number of calls on each side, used for rows that do not record it.
-    """
-    if all(kernels) and kernels[0][0].profiler == kernels[1][0].profiler:
-        counts = [
-            round(sum(launches_per_call(row, number) for row in rows), 2)
-            for rows, number in zip(kernels, calls, strict=True)
-        ]
-        same = counts[0] == counts[1]
-        yield _cost(LAUNCHES, baseline, candidate, (counts[0], counts[1]), same=same)
-
-
-def refusal_cost(baseline: CellRow, candidate: CellRow) -> Iterator[Cost]:
-    """Yield whether a config is newly refused or accepted. Skip cells that failed otherwise."""
-    statuses = baseline.status, candidate.status
-    verdicts: dict[tuple[str, str], CostVerdict] = {
-        ("ok", "refused"): "refused",
-        ("refused", "ok"): "accepted",
-    }
-    same = statuses[0] == statuses[1] in ("ok", "refused")
-    if same or statuses in verdicts:
-        pair = baseline.config, baseline.backend, candidate.backend
-        yield Cost(*pair, REFUSED, *statuses, verdict=verdicts.get(statuses, "same"))
-
-
-def _cost(
-    what: str, baseline: CellRow, candidate: CellRow, values: tuple[float, float], *, same: bool
-) -> Cost:
-    ratio = values[1] / values[0] if values[0] else None
-    verdict: CostVerdict = "same" if same else "more" if values[1] > values[0] else "less"
-    pair = baseline.config, baseline.backend, candidate.backend
-    return Cost(*pair, what, *values, verdict=verdict, ratio=ratio)

@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from profharness.columns import Column, pick
-from profharness.commands.diff.result import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
+from profharness.commands.diff.compare import LAUNCHES, MEMORY, REFUSED, Cost, Diff, DiffRow
+from profharness.program.changes import EnvChange
 from profharness.program.layer_map import short_module
 from profharness.program.matching import LayerDiff, LayerSide
 from profharness.render.document import (
@@ -22,40 +23,23 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    field_names,
     filled_columns,
 )
 from profharness.rows import KernelRow
 
-FIELDS = (
-    *("config", "backend_baseline", "backend_candidate", "role", "verdict", "changed", "ratio"),
-    *("baseline_ns", "candidate_ns", "basis", "composite", "reasons", "changes"),
-    *("baseline", "candidate"),
-)
-ENVIRONMENT_COLUMNS = (
-    Column("key", "environment"),
-    Column("baseline", "baseline", shrink=True),
-    Column("candidate", "candidate", shrink=True),
-    Column("explains", "what it can explain", shrink=True),
-)
+FIELDS = field_names(DiffRow)
+SIDE = Column("side", "")
 OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
-COLUMNS = (
-    Column("role", "role", repeat=False),
-    Column("side", ""),
-    Column("kernel", "kernel", shrink=True),
-    *pick(KernelRow, *OF_A_KERNEL, "duration_ns"),
-    Column("ratio", "ratio", "ratio"),
-    Column("verdict", "verdict"),
-)
+LAUNCH = pick(KernelRow, *OF_A_KERNEL)
+LAST = (*pick(KernelRow, "duration_ns"), *pick(DiffRow, "ratio", "verdict"))
+COLUMNS = (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *LAST)
+FULL_COLUMNS = (*pick(DiffRow, "role"), SIDE, *LAUNCH, *LAST, *pick(KernelRow, "kernel"))
+NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
 LAYER_COLUMNS = (
-    Column("layer", "module", shrink=True),
-    Column("calls", "calls/step", right=True),
-    Column("program_calls", "calls in all", right=True),
-    Column("asked", "asked"),
-    Column("ran", "ran"),
-    Column("forward_ns", "forward µs/call", right=True),
-    Column("backward_ns", "backward µs/call", right=True),
-    Column("ratio", "ratio", "ratio"),
-    Column("verdict", "verdict"),
+    *pick(LayerDiff, "name"),
+    *pick(LayerSide, "calls", "program_calls", "asked", "ran", "forward_ns", "backward_ns"),
+    *pick(LayerDiff, "ratio", "verdict"),
 )
 
 # distinct from the names of roles
@@ -72,7 +56,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
     if diff.environment:
-        blocks.append(Table.of(ENVIRONMENT_COLUMNS, diff.environment))
+        blocks.append(Table.of(pick(EnvChange), diff.environment))
     elif diff.environment_told:
         blocks.append(Note("the environments are the same"))
     if not diff.environment_told:
@@ -143,7 +127,7 @@ def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
         if row.verdict != "same" or len(row.reasons) > 1:
             level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
             text = f"{layer_text(row)}; {'; '.join(row.reasons)}"
-            blocks.append(Note(text, str(line["layer"]), level))
+            blocks.append(Note(text, str(line["name"]), level))
     return blocks
 
 
@@ -153,7 +137,7 @@ def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
     name = row.name if full else short_module(module) or row.name
     verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
     return {
-        "layer": name if row.direction == "forward" else f"{name} ({row.direction})",
+        "name": name if row.direction == "forward" else f"{name} ({row.direction})",
         "calls": _both(row, lambda side: None if side.calls is None else f"{side.calls:g}"),
         "program_calls": _both(
             row, lambda side: None if side.program_calls is None else f"{side.program_calls:,}"
@@ -185,35 +169,29 @@ def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
     first = rows[0]
     names = [name for name in (first.backend_baseline, first.backend_candidate) if name]
     detail = " → ".join(dict.fromkeys(names))
-    lines = tuple(line for row in rows for line in _lines(row, full))
-    columns = COLUMNS
-    if full:
-        columns = (*COLUMNS[:2], *COLUMNS[3:], Column("kernel", "kernel"))
-        lines = tuple((*line[:2], *line[3:], line[2]) for line in lines)
+    lines = [line for row in rows for line in _lines(row)]
     notes = []
     for row in rows:
         if row.reasons and row.verdict != "same":
             level = "warning" if row.verdict in ("slower", "unknown") else "note"
             notes.append(Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, level))
-    return [Heading(first.config, detail), Table(columns, lines), *notes]
+    table = Table.of(FULL_COLUMNS if full else COLUMNS, lines)
+    return [Heading(first.config, detail), table, *notes]
 
 
-def _lines(row: DiffRow, full: bool) -> Iterator[tuple[Any, ...]]:
+def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
     """Yield a line per kernel and side. The first line of a row shows the ratio and the verdict."""
-    lines: list[tuple[str, KernelRow | None, float | None]] = []
+    first: dict[str, Any] = {}
     for mark, kernels, time_ns in (
         ("-", row.baseline, row.baseline_ns),
         ("+", row.candidate, row.candidate_ns),
     ):
-        lines += [(mark, kernel, kernel.duration_ns) for kernel in kernels]
+        for kernel in kernels:
+            yield {"side": mark} | first, kernel, row
+            first = {"ratio": "", "verdict": ""}
         if not kernels and time_ns is not None:
-            lines.append((mark, None, time_ns))
-    if not lines:
-        yield (row.role, "", "", "", "", "", "", "", row.ratio, row.verdict)
-    for place, (mark, kernel, time_ns) in enumerate(lines):
-        what: tuple[Any, ...] = (row.basis or "", "", "", "", "")
-        if kernel is not None:
-            name = kernel.kernel if full else kernel.kernel_short
-            what = (name, *(getattr(kernel, column) for column in OF_A_KERNEL))
-        end = (row.ratio, row.verdict) if place == 0 else ("", "")
-        yield (row.role, mark, *what, time_ns, *end)
+            times = {"kernel": row.basis, "kernel_short": row.basis, "duration_ns": time_ns}
+            yield NO_KERNEL | {"side": mark} | times | first, row
+            first = {"ratio": "", "verdict": ""}
+    if not first:
+        yield NO_KERNEL, row

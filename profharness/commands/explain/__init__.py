@@ -16,6 +16,7 @@ from profharness.attention.dispatch.by_rule import (
     choices_by_rule,
     chosen,
     environment_text,
+    explain_by_rule,
     flat_record,
     matrix,
     named_platforms,
@@ -37,7 +38,7 @@ from profharness.commands._types import (
     tool_backends,
 )
 from profharness.commands.explain.explanations import (
-    explain_all,
+    explain_live,
     require_answer,
     to_measure,
     with_store,
@@ -179,16 +180,22 @@ class Question:
         """Return the releases of a range that the rules do not cover."""
         return [release_text(release) for release in skipped_releases(self.torch or "")]
 
-    def explain(self, *, advice: bool = True, store: Path | None = None) -> list[Explanation]:
+    def explain(self, *, advice: bool = True) -> list[Explanation]:
         """Return one explanation per config and platform. Raise CaptureError if PyTorch cannot answer."""
-        return explain_all(
+        if self.platforms:
+            return [
+                explain_by_rule(
+                    config, platform, backends=self.backends, advice=advice, asked=self.asked
+                )
+                for config in self.configs
+                for platform in self.platforms
+            ]
+        return explain_live(
             self.configs,
-            self.platforms,
             backends=self.backends,
             advice=advice,
             device=self.device,
             timeout_s=self.timeout_s,
-            store=store,
             asked=self.asked,
         )
 
@@ -198,7 +205,7 @@ def _to_frame(question: Question) -> pd.DataFrame:
         raise UsageError(
             f"explain asks about auto, a set or an order of backends, not {question.backends[0]!r}"
         )
-    answers = question.explain(store=question.store)
+    answers = with_store(question.explain(), question.store)
     made = frame(list(map(flat_record, answers)))
     made.attrs |= {"answers": answers, "unknown_releases": question.unknown_releases}
     return made

@@ -19,9 +19,7 @@ from profharness.attention.dispatch.by_rule import (
     FIRST_CHOICE,
     LEGACY,
     Explanation,
-    Platform,
     chosen,
-    explain_by_rule,
     settle,
     sides_by_rule,
 )
@@ -43,39 +41,6 @@ if TYPE_CHECKING:
     from profharness.store import Store
 
 
-def explain_all(
-    configs: Sequence[Config],
-    platforms: Sequence[Platform] = (),
-    *,
-    backends: Sequence[str] = (),
-    advice: bool = True,
-    device: str = "auto",
-    timeout_s: float = 120.0,
-    store: Path | None = None,
-    asked: str = AUTO,
-) -> list[Explanation]:
-    """Return one explanation per config and platform, for `auto` or a setting. Without platforms, ask
-    PyTorch on this machine. `backends` limits the advice. A store adds what ran and the gains.
-    Raise CaptureError if PyTorch cannot be asked at all.
-    """
-    if platforms:
-        answers = [
-            explain_by_rule(config, platform, backends=backends, advice=advice, asked=asked)
-            for config in configs
-            for platform in platforms
-        ]
-    else:
-        answers = explain_live(
-            configs,
-            backends=backends,
-            advice=advice,
-            device=device,
-            timeout_s=timeout_s,
-            asked=asked,
-        )
-    return answers if store is None else with_store(answers, store)
-
-
 def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
     """Return the explanations with observed, agree and gains. Raise StoreError for a file that is
     no store.
@@ -86,8 +51,8 @@ def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
     from profharness.store import open_store
 
     with open_store(path) as store:
-        memory = _StoredCells(store, answers)
-        return [settle(_joined(answer, memory)) for answer in answers]
+        cells = _StoredCells(store, answers)
+        return [settle(cells.join(answer)) for answer in answers]
 
 
 class _StoredCells:
@@ -96,21 +61,83 @@ class _StoredCells:
     def __init__(self, store: Store, answers: Sequence[Explanation]) -> None:
         self.store = store
         self.environment = cache(store.environment)
-        self._cells: dict[str, list[CellRow]] = {}
+        self.cells: dict[str, list[CellRow]] = {}
         labels = [answer.config for answer in answers]
         labels += [label for answer in answers for _, label in _advised(answer)]
         configs = [parse_config(label) for label in dict.fromkeys(labels)]
         for cell in store.cells("all", configs=configs):
-            self._cells.setdefault(cell.config, []).append(cell)
+            self.cells.setdefault(cell.config, []).append(cell)
 
-    def cells(self, label: str, environment: dict[str, Any]) -> list[CellRow]:
-        """Return the cells of a config on the same device and release, newest run first."""
-        cells = self._cells.get(label, [])
-        return [cell for cell in cells if _same_machine(self.environment(cell.run), environment)]
+    def join(self, answer: Explanation) -> Explanation:
+        """Add the backend that was observed, a caveat if torch.compile replaced the plain form, and
+        the gains of advice.
+        """
+        cells = self._alike(answer.config, answer)
+        seen = (self._backend_seen(cell) for cell in cells if cell.backend == answer.asked)
+        compiled = [cell for cell in cells if cell.backend == NAIVE_COMPILED]
+        caveats = (
+            f"{cell.backend}: {replacement_text(backend)}, in run {cell.run}"
+            for cell in compiled
+            if (backend := replaced_by(cell, self._kernels(cell))) is not None
+        )
+        return replace(
+            answer,
+            observed=answer.observed or next(filter(None, seen), None),
+            backends=tuple(
+                replace(
+                    side, advice=tuple(self._gain(a, side.backend, answer) for a in side.advice)
+                )
+                for side in answer.backends
+            ),
+            caveats=(*answer.caveats, *itertools.islice(caveats, 1)),
+        )
 
-    def kernels(self, cell: CellRow) -> list[KernelRow]:
-        """Return the kernels that a cell launched."""
+    def _alike(self, label: str, answer: Explanation) -> list[CellRow]:
+        """Return the cells of a config on the same device and release, newest run first. Values that
+        an environment lacks are not compared.
+        """
+        target, alike = answer.environment, []
+        for cell in self.cells.get(label, []):
+            run = self.environment(cell.run)
+            releases = {str(each.get("torch", "")).split("+")[0] for each in (run, target)}
+            if len(releases) == 1 and run.get("device_type") == target.get("device_type"):
+                pairs = ((run.get(key), target.get(key)) for key in ("capability", "cudnn"))
+                if all(None in pair or pair[0] == pair[1] for pair in pairs):
+                    alike.append(cell)
+        return alike
+
+    def _kernels(self, cell: CellRow) -> list[KernelRow]:
         return self.store.kernels(cell.run, cells=[cell.cell])
+
+    def _backend_seen(self, cell: CellRow) -> str | None:
+        """Return the backend that a cell's op, else its kernels, show; `none` if PyTorch refused."""
+        if cell.status != "ok":
+            return "none" if cell.status == "refused" else None
+        if (backend := backend_of_op(cell.sdpa_op)) is not None:
+            return backend
+        ran = ran_backends(self._kernels(cell))
+        return ran.pop() if len(ran) == 1 else None
+
+    def _gain(self, advice: Advice, backend: str, answer: Explanation) -> Advice:
+        """Add the gain, time before over after: from the newest run with both, else from two runs
+        on equal machines.
+        """
+        if advice.config is None or advice.gain is not None:
+            return advice
+        advised = self._alike(advice.config, answer)
+        before = _timed(self._alike(answer.config, answer), answer.asked, chosen(answer))
+        after = _timed(advised, backend)
+        if not after and advice.choice == backend:
+            after = _timed(advised, answer.asked)
+        pairs = [(old, new) for old in before for new in after]
+        pairs.sort(key=lambda pair: pair[0].run != pair[1].run)
+        for old, new in pairs:
+            devices = {device_name(self.environment(cell.run)) for cell in (old, new)}
+            for name in CALL_MEASUREMENTS if len(devices) == 1 else ():
+                if old.samples.get(name) and new.samples.get(name):
+                    gain = median(old.samples[name]) / median(new.samples[name])
+                    return replace(advice, gain=gain)
+        return advice
 
 
 def _advised(answer: Explanation) -> list[tuple[str, str]]:
@@ -123,76 +150,7 @@ def _advised(answer: Explanation) -> list[tuple[str, str]]:
     ]
 
 
-def _joined(answer: Explanation, memory: _StoredCells) -> Explanation:
-    cells = memory.cells(answer.config, answer.environment)
-    seen = (_backend_seen(cell, memory) for cell in cells if cell.backend == answer.asked)
-    # torch.compile replaced the plain form
-    caveats = (
-        f"{cell.backend}: {replacement_text(backend)}, in run {cell.run}"
-        for cell in cells
-        if cell.backend == NAIVE_COMPILED
-        and (backend := replaced_by(cell, memory.kernels(cell))) is not None
-    )
-    sides = tuple(
-        replace(
-            side,
-            advice=tuple(_with_gain(way, side.backend, answer, memory) for way in side.advice),
-        )
-        for side in answer.backends
-    )
-    return replace(
-        answer,
-        observed=answer.observed or next(filter(None, seen), None),
-        backends=sides,
-        caveats=(*answer.caveats, *itertools.islice(caveats, 1)),
-    )
-
-
-def _backend_seen(cell: CellRow, memory: _StoredCells) -> str | None:
-    """Return the backend that a cell's op, else its kernels, show; `none` if PyTorch refused."""
-    if cell.status != "ok":
-        return "none" if cell.status == "refused" else None
-    if (backend := backend_of_op(cell.sdpa_op)) is not None:
-        return backend
-    ran = ran_backends(memory.kernels(cell))
-    return ran.pop() if len(ran) == 1 else None
-
-
-def _same_machine(run: dict[str, Any], target: dict[str, Any]) -> bool:
-    """Return whether release and device are equal, as far as both environments have them."""
-    releases = {str(environment.get("torch", "")).split("+")[0] for environment in (run, target)}
-    if len(releases) > 1 or run.get("device_type") != target.get("device_type"):
-        return False
-    return all(
-        run[key] == target[key]
-        for key in ("capability", "cudnn")
-        if run.get(key) is not None and target.get(key) is not None
-    )
-
-
-def _with_gain(advice: Advice, backend: str, answer: Explanation, memory: _StoredCells) -> Advice:
-    """Add the gain, time before over after: from the newest run with both, else from two runs on
-    equal machines.
-    """
-    if advice.config is None or advice.gain is not None:
-        return advice
-    before = _timed(memory.cells(answer.config, answer.environment), (answer.asked, chosen(answer)))
-    advised = memory.cells(advice.config, answer.environment)
-    after = _timed(advised, (backend,))
-    if advice.choice == backend:
-        after = after or _timed(advised, (answer.asked,))
-    pairs = [(old, new) for old in before for new in after]
-    pairs.sort(key=lambda pair: pair[0].run != pair[1].run)
-    for old, new in pairs:
-        if device_name(memory.environment(old.run)) != device_name(memory.environment(new.run)):
-            continue
-        for name in CALL_MEASUREMENTS:
-            if old.samples.get(name) and new.samples.get(name):
-                return replace(advice, gain=median(old.samples[name]) / median(new.samples[name]))
-    return advice
-
-
-def _timed(cells: Sequence[CellRow], backends: Sequence[str]) -> list[CellRow]:
+def _timed(cells: Sequence[CellRow], *backends: str) -> list[CellRow]:
     """Return the cells with samples, in the order of the backends."""
     ran = [cell for cell in cells if cell.status == "ok" and cell.samples]
     return [cell for name in backends for cell in ran if cell.backend == name]
@@ -222,6 +180,7 @@ def to_measure(answers: Sequence[Explanation]) -> dict[tuple[str, ...], list[Con
     return jobs
 
 
+CUDNN_SWITCHES = "TORCH_CUDNN_SDPA_"
 DECIDING = (
     "torch",
     "torch_cuda",
@@ -256,11 +215,10 @@ def explain_live(
 
 
 def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
-    environment = result.environment
+    environment, asked = result.environment, result.cell.backend
     device = str(environment.get("device_type", CPU))
     config = result.cell.config.resolve(device)
     machine = machine_of(environment)
-    asked = result.cell.backend
     params = permitted(with_flags(environment)(from_config(config, device)), sdpa_setting(asked))
     prediction = predict(params, machine)
     answer = result.answer
@@ -269,9 +227,21 @@ def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
         error = f"PyTorch could not be asked: {message or 'its process left no answer'}"
         answer = LiveAnswer(result.cell.cell, config.label, error=error)
     sides = answer.backends or sides_by_rule(prediction, SDPA_BACKENDS)
+    # only what the choice depends on
+    facts = {key: environment[key] for key in DECIDING if environment.get(key) is not None}
+    facts["flags"] = {
+        name: environment[f"sdp_{name}"] for name in SDPA_BACKENDS if f"sdp_{name}" in environment
+    }
+    variables = environment.get("env") or {}
+    if switches := {key: variables[key] for key in variables if key.startswith(CUDNN_SWITCHES)}:
+        facts["env"] = switches
+    caveats = [*hazards(answer.choice or prediction.choice, params, machine)]
+    caveats += _caveats(environment, answer.backends)
+    if params.priority:
+        caveats.append(FIRST_CHOICE if is_gpu(device) else CPU_IGNORES)
     explanation = Explanation(
         config=config.label,
-        environment=_decisive_environment(environment),
+        environment=facts,
         source="live",
         priority_order=answer.priority_order or prediction.priority_order,
         predicted=prediction.choice,
@@ -279,30 +249,11 @@ def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
         backends=tuple(
             side if side.backend in advised else replace(side, advice=()) for side in sides
         ),
-        caveats=(
-            *hazards(answer.choice or prediction.choice, params, machine),
-            *_caveats(environment, answer.backends),
-            *((_of_order(device),) if params.priority else ()),
-        ),
+        caveats=tuple(caveats),
         error=answer.error,
         asked=asked,
     )
     return settle(explanation)
-
-
-def _of_order(device: str) -> str:
-    return FIRST_CHOICE if is_gpu(device) else CPU_IGNORES
-
-
-def _decisive_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the part of the environment that the choice depends on."""
-    facts = {key: environment[key] for key in DECIDING if environment.get(key) is not None}
-    facts["flags"] = {
-        name: environment[f"sdp_{name}"] for name in SDPA_BACKENDS if f"sdp_{name}" in environment
-    }
-    variables = environment.get("env") or {}
-    switches = {name: variables[name] for name in variables if name.startswith("TORCH_CUDNN_SDPA_")}
-    return facts | ({"env": switches} if switches else {})
 
 
 def _caveats(environment: Mapping[str, Any], sides: Sequence[BackendAnswer]) -> list[str]:

@@ -8,8 +8,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
+from typing import Annotated
 
 from profharness.attention.config import FIELDS, NUMERIC, Config
+from profharness.columns import column
 from profharness.errors import UsageError
 
 Value = int | float | str | bool | None
@@ -224,9 +226,9 @@ class Stretch:
     Both ends belong to the range and were queried.
     """
 
-    first: int
-    last: int
-    choice: str
+    first: Annotated[int, column("from", "count", meaning="the smallest value")]
+    last: Annotated[int, column("to", "count", meaning="the largest value")]
+    choice: Annotated[str, column("choice", meaning="the choice of `auto`")]
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,18 @@ from profharness.attention.dispatch.by_rule import (
     explanation_record,
     unread,
 )
-from profharness.columns import Column
-from profharness.commands.explain.maps import Bisection, Edge, Map, value_text
+from profharness.columns import Column, pick
+from profharness.commands.explain.maps import Bisection, Edge, Map, Stretch, value_text
 from profharness.errors import join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table
+from profharness.rows import Refusal
 
 COLUMNS = (
-    Column("backend", "backend", repeat=False),
-    Column("eligible", "eligible", repeat=False),
+    *pick(BackendAnswer, "backend", "eligible"),
     Column("first", ""),
-    Column("code", "reason"),
-    Column("source", "source"),
-    Column("message", "what it says", shrink=True),
+    *pick(Refusal, "code", "source", "message"),
 )
+NO_REASON = {"first": "", "code": "", "source": "", "message": ""}
 FIRST = "first"  # marks the reason at which PyTorch stops
 _STATES = {True: "yes", False: "no", None: "unknown"}
 
@@ -157,13 +156,13 @@ def _and(names: Sequence[str]) -> str:
 def _table(backends: Sequence[BackendAnswer]) -> Table:
     rows: list[tuple[Any, ...]] = []
     for side in backends:
-        state = _STATES[side.eligible]
+        state = {"eligible": _STATES[side.eligible]}
         if not side.reasons:
-            rows.append((side.backend, state, "", "", "", ""))
-        for index, reason in enumerate(side.reasons):
-            mark = FIRST if index == 0 and side.eligible is False else ""
-            rows.append((side.backend, state, mark, reason.code, reason.source, reason.message))
-    return Table(COLUMNS, tuple(rows))
+            rows.append((state | NO_REASON, side))
+        for reason in side.reasons:
+            stops = reason is side.reasons[0] and side.eligible is False
+            rows.append((state | {"first": FIRST if stops else ""}, side, reason))
+    return Table.of(COLUMNS, rows)
 
 
 def _witnesses(answer: Explanation) -> Note:
@@ -339,12 +338,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
     """Return the document of bisections: stretches between flips, and the number of evaluated
     values.
     """
-    columns = (
-        Column("first", "from", right=True),
-        Column("last", "to", right=True),
-        Column("choice", "choice"),
-        Column("again", "again"),
-    )
+    columns = (*pick(Stretch), Column("again", "again"))
     blocks: list[Block] = []
     records, probed = [], []
     for bisection in bisections:
@@ -366,7 +360,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
     )
 
 
-def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[str, str, str, str]]:
+def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str, str]]:
     """Return table rows. Two stretches that alternate in equal steps are folded into one pair of
     rows.
     """
@@ -380,7 +374,7 @@ def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[str, str, str, s
             if width == 2:
                 step = rows[place + 2][0] - rows[place][0]
                 again = f"every {step:,} up to {rows[place + offset + 2 * (repeats - 1)][1]:,}"
-            folded.append((f"{first:,}", f"{last:,}", choice, again))
+            folded.append((first, last, choice, again))
         place += 2 * repeats if width == 2 else 1
     return folded
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from profharness.commands.report.contents import report_document
+from profharness.commands.report import report_document
 from profharness.commands.serve.requests import (
     App,
     Message,

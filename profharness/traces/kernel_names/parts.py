@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from profharness.columns import column
 from profharness.traces.kernel_names import ATTENTION_FAMILIES, canonical, parse_kernel_name
 from profharness.traces.kernel_names.attention import fa2_flags, fa3_flags
 from profharness.traces.kernel_names.meanings import (
@@ -270,11 +272,11 @@ WHOLE = tuple(
 class NamePart:
     """A part of a kernel's name."""
 
-    token: str
-    parameter: str
-    """The name of the template parameter in the source code, or "" if the part is a word."""
-    meaning: str | None
-    """The meaning of the part, or None if it is unknown."""
+    token: Annotated[str, column("part", shrink=True, meaning="the part as the name spells it")]
+    parameter: Annotated[
+        str, column("is", meaning="name of the template parameter; empty for a word")
+    ]
+    meaning: Annotated[str | None, column("means", meaning="its meaning; null if unknown")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,33 @@
-"""Build a report on stored runs: a part for each run, and for two runs what changed."""
+"""`profharness report`: write stored runs as one page."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from profharness import stats
 from profharness.atlas.rows import against
 from profharness.attention.config import parse_config
-from profharness.columns import Column
+from profharness.columns import Column, column, pick
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
+from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format, emit
+from profharness.commands._types import (
+    Force,
+    Format,
+    OutputFile,
+    complete_runs,
+    store_path,
+)
+from profharness.commands._types import Store as StorePath
 from profharness.commands.analyze.figures import run_machine
 from profharness.commands.bench.tables import (
+    MEANS,
     bench_document,
     gpu_blocks,
     gpu_record,
@@ -22,8 +36,7 @@ from profharness.commands.bench.tables import (
     on_several_gpus,
     rate_blocks,
 )
-from profharness.commands.diff.compare import diff_cells
-from profharness.commands.diff.result import Diff, find_sides
+from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.diff.tables import diff_document
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
@@ -38,48 +51,101 @@ from profharness.commands.layers.by_gpu import (
     layers_by_gpu_record,
 )
 from profharness.commands.layers.tables import layers_document
-from profharness.commands.predict.tables import against_blocks
-from profharness.commands.report.glossary import glossary_blocks
-from profharness.commands.verify.tables import verify_document
+from profharness.commands.predict import against_blocks
+from profharness.commands.verify import verify_document
 from profharness.device_types import device_name
-from profharness.errors import NotFoundError
+from profharness.devices import DeviceFact
+from profharness.errors import NotFoundError, UsageError
+from profharness.files import atomic_file, check_output
 from profharness.measurements.agreement import backend_that_ran, disagreements, with_predictions
 from profharness.measurements.evaluation import BenchResult, Loss, evaluate_bench
+from profharness.measurements.measurements import BenchRow
 from profharness.program.changes import OF_A_FILE
-from profharness.render.devices import device_blocks
-from profharness.render.document import Block, Chart, Code, Document, Heading, Note, Table
+from profharness.render.document import (
+    Block,
+    Chart,
+    Code,
+    Document,
+    Heading,
+    Note,
+    Table,
+    field_names,
+    record,
+)
+from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
 from profharness.run import Problem
 from profharness.stats import THRESHOLD
-from profharness.store import Store
+from profharness.store import Store, open_store
 
 SCHEMA = "profharness.report/1"
 
-_LATENCY = ("measurement", "samples", "median_ns", "p10_ns", "p90_ns", "min_ns")
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """The raw samples of one measurement of a cell."""
+
+    measurement: Annotated[str, column("measured by", meaning="what was timed, such as `cold`")]
+    samples: Annotated[int, column("n", "count", meaning="number of samples")]
+    median_ns: Annotated[
+        float,
+        column(
+            "median µs", "us", meaning="median of the samples; p10 and p90 enclose 80 % of them"
+        ),
+    ]
+    p10_ns: Annotated[float, column("p10 µs", "us", meaning="10th percentile")]
+    p90_ns: Annotated[float, column("p90 µs", "us", meaning="90th percentile")]
+    min_ns: Annotated[float, column("min µs", "us", meaning="shortest sample")]
+
+
+RAN = Column("ran", "ran", meaning="the backend whose op and kernels the trace shows")
 CELL_COLUMNS = (
-    Column("config", "config", repeat=False),
-    Column("backend", "backend"),
-    Column("status", "status"),
-    Column("ran", "ran"),
-    Column("predicted", "rules say"),
-    Column("peak_memory_bytes", "peak KiB", "kib"),
-    Column("reason", "reason", shrink=True),
+    *pick(CellRow, "config", "backend", "status"),
+    RAN,
+    *pick(CellRow, "predicted", "peak_memory_bytes", "reason"),
 )
-LATENCY_COLUMNS = (
-    Column("config", "config", repeat=False),
-    Column("backend", "backend"),
-    Column("measurement", "measured by"),
-    Column("samples", "n", "count"),
-    Column("median_ns", "median µs", "us"),
-    Column("p10_ns", "p10 µs", "us"),
-    Column("p90_ns", "p90 µs", "us"),
-    Column("min_ns", "min µs", "us"),
-    Column("against", "to fastest", "ratio"),
+TO_FASTEST = Column(
+    "to_fastest",
+    "to fastest",
+    "ratio",
+    meaning="the median over that of the fastest backend of the same config",
 )
+LATENCY_COLUMNS = (*pick(CellRow, "config", "backend"), *pick(Latency), TO_FASTEST)
+NO_LATENCY = dict.fromkeys(field_names(Latency))
 FIELDS = (
     *("run", "config", "backend", "status", "message", "predicted", "choice", "sdpa_op"),
-    *(*_LATENCY, "peak_memory_bytes"),
+    *(*NO_LATENCY, "peak_memory_bytes"),
 )
+
+
+GLOSSARY = {
+    **{name: f"{MEANS[name]}; no profiler running" for name in CALL_MEASUREMENTS},
+    "kernel": "a function that runs on the GPU, or an ATen op on a CPU. Kernel times come from the "
+    "profiler and exclude the gaps between kernels",
+    "launch": "one execution of a kernel",
+    "cell": "one config on one backend",
+    "refused": "the backend does not support this config; this is a result, not an error",
+    "waves": "blocks of a launch over the blocks that the GPU runs at once; a partial wave leaves "
+    "SMs idle",
+    "roofline": "the rate that bandwidth allows at an intensity, up to the peak rate",
+    "intensity": "FLOPs per byte that has to be moved",
+    "-": "what a profiler cannot record; it never means zero",
+    "median": pick(Latency, "median_ns")[0].meaning,
+    **{
+        column.title: column.meaning
+        for column in (
+            RAN,
+            TO_FASTEST,
+            *pick(CellRow, "predicted", "peak_memory_bytes"),
+            *pick(KernelRow, "launches_per_call", "grid", "block", "shared_bytes"),
+            *pick(KernelRow, "registers_per_thread", "occupancy", "share"),
+            *pick(DiffRow, "role", "ratio"),
+            *pick(BenchRow, "half", "efficiency", "speedup"),
+            *pick(Loss, "regret"),
+        )
+    },
+}
+"""Meanings of words in reports. Those of tokens in kernel names are in `traces.kernel_names`."""
 
 
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
@@ -177,9 +243,10 @@ def _run_blocks(
     blocks += disagreement_blocks(cells, kernels)
     if told := against(cells, [row for row in kernels if row.profiler == best], environment):
         blocks += against_blocks(told)
-        extra.setdefault("atlas", []).extend({"run": run} | row for row in told)
+        extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in told)
     machine = run_machine(store, run, cells=cells)
-    blocks += device_blocks(machine.name, machine.facts())
+    if facts := machine.facts():
+        blocks += [Heading("Device", machine.name or ""), Table.of(pick(DeviceFact), facts)]
     blocks += environment_blocks(environment)
     return blocks
 
@@ -229,20 +296,18 @@ def diff_blocks(diff: Diff) -> list[Block]:
 def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
     """Yield one record per cell and measurement. A cell without samples has one, with nulls."""
     for cell in cells:
-        for figures in latencies(cell) or [dict.fromkeys(_LATENCY)]:
-            yield {
-                name: figures[name] if name in figures else getattr(cell, name) for name in FIELDS
-            }
+        own = {name: getattr(cell, name, None) for name in FIELDS}
+        for figures in map(record, latencies(cell)) if latencies(cell) else [NO_LATENCY]:
+            yield own | figures
 
 
-def latencies(cell: CellRow) -> list[dict[str, Any]]:
+def latencies(cell: CellRow) -> list[Latency]:
     """Return the figures of a cell's raw samples in ns, for each of its CALL_MEASUREMENTS."""
     rows = []
     for name in CALL_MEASUREMENTS:
         if samples := cell.samples.get(name):
             x = stats.summarize(samples)
-            figures = (name, x.n, x.median, x.p10, x.p90, x.min)
-            rows.append(dict(zip(_LATENCY, figures, strict=True)))
+            rows.append(Latency(name, x.n, x.median, x.p10, x.p90, x.min))
     return rows
 
 
@@ -254,29 +319,26 @@ def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
     detail = ", ".join(f"{count} {status}" for status, count in counts.items())
     rows = []
     for cell in cells:
-        ran, reasons = backend_that_ran(cell), []
+        ran, reasons = backend_that_ran(cell), ""
         if cell.status != "ok":
-            ran, reasons = "", [cell.message, *(refusal.message for refusal in cell.refusals)]
-        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
-        place = (cell.config, cell.backend, cell.status, ran, cell.predicted)
-        rows.append((*place, cell.peak_memory_bytes, reason))
-    return [Heading("Cells", detail), Table(CELL_COLUMNS, tuple(rows))]
+            messages = [cell.message, *(refusal.message for refusal in cell.refusals)]
+            ran, reasons = "", "; ".join(dict.fromkeys(filter(None, messages)))
+        rows.append(({"ran": ran, "reason": reasons}, cell))
+    return [Heading("Cells", detail), Table.of(CELL_COLUMNS, rows)]
 
 
 def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
     """Return the table of all measurements."""
-    rows = [
-        {"config": cell.config, "backend": cell.backend} | figures
-        for cell in cells
-        for figures in latencies(cell)
-    ]
+    timed = [(cell, row) for cell in cells for row in latencies(cell)]
     fastest: dict[tuple[str, str], float] = {}
-    for row in rows:
-        key = row["config"], row["measurement"]
-        fastest[key] = min(fastest.get(key, row["median_ns"]), row["median_ns"])
-    for row in rows:
-        least = fastest[row["config"], row["measurement"]]
-        row["against"] = row["median_ns"] / least if least > 0 else None
+    for cell, row in timed:
+        key = cell.config, row.measurement
+        fastest[key] = min(fastest.get(key, row.median_ns), row.median_ns)
+    rows = []
+    for cell, row in timed:
+        least = fastest[cell.config, row.measurement]
+        # `samples` of the cell are the raw ones
+        rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
     heading = Heading("Latency", "without a profiler, raw samples")
     return [heading, Table.of(LATENCY_COLUMNS, rows)] if rows else []
 
@@ -313,7 +375,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
         )
     if len({row["config"] for row in rows}) < 2:
         return []
-    columns = (Column("config", "config"), Column("backend", "auto took"))
+    columns = (*pick(CellRow, "config"), Column("backend", "auto took"))
     axes = ("lengths", "rest", "backend", "sequence length")
     return [
         Heading("Selection map"),
@@ -465,3 +527,123 @@ def _auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
 
 def _named(counts: Counter[str]) -> str:
     return ", ".join(f"{name} on {_count(n, 'config')}" for name, n in counts.most_common())
+
+
+def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
+    """Return the terms that the blocks use, with their meanings. Empty if they use none."""
+    words = words_of("\n".join(_texts(blocks)))
+    notes = [Note(meaning, word) for word, meaning in words.items()]
+    return [Heading("What the words mean"), *notes] if notes else []
+
+
+def words_of(text: str) -> dict[str, str]:
+    """Return the terms of the glossary that a text uses, with their meanings."""
+    return {
+        word: meaning
+        for word, meaning in GLOSSARY.items()
+        if re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", text)
+    }
+
+
+def _texts(blocks: Iterable[Block]) -> Iterator[str]:
+    """Yield the texts that people read, except code."""
+    for block in blocks:
+        if isinstance(block, Heading):
+            yield f"{block.text}\n{block.detail}"
+        elif isinstance(block, Note):
+            yield f"{block.label}\n{block.text}"
+        elif isinstance(block, Chart):
+            yield f"{block.title}\n{block.x_title}\n{block.y_title}\n{block.kind}"
+        elif isinstance(block, Table):
+            yield "\n".join(column.title for column in block.columns)
+            yield "\n".join(
+                "-" if value is None else value
+                for row in block.rows
+                for value in row
+                if value is None or isinstance(value, str)
+            )
+
+
+ReportedRuns = Annotated[str, Option(metavar="[RUN]...", complete=complete_runs)]
+WithBench = Annotated[
+    bool | None,
+    Option(
+        ("--bench/--no-bench",),
+        help="Include intervals, rates and doubts.  [default: for runs of `bench`]",
+    ),
+]
+NoCharts = Annotated[
+    bool, Option(("--no-charts",), help="Leave out charts, which need the extra `report`.")
+]
+Images = Annotated[
+    Literal["svg", "png"],
+    Option(("--images",), help="Format of the charts beside a Markdown file."),
+]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report with its output file and format."""
+
+    document: Document
+    path: Path | None
+    format: str | None
+    force: bool
+
+
+def _write_text(made: Report) -> str:
+    """Write the report to its file, if it has one, and return it as text."""
+    chosen = chosen_format(made.format, made.path) if made.format or made.path else "html"
+    text = RENDERERS[chosen](made.document)
+    if made.path is not None:
+        with atomic_file(made.path, force=made.force) as file:
+            file.write(text.encode())
+    return text
+
+
+@command("report", frame=_write_text)
+def report(
+    *runs: ReportedRuns,
+    path: OutputFile = None,
+    format: Format = None,
+    force: Force = False,
+    bench: WithBench = None,
+    store: StorePath = None,
+) -> Report:
+    """Write a report on stored runs: cells, latency, kernels, problems, environment.
+
+    RUN is an id, a unique prefix, latest or latest~1; the default is the latest run. For two runs, the
+    report shows what changed from the first to the second. For several programs, or benchmarks on
+    several classes of GPU, it has a table with one column per class. An HTML report is a single file
+    that needs no network. The charts of a Markdown report are separate files: out-1.svg and so on.
+
+    \b
+    Example:
+      profharness report latest -o report.html
+
+    In Python the result is the text of the report: html, md, json, jsonl or csv.
+    """
+    if path is not None:
+        suffix = Path(path).suffix.lower()
+        if format is None and suffix not in SUFFIX_FORMATS:
+            known = ", ".join(FORMATS)
+            raise UsageError(f"no format {suffix[1:]!r} of a report; known are {known}")
+        check_output(Path(path), force=force)
+    with open_store(store_path(store)) as opened:
+        made = report_document(opened, runs or ("latest",), bench=bench)
+    return Report(made, None if path is None else Path(path), format, force)
+
+
+@document(report)
+def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -> None:
+    """Write the report to stdout or the file, with its charts beside a Markdown file."""
+    page = made.document
+    if no_charts:
+        kept = tuple(block for block in page.blocks if not isinstance(block, Chart))
+        page = replace(page, blocks=kept)
+    named = ", ".join(entry["run"] for entry in page.extra["runs"])
+    about = f"run {named}" if len(page.extra["runs"]) == 1 else f"runs {named}"
+    emit(replace(page, about=about), made.format, made.path, force=made.force, images=images)
+
+
+DECLARATION = declaration_of(report)

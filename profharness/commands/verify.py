@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from profharness.attention.cases import VerificationRow, failures
 from profharness.attention.config import split_names
+from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option
 from profharness.commands._output import keep_measured, run_listener
@@ -27,10 +30,9 @@ from profharness.commands._types import (
     store_path,
     timeout_option,
 )
-from profharness.commands.verify.tables import verify_document
 from profharness.errors import GateError, UsageError
 from profharness.files import RUNS_FOLDER
-from profharness.render.document import Document
+from profharness.render.document import Block, Document, Heading, Note, Table, field_names, record
 from profharness.run import CaptureOptions, Protocol
 from profharness.store import to_frame
 
@@ -38,6 +40,92 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from profharness.jobs.into_store import Verified
+
+
+SCHEMA = "profharness.verify/1"
+FIELDS = field_names(VerificationRow)
+SUMMARY = (
+    Column("backend", "backend"),
+    Column("verdict", "verdict"),
+    *(Column(name, name, "count") for name in ("passed", "failed", "skipped")),
+    Column("worst", "error/allowance", "short"),
+    Column("case", "largest in", shrink=True),
+)
+SHOWN = 3  # maximum number of cases that are shown for a wrong backend without --full
+VERDICTS = {True: "passed", False: "FAILED", None: "skipped"}
+
+
+def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> Document:
+    """Return the document of `verify`. With `full`, the table has a row for every check."""
+    blocks: list[Block] = []
+    for config, group in groupby(rows, key=lambda row: row.asked):
+        blocks += _config_blocks(config, list(group), full)
+    return Document(SCHEMA, "Verification", tuple(blocks), FIELDS, tuple(map(record, rows)))
+
+
+def _config_blocks(config: str, rows: list[VerificationRow], full: bool) -> Iterator[Block]:
+    cases = len(dict.fromkeys(row.case for row in rows))
+    yield Heading(config, f"{cases} case{'s' if cases != 1 else ''} against fp64")
+    backends = dict.fromkeys(row.backend for row in rows)
+    yield Table(
+        SUMMARY,
+        tuple(_summary(name, [row for row in rows if row.backend == name]) for name in backends),
+    )
+    if full:
+        yield Table.of(
+            pick(VerificationRow), (({"passed": VERDICTS[row.passed]}, row) for row in rows)
+        )
+    for name in backends:
+        yield from _faults(name, [row for row in failures(rows) if row.backend == name], full)
+    yield from _remarks(rows)
+
+
+def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:
+    """Yield notes on the faults of a backend: the first failed check of each case in full."""
+    cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: row.case)]
+    shown = cases if full else cases[:SHOWN]
+    for case, (first, *others) in shown:
+        also = f"; also {', '.join(row.what for row in others)}" if others and not full else ""
+        text = f"{case} ({first.config}), {first.what}: {first.message}{also}"
+        yield Note(text, backend, "error")
+        if full:
+            for row in others:
+                yield Note(f"{case}, {row.what}: {row.message}", backend, "error")
+    if len(cases) > len(shown):
+        more = ", ".join(case for case, _ in cases[len(shown) :])
+        yield Note(f"wrong in these cases too (--full says how): {more}", backend, "error")
+
+
+def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
+    counts = [sum(row.passed is verdict for row in rows) for verdict in (True, False, None)]
+    verdict = "WRONG" if counts[1] else "right" if counts[0] else "skipped"
+    ratios = [
+        (row.error / row.allowance, row.case)
+        for row in rows
+        if row.error is not None and row.allowance
+    ]
+    worst, case = max(ratios, default=(None, ""), key=lambda pair: pair[0])
+    return (backend, verdict, *counts, worst, case)
+
+
+def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
+    """Yield skipped cases with their reasons, and other messages. Cases with one message share a
+    note.
+    """
+    cases: dict[tuple[str, str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.passed is None and row.message:
+            key = "skipped ", row.message.removeprefix("skipped: ")
+        elif row.passed and row.message:
+            # Leave out the figure, because it differs between cases.
+            text = row.message.partition(" differ by up to")[0]
+            key = "", f"passed, but {text.removesuffix(': two calls on the same inputs')}"
+        else:
+            continue
+        cases.setdefault((row.backend, *key), {}).setdefault(row.case)
+    for (backend, word, text), names in cases.items():
+        yield Note(f"{word}{', '.join(names)}: {text}", backend)
+
 
 Grad = Annotated[
     bool, Option(("--grad",), help="Also verify the gradients, as for configs with bwd.")

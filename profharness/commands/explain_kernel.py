@@ -1,0 +1,122 @@
+"""`profharness explain-kernel`: describe a kernel's name in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from profharness.columns import pick
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
+from profharness.commands._types import Names
+from profharness.errors import UsageError
+from profharness.render.document import Block, Document, Heading, Note, Table, record
+from profharness.store import frame
+from profharness.traces.kernel_names import canonical
+from profharness.traces.kernel_names.parts import FACTS, Description, NamePart, describe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+SCHEMA = "profharness.kernel_name/1"
+FIELDS = (
+    *("name", "kernel", "short", "family", "library", "meaning"),
+    *FACTS,
+    *("parts", "unknown", "untold"),
+)
+
+
+def described(names: Sequence[str]) -> list[Description]:
+    """Return the description of each name. Raise UsageError for an empty one."""
+    if not all(name.strip() for name in names):
+        raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
+    return [describe(name) for name in names]
+
+
+def names_document(descriptions: Sequence[Description]) -> Document:
+    """Return the document of `explain-kernel`: the meaning of the parts of each name, and what they
+    leave open.
+    """
+    blocks = [block for description in descriptions for block in _blocks(description)]
+    records = tuple(map(name_record, descriptions))
+    return Document(SCHEMA, "Kernel names in words", tuple(blocks), FIELDS, records)
+
+
+def name_record(description: Description) -> dict[str, Any]:
+    """Return the JSON record of one name."""
+    kernel = description.kernel
+    return {
+        "name": kernel.name,
+        "kernel": canonical(kernel.name),
+        **{name: getattr(kernel, name) for name in ("short", "family")},
+        "library": description.library,
+        "meaning": description.meaning,
+        **{name: getattr(kernel, name) for name in FACTS},
+        "parts": [record(part) for part in description.parts],
+        "unknown": list(description.unknown),
+        "untold": list(description.untold),
+    }
+
+
+def _blocks(description: Description) -> list[Block]:
+    kernel = description.kernel
+    blocks: list[Block] = [Heading(kernel.short, f"family {kernel.family}")]
+    if not description.is_known:
+        return [*blocks, Note(description.meaning, "unknown", "warning")]
+    blocks.append(Note(description.meaning))
+    parts = [replace(part, meaning=part.meaning or "not known") for part in description.parts]
+    if parts:
+        blocks.append(Table.of(pick(NamePart), parts))
+    if description.untold:
+        text = f"{', '.join(description.untold)}: the name does not say"
+        blocks.append(Note(text, "open"))
+    return blocks
+
+
+KernelNames = Annotated[
+    Names,
+    Option(
+        metavar="NAME...",
+        click={"nargs": -1},
+        tool="A kernel's name, or several, one per line.",
+        tool_examples=("flash_fwd_splitkv_kernel<64,64x256,w4>",),
+        tool_value=str.splitlines,
+    ),
+]
+
+
+def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
+    return frame([name_record(description) for description in descriptions])
+
+
+@command(
+    "explain-kernel",
+    frame=_to_frame,
+    tool="Use it for a name from any profiler, full or short. Only the name is read.",
+)
+def explain_kernel(names: KernelNames) -> list[Description]:
+    """Describe a kernel's name: its library, the meaning of each part, and what the name leaves open.
+
+    NAME is a full name, mangled or demangled, in the spelling of any profiler, or a short name as
+    printed by `kernels`. Quote it. Only the name is read: no GPU, no torch, no store. Unknown names
+    and undocumented parts are reported as unknown. Short names show the flags of FlashAttention only
+    if they are set; full names (`kernels --full`) show all of them.
+
+    \b
+    Examples:
+      profharness explain-kernel 'flash_fwd_splitkv_kernel<64,64x256,w4>'
+      profharness explain-kernel cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64
+      profharness explain-kernel fmha_cutlassF_f16_aligned_64x64_rf_sm80 --format json
+    """
+    return described([names] if isinstance(names, str) else names)
+
+
+@document(explain_kernel)
+def show(descriptions: list[Description]) -> Document:
+    """Return the document."""
+    return names_document(descriptions)
+
+
+DECLARATION = declaration_of(explain_kernel)

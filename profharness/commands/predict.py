@@ -1,0 +1,378 @@
+"""`profharness predict`: predict backend and time of configs on a GPU, from its atlas."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from profharness.atlas.data import VERSIONS
+from profharness.atlas.predictions import (
+    FIELDS,
+    Asked,
+    Place,
+    Predicted,
+    flat_record,
+    launch_record,
+    predicted,
+    predicted_record,
+    statement,
+)
+from profharness.atlas.rows import AtlasComparison
+from profharness.attention.config import AUTO, parse_config, split_names
+from profharness.attention.dispatch.advice import call_code
+from profharness.columns import pick
+from profharness.commands._command import command, declaration_of, document
+from profharness.commands._options import Option
+from profharness.commands._output import chosen_format, hint
+from profharness.commands._types import (
+    RELEASE_OPTION,
+    AtlasFolder,
+    Backends,
+    Configs,
+    Driver,
+    Format,
+    OutputFile,
+    config_list,
+)
+from profharness.commands.explain.maps import Map, draw_maps, value_text
+from profharness.commands.explain.tables import map_blocks, map_record, map_table
+from profharness.render.document import (
+    Block,
+    Chart,
+    Code,
+    Document,
+    Heading,
+    Note,
+    Table,
+    filled_columns,
+    status_note,
+)
+from profharness.rows import KernelRow
+from profharness.store import frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+SCHEMA = "profharness.predict/1"
+Answer = tuple[Predicted, ...]  # one row per backend of a config
+BACKEND_COLUMNS = pick(
+    Predicted,
+    *("backend", "choice", "source", "kernel_ns", "low_ns", "high_ns", "graph_ns", "regret"),
+    "bottleneck",
+)
+INTERVAL = ("low_ns", "high_ns")
+KERNEL_COLUMNS = (
+    *pick(Predicted, "backend"),
+    *pick(KernelRow, "kernel_short", "grid", "block", "shared_bytes", "registers_per_thread"),
+    *pick(KernelRow, "duration_ns"),
+)
+LOSS_COLUMNS = (
+    *pick(Predicted, "config"),
+    replace(*pick(Predicted, "choice"), title="auto takes"),
+    *pick(Predicted, "kernel_ns", "best", "best_ns", "regret", "source"),
+)
+MUCH = 0.1  # minimum regret of a config that is mentioned
+SHOWN_LOSSES = 12
+SHOWN_CHARTS = 4  # maximum number of maps of each kind that are drawn
+SHOWN_OUTSIDE = 4
+REGRETS = (
+    (0.01, "none"),
+    (0.1, "to 10 %"),
+    (0.5, "to 50 %"),
+    (1.0, "to 2x"),
+    (math.inf, "over 2x"),
+)
+UNKNOWN = "not known"
+
+
+def predict_document(
+    answers: Sequence[Answer],
+    place: Place,
+    backends: Sequence[str],
+    *,
+    full: bool = False,
+    charts: bool = False,
+) -> Document:
+    """Return one config with its kernels, or several as maps.
+
+    `backends` are those with a row. With `full`, each config has its own section. `charts` draws
+    the maps.
+    """
+    blocks: list[Block] = []
+    extra: dict[str, Any] = {"atlas": None}
+    if place.atlas is not None:
+        machine = {name: getattr(place.atlas.machine, name) for name in VERSIONS}
+        cells = {"cells": len(place.atlas), "own_cells": sum(map(len, place.own))}
+        extra["atlas"] = machine | cells
+    if len(answers) > 1:
+        maps = _maps(answers, AUTO if AUTO in backends else backends[0])
+        blocks += _summary(answers)
+        for axes, cells_of in maps:
+            blocks += _map_blocks(axes, cells_of, place.text)
+        if charts:
+            for axes, cells_of in maps[:SHOWN_CHARTS]:
+                blocks += _map_charts(axes, cells_of)
+            blocks += _time_charts(answers, backends)
+        extra["maps"] = [
+            map_record(axes)
+            | {
+                name: [[row and getattr(row, name) for row in line] for line in cells_of]
+                for name in ("kernel_ns", "regret", "best", "source")
+            }
+            for axes, cells_of in maps
+        ]
+    if len(answers) == 1 or full:
+        for answer in answers:
+            blocks += _config_blocks(answer, place, backends, full=full)
+            if charts:
+                blocks += _time_charts([answer], backends)
+    rows = [row for answer in answers for row in answer if row.backend in backends]
+    records = tuple(map(predicted_record, rows))
+    title = "What a GPU would do"
+    return Document(SCHEMA, title, tuple(blocks), FIELDS, records, extra, about=place.text)
+
+
+def _config_blocks(
+    answer: Answer, place: Place, backends: Sequence[str], *, full: bool
+) -> Iterator[Block]:
+    """Yield verdict, backends, kernels and refusals of a config.
+
+    If all backends are shown, only `auto` and the best one show their kernels, unless `full`.
+    """
+    auto = answer[0]
+    some = {AUTO, auto.best} if len(backends) == len(answer) and not full else {*backends}
+    shown = [row for row in answer if row.backend in backends]
+    yield Heading(auto.config, place.text)
+    yield Note(statement(answer))
+    if ran := [row for row in shown if row.status == "ok"]:
+        # measured times have no prediction interval
+        measured = all(row.source == "measured" for row in ran)
+        hidden = INTERVAL if measured else ()
+        columns = [each for each in BACKEND_COLUMNS if each.key not in hidden]
+        yield Table.of(filled_columns(columns, ran), ran)
+    kernels = [
+        launch_record(launch) | {"backend": row.backend}
+        for row in shown
+        if row.backend in some and not (row.backend == auto.choice and AUTO in some)
+        for launch in row.kernels or ()
+    ]
+    if kernels:
+        yield Heading("Kernels of a call", level=3)
+        yield Table.of(KERNEL_COLUMNS, kernels)
+    if auto.best and auto.certain and (auto.regret or 0) > MUCH:
+        config = parse_config(auto.config)
+        yield Note(f"to have {auto.best} compute it", "instead")
+        yield Code(call_code(config, config, auto.best))
+    for row in shown:
+        if row.status != "ok":
+            reasons = "; ".join(reason.message for reason in row.reasons) or "by rule"
+            if not row.reasons and row.status == "unknown":
+                reasons = "the rules of this release do not tell"
+            elif not row.reasons and row.source == "measured":
+                reasons = "PyTorch refused it when the atlas was measured"
+            yield status_note(row.status, reasons, row.backend)
+    for text in dict.fromkeys(row.outside for row in shown):
+        if text:
+            yield Note(text, "no time", "warning")
+
+
+def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
+    """Yield what `auto` loses over all configs, and where the figures come from."""
+    autos = [answer[0] for answer in answers]
+    sources = Counter(row.source for row in autos)
+    known = [row for row in autos if row.regret is not None]
+    lossy = [row for row in known if row.certain and (row.regret or 0) > MUCH]
+    lossy.sort(key=lambda row: -(row.regret or 0))
+    counts = ", ".join(f"{count:,} {source}" for source, count in sources.items())
+    yield Heading("In short", f"{len(answers):,} configs: {counts}")
+    if known:
+        text = f"auto loses more than {MUCH:.0%} on {len(lossy):,} of {len(known):,} configs"
+        if lossy:
+            worst = lossy[0]
+            text += f", most on {worst.config}: {worst.regret:.0%} over {worst.best}"
+        yield Note(f"{text}.")
+    if lossy:
+        yield Table.of(LOSS_COLUMNS, lossy[:SHOWN_LOSSES])
+        if len(lossy) > SHOWN_LOSSES:
+            yield Note(f"{len(lossy) - SHOWN_LOSSES:,} more (--format json has them all)")
+    outside = Counter(row.outside for row in autos if row.outside)
+    for reason, count in outside.most_common(SHOWN_OUTSIDE):
+        yield Note(f"{count:,} configs: {reason}", "no time", "warning")
+
+
+Cells = list[list[Predicted | None]]  # the predictions of a map, row by row
+
+
+def _maps(answers: Sequence[Answer], backend: str) -> list[tuple[Map, Cells]]:
+    """Return each map of the choices of `auto`, with the predictions for a backend."""
+    rows = [row for answer in answers for row in answer if row.backend == backend]
+    configs = [parse_config(row.config) for row in rows]
+    maps = draw_maps(configs, [answer[0].choice or "unknown" for answer in answers])
+    numbered = draw_maps(configs, list(map(str, range(len(rows)))), with_edges=False)
+    return [
+        (axes, [[None if at is None else rows[int(at)] for at in line] for line in numbers.choices])
+        for axes, numbers in zip(maps, numbered, strict=True)
+    ]
+
+
+def _map_blocks(axes: Map, cells: Cells, where: str) -> Iterator[Block]:
+    yield from map_blocks(axes, where)
+    yield Heading("Kernel time in µs", "- where it is not known", level=3)
+    yield map_table(
+        axes,
+        [
+            [
+                f"{row.kernel_ns / 1e3:.4g}" if row and row.kernel_ns is not None else None
+                for row in line
+            ]
+            for line in cells
+        ],
+    )
+    yield Heading("What is lost against the best backend, in %", level=3)
+    yield map_table(
+        axes,
+        [
+            [
+                f"{100 * row.regret:.0f}{'' if row.certain else '?'}"
+                if row and row.regret is not None
+                else None
+                for row in line
+            ]
+            for line in cells
+        ],
+    )
+
+
+def _map_charts(axes: Map, cells: Cells) -> Iterator[Chart]:
+    points: list[dict[str, Any]] = []
+    for value, line in zip(axes.row_values, cells, strict=True):
+        for column, row in zip(axes.column_values, line, strict=True):
+            if row is not None:
+                regret = math.nan if row.regret is None else row.regret
+                lost = next((text for most, text in REGRETS if regret <= most), UNKNOWN)
+                cell = {"x": value_text(column), "y": value_text(value), "label": row.config}
+                points.append(cell | {"choice": row.choice or UNKNOWN, "lost": lost})
+    for key, what in (
+        ("choice", "What auto takes"),
+        ("lost", "What is lost against the best backend"),
+    ):
+        title = f"{what}, {axes.title}".rstrip(", ")
+        names = ("x", "y", key, axes.columns, axes.rows)
+        yield Chart("map", title, tuple(points), *names, label="label")
+
+
+def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Chart]:
+    rows = [row for answer in answers for row in answer if row.backend in backends]
+    medians = [
+        (row.config, row.backend, float(row.kernel_ns)) for row in rows if row.kernel_ns is not None
+    ]
+    intervals = {
+        (row.config, row.backend): (float(row.low_ns), float(row.high_ns))
+        for row in rows
+        if row.low_ns is not None and row.high_ns is not None
+    }
+    # imports the store and all of bench
+    from profharness.commands.bench.tables import latency_charts
+    from profharness.measurements.measurements import AXES
+
+    return latency_charts(medians, "kernel time, predicted", intervals, axes=AXES)
+
+
+def against_blocks(rows: Sequence[AtlasComparison]) -> list[Block]:
+    """Return a table of the times of a run's kernels beside those in the atlas of its machine.
+
+    Return no blocks if there is no atlas.
+    """
+    if not rows:
+        return []
+    modelled = [row.inside for row in rows if row.inside is not None]
+    text = f"{sum(modelled)} of {len(modelled)} times that the model tells lie in its 90 % interval"
+    heading = Heading("Against the atlas", "what cells of such a machine took")
+    return [heading, Note(f"{text}."), Table.of(pick(AtlasComparison), rows)]
+
+
+GpuName = Annotated[
+    str | None,
+    Option(
+        ("--gpu",),
+        metavar="NAME",
+        help="The GPU: H200, or any that `explain --gpu` knows.  [default: the local GPU if it has an atlas, "
+        "else the only one with an atlas]",
+        tool="A GPU by name. Default: the only one with an atlas.",
+        tool_examples=("H200",),
+    ),
+]
+Release = Annotated[
+    str | None,
+    replace(
+        RELEASE_OPTION,
+        help="The PyTorch release, 2.11 or 2.11.0.  [default: the newest with an atlas of this GPU, else "
+        "the newest with known rules]",
+    ),
+]
+Full = Annotated[bool, Option(("--full",), help="Also show each config by itself.")]
+
+
+def _to_frame(found: Asked) -> pd.DataFrame:
+    rows = [row for answer in found.answers for row in found.of(answer)]
+    made = frame(list(map(flat_record, rows)))
+    made.attrs |= {"answers": rows, "place": found.place.text, "doubt": found.doubt}
+    return made
+
+
+@command(
+    "predict",
+    frame=_to_frame,
+    tool="Use it for the time of a config or its fastest backend on a GPU; explain gives reasons.",
+)
+def predict(
+    configs: Configs,
+    backends: Backends = None,
+    *,
+    gpu: GpuName = None,
+    torch: Release = None,
+    driver: Driver = None,
+    atlas: AtlasFolder = None,
+) -> Asked:
+    """Predict PyTorch's choice, kernels, time and the best backend for configs on a GPU you do not have.
+
+    Predictions come from an atlas: thousands of cells measured on such a GPU, and a model fitted to
+    them. `source` is `measured` if the atlas has the cell; `model` if the model predicts it, with a
+    90 % interval; or `floor` if the GPU or the release has no atlas, or the config lies outside its
+    samples. A floor has only the choice by the dispatch rules and the roofline bound. Several configs
+    give maps of choice, time and loss. Neither torch nor a store is needed.
+
+    \b
+    Examples:
+      profharness predict --config 16,32,1,128,bf16,seq_kv=4096,kv_heads=8 --gpu H200
+      profharness predict --config '2,16,{512:8192:*2},{64,128,256},bf16' --gpu H200 -o maps.html
+      profharness predict --configs FILE --gpu H200 --format csv
+
+    In Python the result has one row per config and backend, times in ns. A row with the source `floor`
+    has no time, and low_ns is the roofline bound. Kernels are short names. `attrs["answers"]` has the
+    full rows, `attrs["place"]` the machine, and `attrs["doubt"]` any doubts.
+    """
+    found = predicted(config_list(configs), split_names(backends), gpu, torch, atlas, driver)
+    if gpu is None:
+        hint(f"answering for {found.place.text}")
+    if found.doubt:
+        hint(found.doubt)
+    return found
+
+
+@document(predict)
+def show(
+    found: Asked, *, full: Full = False, format: Format = None, output: OutputFile = None
+) -> Document:
+    """Return the document, with charts if the format shows them."""
+    path = None if output is None else Path(output)
+    charts = chosen_format(format, path) in ("html", "md")
+    return predict_document(found.answers, found.place, found.backends, full=full, charts=charts)
+
+
+DECLARATION = declaration_of(predict)
