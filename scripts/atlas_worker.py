@@ -31,6 +31,7 @@ from profharness.attention.backends import find_backend
 from profharness.attention.backends.inputs import Inputs, build_inputs
 from profharness.attention.config import Config, parse_config
 from profharness.dtypes import CONFIG_DTYPES
+from profharness.recording.worker.attention import fused_choice, make_call, torch_dtype
 from profharness.recording.worker.environment import backend_name, collect
 from profharness.recording.worker.failures import (
     context_is_dead,
@@ -39,7 +40,6 @@ from profharness.recording.worker.failures import (
     recorded_warnings,
     refusals,
 )
-from profharness.recording.worker.inputs import fused_choice, make_call, torch_dtype
 from profharness.recording.worker.program import EXIT_DEAD_CONTEXT, end_with
 from profharness.recording.worker.timing import elapsed_ms
 from profharness.trace import WARMUP_RANGE, cell_range

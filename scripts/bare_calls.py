@@ -18,7 +18,7 @@ import torch
 
 from profharness.attention.backends import find_backend
 from profharness.attention.config import parse_config_lines
-from profharness.recording.worker.inputs import make_call, make_inputs
+from profharness.recording.worker.attention import make_call, make_inputs
 from profharness.recording.worker.timing import MIN_SAMPLES
 from profharness.run import Protocol
 

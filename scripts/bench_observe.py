@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from profharness.recording.observer import in_process, wrapper
+from profharness.recording.observer import wrapper
 
 STARTUP = Path(__file__).resolve().parents[1] / "profharness" / "recording" / "observer" / "startup"
 CALLS = 100
@@ -89,7 +89,7 @@ def other_ops(rounds: int) -> float:
 def pair(rounds: int, work: Callable[[], Any], attention: Any) -> float:
     """Return the median difference with and without a recorder, per call."""
     differences = []
-    with in_process.observe():
+    with wrapper.observe():
         for each in range(rounds):
             took = {}
             for function in (wrapper.sd, attention)[:: 1 if each % 2 else -1]:

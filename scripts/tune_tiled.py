@@ -24,7 +24,7 @@ import torch
 from bench_kernels import TABLE
 
 from profharness.attention.config import parse_config
-from profharness.recording.worker.inputs import torch_dtype
+from profharness.recording.worker.attention import torch_dtype
 from profharness.recording.worker.timing import open_graph
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels"

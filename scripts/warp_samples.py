@@ -90,7 +90,7 @@ def call(text: str, backend: str) -> None:
 
     from profharness.attention.backends import find_backend
     from profharness.attention.config import parse_config
-    from profharness.recording.worker.inputs import make_call, make_inputs
+    from profharness.recording.worker.attention import make_call, make_inputs
 
     config, found = parse_config(text), find_backend(backend)
     attention = found.load() if found.load else None

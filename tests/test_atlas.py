@@ -287,7 +287,7 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
 
 def test_inputs_of_the_pool_have_the_layout_of_a_capture() -> None:
     worker = pytest.importorskip("atlas_worker")
-    from profharness.recording.worker.inputs import make_inputs
+    from profharness.recording.worker.attention import make_inputs
 
     pool = worker.Pool("cpu")
     for text in (

@@ -26,7 +26,7 @@ from profharness.store import open_store
 if TYPE_CHECKING:
     import pandas as pd
 
-OBSERVER = "profharness.recording.observer.in_process"  # by name: nothing of the package imports it
+OBSERVER = "profharness.recording.observer.wrapper"  # by name: nothing of the package imports it
 
 
 def observe() -> contextlib.AbstractContextManager[Any]:

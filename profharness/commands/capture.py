@@ -37,7 +37,7 @@ from profharness.commands._types import (
 from profharness.errors import CaptureError, UsageError
 from profharness.files import RUNS_FOLDER, shell_command
 from profharness.processes import prewarmed_worker
-from profharness.recording.profilers.ncu_metrics import metric_names
+from profharness.recording.profilers.ncu import metric_names
 from profharness.rows import COUNTERS
 from profharness.run import GPU, LIMITS, CaptureOptions, Fleet, Protocol
 

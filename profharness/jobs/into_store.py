@@ -185,25 +185,26 @@ def capture_with_each(
     profilers = find_profilers(options.profilers)
     wrapped = [profiler.name for profiler in profilers if profiler.session]
     require_tools(profilers)
-    tried = [probe_interpreter(name, wrapped) for name in pythons]
-    left_out = [interpreter.text for interpreter in tried if interpreter.why is not None]
-    for text in left_out:
-        listener.say(f"left out: {text}")
-    for interpreter in tried:
-        if interpreter.why is not None:
-            continue
-        listener.say(interpreter.text)
-        chosen = replace(options, python=interpreter.path)
+    usable, left_out = [], []
+    for name in pythons:
+        try:
+            usable.append((name, *probe_interpreter(name, wrapped)))
+        except CaptureError as error:
+            left_out.append(f"{name}: {error}")
+            listener.say(f"left out: {left_out[-1]}")
+    for name, path, versions in usable:
+        listener.say(versions)
+        chosen = replace(options, python=path)
         with listener.progress() as progress:
             try:
                 captured = capture_into_store(configs, backends, store, chosen, progress)
             except CaptureError as error:
-                left_out.append(f"{interpreter.name}: {error}")
+                left_out.append(f"{name}: {error}")
                 continue
         yield captured
     if left_out:
         raise CaptureError(
-            "\n  ".join([f"{len(left_out)} of {len(tried)} not measured:", *left_out])
+            "\n  ".join([f"{len(left_out)} of {len(pythons)} not measured:", *left_out])
         )
 
 

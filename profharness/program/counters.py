@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from profharness.columns import column
-from profharness.recording.profilers.ncu_metrics import (
+from profharness.recording.profilers.ncu import (
     BANK_CONFLICTS,
     DRAM_THROUGHPUT,
     FMA_PIPE,

@@ -40,7 +40,7 @@ from profharness.processes import (
     raise_deferred_signals,
 )
 from profharness.recording.profilers import Profiler, find_profilers, open_session, require_tools
-from profharness.recording.profilers.base import Outcome, Tool
+from profharness.recording.profilers.base import Tool
 from profharness.recording.supervise import LOG_FILE, Progress, RunRecord, run_cells, worker_argv
 from profharness.run import (
     GPU,
@@ -63,9 +63,7 @@ from profharness.run import (
 )
 
 LOCK_FILE = ".lock"
-START_REMEDY = (
-    "`profharness doctor` shows what is missing; the worker's own words are in worker.log"
-)
+START_REMEDY = "`profharness doctor` shows what is missing; see also worker.log"
 
 
 def capture(
@@ -311,37 +309,27 @@ def write_folder(
     made = False
     try:
         with delay_signals():
-            _write_folder(folder, run, backends, python)
+            folder.mkdir(parents=True)
             made = True
-    except KeyboardInterrupt:
+            # use the texts as given: a backend's name does not contain the folder of its file
+            write_sources(folder, find_backends(backends).values())
+            if run.bench is not None:
+                write_plan(folder, run.bench)
+            if python is not None:
+                (folder / PYTHON_FILE).write_text(python, encoding="utf-8")
+            write_run(folder, run)
+    except BaseException as error:
         if made:
+            # without a complete record the folder could neither be resumed nor ingested
             shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
-
-
-def _write_folder(folder: Path, run: Run, backends: Sequence[str], python: str | None) -> None:
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CaptureError(
-            f"cannot make the run folder {folder}: {error.strerror}; choose another with --out"
-        ) from None
-    # use the texts as given: a backend's name does not contain the folder of its file
-    try:
-        write_sources(folder, find_backends(backends).values())
-        if run.bench is not None:
-            write_plan(folder, run.bench)
-        if python is not None:
-            (folder / PYTHON_FILE).write_text(python, encoding="utf-8")
-        write_run(folder, run)
-    except (OSError, CaptureError) as error:
-        # without a complete record the folder could neither be resumed nor ingested
-        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError | CaptureError):
+            raise
         why = getattr(error if isinstance(error, OSError) else error.__context__, "strerror", error)
+        what = f"cannot write to {out}" if made else f"cannot make the run folder {folder}"
         raise CaptureError(
-            f"cannot write to {folder.parent}: {why}; nothing was run; choose another folder with --out"
+            f"{what}: {why}; nothing was run; choose another folder with --out"
         ) from None
+    return folder
 
 
 def _carry_out(
@@ -360,7 +348,6 @@ def _carry_out(
     try:
         with (
             interrupts_name(folder),
-            _folder_writable(folder),
             defer_signals(),
             gpu_locked(run.protocol.device, record.notify) as inherited,
         ):
@@ -383,20 +370,13 @@ def _carry_out(
                     _wrapped_pass(record, profiler, tools, python)
             # raise a deferred interrupt here, where it still names the folder
             raise_deferred_signals()
+    except OSError as error:  # of the run folder, or of TMPDIR
+        raise unwritable(folder, f"{error.filename or folder}: {error.strerror}") from None
     finally:
         record.save()
     record.explain_pending()
     _tidy(folder, record.run)
     return RunFolder(folder, record.run)
-
-
-@contextlib.contextmanager
-def _folder_writable(folder: Path) -> Iterator[None]:
-    """Convert an OSError of the block into a CaptureError that names the run folder or TMPDIR."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(folder, f"{error.filename or folder}: {error.strerror}") from None
 
 
 @contextlib.contextmanager
@@ -444,10 +424,7 @@ def _backend_code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
 
 
 def _wrapped_pass(
-    record: RunRecord,
-    profiler: Profiler,
-    tools: dict[str, Tool],
-    python: str | None,
+    record: RunRecord, profiler: Profiler, tools: dict[str, Tool], python: str | None
 ) -> None:
     """Run all cells under a profiler that wraps the worker. Failures become problems of the run."""
     protocol = replace(
@@ -472,7 +449,7 @@ def _wrapped_pass(
         # a problem found by the session is more specific than a worker that did not start
         if len(record.problems) == before:
             problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
-            record.add_outcome(Outcome(problem=problem))
+            record.add_outcome((None, problem))
 
 
 def _tidy(folder: Path, run: Run) -> None:

@@ -1,6 +1,4 @@
-"""Short-lived workers that report the environment, which backends run, the device's peaks, and
-PyTorch's backend choices for configs.
-"""
+"""Short-lived workers that report the environment, usable backends, peaks, and PyTorch's choices."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -58,55 +56,36 @@ class BackendState:
 
 def probe_environment() -> dict[str, Any] | str:
     """Return the environment of a worker, or a message if none starts."""
-    with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
             return worker_environment(Path(folder), PROBE_PROTOCOL)
-        except CaptureError as error:
-            return str(error)
+    except CaptureError as error:
+        return str(error)
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """Another Python whose torch is to be measured."""
-
-    name: str  # as given by the user
-    path: str
-    environment: dict[str, Any] = field(default_factory=dict)  # as its worker reports it
-    why: str | None = None  # why it cannot be used
-
-    @property
-    def text(self) -> str:
-        """The name and the versions, or why the interpreter cannot be used."""
-        if self.why is not None:
-            return f"{self.name}: {self.why}"
-        return (
-            f"{self.name}: torch {self.environment['torch']}, Python {self.environment['python']}"
-        )
-
-
-def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> Interpreter:
+def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> tuple[str, str]:
     """Start a worker in a Python, given by its path or its name on PATH.
 
-    `wrapped` are profilers that will run around it, which need the package nvtx there.
+    Return its path, and a text with its versions. `wrapped` are profilers that will run around it,
+    which need the package nvtx there. Raise CaptureError if it cannot be used.
     """
     path = shutil.which(name)
     if path is None:
-        return Interpreter(name, name, why="no such program; name a Python that has torch")
+        raise CaptureError("no such program; name a Python that has torch")
     # do not resolve the link of a virtual environment, which selects its packages
     path = str(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         try:
             environment = worker_environment(Path(folder), PROBE_PROTOCOL, path)
-        except CaptureError as error:
-            return Interpreter(name, path, why=str(error))
         except OSError as error:
-            return Interpreter(name, path, why=f"does not start: {error.strerror}")
+            raise CaptureError(f"does not start: {error.strerror}") from None
     if wrapped:
         done = run_briefly([path, "-c", "import nvtx"], IMPORT_TIMEOUT_S)
         if done is None or done.returncode:
-            why = f"{', '.join(wrapped)} need the package nvtx there: {path} -m pip install nvtx"
-            return Interpreter(name, path, environment, why)
-    return Interpreter(name, path, environment)
+            raise CaptureError(
+                f"{', '.join(wrapped)} need the package nvtx there: {path} -m pip install nvtx"
+            )
+    return path, f"{name}: torch {environment['torch']}, Python {environment['python']}"
 
 
 def probe_backends() -> list[BackendState]:
@@ -186,16 +165,6 @@ AskProgress = Callable[[int, int, str], None]
 """Takes the number of finished configs, the total, and the label of the last finished one."""
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """PyTorch's answer for a config."""
-
-    cell: Cell
-    answer: LiveAnswer | None  # None if the process wrote no answer
-    ended: Cell | None  # the cell with its status
-    environment: dict[str, Any]  # environment of the process
-
-
 def ask(
     configs: Sequence[Config],
     *,
@@ -204,16 +173,14 @@ def ask(
     timeout_s: float = 120,
     progress: AskProgress | None = None,
     asked: str = AUTO,
-) -> list[ProbeResult]:
-    """Return one result per config, in order.
+) -> tuple[list[LiveAnswer], dict[str, Any]]:
+    """Return PyTorch's answer for each config, in order, and the environment of the process.
 
     `asked` is `auto`, or a set or order of backends. `device` is `cuda`, `cpu` or `auto`.
-    `timeout_s` limits one config. If the process died or took too long, the config has no answer.
+    `timeout_s` limits one config. If the process died or took too long, the answer has an error.
     Raise CaptureError if no process starts.
     """
     cells = tuple(Cell(f"c{index:04d}", config, asked) for index, config in enumerate(configs, 1))
-    if not cells:
-        return []
     environment: dict[str, Any] = {}
     ended: dict[str, Cell] = {}
 
@@ -230,26 +197,21 @@ def ask(
         protocol = Protocol(device=device, timeout_s=timeout_s)
         command = partial(ask_argv, advice=advice)
         run_cells(folder, cells, protocol, (), on_entry, command=command)
-        answers = _read_answers(folder / ANSWERS_FILE)
-    return [
-        ProbeResult(cell, answers.get(cell.cell), ended.get(cell.cell), environment)
-        for cell in cells
-    ]
+        answers: dict[str, LiveAnswer] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in read_lines(folder / ANSWERS_FILE):
+                with contextlib.suppress(*NOT_A_RECORD):  # a crash may have cut a line short
+                    answer = decode_json(line, LiveAnswer)
+                    answers[answer.cell] = answer
+    for cell in cells:
+        if cell.cell not in answers:
+            message = ended[cell.cell].message if cell.cell in ended else None
+            error = f"PyTorch could not be asked: {message or 'its process left no answer'}"
+            answers[cell.cell] = LiveAnswer(cell.cell, cell.config.label, error=error)
+    return [answers[cell.cell] for cell in cells], environment
 
 
 def ask_argv(folder: Path, *, advice: bool) -> list[str]:
     """Return the argv of the program that queries PyTorch."""
-    return worker_argv(
-        folder, ["profharness.recording.worker.ask", *([] if advice else ["--no-advice"])]
-    )
-
-
-def _read_answers(path: Path) -> dict[str, LiveAnswer]:
-    """Read answers by cell. Ignore a line that a crash cut short."""
-    answers: dict[str, LiveAnswer] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in read_lines(path):
-            with contextlib.suppress(*NOT_A_RECORD):
-                answer = decode_json(line, LiveAnswer)
-                answers[answer.cell] = answer
-    return answers
+    options = () if advice else ("--no-advice",)
+    return worker_argv(folder, ["profharness.recording.worker.ask", *options])

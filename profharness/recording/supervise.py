@@ -40,7 +40,7 @@ from profharness.processes import (
     wait_for,
 )
 from profharness.recording.profilers import PROFILERS, Profiler
-from profharness.recording.profilers.base import Ended, Outcome, Session
+from profharness.recording.profilers.base import Outcome, Session
 from profharness.run import (
     EXIT_UNWRITABLE,
     GPU,
@@ -93,16 +93,16 @@ Progress = Callable[[Step], None]
 def worker_argv(folder: Path, program: Sequence[str] = (), python: str | None = None) -> list[str]:
     """Return the argv of the worker, or of another of its programs given by module and arguments.
 
-    `python` is another interpreter, which needs no package but torch. `-P` keeps the working
-    directory, which may contain a `kernels` or a `torch.py`, off the path.
+    `python` is another interpreter, which needs no package but torch.
     """
     if python is not None:
         return [python, str(WORKER_SCRIPT), *program, str(folder)]
+    # -P keeps the working directory, which may contain a `kernels` or a `torch.py`, off the path
     return [sys.executable, "-P", "-m", "profharness.recording.worker", *program, str(folder)]
 
 
-class JournalReader:
-    """Reads new lines of journal.jsonl, from its end at the time of construction."""
+class _JournalReader:
+    """The new lines of a journal, from its end at the time of construction."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -138,15 +138,16 @@ class JournalReader:
 
 
 @dataclass
-class WorkerProcess:
+class _WorkerProcess:
     """One worker process, from its plan to its end."""
 
     folder: Path
     protocol: Protocol
     pending: dict[str, Cell]
-    journal: JournalReader
+    journal: _JournalReader
     on_entry: Callable[[JournalEntry], None]
     session: Session
+    profilers: tuple[str, ...] = ()
     returncode: int | None = None
     cell: str | None = None
     stage: str = "start"
@@ -165,17 +166,14 @@ class WorkerProcess:
         log = self.folder / LOG_FILE
         self.log_offset = log.stat().st_size if log.exists() else 0
 
-    def plan(self, profilers: tuple[str, ...] = ()) -> None:
-        """Write the plan for the worker."""
-        cells = tuple(self.pending.values())
-        plan = Plan(cells, self.protocol, profilers, os.getpid(), wrapped=self.session.wrapped)
-        (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
-
     def run(self, command: list[str]) -> None:
-        """Follow the worker, in its own process group, to its end.
+        """Write the plan and follow the worker, in its own process group, to its end.
 
         Afterwards nothing that it or its tool started is left.
         """
+        cells, wrapped = tuple(self.pending.values()), self.session.wrapped
+        plan = Plan(cells, self.protocol, self.profilers, os.getpid(), wrapped=wrapped)
+        (self.folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
         mark_of_worker = self.prewarmed.mark if self.prewarmed else None
         with orphans_adopted(self.session.notify, mark_of_worker) as mark:
             try:
@@ -240,21 +238,17 @@ class WorkerProcess:
         warnings = (*entry.result.warnings, f"{text}: a sample may include that time")
         return replace(entry, result=replace(entry.result, warnings=warnings))
 
-    def close(self) -> Outcome:
-        """Return what the worker's session left."""
-        return self.session.close(
-            Ended(self.returncode, self._log(), self.ended, interrupted=self.stopped)
-        )
-
     def end_cell(self) -> None:
         """Write the result of the cell during which the worker died."""
         cell = self.pending.pop(str(self.cell))
+        # plain Python is not compiled, but loaded and called too
+        stage = {"compile": "loading, compiling or the first call"}.get(self.stage, self.stage)
         if self.returncode is None:
             status = "timeout"
-            message = f"no answer during {_describe_stage(self.stage)}; the worker was ended (see --timeout)"
+            message = f"no answer during {stage}; the worker was ended (see --timeout)"
         else:
             status, tail = "crashed", self._stderr_tail()
-            message = f"the worker died during {_describe_stage(self.stage)}: {_describe_exit(self.returncode)}"
+            message = f"the worker died during {stage}: {_describe_exit(self.returncode)}"
             message += f"; its last output: {tail}" if tail else ""
         result = replace(cell, status=status, message=message)
         entry = JournalEntry("end", cell=cell.cell, result=result)
@@ -263,12 +257,8 @@ class WorkerProcess:
 
     def failure(self) -> CaptureError:
         """Return the error of a worker that did not start."""
-        how = (
-            "it gave no sign of life"
-            if self.returncode is None
-            else _describe_exit(self.returncode)
-        )
-        tail = self._stderr_tail()
+        code, tail = self.returncode, self._stderr_tail()
+        how = "it gave no sign of life" if code is None else _describe_exit(code)
         return CaptureError(
             f"the worker process did not start ({how}){f': {tail}' if tail else ''}; {self.remedy}"
         )
@@ -306,7 +296,7 @@ class WorkerProcess:
                 self._end(process)
             raise
 
-    def _log(self) -> str:
+    def log(self) -> str:
         """Return what this process wrote, at most MAX_TEXT_BYTES from the end."""
         cut = self.process.cut_bytes if self.process else 0
         return read_end(self.folder / LOG_FILE, max(0, self.log_offset - cut))
@@ -316,7 +306,7 @@ class WorkerProcess:
 
         Use what is visible from outside, else the worker's own message.
         """
-        said = self.returncode == EXIT_UNWRITABLE
+        reported = self.returncode == EXIT_UNWRITABLE
         try:
             state = os.statvfs(self.folder)
         except OSError as error:
@@ -325,22 +315,17 @@ class WorkerProcess:
             return os.strerror(errno.EROFS)
         # not f_bfree, which includes blocks reserved for root
         free = state.f_bavail * state.f_frsize
-        if free < (TRACE_BYTES if said else ROOM_BYTES):
+        if free < (TRACE_BYTES if reported else ROOM_BYTES):
             return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
         # without the message, a backend ended the process with the same exit code
-        _, mark, words = self._log().rpartition(UNWRITABLE)
-        return words.splitlines()[0] if said and mark else None
+        _, mark, reason = self.log().rpartition(UNWRITABLE)
+        return reason.splitlines()[0] if reported and mark else None
 
     def _stderr_tail(self) -> str:
         """Return the last one or two non-empty lines that this process wrote to stderr."""
-        text = self._log()[-LOG_TAIL_BYTES:]
+        text = self.log()[-LOG_TAIL_BYTES:]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " / ".join(lines[-2:])[:500]
-
-
-def _describe_stage(stage: str) -> str:
-    """Describe a stage in a sentence. Plain Python is not compiled, but loaded and called too."""
-    return {"compile": "loading, compiling or the first call"}.get(stage, stage)
 
 
 def _describe_exit(returncode: int) -> str:
@@ -373,22 +358,24 @@ def run_cells(
     exception, including KeyboardInterrupt, the worker is ended first.
     """
     pending = {cell.cell: cell for cell in cells}
-    journal = JournalReader(folder / JOURNAL_FILE)
+    journal = _JournalReader(folder / JOURNAL_FILE)
     idle = 0
     while pending:
         session = make_session()
         try:
-            start = WorkerProcess(folder, protocol, pending, journal, on_entry, session)
+            start = _WorkerProcess(folder, protocol, pending, journal, on_entry, session, profilers)
             start.inherited = inherited
             start.prewarmed, prewarmed = prewarmed, None
-            start.plan(profilers)
             try:
                 start.run(command(folder))
             finally:
                 # entries may have been written since the last poll
                 start.read_journal()
                 if not start.at_once:
-                    on_outcome(start.close())
+                    outcome = session.close(
+                        start.returncode, start.log(), start.ended, interrupted=start.stopped
+                    )
+                    on_outcome(outcome)
         finally:
             with delay_signals():
                 session.discard()
@@ -411,10 +398,9 @@ def worker_environment(
 ) -> dict[str, Any]:
     """Return the environment that a worker reports. Raise CaptureError if it cannot start."""
     entries: list[JournalEntry] = []
-    journal = JournalReader(folder / JOURNAL_FILE)
-    start = WorkerProcess(folder, protocol, {}, journal, entries.append, Session())
+    journal = _JournalReader(folder / JOURNAL_FILE)
+    start = _WorkerProcess(folder, protocol, {}, journal, entries.append, Session())
     start.prewarmed = prewarmed
-    start.plan()
     if python is not None:
         start.remedy = f"try `{shlex.quote(python)} -c 'import torch'`"
     start.run(worker_argv(folder, python=python))
@@ -424,17 +410,14 @@ def worker_environment(
     return entries[0].environment
 
 
-LESS = "or leave this config out for this profiler"
 REMEDIES = {
-    "timeout": f"give it more time with --timeout, {LESS}",
-    "oom": "the profiler needs memory of its own: free some on the GPU, choose a smaller config, "
-    f"{LESS}",
-    "crashed": "see the worker's last words here and in worker.log; run the config without this "
-    f"profiler to see whether it dies there too, {LESS}",
+    "timeout": "give it more time with --timeout",
+    "oom": "the profiler needs memory of its own: free some on the GPU, choose a smaller config",
+    "crashed": "see the worker's last output here and in worker.log; run the config without this "
+    "profiler to see whether it dies there too",
     "error": "see the message, which is the backend's own; run the config without this profiler to "
-    f"see whether it fails there too, {LESS}",
-    "refused": "run the config without this profiler to see whether it is refused there too, "
-    f"{LESS}",
+    "see whether it fails there too",
+    "refused": "run the config without this profiler to see whether it is refused there too",
 }
 
 
@@ -502,14 +485,22 @@ class RunRecord:
         stage = entry.stage or "start"
         result = entry.result
         if result is not None:
-            if result.case is not None:
-                result = _resolve_check(result, str(self.run.environment.get("device_type", CPU)))
-            else:  # if the cell ended its worker, the result has the config as requested
-                result = replace(result, config=cell.config)
+            # if the cell ended its worker, the result has the config as requested
+            capture = result.case is None
+            result = replace(result, config=cell.config) if capture else self._resolve_check(result)
             if profiler is None or cell.status == "pending":
                 cell = self._cells[cell.cell] = with_result(cell, result)
             elif profiler is not None and result.status != "ok":
-                self.problems.append(_cell_problem(profiler.name, result))
+                self.problems.append(
+                    Problem(
+                        profiler.name,
+                        f"cell_{result.status}",
+                        f"{result.config} {result.backend} ended as {result.status} under "
+                        f"{profiler.name}: {result.message}",
+                        f"{REMEDIES[result.status]}, or leave this config out for this profiler",
+                        cells=(result.cell,),
+                    )
+                )
             stage, finished = result.status, finished + 1
             self._pass = (profiler, finished, total)
         if profiler is None:
@@ -529,14 +520,13 @@ class RunRecord:
         return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes
 
     def _add_disturbance(self, problem: Problem) -> None:
-        """Record a possible disturbance of the times once, with a warning."""
         if problem not in self.problems:
             self.problems.append(problem)
             self.save()
             self.notify(f"warning: {problem.message}; {problem.remedy} [{problem.code}]")
 
     def notify(self, notice: str) -> None:
-        """Report a notice to the user."""
+        """Report a message to the user."""
         _, finished, total = self._pass
         cell = next(iter(self._cells.values()))
         self._progress(Step(finished, total, cell, "", notice))
@@ -559,13 +549,14 @@ class RunRecord:
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Record the trace and the problem of a worker process that ran under a tool."""
-        if outcome.trace is not None:
+        trace, problem = outcome
+        if trace is not None:
             # the trace may contain parts of failed cells
-            done = tuple(cell for cell in outcome.trace.cells if self._cells[cell].status == "ok")
-            self._wrapped.append(replace(outcome.trace, cells=done))
-        if outcome.problem is not None:
-            self.problems.append(outcome.problem)
-        if outcome != Outcome():
+            done = tuple(cell for cell in trace.cells if self._cells[cell].status == "ok")
+            self._wrapped.append(replace(trace, cells=done))
+        if problem is not None:
+            self.problems.append(problem)
+        if trace or problem:
             self.save()
 
     def _add_environment(self, environment: dict[str, Any]) -> None:
@@ -586,28 +577,16 @@ class RunRecord:
         write_run(self.folder, self.run)
         self._saved = time.monotonic()
 
-
-def _resolve_check(result: Cell, device: str) -> Cell:
-    """Resolve the dtypes of a verified cell. A worker that died or hung failed its check."""
-    asked = parse_config(result.asked) if result.asked else result.config
-    checks = result.checks or (Check("out", False, f"{result.status}: {result.message}"),)
-    return replace(
-        result,
-        config=result.config.resolve(device),
-        asked=asked.resolve(device).label,
-        checks=checks,
-    )
-
-
-def _cell_problem(profiler: str, result: Cell) -> Problem:
-    """Describe a cell that ran without the profiler but failed under it."""
-    return Problem(
-        profiler,
-        f"cell_{result.status}",
-        f"{result.config} {result.backend} ended as {result.status} under {profiler}: {result.message}",
-        REMEDIES.get(result.status, REMEDIES["error"]),
-        cells=(result.cell,),
-    )
+    def _resolve_check(self, result: Cell) -> Cell:
+        """Resolve the dtypes of a verified cell. A worker that died or hung failed its check."""
+        device = str(self.run.environment.get("device_type", CPU))
+        asked = parse_config(result.asked) if result.asked else result.config
+        return replace(
+            result,
+            config=result.config.resolve(device),
+            asked=asked.resolve(device).label,
+            checks=result.checks or (Check("out", False, f"{result.status}: {result.message}"),),
+        )
 
 
 def _cell_traces(

@@ -519,7 +519,7 @@ def _unmeasured(protocol: Protocol, trace: Trace) -> list[str]:
     """Return a warning if an ncu trace lacks requested metrics."""
     if trace.profiler != NCU or not trace.num_launches:
         return []
-    from profharness.recording.profilers.ncu_metrics import QUERY_METRICS, unmeasured
+    from profharness.recording.profilers.ncu import QUERY_METRICS, unmeasured
 
     names = ", ".join(unmeasured(protocol.metrics, trace.metrics.names if trace.metrics else ()))
     return [f"ncu measured no {names}; {QUERY_METRICS}"] if names else []

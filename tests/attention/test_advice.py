@@ -35,7 +35,7 @@ import json, sys
 import torch
 import torch.nn.functional as F
 from profharness.attention.config import parse_config
-from profharness.recording.worker.inputs import make_forward, make_inputs
+from profharness.recording.worker.attention import make_forward, make_inputs
 
 TOLERANCE = {"fp32": (1e-5, 1e-5), "bf16": (2e-2, 2e-2), "fp16": (3e-3, 3e-3)}
 torch.set_num_threads(1)

@@ -41,7 +41,7 @@ from profharness.commands.analyze.several import (
 from profharness.commands.analyze.tables import analyze_document
 from profharness.devices import Device, Peaks, data_sheet
 from profharness.program.counters import read_counters
-from profharness.recording.profilers.ncu_metrics import (
+from profharness.recording.profilers.ncu import (
     BANK_CONFLICTS,
     FMA_PIPE,
     ISSUE_ACTIVE,

@@ -20,7 +20,7 @@ from profharness.commands.analyze.tables import analyze_document, traffic_points
 from profharness.devices import MEASURED, Peaks, l1_bytes
 from profharness.errors import CaptureError, UsageError
 from profharness.program.counters import Counters
-from profharness.recording.profilers.ncu_metrics import PRESETS, TENSOR_PIPE_OF_ADA
+from profharness.recording.profilers.ncu import PRESETS, TENSOR_PIPE_OF_ADA
 from profharness.render.document import Chart, Heading, Note
 from profharness.store import ingest_path, open_store
 

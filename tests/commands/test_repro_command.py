@@ -38,7 +38,7 @@ import contextlib, io, json, runpy, sys
 import torch
 from profharness.attention.backends import find_backend
 from profharness.attention.config import parse_config
-from profharness.recording.worker.inputs import make_call, make_inputs
+from profharness.recording.worker.attention import make_call, make_inputs
 
 for path, text, name, seed in json.load(sys.stdin):
     said, code, names = io.StringIO(), 0, {}

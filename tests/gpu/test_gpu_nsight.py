@@ -124,7 +124,7 @@ def test_a_hanging_cell_costs_itself_and_leaves_no_process(tmp_path: Path, name:
         lambda folder: [sys.executable, "-c", HANGING, str(folder)],
     )
     assert ends == {"c0001": "ok", "c0002": "timeout", "c0003": "ok"}
-    assert [outcome.trace.cells for outcome in outcomes if outcome.trace] == [
+    assert [trace.cells for trace, _ in outcomes if trace] == [
         ("c0001",),
         ("c0003",),
     ], outcomes

@@ -137,8 +137,8 @@ def _lend(packages: Path) -> None:
     torch = metadata.distribution("torch")
     (name,) = {file.parts[0] for file in torch.files or () if file.name == "METADATA"}
     (packages / name).symlink_to(Path(str(torch.locate_file(name))).resolve())
-    (stand_ins,) = map(Path, standins.__path__)
-    (packages / "stand_in_msgspec.py").symlink_to(stand_ins / "msgspec.py")
+    stand_ins = Path(standins.__file__)
+    (packages / "stand_in_msgspec.py").symlink_to(stand_ins)
     (packages / "profharness").symlink_to(stand_ins.parents[2])
     for name, text in COMPILED.items():
         (packages / name).write_text(text)

@@ -29,28 +29,6 @@ NSYS: dict[str, Case] = {
     "target exits 3": (Behaviour(stdout=GENERATED), target_code(3), 3, None),
     "target dies of SIGSEGV": (Behaviour(stdout=GENERATED), target_signal(11), 139, None),
     "target dies of SIGKILL": (Behaviour(stdout=GENERATED), target_signal(9), 137, None),
-    "executable not found": (
-        Behaviour(
-            stderr="Executable not found in current directory or standard search paths\n",
-            returncode=1,
-            report="none",
-            run_target=False,
-        ),
-        TARGET,
-        1,
-        "executable_missing",
-    ),
-    "executable not found, nsys 2022.4": (
-        Behaviour(
-            stderr="No such file or directory: /no/such/prog\n",
-            returncode=1,
-            report="none",
-            run_target=False,
-        ),
-        TARGET,
-        1,
-        "executable_missing",
-    ),
     "bad option": (
         Behaviour(
             stderr="unrecognised option '--bogus'\n\nusage: nsys profile [<args>] [application]\n",
@@ -136,27 +114,6 @@ NSYS: dict[str, Case] = {
         2,
         "sys_missing",
     ),
-    "output exists": (
-        Behaviour(
-            stdout="Generated:\n    {tmpdir}/nsys-report-8d68.nsys-rep\n",
-            stderr="Failed to create '{report}': File exists.\n"
-            "Use --force-overwrite true to overwrite existing files.\n",
-            report="tmpdir",
-        ),
-        TARGET,
-        0,
-        "output_exists",
-    ),
-    "output folder missing": (
-        Behaviour(
-            stdout="Generated:\n    {tmpdir}/nsys-report-8d68.nsys-rep\n",
-            stderr="Failed to create '/no/such/dir/x.nsys-rep': No such file or directory.\n",
-            report="tmpdir",
-        ),
-        TARGET,
-        0,
-        "output_folder_missing",
-    ),
     "output not writable": (
         Behaviour(
             stderr="Failed to create '{report}': Permission denied.\n",
@@ -197,27 +154,6 @@ NSYS: dict[str, Case] = {
         TARGET,
         1,
         "tmpdir_unusable",
-    ),
-    "perf is paranoid, but a report": (
-        Behaviour(
-            stdout=GENERATED,
-            stderr="WARNING: --sample=system-wide requires root privileges or a paranoid level of 0 "
-            "or less.\nCPU sampling disabled.\n",
-        ),
-        TARGET,
-        0,
-        None,
-    ),
-    "perf is paranoid, no report": (
-        Behaviour(
-            stderr="WARNING: --sample=system-wide requires root privileges or a paranoid level of 0 "
-            "or less.\n",
-            returncode=1,
-            report="none",
-        ),
-        TARGET,
-        1,
-        "sampling_forbidden",
     ),
     "gVisor": (
         Behaviour(

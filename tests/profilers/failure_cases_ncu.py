@@ -63,13 +63,6 @@ NCU: dict[str, Case] = {
         )
         for case, text, code in (
             (
-                "executable missing",
-                "==ERROR== '/no/such/prog' does not exist or is not an executable. Please make sure "
-                "to specify the absolute path to the executable.\n",
-                "executable_missing",
-            ),
-            ("no executable", "==ERROR== Missing executable to launch.\n", "executable_missing"),
-            (
                 "unknown option",
                 "==ERROR== unrecognised option '--bogus'. Use --help for further details.\n",
                 "unknown_option",
@@ -80,11 +73,6 @@ NCU: dict[str, Case] = {
                 "unknown_section",
             ),
             ("unknown metric", "==ERROR== Failed to find metric foo__bar.sum\n", "unknown_metric"),
-            (
-                "output exists",
-                "==ERROR== File /x/c0001.ncu-rep already exists. Use '-f' for overwriting the file.\n",
-                "output_exists",
-            ),
             (
                 "another injection",
                 "==ERROR== Another tool/injection might be loaded since CUDA_INJECTION64_PATH is set "
@@ -106,14 +94,6 @@ NCU: dict[str, Case] = {
             ("an error nobody knows", "==ERROR== Something new.\n", "tool_error"),
         )
     },
-    "unknown set": (
-        Behaviour(
-            stdout="==WARNING== No metrics to collect found in sections.\n" + NOTHING, report="none"
-        ),
-        TARGET,
-        0,
-        "unknown_set",
-    ),
     "counters forbidden": (
         Behaviour(stdout=COUNTERS, returncode=1, report="none"),
         TARGET,
@@ -166,16 +146,6 @@ NCU: dict[str, Case] = {
         TARGET,
         0,
         "no_kernels_matched",
-    ),
-    "a child does the work": (
-        Behaviour(
-            stdout="==WARNING== Profiling kernels launched by child processes requires the "
-            "--target-processes all option.\n" + NOTHING,
-            report="none",
-        ),
-        TARGET,
-        0,
-        "child_processes",
     ),
     "library of ncu missing": (
         Behaviour(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from profharness.errors import UsageError
-from profharness.recording.profilers.ncu_metrics import (
+from profharness.recording.profilers.ncu import (
     L1_BYTES,
     L1_HIT_RATE,
     PRESETS,

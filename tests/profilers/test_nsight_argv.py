@@ -34,18 +34,6 @@ def test_nsys_profile() -> None:
     ]
 
 
-def test_nsys_export() -> None:
-    argv = nsys.export_argv(Path("/n/nsys"), Path("a.nsys-rep"), Path("a.sqlite"))
-    assert argv == [
-        "/n/nsys",
-        "export",
-        "--type=sqlite",
-        "--force-overwrite=true",
-        "--output=a.sqlite",
-        "a.nsys-rep",
-    ]
-
-
 def ncu_argv(*middle: str) -> list[str]:
     return [
         "/n/ncu",

@@ -59,8 +59,6 @@ def test_export_appears_under_its_name(tmp_path: Path, prepared: Path, out: Path
 
 
 FAILURES = {
-    "file exists": (1, "Exportation error: File already exists: 'f1.sqlite'.", "output_exists"),
-    "not found": (1, "Exportation error: File not found: 'f1.nsys-rep'.", "report_missing"),
     "garbage": (1, "Version tag is not found in the stream.", "report_damaged"),
     "empty": (1, "Exportation error: Cannot read from stream.", "report_damaged"),
     "truncated": (1, "Section Table Reference magic number mismatch.", "report_damaged"),

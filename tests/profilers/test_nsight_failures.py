@@ -19,12 +19,8 @@ from hypothesis import strategies as st
 from waiting import PATIENCE_S, alive, until, written_pid
 
 from profharness.recording.profilers import ncu, nsys
-from profharness.recording.profilers.base import (
-    FailureRule,
-    diagnose,
-    report_state,
-)
-from profharness.run import Problem
+from profharness.recording.profilers.base import FailureRule, Tool, diagnose, report_state
+from profharness.run import Problem, Protocol
 
 REGISTRIES = {"nsys": nsys.RULES, "ncu": ncu.RULES, "nsys export": nsys.EXPORT_RULES}
 
@@ -43,7 +39,7 @@ def run_nsys(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int
     argv = nsys.profile_argv(folder / "bin" / "nsys", report, target)
     started = time.time()
     returncode, text = run(argv, nsys.child_environment(os.environ, folder))
-    return returncode, diagnose(nsys.RULES, returncode, text, report, started)
+    return returncode, diagnose("nsys", nsys.RULES, returncode, text, report, started)
 
 
 def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Problem | None]:
@@ -53,7 +49,7 @@ def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int,
     started = time.time()
     returncode, text = run(argv, ncu.child_environment(os.environ, folder))
     text += log.read_text() if log.exists() else ""
-    return returncode, diagnose(ncu.RULES, returncode, text, report, started)
+    return returncode, diagnose("ncu", ncu.RULES, returncode, text, report, started)
 
 
 @pytest.mark.parametrize("case", NSYS)
@@ -82,8 +78,8 @@ def test_every_rule_has_a_case() -> None:
     unreached = [
         f"{tool}: {rule.code}: {rule.pattern}"
         for tool, registry in (
-            ("nsys", (*nsys.RULES.rules, *nsys.RULES.timeout)),
-            ("ncu", ncu.RULES.rules),
+            ("nsys", nsys.RULES),
+            ("ncu", [rule for rule in ncu.RULES if not rule.late]),
         )
         for rule in registry
         if not any(
@@ -117,14 +113,14 @@ def test_nsys_writes_its_report_after_a_signal(number: signal.Signals, tmp_path:
     process.send_signal(number)
     assert process.wait(PATIENCE_S) == 128 + number
     assert report_state(report, started) == "fresh"
-    assert diagnose(nsys.RULES, 128 + number, "", report, started) is None
-    late = diagnose(nsys.RULES, None, "", report, started)
+    assert diagnose("nsys", nsys.RULES, 128 + number, "", report, started) is None
+    late = diagnose("nsys", nsys.RULES, None, "", report, started)
     assert late is not None
     assert late.code == "timeout"
 
 
 def test_shutdown_ends_the_target_of_a_killed_nsys(tmp_path: Path) -> None:
-    log = install(tmp_path / "bin", Scenario(nsys=Behaviour(kill_self=True)))
+    install(tmp_path / "bin", Scenario(nsys=Behaviour(kill_self=True)))
     tool, sign = tmp_path / "bin" / "nsys", tmp_path / "pid"
     target = [
         sys.executable,
@@ -136,11 +132,9 @@ def test_shutdown_ends_the_target_of_a_killed_nsys(tmp_path: Path) -> None:
     until(lambda: written_pid(sign))
     pid = int(sign.read_text())
     assert alive(pid)
-    argv = nsys.shutdown_argv(tool, process.pid)
-    assert argv == [str(tool), "shutdown", "--kill=sigterm", f"--session=profile-{process.pid}"]
-    assert subprocess.run(argv, check=False).returncode == 0
+    session = nsys.NsysSession(Tool("nsys", tool, None, True), tmp_path / "x.nsys-rep", Protocol())
+    session.force(process.pid, PATIENCE_S)
     until(lambda: not alive(pid))
-    assert log.exists()
 
 
 def test_target_gets_stdin_and_environment(tmp_path: Path) -> None:
@@ -167,31 +161,21 @@ def test_target_gets_stdin_and_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code"),
+    ("tool", "text", "code"),
     [
-        ("Waiting for termination of re-parented processes.", "children_outlive_target"),
-        ("", "timeout"),
+        ("nsys", "Waiting for termination of re-parented processes.", "children_outlive_target"),
+        ("nsys", "", "timeout"),
+        ("ncu", "==PROF== Waiting for /tmp/nsight-compute-lock", "lock_file"),
+        ("ncu", "", "timeout"),
     ],
 )
-def test_nsys_timeout(text: str, code: str, tmp_path: Path) -> None:
-    failure = diagnose(nsys.RULES, None, text, tmp_path / "x.nsys-rep", 0.0)
+def test_timeout(tool: str, text: str, code: str, tmp_path: Path) -> None:
+    failure = diagnose(tool, REGISTRIES[tool], None, text, tmp_path / f"x.{tool}-rep", 0.0)
     assert failure is not None
     assert failure.code == code
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [("==PROF== Waiting for /tmp/nsight-compute-lock", "lock_file"), ("", "timeout")],
-)
-def test_ncu_timeout(text: str, code: str, tmp_path: Path) -> None:
-    failure = diagnose(ncu.RULES, None, text, tmp_path / "x.ncu-rep", 0.0)
-    assert failure is not None
-    assert failure.code == code
-
-
-EVERY_RULE = [
-    rule for registry in REGISTRIES.values() for rule in (*registry.rules, *registry.timeout)
-]
+EVERY_RULE = [rule for registry in REGISTRIES.values() for rule in registry]
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.code)
@@ -215,8 +199,8 @@ def test_missing_report_is_a_failure_for_any_text(
     report = Path("there/is/no/such.report")
     text = noise + "".join(texts) + noise
     for failure in (
-        diagnose(nsys.RULES, returncode, text, report, 0.0),
-        diagnose(ncu.RULES, returncode, text, report, 0.0),
+        diagnose("nsys", nsys.RULES, returncode, text, report, 0.0),
+        diagnose("ncu", ncu.RULES, returncode, text, report, 0.0),
         nsys.diagnose_export(returncode, text, report),
     ):
         assert failure is not None

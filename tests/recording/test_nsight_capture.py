@@ -369,7 +369,7 @@ def test_hanging_cell_leaves_a_report_and_no_process(
     install(tools, Scenario(export=Behaviour(report_file=export)))
     ends, outcomes = run_in_session(tmp_path / "run", GRACE_S)
     assert ends == {"c0001": "timeout", "c0002": "ok"}
-    traces = [outcome.trace.path for outcome in outcomes if outcome.trace]
+    traces = [trace.path for trace, _ in outcomes if trace]
     assert traces == ["nsys-1.sqlite", "nsys-2.sqlite"]
     assert not workers(tmp_path)
 
@@ -380,7 +380,7 @@ def test_tool_that_ignores_all_signals_leaves_no_process(tmp_path: Path, tools: 
     install(tools, Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none")))
     ends, outcomes = run_in_session(tmp_path / "run", (0.5, 0.5, 0.5))
     assert ends == {"c0001": "timeout", "c0002": "ok"}
-    assert all(outcome.problem and not outcome.trace for outcome in outcomes)
+    assert all(problem and not trace for trace, problem in outcomes)
     assert not workers(tmp_path)
 
 

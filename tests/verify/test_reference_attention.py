@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from profharness.attention.cases import CASES, derive_cases, values_of
 from profharness.attention.config import Config, parse_config
 from profharness.errors import UsageError
-from profharness.recording.worker.inputs import make_inputs
-from profharness.recording.worker.reference import (
+from profharness.recording.worker.attention import make_inputs
+from profharness.recording.worker.verify import (
     GRADIENTS,
     NAN_BYTE,
     OTHER_BYTE,
@@ -75,7 +75,7 @@ def test_the_reference_is_torchs_math_in_fp64(
         *shape, "fp32", causal and mask == "none", mask, 0.0, scale, layout, bwd=True, head_dim_v=3
     )
     inputs = make_inputs(config, "cpu", 1)
-    found = attend(config, inputs, torch.float64).tensors
+    found = attend(config, inputs, torch.float64)[0]
     for name, wanted in zip(("out", *GRADIENTS), torch_in_fp64(config, inputs), strict=True):
         torch.testing.assert_close(found[name], wanted, rtol=1e-11, atol=1e-11, msg=name)
 
@@ -99,7 +99,7 @@ def test_unequal_batches_mask_shapes_and_strides(text: str) -> None:
     if inputs.mask is not None:
         assert tuple(inputs.mask.shape) == config.mask_dims
         assert config.mask_strides in (None, inputs.mask.stride())
-    found = attend(config, inputs, torch.float64).tensors
+    found = attend(config, inputs, torch.float64)[0]
     for name, wanted in zip(("out", *GRADIENTS), torch_in_fp64(config, inputs), strict=True):
         torch.testing.assert_close(found[name], wanted, rtol=1e-11, atol=1e-11, msg=name)
 
@@ -107,16 +107,16 @@ def test_unequal_batches_mask_shapes_and_strides(text: str) -> None:
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config("1,4,33,8,fp32,kv_heads=2,causal,bwd")
     inputs = make_inputs(config, "cpu", 0)
-    whole = attend(config, inputs, torch.float64).tensors
-    monkeypatch.setattr("profharness.recording.worker.reference.MAX_SCORES", 100)
-    for name, tensor in attend(config, inputs, torch.float64).tensors.items():
+    whole = attend(config, inputs, torch.float64)[0]
+    monkeypatch.setattr("profharness.recording.worker.verify.MAX_SCORES", 100)
+    for name, tensor in attend(config, inputs, torch.float64)[0].items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-12, atol=1e-13)
 
 
 def test_a_variant_is_not_the_reference() -> None:
     config = parse_config("1,4,16,8,fp32,kv_heads=2,causal,scale=0.5")
     inputs = make_inputs(config, "cpu", 0)
-    right = attend(config, inputs, torch.float64).tensors["out"]
+    right = attend(config, inputs, torch.float64)[0]["out"]
     for variant in (
         Variant(scale=1.0),
         Variant(causal=False),
@@ -124,7 +124,7 @@ def test_a_variant_is_not_the_reference() -> None:
         Variant(interleaved=True),
         Variant(keys=15),
     ):
-        other = attend(config, inputs, torch.float64, variant=variant).tensors["out"]
+        other = attend(config, inputs, torch.float64, variant=variant)[0]["out"]
         assert not torch.allclose(right, other)
 
 

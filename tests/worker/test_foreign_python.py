@@ -120,7 +120,7 @@ def test_without_torch_nothing_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_stand_in_reads_and_writes_like_msgspec() -> None:
-    stand_in = by_path(WORKER_SCRIPT.with_name("standins") / "msgspec.py")
+    stand_in = by_path(WORKER_SCRIPT.with_name("standins.py"))
     cell = Cell(
         *("c1", parse_config("1,2,8,8,fp16,q_strides=128x64x8x1"), "auto", "ok", "späte"),
         samples={"wall": [1, 2]},

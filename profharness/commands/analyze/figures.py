@@ -29,7 +29,7 @@ from profharness.program.roles import (
     launches_per_call,
     score_dtype,
 )
-from profharness.recording.profilers.ncu_metrics import L1_BYTES, L2_BYTES
+from profharness.recording.profilers.ncu import L1_BYTES, L2_BYTES
 from profharness.rows import (
     ACTIVE_WARPS,
     COLD,

@@ -37,7 +37,7 @@ from profharness.measurements.agreement import (
 from profharness.rows import CALL_MEASUREMENTS, NAIVE_COMPILED, CellRow, KernelRow
 
 if TYPE_CHECKING:
-    from profharness.recording.probe import AskProgress, ProbeResult
+    from profharness.recording.probe import AskProgress
     from profharness.store import Store
 
 
@@ -208,24 +208,27 @@ def explain_live(
     # starts a worker, which imports torch
     from profharness.recording.probe import ask
 
-    results = ask(
+    answers, environment = ask(
         configs, device=device, advice=advice, timeout_s=timeout_s, progress=progress, asked=asked
     )
-    return [_explanation(result, backends or SDPA_BACKENDS) for result in results]
+    return [
+        _explanation(config, asked, answer, environment, backends or SDPA_BACKENDS)
+        for config, answer in zip(configs, answers, strict=True)
+    ]
 
 
-def _explanation(result: ProbeResult, advised: Sequence[str]) -> Explanation:
-    environment, asked = result.environment, result.cell.backend
+def _explanation(
+    config: Config,
+    asked: str,
+    answer: LiveAnswer,
+    environment: Mapping[str, Any],
+    advised: Sequence[str],
+) -> Explanation:
     device = str(environment.get("device_type", CPU))
-    config = result.cell.config.resolve(device)
+    config = config.resolve(device)
     machine = machine_of(environment)
     params = permitted(with_flags(environment)(from_config(config, device)), sdpa_setting(asked))
     prediction = predict(params, machine)
-    answer = result.answer
-    if answer is None:
-        message = result.ended.message if result.ended is not None else None
-        error = f"PyTorch could not be asked: {message or 'its process left no answer'}"
-        answer = LiveAnswer(result.cell.cell, config.label, error=error)
     sides = answer.backends or sides_by_rule(prediction, SDPA_BACKENDS)
     # only what the choice depends on
     facts = {key: environment[key] for key in DECIDING if environment.get(key) is not None}

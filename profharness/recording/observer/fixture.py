@@ -1,6 +1,4 @@
-"""The pytest fixture `attention`, which records a test's attention calls. pytest finds it by its
-entry point.
-"""
+"""The pytest fixture `attention`, which pytest finds by its entry point."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from profharness.recording.observer.in_process import AttentionCalls
+    from profharness.recording.observer.wrapper import AttentionCalls
 
 
 @pytest.fixture
 def attention() -> Iterator[AttentionCalls]:
     """Record the attention calls of the test: `attention.calls`, `attention.backends`."""
-    with import_module("profharness.recording.observer.in_process").observe() as calls:
+    with import_module("profharness.recording.observer.wrapper").observe() as calls:
         yield calls

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PACKAGE = "profharness.recording.observer"
-PARTS = ("journal", "facts", "window", "recorder", "wrapper")  # in import order
+PARTS = ("journal", "window", "recorder", "wrapper")  # in import order
 PROCESSES_FILE = "processes.jsonl"
 
 

@@ -1,5 +1,5 @@
-"""Templates of attention calls: the properties of a call, recorded once, and the number of such
-calls.
+"""Templates of attention calls: the properties of a call, recorded once without a profiler, and the
+number of such calls.
 
 One look-up finds the entry of a call by its exact key. Only calls with a new key are inspected
 further, and only calls with a new template are written.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import sys
 import threading
 import weakref
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 
-from profharness.recording.observer import facts
 from profharness.recording.observer.journal import Counts, Journal, print_error
 from profharness.recording.observer.window import ProfilerWindow
 
@@ -30,24 +30,36 @@ OUTER: CodeType | None = getattr(
 )
 MARKER = "profharness-attention:"
 TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
-GRADED_PASSES = (
-    16  # maximum passes with gradients before passes count; few programs accumulate over more
-)
+# Maximum passes with gradients before passes count. Few programs accumulate over more.
+GRADED_PASSES = 16
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
+CAST_BYTES = 64 << 20  # maximum size of a tensor created to query the choice under autocast
+MASK_BYTES = 16 << 20  # maximum size of a mask whose contents are read
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 FUNCTIONS = "functions of flex_attention"  # no argument of any function
-BLOCK_MASK = 4  # the place of an argument of flex_attention
-FLEX = 2  # the place of what tells flex_attention in an exact key
-PLACE, STATES = 3, 8  # how many parts of an exact key, its first and last, tell place and state
-WATCHED = ("waiting", "open", "ending")  # states of a window that has to know of calls
-# parts of a path that wrappers put in, and wrappers whose own name is not the model's
+BLOCK_MASK = 4  # index of an argument of flex_attention
+# An exact key begins with the code, the line and the functions of flex_attention, and ends with flags.
+POSITION_PARTS, FLEX, FLAG_PARTS = 3, 2, 8
+WATCHED = ("waiting", "open", "ending")  # states of a window that needs to know about calls
+# Parts of a path that wrappers insert, and wrappers whose own name is not the model's.
 INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PARALLEL = ("DistributedDataParallel", "DataParallel")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+CHOICES = {-1: "none", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+# The C++ name of an autograd node identifies the kernel.
+NODES = {
+    "ScaledDotProductFlashAttentionBackward": "flash",
+    "ScaledDotProductFlashAttentionForCpuBackward": "flash",
+    "ScaledDotProductEfficientAttentionBackward": "efficient",
+    "ScaledDotProductCudnnAttentionBackward": "cudnn",
+    "ScaledDotProductFusedAttentionOverrideableBackward": "overrideable",
+}
 
 _flash = C._get_flash_sdp_enabled
 _efficient = C._get_mem_efficient_sdp_enabled
 _math = C._get_math_sdp_enabled
 _cudnn = getattr(C, "_get_cudnn_sdp_enabled", bool)
+_priority = getattr(C, "_get_sdp_priority_order", None)  # from torch 2.6 on
 _deterministic = C._get_deterministic_algorithms
 _grad = torch.is_grad_enabled
 _task = getattr(C, "_current_graph_task_id", int)
@@ -67,16 +79,13 @@ class Entry:
 
 
 class Site:
-    """A module that calls attention, or all code outside of modules.
-
-    `last` contains the exact key and the entry of the last call.
-    """
+    """A module that calls attention, or all code outside of modules."""
 
     __slots__ = ("last", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.last: tuple[Any, Any] = (None, None)
+        self.last: tuple[Any, Any] = (None, None)  # exact key and entry of the last call
 
 
 class Recorder:
@@ -96,11 +105,9 @@ class Recorder:
         self.lock = threading.RLock()  # a handler of a signal may call attention too
         self.counts = Counts(self.journal.path(".counts"))
         self.entries: dict[Any, Entry] = {}
-        self.numbers: dict[
-            Any, int
-        ] = {}  # template numbers, by the properties that their calls share
+        self.numbers: dict[Any, int] = {}  # of templates, by the properties that their calls share
         self.templates.clear()
-        self.compiled: dict[Any, int] = {}
+        self.compiled: set[str] = set()
         self.codes: dict[int, CodeType] = {}  # by id, which lasts as long as they do
         self.sites: dict[int, Site] = {}  # by the module's id
         self.outside = Site(0)
@@ -138,7 +145,9 @@ class Recorder:
             or (mask is not None and type(mask) is not _Tensor)
             or _modes()
         ):
-            if not _recordable(q) or key is None or v is None:
+            # the sizes of some subclasses cannot be read
+            fake = type(q).__name__ in ("FakeTensor", "FunctionalTensor")
+            if fake or not isinstance(q, torch.Tensor) or key is None or v is None:
                 return None
             with C.DisableTorchFunction():
                 return self.note(frame, a, k, silent=True)
@@ -179,17 +188,18 @@ class Recorder:
         """Add the properties to a new template that only the completed call has, and write it."""
         template = self.templates[entry.template]
         if template["kind"] == "flex":
-            template |= {"ran": "flex", "mask": facts.block_mask(a[BLOCK_MASK])}
+            template |= {"ran": "flex", "mask": block_mask(a[BLOCK_MASK])}
             self._write(template)
             return
         given = dict(zip(NAMES, a, strict=False)) | k
-        template["node"] = facts.node(output)
-        options = {name: template[name] for name in ("dropout", "causal", "scale", "gqa")}
+        made = getattr(output, "grad_fn", None)
+        # the node's name ends in a number
+        node = None if made is None else str(made.name()).rstrip("0123456789")
         mask = given.get("attn_mask")
-        template["choice"] = facts.choice([given[name] for name in NAMES[:3]], mask, options)
-        template["ran"] = facts.ran(template["node"], template["choice"])
+        choice = select_backend([given[name] for name in NAMES[:3]], mask, template)
+        template |= {"node": node, "choice": choice, "ran": NODES.get(node or "", choice)}
         if mask is not None:
-            template["mask"] = facts.mask_contents(mask)
+            template["mask"] = mask_contents(mask)
         self._write(template)
 
     def raised(self, entry: Entry) -> None:
@@ -201,19 +211,19 @@ class Recorder:
             self.numbers = {key: one for key, one in self.numbers.items() if one != number}
         self._write(self.templates[number] | {"raised": True})
 
-    def note_compiled(self, what: dict[str, Any]) -> None:
+    def note_compiled(self, properties: dict[str, Any]) -> None:
         """Record a call that Dynamo traces. The number of its executions is unknown."""
-        key = repr(sorted(what.items()))
+        key = repr(sorted(properties.items()))
         with self.lock:
             if key in self.compiled:
                 return
-            number = self.compiled[key] = len(self.templates)
-            template = {"template": number, "kind": "sdpa", "compiled": True, **what}
+            self.compiled.add(key)
+            template = {"template": len(self.templates), "kind": "sdpa", "compiled": True}
+            template |= properties
             self.templates.append(template)
         self._write(template)
 
     def optimizer_stepped(self) -> None:
-        """Record the end of an optimizer's step."""
         if get_ident() == self.window.home:
             self.optimized = True
             if self.templates:
@@ -240,7 +250,7 @@ class Recorder:
             self.passes += 1
             if not _grad() or self.passes > GRADED_PASSES:
                 self.window.step()
-        return self.window.open
+        return self.window.state == "open"
 
     def _forget_last(self) -> None:
         for site in (self.outside, *list(self.sites.values())):
@@ -250,9 +260,8 @@ class Recorder:
         identity = id(module)
 
         def gone(_: Any) -> None:
-            self.sites.pop(identity, None)
-            self.kept.pop(identity, None)
-            self.paths.pop(identity, None)
+            for table in (self.sites, self.kept, self.paths):
+                table.pop(identity, None)
 
         with self.lock:
             if identity not in self.sites:  # another thread may have been first
@@ -278,17 +287,21 @@ class Recorder:
             "scale": given.get("scale"),
             "gqa": bool(given.get("enable_gqa", False)),
         }
-        told = tuple(facts.tensor(item) for item in tensors)
-        common = (*map(_pattern, told), _relation(told), *options.values(), *exact[-STATES:])
-        lengths = _lengths(told)
+        described = [describe_tensor(item) for item in tensors]
+        patterns, relation = map(_pattern, described), _relation(described)
+        common = (*patterns, relation, *options.values(), *exact[-FLAG_PARTS:])
+        query, key = [tuple((item or {}).get("dims") or ()) for item in described[:2]]
+        lengths: tuple[int, ...] = ()
+        if len(query) >= 3 and len(key) >= 3:
+            lengths = (query[0] if len(query) == 4 else 1, query[-2], key[-2])
         with self.lock:
             if entry := self.entries.get((site.number, exact)):
                 return entry, False  # another thread was first
             if len(self.entries) >= MOST_KEYS:
                 self.entries.clear()
                 self._forget_last()
-            place = (site.number, *exact[:PLACE])
-            number = self.numbers.get((place, common))
+            shared = (site.number, *exact[:POSITION_PARTS], common)
+            number = self.numbers.get(shared)
             fresh = number is None
             if number is None:
                 number = len(self.templates)
@@ -298,19 +311,21 @@ class Recorder:
                 self.templates.append(
                     {"template": number, "kind": "flex" if exact[FLEX] else "sdpa"}
                     | {"compiled": False, "functions": exact[FLEX]}
-                    | self._place(above, frame)
-                    | {"tensors": told, **options}
-                    | _state(tensors[0].device.type)
+                    | self._position(above, frame)
+                    | {"tensors": described, **options}
+                    | {"grad": _grad(), "inference": torch.is_inference_mode_enabled()}
+                    | {"recompute": _task() >= 0, "autocast": autocast(tensors[0].device.type)}
+                    | flags()
                 )
-                self.numbers[place, common] = number
-                self.window.fresh()
+                self.numbers[shared] = number
+                self.window.quiet = -1  # this step does not count
             template = self.templates[number]
             name = template["path"] or template["module_class"] or template["function"]
             entry = Entry(number, f"{MARKER}{name}", *self.counts.row(number, lengths))
             self.entries[site.number, exact] = entry
         return entry, fresh
 
-    def _place(self, above: FrameType | None, frame: FrameType) -> dict[str, Any]:
+    def _position(self, above: FrameType | None, frame: FrameType) -> dict[str, Any]:
         """Return where a call is made: its modules, and the line outside of torch."""
         modules = []
         walked = above
@@ -328,34 +343,34 @@ class Recorder:
             "root": root,
             "module_class": type(modules[0]).__name__ if modules else None,
             "modules": [type(module).__name__ for module in reversed(modules)],
-            "file": _shown_file(outside.f_code.co_filename),
+            "file": _relative_file(outside.f_code.co_filename),
             "line": outside.f_lineno,
             "function": outside.f_code.co_qualname,
         }
 
     def _path(self, modules: list[Any]) -> tuple[str | None, str | None]:
-        """Return the dotted name of the innermost module within the outermost one, and the latter's
-        class.
-        """
+        """Return the dotted name of the innermost module within the outermost, and the outer class."""
         innermost, outermost = modules[0], modules[-1]
+        root = type(outermost).__name__
         if id(innermost) not in self.paths:
-            root = type(outermost).__name__
             for name, module in outermost.named_modules():
                 if id(module) in self.sites:
-                    self.paths[id(module)] = (_clean(name, root) or None, root)
-        return self.paths.get(id(innermost), (None, type(outermost).__name__))
+                    parts = [part for part in name.split(".") if part not in INSERTED]
+                    if root in PARALLEL and parts[:1] == ["module"]:
+                        del parts[0]
+                    self.paths[id(module)] = (".".join(parts) or None, root)
+        return self.paths.get(id(innermost), (None, root))
 
     def _write(self, template: dict[str, Any]) -> None:
         if template["template"] == 0:
-            self._write_start()
+            rank = {
+                name.lower(): os.environ[name]
+                for name in ("RANK", "WORLD_SIZE")
+                if name in os.environ
+            }
+            self.counts.open()
+            self.journal.write("start", environment=environment(), final_counts=True, **rank)
         self.journal.write("template", **template)
-
-    def _write_start(self) -> None:
-        rank = {
-            name.lower(): os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ
-        }
-        self.counts.open()
-        self.journal.write("start", environment=facts.environment(), final_counts=True, **rank)
 
     def fail(self, error: BaseException) -> None:
         """Stop recording, and print the reason once."""
@@ -363,46 +378,24 @@ class Recorder:
             return
         self.on = False
         print_error(f"attention is no longer recorded: {error!r}; the program goes on")
-        with contextlib.suppress(
-            Exception
-        ):  # the disk may be full, and the error is already printed
+        with contextlib.suppress(Exception):  # the disk may be full
             self.journal.write("failed", why=repr(error))
 
 
-def _recordable(query: Any) -> bool:
-    """Return whether the sizes of a tensor subclass can be read."""
-    return isinstance(query, torch.Tensor) and type(query).__name__ not in (
-        "FakeTensor",
-        "FunctionalTensor",
-    )
-
-
-def _state(device: str) -> dict[str, Any]:
-    return {
-        "grad": _grad(),
-        "inference": torch.is_inference_mode_enabled(),
-        "recompute": _task() >= 0,
-        "autocast": facts.autocast(device),
-        **facts.flags(),
-    }
-
-
-def _pattern(told: dict[str, Any] | None) -> Any:
-    """Return the properties of a tensor that calls of one template share: heads, head dim, memory
-    order.
-    """
-    if told is None or told["dims"] is None:
-        return None if told is None else told["dtype"]
-    dims, strides = told["dims"], told["strides"]
+def _pattern(tensor: dict[str, Any] | None) -> Any:
+    """Return what the tensors of one template share: heads, head dim, memory order."""
+    if tensor is None or tensor["dims"] is None:
+        return None if tensor is None else tensor["dtype"]
+    dims, strides, dtype = tensor["dims"], tensor["strides"], tensor["dtype"]
     order = sorted(range(len(dims)), key=lambda at: (-strides[at], at)) if strides else ()
-    wide = [at for at in order if dims[at] != 1]
-    fixed = (dims[-3] if len(dims) > 2 else None, dims[-1]) if told["dtype"] != "bool" else None
-    return len(dims), fixed, told["dtype"], told["requires_grad"], tuple(wide), told.get("class")
+    wide = tuple(at for at in order if dims[at] != 1)
+    fixed = (dims[-3] if len(dims) > 2 else None, dims[-1]) if dtype != "bool" else None
+    return len(dims), fixed, dtype, tensor["requires_grad"], wide, tensor.get("class")
 
 
-def _relation(told: tuple[dict[str, Any] | None, ...]) -> tuple[Any, ...]:
+def _relation(tensors: list[dict[str, Any] | None]) -> tuple[Any, ...]:
     """Return how the lengths of query and key relate, and which dims of a mask are 1."""
-    query, key, mask = [(told[at] or {}).get("dims") for at in (0, 1, 3)]
+    query, key, mask = [(tensors[at] or {}).get("dims") for at in (0, 1, 3)]
     if not query or not key or len(query) < 2 or len(key) < 2:
         return ()
     rows, columns = query[-2], key[-2]
@@ -410,26 +403,177 @@ def _relation(told: tuple[dict[str, Any] | None, ...]) -> tuple[Any, ...]:
     return relation, tuple(size == 1 for size in mask) if mask else None
 
 
-def _lengths(told: tuple[dict[str, Any] | None, ...]) -> tuple[int, ...]:
-    """Return batch, query length and key length."""
-    query, key = [tuple((item or {}).get("dims") or ()) for item in told[:2]]
-    if len(query) < 3 or len(key) < 3:
-        return ()
-    return (query[0] if len(query) == 4 else 1, query[-2], key[-2])
-
-
-def _clean(name: str, root: str) -> str:
-    parts = [part for part in name.split(".") if part not in INSERTED]
-    if root in PARALLEL and parts[:1] == ["module"]:
-        del parts[0]
-    return ".".join(parts)
-
-
-def _shown_file(path: str) -> str:
+def _relative_file(path: str) -> str:
     """Return a path relative to the working folder or to an entry of sys.path."""
     best = path
-    for place in (os.getcwd(), *sys.path):  # noqa: PTH109
-        begin = place.rstrip(os.sep) + os.sep
-        if place and path.startswith(begin) and len(path) - len(begin) < len(best):
+    for folder in (os.getcwd(), *sys.path):  # noqa: PTH109
+        begin = folder.rstrip(os.sep) + os.sep
+        if folder and path.startswith(begin) and len(path) - len(begin) < len(best):
             best = path[len(begin) :]
     return best
+
+
+def describe_tensor(value: Any) -> dict[str, Any] | None:
+    """Return dims (None if they are symbolic), strides, dtype and device of a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    dims, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
+    if not all(type(size) is int for size in dims):
+        return {"dims": None, "dtype": dtype}
+    plain = value.layout == torch.strided and not value.is_nested
+    return {
+        "dims": dims,
+        "strides": list(value.stride()) if plain else None,
+        "dtype": dtype,
+        "device": value.device.type,
+        "requires_grad": value.requires_grad,
+        **({} if type(value) in PLAIN else {"class": type(value).__name__}),
+    }
+
+
+def flags() -> dict[str, Any]:
+    """Return the enabled backends, their order, and the other flags that change the choice."""
+    enabled = {"flash": _flash(), "efficient": _efficient(), "math": _math()}
+    if _cudnn is not bool:
+        enabled["cudnn"] = _cudnn()
+    numbers = map(int, _priority()) if _priority else ()
+    return {
+        "enabled": enabled,
+        "priority": [CHOICES.get(number, str(number)) for number in numbers] or None,
+        "deterministic": _deterministic(),
+    }
+
+
+def autocast(device: str) -> str | None:
+    """Return the autocast dtype of a device, or None if autocast is off or the device has none."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def select_backend(inputs: list[Any], mask: Any, options: dict[str, Any]) -> str | None:
+    """Return the backend that torch would select. Return None for tensors without data, and in modes
+    where calling torch has side effects.
+    """
+    tensors, device = [*inputs, mask], inputs[0].device.type
+    if device == "meta" or any(type(item) not in PLAIN for item in inputs) or _in_mode():
+        return None
+    if torch.is_autocast_enabled(device) and inputs[0].dtype == torch.float32:
+        dtype = torch.get_autocast_dtype(device)
+        for at, item in enumerate(tensors):
+            if item is not None and item.dtype != torch.bool:
+                if item.numel() * 2 > CAST_BYTES:
+                    return None
+                strides, on = item.stride(), item.device
+                tensors[at] = torch.empty_strided(item.shape, strides, dtype=dtype, device=on)
+    number = torch._fused_sdp_choice(
+        *tensors,
+        options["dropout"],
+        options["causal"],
+        scale=options["scale"],
+        enable_gqa=options["gqa"],
+    )
+    return CHOICES.get(int(number), str(number))
+
+
+def environment() -> dict[str, Any]:
+    """Return the software and device of this process, with the keys of a run's environment."""
+    keys: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": str(torch.__version__),
+        "torch_git": torch.version.git_version,
+        "torch_cuda": torch.version.cuda,
+        "num_threads": torch.get_num_threads(),
+        "device_type": "cuda" if torch.cuda.is_initialized() else "cpu",
+    }
+    if torch.cuda.is_initialized():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        keys |= {
+            "gpu": device.name,
+            "capability": f"{device.major}.{device.minor}",
+            "num_sms": device.multi_processor_count,
+            "gpu_memory_bytes": device.total_memory,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return keys
+
+
+def mask_contents(mask: Any) -> dict[str, Any] | None:
+    """Return the class of a mask (nothing, causal, key padding, a window, a bias, or other) and its
+    properties. Return None for a mask that is too large or must not be read now.
+    """
+    if type(mask) not in PLAIN or mask.device.type == "meta":
+        return None
+    if mask.numel() == 0 or not 2 <= mask.dim() <= 4 or _recorded():
+        return None
+    size = 1
+    for length, stride in zip(mask.shape, mask.stride(), strict=True):
+        size *= length if stride else 1
+    if size * mask.element_size() > MASK_BYTES:
+        return None
+    # Read broadcast dims only once.
+    distinct = mask.detach()[
+        tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride()[:-2])
+    ]
+    if distinct.numel() * mask.element_size() > MASK_BYTES:
+        return None
+    with torch.no_grad():
+        return _classify(distinct.to("cpu"))
+
+
+def block_mask(mask: Any) -> dict[str, Any]:
+    """Return the properties of a block mask of flex_attention, whose function defines its contents."""
+    if mask is None:
+        return {"contents": "none"}
+    if type(mask.kv_num_blocks) is not torch.Tensor or _recorded():
+        return {"contents": "block_mask"}
+    with torch.no_grad():
+        return {"contents": "block_mask", "masked": float(mask.sparsity()) / 100}
+
+
+def _in_mode() -> bool:
+    """Return whether a dispatch mode or a function transform would receive our ops."""
+    functorch = getattr(C, "_functorch", None)
+    transform = functorch is not None and functorch.peek_interpreter_stack() is not None
+    return bool(transform or C._len_torch_dispatch_stack())
+
+
+def _recorded() -> bool:
+    """Return whether a mode, a profiler or a CUDA graph would record our ops."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return _in_mode() or torch.autograd._profiler_enabled() or capturing
+
+
+def _classify(mask: Any) -> dict[str, Any]:
+    rows, columns = mask.shape[-2:]
+    kept = mask if mask.dtype == torch.bool else mask.float() > torch.finfo(mask.dtype).min / 2
+    masked = 1.0 - float(kept.float().mean())
+
+    def found(contents: str, **more: Any) -> dict[str, Any]:
+        return {"contents": contents, "masked": masked, **more}
+
+    if mask.dtype != torch.bool and bool((mask[kept] != 0).any()):
+        return found("bias")
+    if masked == 0.0:
+        return found("nothing")
+    flat = kept.reshape(-1, rows, columns)
+    lower = torch.ones(rows, columns, dtype=torch.bool)
+    if rows > 1:
+        for name, offset in (("causal", 0), ("causal_lower_right", columns - rows)):
+            if bool((flat == lower.tril(offset)).all()):
+                return found(name)
+    if bool((flat == flat[:, :1]).all()):
+        return found("key_padding")
+    if rows == columns:
+        padding = flat.any(dim=1, keepdim=True)
+        if bool((flat == (padding & lower.tril())).all()):
+            return found("causal_and_key_padding")
+    distance = torch.arange(columns)[None, :] - torch.arange(rows)[:, None] - (columns - rows)
+    inside = distance[flat[0]]
+    if inside.numel():
+        # how far a band extends to the left and right of the diagonal
+        left, right = int(inside.min()), int(inside.max())
+        if bool((flat == (distance >= left) & (distance <= right)).all()):
+            return found("window", window=[-left, right])
+    return found("other")

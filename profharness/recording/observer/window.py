@@ -27,45 +27,34 @@ TRIES = 3  # maximum number of windows that a fork or another profiler interrupt
 SUFFIX = ".torch.json.gz"
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 OWN_PROFILER = "the program ran a profiler of its own"
-STARTS, STOPS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
+STARTS, STOP = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
 
 
 class ProfilerWindow:
-    """The profiler window of a process.
+    """The profiler window of a process, of so many steps.
 
-    `steps` is the number of steps in the window. `warmup` is the number of steps without a new
-    template before it opens. `profiler` is `torch`, `nsys` or `none`. `home` is the thread whose
-    steps count. `elsewhere` counts the calls of other threads while the window waits or is open.
+    `warmup` is the number of steps without a new template before it opens. `profiler` is `torch`,
+    `nsys` or `none`.
     """
 
     def __init__(self, journal: Journal, profiler: str, steps: int, warmup: int) -> None:
         self.journal = journal
         self.steps, self.warmup, self.profiler = steps, warmup, profiler
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
+        # steps without a new template, steps in the window, and interrupted windows
         self.quiet = self.passed = self.tries = 0
-        self.waited = (
-            False  # whether the journal contains that the window waits for another profiler
-        )
+        self.waited = False  # the journal contains that the window waits for another profiler
         self.others: set[int] = set()  # threads in which the program's own profilers run
         self.busy = False  # starting or stopping the profiler
         self.used = False  # the profiler was started once
         self.taken = False  # a profiler in another thread has the tracer's session
-        # The thread that imports torch. In other threads the tracer prints an error.
+        # The thread whose steps count, which imports torch. In other threads the tracer prints an error.
         self.home = get_ident() if threading.current_thread() is threading.main_thread() else 0
-        self.elsewhere = 0
+        self.elsewhere = 0  # calls of other threads while the window waits or is open
         self.active: Any = None
         nsys = profiler == "nsys"
         self.ranged: Any = torch.cuda.nvtx.range if nsys else torch.profiler.record_function
         self.step_range: Any = None
-
-    @property
-    def open(self) -> bool:
-        """Whether calls are to be marked."""
-        return self.state == "open"
-
-    def fresh(self) -> None:
-        """Note that a new template has occurred."""
-        self.quiet = -1  # this step does not count
 
     def step(self) -> None:
         """End a step and begin the next one."""
@@ -105,22 +94,26 @@ class ProfilerWindow:
             return
         self.state = "closing"
         self._end_step()
-        told = {"steps": self.passed, "elsewhere": self.elsewhere}
+        counts = {"steps": self.passed, "elsewhere": self.elsewhere}
         if self.profiler == "nsys":
             torch.cuda.profiler.stop()
             self.state = "ending"
-            self.journal.write("window", state="closed", **told)
+            self.journal.write("window", state="closed", **counts)
             return
+        folder = self.journal.folder
+        name = f"{os.environ.get('RANK') or os.getpid()}{SUFFIX}"
+        if os.path.exists(f"{folder}/{name}"):  # noqa: PTH110
+            name = f"{os.environ.get('RANK', 0)}-{os.getpid()}{SUFFIX}"
         try:
             active = self._stop()
             if not active.profiler.kineto_results.events():
                 raise RuntimeError("it holds no event")
-            name = self._write(active)
+            active.export_chrome_trace(f"{folder}/{name}")
         except Exception as error:
             self._lost(str(error))
             return
         self.state = "done"
-        self.journal.write("window", state="closed", trace=name, **told)
+        self.journal.write("window", state="closed", trace=name, **counts)
 
     def give_way(self, why: str) -> None:
         """End the window early. It opens again later. Never raises."""
@@ -152,15 +145,20 @@ class ProfilerWindow:
         """Discard the parent's window in a forked child."""
         self.active = self.step_range = None
         self.state = "off"
-        if self.used:
-            _skip_destructors()
+        if not self.used:
+            return
+        # The destructor of PyTorch's tracer would wait forever for a thread of the parent. End this
+        # process like os._exit, but with its exit code and output.
+        libc = ctypes.CDLL(None)
+        with contextlib.suppress(AttributeError):  # glibc only
+            libc.on_exit(libc._exit, None)
+            libc.__cxa_atexit(libc.fflush, None, None)  # the last registered function runs first
 
     def watch_profilers(self) -> None:
         """End the window early whenever the program starts a profiler of its own."""
-        for names, starts in ((STARTS, True), (STOPS, False)):
-            for name in names:
-                call = getattr(torch.autograd.profiler, name)
-                setattr(torch.autograd.profiler, name, self._watched(call, starts=starts))
+        for name in (*STARTS, STOP):
+            call = getattr(torch.autograd.profiler, name)
+            setattr(torch.autograd.profiler, name, self._watched(call, starts=name != STOP))
 
     def _watched(self, call: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -244,30 +242,9 @@ class ProfilerWindow:
             self.step_range.__exit__(None, None, None)
             self.step_range = None
 
-    def _write(self, active: Any) -> str:
-        folder = self.journal.folder
-        assert folder is not None
-        name = f"{os.environ.get('RANK') or os.getpid()}{SUFFIX}"
-        if os.path.exists(os.path.join(folder, name)):  # noqa: PTH110, PTH118
-            name = f"{os.environ.get('RANK', 0)}-{os.getpid()}{SUFFIX}"
-        active.export_chrome_trace(os.path.join(folder, name))  # noqa: PTH118
-        return name
-
     def _lost(self, why: str) -> None:
         self.tries += 1
         self.quiet = self.elsewhere = 0
         self.state = "waiting" if self.tries < TRIES else "off"
         with contextlib.suppress(OSError):  # the disk is full; the recorder reports that
             self.journal.write("window", state="lost", why=why)
-
-
-def _skip_destructors() -> None:
-    """End this process like os._exit, but with its exit code and output.
-
-    In a forked child, the destructor of PyTorch's tracer would wait forever for a thread of the
-    parent.
-    """
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):  # glibc only
-        libc.on_exit(libc._exit, None)
-        libc.__cxa_atexit(libc.fflush, None, None)  # the last registered function runs first

@@ -1,5 +1,5 @@
-"""The replacement of scaled_dot_product_attention in an observed process. It hashes and compares
-like the builtin, so that tables and compilers that know the builtin accept it.
+"""The replacement of scaled_dot_product_attention in an observed process, and the recording of a
+block of code in this process.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ import contextlib
 import copy
 import functools
 import os
+import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from profharness.recording.observer.facts import flags
 from profharness.recording.observer.hook import after_import
-from profharness.recording.observer.journal import Journal, read_options
-from profharness.recording.observer.recorder import BLOCK_MASK, FUNCTIONS, Entry, Recorder
+from profharness.recording.observer.journal import Journal, print_error, read_options
+from profharness.recording.observer.recorder import FUNCTIONS, Entry, Recorder, flags
 from profharness.recording.observer.window import ProfilerWindow
 
 FLEX_MODULE = "torch.nn.attention.flex_attention"
@@ -28,11 +29,16 @@ sd: Any = getattr(torch._C._nn, NAME)
 in_dynamo = torch.compiler.is_dynamo_compiling
 comptime: Any = None  # torch._dynamo's function, once Dynamo is imported
 recorders: tuple[Recorder, ...] = ()
+_Left = list[tuple[Recorder, Entry, bool]]
 _getframe = sys._getframe
 
 
 class Sdpa:
-    """Call the builtin with unchanged arguments, and record the call."""
+    """Call the builtin with unchanged arguments, and record the call.
+
+    It hashes and compares like the builtin, so that tables and compilers that know the builtin accept
+    it.
+    """
 
     __name__ = NAME
     __qualname__ = NAME
@@ -48,15 +54,7 @@ class Sdpa:
                 else:
                     comptime(at_compile)
             return sd(*a, **k)
-        left = None  # work that is left for recorders after the call
-        for recorder in recorders:
-            try:
-                noted = recorder.note(_getframe(1), a, k)
-            except Exception as error:
-                recorder.fail(error)
-            else:
-                if noted is not None:
-                    left = [*(left or ()), (recorder, *noted)]
+        left = _note(_getframe(1), a, k)
         return sd(*a, **k) if left is None else _watched(left, sd, a, k)
 
     def __eq__(self, other: object) -> bool:
@@ -82,11 +80,24 @@ Sdpa.__module__ = sd.__module__
 wrapper = Sdpa()
 
 
-def flex_wrapper(flex: Any) -> Any:
-    """Return a replacement of flex_attention. Its parameters are explicit: with `*a, **k` Dynamo
-    would compile calls with other spellings again.
-    """
+def _note(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> _Left | None:
+    """Return the work that is left for recorders after a call."""
+    left = None
+    for recorder in recorders:
+        try:
+            noted = recorder.note(frame, a, k)
+        except Exception as error:
+            recorder.fail(error)
+        else:
+            if noted is not None:
+                left = [*(left or ()), (recorder, *noted)]
+    return left
 
+
+def flex_wrapper(flex: Any) -> Any:
+    """Return a replacement of flex_attention."""
+
+    # parameters are explicit, because with `*a, **k` Dynamo would compile calls with other spellings again
     @functools.wraps(flex)
     def flex_attention(
         query: Any,
@@ -106,37 +117,22 @@ def flex_wrapper(flex: Any) -> Any:
             if comptime is not None:
                 comptime(at_compile_flex)
             return flex(*a, **newer)
-        left = _note_flex(_getframe(1), a)
-        return _watched(left, flex, a, newer) if left else flex(*a, **newer)
+        names = tuple(
+            None if function is None else getattr(function, "__qualname__", type(function).__name__)
+            for function in (score_mod, getattr(block_mask, "mask_mod", None))
+        )
+        options = {FUNCTIONS: names, "scale": scale, "enable_gqa": enable_gqa}
+        left = _note(_getframe(1), a[:3], options)
+        return flex(*a, **newer) if left is None else _watched(left, flex, a, newer)
 
     return flex_attention
 
 
-def _note_flex(frame: Any, a: tuple[Any, ...]) -> list[tuple[Recorder, Entry, bool]]:
-    """Return the work that is left for a call of flex_attention."""
-    left = []
-    for recorder in recorders:
-        try:
-            options = {FUNCTIONS: _functions(a), "scale": a[5], "enable_gqa": a[6]}
-            noted = recorder.note(frame, a[:3], options)
-        except Exception as error:
-            recorder.fail(error)
-        else:
-            left += [(recorder, *noted)] if noted is not None else []
-    return left
-
-
-def _functions(a: tuple[Any, ...]) -> tuple[str | None, ...]:
-    """Return the names of the score function and the mask function of a call of flex_attention."""
-    return tuple(
-        None if function is None else getattr(function, "__qualname__", type(function).__name__)
-        for function in (a[3], getattr(a[BLOCK_MASK], "mask_mod", None))
-    )
-
-
-def _watched(left: list[tuple[Recorder, Entry, bool]], call: Any, a: Any, k: Any) -> Any:
+def _watched(left: _Left, call: Any, a: Any, k: Any) -> Any:
     """Make a call that is marked for a profiler, or whose template is new."""
-    markers = [one.window.ranged(entry.marker) for one, entry, _ in left if one.window.open]
+    markers = [
+        one.window.ranged(entry.marker) for one, entry, _ in left if one.window.state == "open"
+    ]
     fresh = [(recorder, entry) for recorder, entry, new in left if new]
     try:
         with markers[-1] if markers else contextlib.nullcontext():
@@ -155,59 +151,44 @@ def _watched(left: list[tuple[Recorder, Entry, bool]], call: Any, a: Any, k: Any
     return output
 
 
-def at_compile(context: Any) -> None:
-    """Record a call with a mask while Dynamo traces it. The mask's contents are unknown."""
-    _note_compiled(context, masked=True)
+def at_compile(context: Any, **known: Any) -> None:
+    """Record a call with a mask while Dynamo traces it. The mask's contents are unknown.
 
-
-def at_compile_unmasked(context: Any) -> None:
-    """Record a call without a mask while Dynamo traces it."""
-    _note_compiled(context, masked=False)
-
-
-def at_compile_flex(context: Any) -> None:
-    """Record a call of flex_attention while Dynamo traces it."""
-    _note_compiled(context, kind="flex", ran="flex")
-
-
-def _note_compiled(context: Any, **what: Any) -> None:
+    Dynamo's module stack is private. If it cannot be read, the path is None. The current flags
+    determine the backend of the compiled code, even if they have changed when it runs.
+    """
+    known = known or {"masked": True}
     for recorder in recorders:
         try:
-            recorder.note_compiled(_traced(context) | what)
+            call = {"path": None, "module_class": None, "modules": [], "tensors": [], **flags()}
+            with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError):
+                stack = list(context._ComptimeContext__tx.nn_module_stack.values())
+                call["path"] = _dotted(stack[-1][0]) if stack else None
+                call["modules"] = [getattr(kind, "__name__", str(kind)) for _, kind in stack]
+                call["module_class"] = call["modules"][-1] if stack else None
+            recorder.note_compiled(call | known)
         except Exception as error:
             recorder.fail(error)
 
 
-def _traced(context: Any) -> dict[str, Any]:
-    """Return the properties of a traced call.
+def at_compile_unmasked(context: Any) -> None:
+    """Record a call without a mask while Dynamo traces it."""
+    at_compile(context, masked=False)
 
-    Dynamo's module stack is private. If it cannot be read, the path is None. The current
-    flags determine the backend of the compiled code, even if they have changed when it runs.
-    """
-    told: dict[str, Any] = {"path": None, "module_class": None, "modules": [], "tensors": []}
-    told |= flags()
-    try:
-        transaction = context._ComptimeContext__tx
-        stack = list(transaction.nn_module_stack.values())
-        told["path"] = _dotted(stack[-1][0]) if stack else None
-        told["modules"] = [getattr(kind, "__name__", str(kind)) for _, kind in stack]
-        told["module_class"] = told["modules"][-1] if stack else None
-    except (AttributeError, IndexError, KeyError, TypeError):
-        pass
-    return told
+
+def at_compile_flex(context: Any) -> None:
+    """Record a call of flex_attention while Dynamo traces it."""
+    at_compile(context, kind="flex", ran="flex")
 
 
 def _dotted(source: str) -> str:
-    """Return `L['self'].model.layers.0.self_attn` without its prefix. torch 2.5 spells
-    `_modules['layers']`.
+    """Return `L['self'].model.layers.0.self_attn` without its prefix.
+
+    torch 2.5 spells `_modules['layers']`.
     """
-    text = (
-        source.replace("']._modules['", ".").replace("._modules['", ".").replace("_modules['", "")
-    )
-    text = text.replace("['", ".").replace("']", "").replace('["', ".").replace('"]', "")
-    text = text.removeprefix("L.self.").removeprefix("L.self")
+    text = re.sub(r"""\[["']|["']\]""", ".", source.replace("_modules['", "."))
     parts = [part for part in text.split(".") if part not in ("_orig_mod", "")]
-    return ".".join(parts)
+    return ".".join(parts[2:] if parts[:2] == ["L", "self"] else parts)
 
 
 def install() -> None:
@@ -244,24 +225,21 @@ def install_for(folder: str) -> None:
     recorders = (*recorders, recorder)
     install()
     if window.state != "off":
-        register_optimizer_step_post_hook(_stepped(recorder))
+
+        def stepped(*_: Any) -> None:
+            if torch.compiler.is_compiling() or not recorder.on:
+                return
+            try:
+                recorder.optimizer_stepped()
+            except Exception as error:
+                recorder.fail(error)
+
+        register_optimizer_step_post_hook(stepped)
         window.watch_profilers()
         if profiler == "torch":
             os.register_at_fork(before=lambda: window.give_way("the program forked"))
     os.register_at_fork(after_in_child=recorder.forked)
     atexit.register(_end, recorder)
-
-
-def _stepped(recorder: Recorder) -> Any:
-    def hook(*_: Any) -> None:
-        if torch.compiler.is_compiling() or not recorder.on:
-            return
-        try:
-            recorder.optimizer_stepped()
-        except Exception as error:
-            recorder.fail(error)
-
-    return hook
 
 
 def _end(recorder: Recorder) -> None:
@@ -271,3 +249,57 @@ def _end(recorder: Recorder) -> None:
         recorder.window.close()
     except Exception as error:
         recorder.fail(error)
+
+
+class AttentionCalls:
+    """The attention calls recorded so far."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """One dict per kind of call, in order of first occurrence.
+
+        Keys are `count`, `path`, `file`, `line`, `tensors`, `causal`, `mask`, `choice` (the backend
+        that torch would select), `ran` and the other keys of a journal.
+        """
+        count = self._recorder.counts.of_template
+        return [
+            {"count": count(number), **template}
+            for number, template in enumerate(self._recorder.templates)
+        ]
+
+    @property
+    def backends(self) -> set[str]:
+        """The backends that computed the calls: `flash`, `efficient`, `cudnn`, `math`, or `unknown`
+        if torch does not report one, as in compiled code.
+        """
+        return {template.get("ran") or "unknown" for template in self._recorder.templates}
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[AttentionCalls]:
+    """Record the attention calls of a block. Raise RuntimeError at its end if recording failed."""
+    global recorders
+    journal = Journal(None)
+    recorder = Recorder(journal, ProfilerWindow(journal, "none", 0, 0))
+    install()
+    importers = sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in ("torch", "profharness")
+        and any(value is sd for value in list(getattr(module, "__dict__", {}).values()))
+    )
+    if importers:
+        print_error(
+            f"{', '.join(importers)} imported {NAME} by name before the first block: those calls "
+            "are not recorded; call it as torch.nn.functional's"
+        )
+    recorders = (*recorders, recorder)
+    try:
+        yield AttentionCalls(recorder)
+    finally:
+        recorders = tuple(each for each in recorders if each is not recorder)
+    if not recorder.on:
+        raise RuntimeError("recording attention failed; stderr contains the error")

@@ -80,10 +80,7 @@ PROFILERS: dict[str, Profiler] = {
 
 
 def find_profilers(names: Sequence[str]) -> tuple[Profiler, ...]:
-    """Return the named profilers without duplicates.
-
-    Raise UsageError for an unknown name.
-    """
+    """Return the named profilers without duplicates. Raise UsageError for an unknown name."""
     for name in names:
         if name not in PROFILERS:
             raise UsageError(f"no profiler {name!r}; known are {', '.join(PROFILERS)}")
@@ -104,8 +101,8 @@ def open_session(
 ) -> ToolSession:
     """Return a session for the next start of the worker under a profiler.
 
-    The report gets an unused name (nsys-1.nsys-rep, nsys-2.nsys-rep, …). `notify` gets the sentence
-    on what the user has to wait for.
+    The report gets an unused name (nsys-1.nsys-rep, nsys-2.nsys-rep, …). `notify` receives messages
+    for the user.
     """
     assert profiler.session is not None
     number = 1
@@ -138,7 +135,9 @@ def find_tool(name: str) -> Tool | None:
     else:
         return None
     same = on_path is not None and path.resolve() == Path(on_path).resolve()
-    return Tool(name, path, tool_version(path), same)
+    state = path.stat()
+    # query a replaced tool again
+    return Tool(name, path, _ask_version(str(path), state.st_mtime_ns, state.st_size), same)
 
 
 def require_tool(name: str) -> Tool:
@@ -169,16 +168,6 @@ def installed(name: str, root: Path = Path("/")) -> list[Path]:
     return paths
 
 
-def tool_version(path: Path) -> str | None:
-    """Return the version that an executable prints, such as `2025.3.1.0`, or None."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    # query a replaced tool again
-    return _ask_version(str(path), stat.st_mtime_ns, stat.st_size)
-
-
 @functools.lru_cache(maxsize=16)
 def _ask_version(path: str, _mtime_ns: int, _size: int) -> str | None:
     done = run_briefly([path, "--version"], VERSION_TIMEOUT_S)
@@ -186,7 +175,7 @@ def _ask_version(path: str, _mtime_ns: int, _size: int) -> str | None:
 
 
 def parse_version(text: str) -> str | None:
-    """Return the version in the output of a tool's `--version`, or None."""
+    """Return the version in the output of a tool's `--version`, such as `2025.3.1.0`, or None."""
     match = re.search(r"\bversion\s+(\d+(?:\.\d+)+)", text, re.IGNORECASE)
     return match[1] if match else None
 

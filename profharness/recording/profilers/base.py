@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,58 +52,55 @@ class FailureRule:
     remedy: str
     quoted: bool = False  # append the last lines of the text to the message
     written: bool = True  # also applies if a report was written
+    late: bool = False  # applies if the tool took too long, and only then
 
     def problem(
-        self,
-        profiler: str,
-        report: Path,
-        groups: Mapping[str, str | None] | None = None,
-        text: str = "",
+        self, profiler: str, report: Path, groups: dict[str, str | None], text: str = ""
     ) -> Problem:
         """Return the failure as a problem, with its placeholders filled in."""
-        blanks = {"report": report.name, **(groups or {})}
+        blanks = {"report": report.name, **groups}
         message = self.message.format(**blanks) + (quoted(text) if self.quoted else "")
         return Problem(profiler, self.code, message, self.remedy.format(**blanks))
 
 
-@dataclass(frozen=True)
-class FailureRules:
-    """The rules of one tool. The first match counts."""
+def match_rules(
+    profiler: str,
+    rules: Sequence[FailureRule],
+    returncode: int | None,
+    text: str,
+    report: Path,
+    *,
+    written: bool = False,
+) -> Problem | None:
+    """Return the problem of the first matching rule.
 
-    profiler: str
-    rules: Sequence[FailureRule]
-    timeout: Sequence[FailureRule] = ()  # for a tool that took too long
-
-    def match(
-        self, returncode: int | None, text: str, report: Path, *, written: bool = False
-    ) -> Problem | None:
-        """Return the problem of the first matching rule.
-
-        `returncode` is None if the tool was ended because it took too long.
-        """
-        if returncode is None:
-            return self._first(self.timeout, text, report) or Problem(
-                self.profiler,
-                "timeout",
-                f"{self.profiler} took too long and was ended before {report.name} was complete",
-                "allow more time with --timeout, or give it less to do: fewer cells, smaller configs, "
-                "fewer metrics",
-            )
-        rules = [rule for rule in self.rules if rule.written or not written]
-        return self._first(rules, text, report, head=f"{how_ended(returncode)}\n")
-
-    def _first(
-        self, rules: Iterable[FailureRule], text: str, report: Path, head: str = ""
-    ) -> Problem | None:
-        for rule in rules:
+    `returncode` is None if the tool was ended because it took too long.
+    """
+    late = returncode is None
+    head = "" if returncode is None else f"{how_ended(returncode)}\n"
+    for rule in rules:
+        if rule.late == late and (rule.written or not written):
             match = re.search(rule.pattern, head + text, re.MULTILINE)
             if match:
-                return rule.problem(self.profiler, report, match.groupdict(), text)
+                return rule.problem(profiler, report, match.groupdict(), text)
+    if not late:
         return None
+    return Problem(
+        profiler,
+        "timeout",
+        f"{profiler} took too long and was ended before {report.name} was complete",
+        "allow more time with --timeout, or give it less to do: fewer cells, smaller configs, "
+        "fewer metrics",
+    )
 
 
 def diagnose(
-    rules: FailureRules, returncode: int | None, text: str, report: Path, started: float
+    profiler: str,
+    rules: Sequence[FailureRule],
+    returncode: int | None,
+    text: str,
+    report: Path,
+    started: float,
 ) -> Problem | None:
     """Return why a tool left no usable report, or None if it did.
 
@@ -112,12 +109,13 @@ def diagnose(
     nsys exits with 0 without a report, and with the target's code although the report is fine.
     """
     state = report_state(report, started)
-    problem = rules.match(returncode, text, report, written=state == "fresh")
-    if problem is not None or returncode is None or state == "fresh":
+    fresh = state == "fresh"
+    problem = match_rules(profiler, rules, returncode, text, report, written=fresh)
+    if problem is not None or returncode is None or fresh:
         return problem
     what, remedy = _NO_REPORT[state]
-    message = f"{rules.profiler} ended ({how_ended(returncode)}) {what.format(report=report.name)}"
-    return Problem(rules.profiler, f"report_{state}", message + quoted(text), remedy)
+    message = f"{profiler} ended ({how_ended(returncode)}) {what.format(report=report.name)}"
+    return Problem(profiler, f"report_{state}", message + quoted(text), remedy)
 
 
 _NO_REPORT = {
@@ -186,9 +184,14 @@ def version_key(text: str | Path) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", str(text)))
 
 
-def escape_macros(path: Path) -> str:
-    """Escape a path for nsys and ncu, which expand %p, %h and %q{NAME} in output names."""
-    return str(path).replace("%", "%%")
+def output_argument(report: Path, suffix: str) -> str:
+    """Return a report's path as an argument of nsys or ncu, which expand %p, %h and %q{NAME}.
+
+    Raise ValueError for another suffix, to which the tool would append its own.
+    """
+    if report.suffix != suffix:
+        raise ValueError(f"{report}: the report must end in {suffix}")
+    return str(report).replace("%", "%%")
 
 
 # Seconds that an ended tool gets to write its report after each signal: the interrupt, the end of
@@ -196,23 +199,8 @@ def escape_macros(path: Path) -> str:
 GRACE_S = (30.0, 60.0, 10.0)
 HURRIED_S = (10.0, 5.0, 2.0)
 
-
-@dataclass(frozen=True)
-class Ended:
-    """How one start of the worker ended."""
-
-    returncode: int | None  # None if it took too long or the user interrupted it
-    text: str  # all output of the process and the worker
-    cells: tuple[str, ...]  # cells that have a result from this start
-    interrupted: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a start of the worker left besides the results in the journal."""
-
-    trace: TraceFile | None = None
-    problem: Problem | None = None
+Outcome = tuple[TraceFile | None, Problem | None]
+"""The trace and the problem that a start of the worker left."""
 
 
 class Session:
@@ -241,9 +229,20 @@ class Session:
         """Kill everything the process left running, however it ended."""
         kill_group(process)
 
-    def close(self, ended: Ended) -> Outcome:  # noqa: ARG002
-        """Return what the process left. Called at most once, after its end."""
-        return Outcome()
+    def close(
+        self,
+        returncode: int | None,  # noqa: ARG002
+        text: str,  # noqa: ARG002
+        cells: tuple[str, ...],  # noqa: ARG002
+        *,
+        interrupted: bool,  # noqa: ARG002
+    ) -> Outcome:
+        """Return what the process left. Called at most once, after its end.
+
+        `returncode` is None if it took too long or the user interrupted it. `text` is all output of
+        the process and the worker, and `cells` those that have a result from this start.
+        """
+        return None, None
 
     def discard(self) -> None:
         """Remove temporary files. Called once, last of all."""
@@ -265,32 +264,32 @@ class ToolSession(Session):
         self.scratch = Path(tempfile.mkdtemp(prefix=f"profharness-{self.tool.name}-"))
         self.started = time.time()
 
-    def close(self, ended: Ended) -> Outcome:
+    def close(
+        self, returncode: int | None, text: str, cells: tuple[str, ...], *, interrupted: bool
+    ) -> Outcome:
         """Return the trace if it contains kernels, or the problem."""
         name = self.tool.name
         try:
-            problem, trace = self.judge(ended)
+            problem, path = self.judge(returncode, text)
         except ToolError as error:
-            problem, trace = error.problem, None
+            problem, path = error.problem, None
         # the rules see that a tool was ended, but not that the user did it
-        if ended.interrupted and problem is not None and problem.code == "timeout":
+        if interrupted and problem is not None and problem.code == "timeout":
             problem = Problem(
                 name,
                 "interrupted",
                 f"{name} was interrupted before {self.report.name} was complete",
                 "`profharness capture --resume RUN` does what is left",
             )
-        file = TraceFile(name, trace.name, ended.cells) if trace else None
-        if problem is None:
-            return Outcome(file)
-        raw = "\n".join(ended.text.splitlines()[-20:])
-        return Outcome(file, replace(problem, raw=raw, cells=ended.cells))
+        if problem is not None:
+            raw = "\n".join(text.splitlines()[-20:])
+            problem = replace(problem, raw=raw, cells=cells)
+        return TraceFile(name, path.name, cells) if path else None, problem
 
     def discard(self) -> None:
-        """Remove the temporary folder."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def judge(self, ended: Ended) -> tuple[Problem | None, Path | None]:
+    def judge(self, returncode: int | None, text: str) -> tuple[Problem | None, Path | None]:
         """Return the problem, if any, and the file to ingest, if one can be read."""
         raise NotImplementedError
 

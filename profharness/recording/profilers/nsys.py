@@ -24,13 +24,12 @@ from profharness.recording.profilers.base import (
     NO_SANDBOX,
     OWN_TMPDIR,
     TOOL_OPTIONS,
-    Ended,
     FailureRule,
-    FailureRules,
     ToolError,
     ToolSession,
     diagnose,
-    escape_macros,
+    match_rules,
+    output_argument,
     quoted,
     report_damaged,
 )
@@ -93,13 +92,6 @@ UNWRITTEN_RULES = (
         NO_SANDBOX.replace("{tool}", "nsys"),
     ),
     FailureRule(
-        "executable_missing",
-        r"Executable not found in current directory or standard search paths"
-        r"|^No such file or directory: \S",
-        "nsys found no program to start for {report}",
-        "give the program's absolute path",
-    ),
-    FailureRule(
         "unknown_option",
         r"unrecogni[sz]ed option '(?P<option>[^']*)'",
         "this nsys does not know the option {option}",
@@ -148,18 +140,6 @@ UNWRITTEN_RULES = (
         "disk is full",
     ),
     FailureRule(
-        "output_exists",
-        r"Failed to create '(?P<path>[^']*)': File exists",
-        "{path} was there already: nsys left it as it was and wrote the new report to TMPDIR",
-        "remove the old file, or pass --force-overwrite true",
-    ),
-    FailureRule(
-        "output_folder_missing",
-        r"Failed to create '(?P<path>[^']*)': No such file or directory",
-        "the folder of {path} does not exist: nsys wrote the report to TMPDIR",
-        "make the folder first",
-    ),
-    FailureRule(
         "output_unwritable",
         r"Failed to create '(?P<path>[^']*)': (?P<why>[^.\n]+)",
         "nsys could not write {path}: {why}",
@@ -178,12 +158,6 @@ UNWRITTEN_RULES = (
         "check the range's name, and set NSYS_NVTX_PROFILER_REGISTER_ONLY=0",
     ),
     FailureRule(
-        "sampling_forbidden",
-        r"requires root privileges or a paranoid level of (?P<level>\d)",
-        "nsys may not sample the CPU here, and there is no {report}",
-        "pass --sample=none --cpuctxsw=none, or set kernel.perf_event_paranoid to {level}",
-    ),
-    FailureRule(
         "tool_crashed",
         r"FATAL ERROR: (?P<words>.*)",
         "nsys broke down before it wrote {report}: {words}",
@@ -200,76 +174,60 @@ KILLED = FailureRule(
     "(PID is that of the killed nsys); see the kernel log for out-of-memory, then run again",
 )
 
-RULES = FailureRules(
-    NSYS,
+RULES = (
     # first, because a kill explains everything else in the log
-    (KILLED, *(replace(rule, written=False) for rule in UNWRITTEN_RULES), *WRITTEN_RULES),
-    timeout=(
-        FailureRule(
-            "children_outlive_target",
-            r"Waiting for termination of re-parented processes",
-            "the program ended, but a process that it left behind kept nsys waiting for {report}",
-            "pass --wait=primary, or see that the program ends its own children",
-        ),
+    KILLED,
+    *(replace(rule, written=False) for rule in UNWRITTEN_RULES),
+    *WRITTEN_RULES,
+    FailureRule(
+        "children_outlive_target",
+        r"Waiting for termination of re-parented processes",
+        "the program ended, but a process that it left behind kept nsys waiting for {report}",
+        "pass --wait=primary, or see that the program ends its own children",
+        late=True,
     ),
 )
 
-EXPORT_RULES = FailureRules(
-    NSYS,
-    (
-        FailureRule(
-            "output_exists",
-            r"Exportation error: File already exists: '(?P<path>[^']*)'",
-            "{path} was there already, and nsys export left it as it was",
-            "remove it, or pass --force-overwrite true",
-        ),
-        FailureRule(
-            "report_missing",
-            r"Exportation error: File not found: '(?P<path>[^']*)'",
-            "nsys export found no report {path}",
-            "check the path; nsys profile may have left none",
-        ),
-        FailureRule(
-            "version_mismatch",
-            r"ProtobufParseException|Version not supported: (?P<build>\S+)"
-            r"|Version number is invalid: (?P<version>\S+)",
-            "the report was made by a newer nsys than the one that exports it",
-            _SAME_VERSION,
-        ),
-        FailureRule(
-            "report_damaged",
-            r"Version tag is not found in the stream|Cannot read from stream"
-            r"|Section Table Reference magic number mismatch",
-            "the file is not an nsys report, or was cut short",
-            "copy it again, or capture again",
-        ),
-        FailureRule(
-            "tool_library_missing",
-            LOADER,
-            "nsys did not start for want of the library {library}",
-            "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
-        ),
-        FailureRule(
-            "export_failed",
-            r"Exportation error: (?P<words>.*)",
-            "nsys export failed: {words}",
-            "export with the nsys that made the report, and see whether the disk is full",
-        ),
-        FailureRule(
-            "export_failed",
-            r"\A(?P<how>signal \d+|exit code [1-9]\d*)$",
-            "nsys export failed ({how})",
-            "export with the nsys that made the report: `nsys export --type sqlite REPORT`",
-            quoted=True,
-        ),
+EXPORT_RULES = (
+    FailureRule(
+        "version_mismatch",
+        r"ProtobufParseException|Version not supported: (?P<build>\S+)"
+        r"|Version number is invalid: (?P<version>\S+)",
+        "the report was made by a newer nsys than the one that exports it",
+        _SAME_VERSION,
     ),
-    timeout=(
-        FailureRule(
-            "timeout",
-            r"\A",
-            "nsys export took too long and was ended before it was complete",
-            "see why with `nsys export --type sqlite REPORT`, and ingest the .sqlite that it leaves",
-        ),
+    FailureRule(
+        "report_damaged",
+        r"Version tag is not found in the stream|Cannot read from stream"
+        r"|Section Table Reference magic number mismatch",
+        "the file is not an nsys report, or was cut short",
+        "copy it again, or capture again",
+    ),
+    FailureRule(
+        "tool_library_missing",
+        LOADER,
+        "nsys did not start for want of the library {library}",
+        "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
+    ),
+    FailureRule(
+        "export_failed",
+        r"Exportation error: (?P<words>.*)",
+        "nsys export failed: {words}",
+        "export with the nsys that made the report, and see whether the disk is full",
+    ),
+    FailureRule(
+        "export_failed",
+        r"\A(?P<how>signal \d+|exit code [1-9]\d*)$",
+        "nsys export failed ({how})",
+        "export with the nsys that made the report: `nsys export --type sqlite REPORT`",
+        quoted=True,
+    ),
+    FailureRule(
+        "timeout",
+        r"\A",
+        "nsys export took too long and was ended before it was complete",
+        "see why with `nsys export --type sqlite REPORT`, and ingest the .sqlite that it leaves",
+        late=True,
     ),
 )
 
@@ -281,8 +239,6 @@ def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
     graph-trace=node, kernels inside CUDA graphs are not recorded. Without wait=primary, a process
     that the target left behind would block nsys. Raise ValueError for another suffix.
     """
-    if output.suffix != SUFFIX:
-        raise ValueError(f"{output}: the report of nsys must end in {SUFFIX}")
     return [
         str(tool),
         "profile",
@@ -292,31 +248,9 @@ def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
         "--cuda-graph-trace=node",
         "--wait=primary",
         "--force-overwrite=true",
-        f"--output={escape_macros(output)}",
+        f"--output={output_argument(output, SUFFIX)}",
         *command,
     ]
-
-
-def export_argv(tool: Path, report: Path, output: Path) -> list[str]:
-    """Return the argv that exports a report to a SQLite file."""
-    return [
-        str(tool),
-        "export",
-        "--type=sqlite",
-        "--force-overwrite=true",
-        f"--output={output}",
-        str(report),
-    ]
-
-
-def shutdown_argv(tool: Path, pid: int) -> list[str]:
-    """Return the argv that ends what a killed nsys left behind.
-
-    Its background process and the target have their own sessions, which no signal to nsys's process
-    group reaches. nsys 2022.4 exits with 1, "Failed to find session", and leaves the target
-    running: end it by its own pid as well.
-    """
-    return [str(tool), "shutdown", "--kill=sigterm", f"--session=profile-{pid}"]
 
 
 def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
@@ -355,8 +289,9 @@ def export_report(
     with folder as name:
         part, log = Path(name) / "export.sqlite", Path(name) / "log"
         environment = child_environment(os.environ, Path(name))
+        argv = [str(tool), "export", "--type=sqlite", "--force-overwrite=true"]
+        argv += [f"--output={part}", str(report)]
         try:
-            argv = export_argv(tool, report, part)
             returncode = run_to_end(argv, log, environment, timeout_s, short=True)
         except OSError as error:
             message = f"{tool} cannot be started: {error.strerror}"
@@ -374,7 +309,7 @@ def diagnose_export(returncode: int | None, text: str, output: Path) -> Problem 
 
     When it fails it leaves an empty or incomplete file, so the existence of a file proves nothing.
     """
-    problem = EXPORT_RULES.match(returncode, text, output)
+    problem = match_rules(NSYS, EXPORT_RULES, returncode, text, output)
     if problem is not None:
         return problem
     with contextlib.suppress(OSError), open_input(output) as file:
@@ -397,8 +332,8 @@ class NsysSession(ToolSession):
     def environment(self, base: dict[str, str]) -> dict[str, str]:
         return child_environment(base, self.scratch)
 
-    def judge(self, ended: Ended) -> tuple[Problem | None, Path | None]:
-        problem = diagnose(RULES, ended.returncode, ended.text, self.report, self.started)
+    def judge(self, returncode: int | None, text: str) -> tuple[Problem | None, Path | None]:
+        problem = diagnose(NSYS, RULES, returncode, text, self.report, self.started)
         if not self.report.exists():
             return problem, None
         exported = self.report.with_suffix(".sqlite")
@@ -409,15 +344,19 @@ class NsysSession(ToolSession):
             return report_damaged(NSYS, exported, str(error)), None
         if kernels == 0:
             # a matching rule is more specific than an empty table
-            problem = problem or NO_CUDA_EVENTS.problem(NSYS, self.report)
+            problem = problem or NO_CUDA_EVENTS.problem(NSYS, self.report, {})
         return problem, exported
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
         kill(process.pid, signal.SIGINT)
 
     def force(self, pid: int, timeout_s: float) -> None:
-        """Shut down the daemon that nsys leaves in its own session, and that holds the target."""
-        run_briefly(shutdown_argv(self.tool.path, pid), timeout_s)
+        """End nsys's daemon, which has its own session and keeps the target.
+
+        nsys 2022.4 cannot find the session and leaves the target running.
+        """
+        session = f"--session=profile-{pid}"
+        run_briefly([str(self.tool.path), "shutdown", "--kill=sigterm", session], timeout_s)
 
 
 def count_kernels(export: Path) -> int:

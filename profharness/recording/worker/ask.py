@@ -35,6 +35,7 @@ from profharness.attention.dispatch.advice import (
 from profharness.attention.dispatch.machine import machine_of, with_flags
 from profharness.attention.dispatch.predict import CPU_ORDER, Eligibility, clean, code, is_header
 from profharness.device_types import is_gpu
+from profharness.recording.worker.attention import fused_choice, make_inputs
 from profharness.recording.worker.environment import backend_name, priority_order, set_deterministic
 from profharness.recording.worker.failures import (
     is_oom,
@@ -42,7 +43,6 @@ from profharness.recording.worker.failures import (
     reasons_by_backend,
     recorded_warnings,
 )
-from profharness.recording.worker.inputs import fused_choice, make_inputs
 from profharness.recording.worker.program import Program, Stage, run_each
 from profharness.rows import Refusal
 from profharness.run import Cell

@@ -1,11 +1,14 @@
-"""PyTorch's other ways to call attention. `backends/__init__.py` refers to these functions by name."""
+"""The inputs of a config, the attention call on them, and PyTorch's other ways to call attention, to
+which `backends/__init__.py` refers by name.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
@@ -13,9 +16,24 @@ from typing import Any
 import torch
 import torch.nn.attention as torch_attention
 
-from profharness.attention.backends.base import Attention, RefusedError, needs_module
+from profharness.attention.backends.base import (
+    Attention,
+    ImplementationError,
+    RefusedError,
+    needs_module,
+)
+from profharness.attention.backends.inputs import (
+    Inputs,
+    build_inputs,
+    call_arguments,
+    choice_arguments,
+    leaf_names,
+    output_shape,
+)
 from profharness.attention.backends.sources import find_implementation
-from profharness.attention.config import SDP_BACKENDS, SdpaSetting
+from profharness.attention.config import SDP_BACKENDS, Config, SdpaSetting
+from profharness.attention.dispatch.rules import CAUSAL_MASK
+from profharness.dtypes import DTYPES
 from profharness.rows import REPLACEMENTS
 
 PLAIN_MISSING = (
@@ -24,6 +42,91 @@ PLAIN_MISSING = (
 )
 FA4_REMEDY = "pip install flash-attn-4"
 needs_triton = needs_module("triton", "pip install triton")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, DTYPES[name].torch)
+
+
+def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
+    """Return normally distributed inputs in the config's dtype and layout, reproducible by seed.
+    With a seed of None they are allocated but never written, so no kernel is launched; `grad` is
+    then None.
+    """
+    dtype = torch_dtype(str(config.dtype))
+    generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
+
+    def filled(*shape: int) -> Any:
+        if generator is None:
+            return torch.empty(shape, device=device, dtype=dtype)
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+
+    def kept(*shape: int) -> Any:
+        if generator is None:
+            return torch.empty(shape, device=device, dtype=torch.bool)
+        return torch.rand(shape, device=device, generator=generator) < 0.75
+
+    return build_inputs(config, filled, kept, written=generator is not None)
+
+
+def make_forward(
+    config: Config, inputs: Inputs, attention: Attention | None = None
+) -> Callable[[], Any]:
+    """Return the forward call of `scaled_dot_product_attention` or of an `Attention`."""
+    tensors = (inputs.query, inputs.key, inputs.value)
+    arguments = call_arguments(config, inputs.mask, own=attention is not None)
+    function = attention or torch.nn.functional.scaled_dot_product_attention
+
+    def forward() -> Any:
+        return function(*tensors, **arguments)
+
+    return forward
+
+
+def make_call(
+    config: Config, inputs: Inputs, attention: Attention | None = None
+) -> Callable[[], Any]:
+    """Return the call to profile and time: forward, and with `bwd` also the gradients."""
+    leaves = [getattr(inputs, name) for name in leaf_names(config)]
+    forward = make_forward(config, inputs, attention)
+
+    def forward_and_backward() -> Any:
+        # autograd.grad, not backward(): accumulating into .grad would add kernels that are not attention's
+        return torch.autograd.grad(forward(), leaves, inputs.grad)
+
+    return forward_and_backward if config.bwd else forward
+
+
+def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None:
+    """Raise ImplementationError if the output of the named backend is not a tensor like SDPA's."""
+    if not isinstance(output, torch.Tensor):
+        raise ImplementationError(f"{name} returned {type(output).__name__}, not a tensor")
+    shape = output_shape(config)
+    if tuple(output.shape) != shape:
+        raise ImplementationError(
+            f"{name} returned shape {list(output.shape)}; it must be {list(shape)}, [B, H, Sq, Dv]"
+        )
+    query = inputs.query
+    if (output.dtype, output.device) != (query.dtype, query.device):
+        raise ImplementationError(
+            f"{name} returned {output.dtype} on {output.device}; "
+            f"the inputs are {query.dtype} on {query.device}"
+        )
+
+
+def fused_choice(config: Config, inputs: Inputs) -> int:
+    """Return PyTorch's choice without a launch. Raise RuntimeError if no backend accepts the call,
+    or if the choice is math and its call would raise.
+    """
+    tensors = (inputs.query, inputs.key, inputs.value)
+    choice = torch._fused_sdp_choice(*tensors, **choice_arguments(config, inputs.mask))
+    if (
+        choice == torch_attention.SDPBackend.MATH.value
+        and config.causal
+        and inputs.mask is not None
+    ):
+        raise RuntimeError(CAUSAL_MASK)
+    return int(choice)
 
 
 def only(setting: SdpaSetting) -> AbstractContextManager[None]:
@@ -170,26 +273,26 @@ def flex(kernel_options: dict[str, Any] | None) -> Attention:
 
     # Beyond Dynamo's recompile limit the function would run uncompiled.
     compiled = torch.compile(code_of_its_own(flex_attention), dynamic=False, fullgraph=True)
-    masks: dict[tuple[int, int], Any] = {}
 
     def causal(_batch: Any, _head: Any, row: Any, column: Any) -> Any:
         return row >= column
 
+    @functools.cache
+    def causal_mask(rows: int, columns: int, device: Any) -> Any:
+        return create_block_mask(causal, None, None, rows, columns, device=device)
+
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
-        shape = (q.shape[2], k.shape[2])
-        if is_causal and shape not in masks:
-            masks[shape] = create_block_mask(causal, None, None, *shape, device=q.device)
+        mask = causal_mask(q.shape[2], k.shape[2], q.device) if is_causal else None
         options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
-        return compiled(q, k, v, block_mask=masks[shape] if is_causal else None, **options)
+        return compiled(q, k, v, block_mask=mask, **options)
 
     return attention
 
 
 def varlen_absent() -> str | None:
     """Return why there is no varlen_attn, or None."""
-    if needs_module("torch.nn.attention.varlen", "")():
-        return "torch.nn.attention.varlen needs torch >= 2.10"
-    return None
+    absent = needs_module("torch.nn.attention.varlen", "")()
+    return "torch.nn.attention.varlen needs torch >= 2.10" if absent else None
 
 
 def varlen() -> Attention:
@@ -200,13 +303,10 @@ def varlen() -> Attention:
     from torch.nn.attention.varlen import varlen_attn
 
     parameters = inspect.signature(varlen_attn).parameters
-    starts: dict[tuple[int, int], Any] = {}
 
+    @functools.cache
     def offsets(batch: int, rows: int, device: Any) -> Any:
-        key = (batch, rows)
-        if key not in starts:
-            starts[key] = torch.arange(batch + 1, device=device, dtype=torch.int32) * rows
-        return starts[key]
+        return torch.arange(batch + 1, device=device, dtype=torch.int32) * rows
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
         batch, _, rows, _ = q.shape
@@ -216,9 +316,8 @@ def varlen() -> Attention:
             options["window_size"] = (-1, 0 if is_causal else -1)
         elif is_causal:
             options["is_causal"] = True
-        if (
-            "enable_gqa" in parameters
-        ):  # earlier versions accept fewer key heads without this option
+        # earlier versions accept fewer key heads without this option
+        if "enable_gqa" in parameters:
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:
             raise RefusedError("unsupported", "varlen_attn of this torch takes no scale")

@@ -19,10 +19,10 @@ from profharness.attention.backends.inputs import Inputs
 from profharness.attention.config import Config
 from profharness.device_types import is_gpu
 from profharness.recording.worker import timing
+from profharness.recording.worker.attention import make_call, make_inputs
 from profharness.recording.worker.cell import Attempt, with_torch_profiler, without
 from profharness.recording.worker.environment import set_deterministic
 from profharness.recording.worker.failures import failure, unless_dead
-from profharness.recording.worker.inputs import make_call, make_inputs
 from profharness.recording.worker.program import Program, Write
 from profharness.recording.worker.timing import Workspace, open_workspace, over_time
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL

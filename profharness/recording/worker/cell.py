@@ -31,6 +31,13 @@ from profharness.attention.backends.base import (
 from profharness.attention.backends.inputs import Inputs
 from profharness.device_types import CUDA, is_gpu
 from profharness.recording.worker import timing
+from profharness.recording.worker.attention import (
+    check_output,
+    fused_choice,
+    make_call,
+    make_forward,
+    make_inputs,
+)
 from profharness.recording.worker.environment import backend_name, set_deterministic
 from profharness.recording.worker.failures import (
     RefusedBeforehandError,
@@ -40,13 +47,6 @@ from profharness.recording.worker.failures import (
     reasons_beforehand,
     recorded_warnings,
     unless_dead,
-)
-from profharness.recording.worker.inputs import (
-    check_output,
-    fused_choice,
-    make_call,
-    make_forward,
-    make_inputs,
 )
 from profharness.recording.worker.program import (
     FOLDER_ERRORS,

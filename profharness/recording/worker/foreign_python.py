@@ -6,6 +6,7 @@ It uses only syntax of old Python 3 versions, so that these can report that they
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -40,12 +41,13 @@ def dotted(version: tuple[object, ...]) -> str:
     return ".".join(map(str, version[:2]))
 
 
-def remove_from_path(parents: Path) -> None:
+def clean_path() -> None:
     """Remove the packages of the Python that started this one from the path."""
-    unwanted = (str(parents), str(Path(__file__).resolve().parent))
+    parents = str(PACKAGE.parent)
+    unwanted = (parents, str(Path(__file__).resolve().parent))
     sys.path[:] = [path for path in sys.path if path not in unwanted]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != str(parents))
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != parents)
 
 
 def load_package() -> None:
@@ -59,12 +61,12 @@ def load_package() -> None:
 
 
 if __name__ == "__main__":
-    remove_from_path(PACKAGE.parent)
+    clean_path()
     reason = refusal()
     if reason is not None:
         sys.exit(reason)
     load_package()
-    sys.path.append(
-        str(Path(__file__).with_name("standins"))
-    )  # last, so that installed packages take precedence
+    missing = [name for name in ("isal", "msgspec", "nvtx") if not importlib.util.find_spec(name)]
+    standins = importlib.import_module("profharness.recording.worker.standins")
+    sys.modules.update(dict.fromkeys(missing, standins))
     runpy.run_module("profharness.recording.worker", run_name="__main__")

@@ -1,17 +1,30 @@
-"""Provide the part of msgspec that the worker uses, for a Python in which msgspec is not installed.
+"""Provide the parts of msgspec, isal and nvtx that the worker uses, for a Python that lacks them.
 
-It reads and writes dataclasses as JSON. Types are not checked, because profharness itself wrote the
-JSON.
+The part of msgspec reads and writes dataclasses as JSON. Types are not checked, because profharness
+itself wrote the JSON. The part of nvtx records no ranges; nsys and ncu need the real package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gzip as igzip
 import json as standard
 import math
 import types
 import typing
 from typing import Any
+
+__all__ = [
+    "DecodeError",
+    "MsgspecError",
+    "Struct",
+    "annotate",
+    "end_range",
+    "igzip",
+    "json",
+    "start_range",
+]
 
 
 class MsgspecError(Exception):
@@ -81,3 +94,16 @@ class json:
             return _typed(standard.loads(data), type)
         except ValueError as error:
             raise DecodeError(str(error)) from None
+
+
+def annotate(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context that opens no range."""
+    return contextlib.nullcontext()
+
+
+def start_range(*_: Any, **__: Any) -> None:
+    """Start no range."""
+
+
+def end_range(_: None) -> None:
+    """Do nothing, because no range was started."""
