@@ -503,7 +503,7 @@ def test_a_run_without_its_traces_keeps_all_kernel_times(
     for name in ("whole", "bare"):
         (tmp_path / name).mkdir()
     plan = Plan((), Protocol(iterations=5), ("torch",), 0)
-    workspace = Workspace("cpu", tmp_path / "whole", plan, None, {})
+    workspace = Workspace("cpu", tmp_path / "whole", plan, {}, (), {}, lambda _: None)
     for pending in (replace(each, status="pending") for each in run.cells[:3]):
         kept = pending
         session = Recorded(source / f"{pending.cell}.torch.json.gz")

@@ -16,7 +16,7 @@ from waiting import PATIENCE_S, until
 
 from profharness.attention.config import parse_config
 from profharness.recording.worker import timing
-from profharness.recording.worker.bench import bench_group
+from profharness.recording.worker.bench import Group
 from profharness.recording.worker.timing import ClockReader, Workspace, over_time
 from profharness.run import BenchPlan, Cell, JournalEntry, Plan, Protocol
 
@@ -99,13 +99,15 @@ def test_cells_shorter_than_a_reading_have_one(tmp_path: Path, iterations: int) 
     cells = [Cell(f"c{n}", config, name) for n, name in enumerate(("auto", "flash", "math"))]
     protocol = Protocol(iterations=iterations, warmup=0, samples=0, device="cpu")
     plan = Plan(tuple(cells), protocol, ("events",), 0)
-    workspace = Workspace("cpu", tmp_path, plan, ClockReader(late(1.5)), {})
     ended: list[Cell] = []
 
     def write(entry: JournalEntry) -> None:
         ended.extend([entry.result] if entry.result else [])
 
-    bench_group(cells, workspace, replace(BenchPlan(), iterations=iterations), write)
+    workspace = Workspace(
+        "cpu", tmp_path, plan, {}, tuple(cells), {}, write, ClockReader(late(1.5))
+    )
+    Group(config, workspace, replace(BenchPlan(), iterations=iterations)).run(cells)
     assert [cell.status for cell in ended] == ["ok"] * 3
     for cell in ended:
         assert cell.clocks["sm_mhz_min"] <= cell.clocks["sm_mhz"] <= cell.clocks["sm_mhz_max"]

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from profharness.attention.config import parse_config
+from profharness.files import open_lock_file
 from profharness.recording.supervise import RunRecord, Step
 from profharness.recording.worker import gpu_watch
-from profharness.recording.worker.gpu_watch import GpuLock
+from profharness.recording.worker.gpu_watch import is_shared
 from profharness.run import GPU, Cell, JournalEntry, Problem, Protocol, Run, read_run
 
 # The part of NVML that the watch uses. Its values come from a file. A null means "not supported".
@@ -211,9 +212,9 @@ def test_two_measuring_processes_on_one_gpu_are_both_warned_until_one_dies(tmp_p
 
 
 def test_a_lock_that_cannot_be_created_has_no_warning(tmp_path: Path) -> None:
-    assert GpuLock("GPU-1", tmp_path / "none").is_shared() is False
-    (tmp_path / "profharness-GPU-2.lock").symlink_to(tmp_path / "elsewhere")
-    assert GpuLock("GPU-2", tmp_path).is_shared() is False
+    assert is_shared(open_lock_file(tmp_path / "none" / "lock")) is False
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    assert is_shared(open_lock_file(tmp_path / "lock")) is False
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -24,7 +24,7 @@ from profharness.commands.analyze.figures import (
 )
 from profharness.devices import KIB, l1_bytes
 from profharness.program.roles import FUSED_ROLES, GEMMS
-from profharness.recording.profilers.ncu_metrics import (
+from profharness.recording.profilers.ncu import (
     BANK_CONFLICTS,
     FMA_PIPE,
     ISSUE_ACTIVE,

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,24 +24,16 @@ MOST_BYTES = 1 << 16
 MOST_DESCRIPTORS = 8
 
 
-class Order:
-    """The arguments that another worker gets on its command line.
+class Order(threading.Thread):
+    """A thread that receives the arguments which another worker gets on its command line.
 
-    A thread receives them, and starts CUDA for a plan that needs it while torch loads. Without a
-    parent it ends the process.
+    It starts CUDA for a plan that needs it while torch loads. Without a parent it ends the process.
     """
 
-    def __init__(self) -> None:
-        self.arguments: list[str] = []
-        self.warmup: CudaWarmup | None = None
-        self._thread = threading.Thread(target=self._take, daemon=True)
-        self._thread.start()
+    arguments: Sequence[str] = ()
+    warmup: CudaWarmup | None = None
 
-    def wait(self) -> None:
-        """Wait for the arguments."""
-        self._thread.join()
-
-    def _take(self) -> None:
+    def run(self) -> None:
         with socket.socket(fileno=os.dup(0)) as line:
             # the descriptors after the log's stay open: a lock that lasts as long as this process
             text, descriptors, *_ = socket.recv_fds(line, MOST_BYTES, MOST_DESCRIPTORS)
@@ -59,9 +52,10 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         run_arguments(sys.argv[1:])
     gc.disable()  # loaded modules contain no garbage
-    order = Order()
+    order = Order(daemon=True)
+    order.start()
     try:
         import torch  # noqa: F401
     finally:
-        order.wait()  # the error is then written to the log of the run
+        order.join()  # the error is then written to the log of the run
     run_arguments(order.arguments, order.warmup)

@@ -1,7 +1,5 @@
-"""A program of the worker that queries PyTorch about each config of a plan: which backend it would
-run, why it refuses the others, and what would help.
-
-Inputs are allocated but never written, and no kernel is launched.
+"""A program of the worker that queries PyTorch about each config: its choice of a backend, why it
+refuses the others, and what would help. Inputs are never written, and no kernel is launched.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +25,6 @@ from profharness.attention.dispatch.advice import (
     ANSWERS_FILE,
     BackendAnswer,
     LiveAnswer,
-    Oracle,
     advise,
     blockers,
     rule_oracle,
@@ -43,7 +40,8 @@ from profharness.recording.worker.failures import (
     reasons_by_backend,
     recorded_warnings,
 )
-from profharness.recording.worker.program import Program, Stage, run_each
+from profharness.recording.worker.program import Stage, run_each
+from profharness.recording.worker.timing import Workspace
 from profharness.rows import Refusal
 from profharness.run import Cell
 
@@ -55,34 +53,28 @@ _STDERR = re.compile(
 )
 
 
-def body(program: Program) -> None:
+def body(workspace: Workspace) -> None:
     """Answer every cell with one line of JSON."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    answers = os.open(program.folder / ANSWERS_FILE, flags, 0o644)
-    dispatch = LiveDispatch(program.device, program.environment, NO_ADVICE not in sys.argv[1:])
+    answers = os.open(workspace.folder / ANSWERS_FILE, flags, 0o644)
+    dispatch = LiveDispatch(workspace.device, workspace.environment, NO_ADVICE not in sys.argv[1:])
 
     def answer(cell: Cell, _: Stage) -> Cell:
         os.write(answers, msgspec.json.encode(dispatch.answer(cell)) + b"\n")
-        return replace(cell, config=cell.config.resolve(program.device), status="ok")
+        return replace(cell, config=cell.config.resolve(workspace.device), status="ok")
 
-    run_each(program, answer)
+    run_each(workspace, answer)
 
 
-@dataclass
 class LiveDispatch:
-    """PyTorch's dispatch decisions on one device. `environment` is the result of
-    `environment.collect()`.
+    """PyTorch's dispatch decisions on one device.
+
+    `environment` is the result of `environment.collect()`.
     """
 
-    device: str
-    environment: dict[str, Any]
-    advice: bool
-    rules: Oracle = field(init=False)
-    stderr: StderrTap = field(init=False)
-
-    def __post_init__(self) -> None:
-        adjust = with_flags(self.environment)
-        self.rules = rule_oracle(machine_of(self.environment), self.device, adjust)
+    def __init__(self, device: str, environment: dict[str, Any], advice: bool) -> None:
+        self.device, self.environment, self.advice = device, environment, advice
+        self.rules = rule_oracle(machine_of(environment), device, with_flags(environment))
         self.stderr = StderrTap()
 
     def answer(self, cell: Cell) -> LiveAnswer:
@@ -94,11 +86,13 @@ class LiveDispatch:
         permitted = SDPA_BACKENDS if setting is None else setting.backends
         try:
             choice = self.choose(config, asked)
-            with asked.context():
-                order = self.priority_order()
+            order: tuple[str, ...] = CPU_ORDER
+            if is_gpu(self.device):
+                with asked.context():  # its order is valid after a first choice
+                    order = tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
             advised = [name for name in permitted if name != "math" or choice == "none"]
             backends = tuple(
-                self.backend(config, name, asked, advice=self.advice and name in advised)
+                self._backend(config, name, asked, advice=self.advice and name in advised)
                 if name in permitted
                 else BackendAnswer(name, False, (_disabled(name),))
                 for name in SDPA_BACKENDS
@@ -107,8 +101,7 @@ class LiveDispatch:
         except Exception as error:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
-    def backend(self, config: Config, name: str, asked: Backend, *, advice: bool) -> BackendAnswer:
-        """Return whether one backend is eligible, the reasons against it, and advice."""
+    def _backend(self, config: Config, name: str, asked: Backend, *, advice: bool) -> BackendAnswer:
         oracle = cache(self.ask)  # blockers and advice query many of the same configs
         eligible = oracle(config, name).eligible
 
@@ -126,24 +119,15 @@ class LiveDispatch:
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
     def choose(self, config: Config, asked: Backend = BACKENDS[AUTO]) -> str:
-        """Return the backend that `auto` or a setting selects, or `none` if PyTorch refuses the
-        call, without a launch. Raise other errors.
+        """Return the backend that `auto` or a setting selects, or `none` if PyTorch refuses the call.
+
+        Raise other errors.
         """
         with _deterministic(config), recorded_warnings([]), asked.context():
             return self._fused_choice(config) or "none"
 
-    def priority_order(self) -> tuple[str, ...]:
-        """Return the current order, which is valid after a first choice. It is empty if PyTorch
-        does not report one.
-        """
-        if not is_gpu(self.device):
-            return CPU_ORDER
-        return tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
-
     def ask(self, config: Config, backend: str) -> Eligibility:
-        """Return whether PyTorch accepts `backend` alone. The result is None if the inputs cannot
-        be created.
-        """
+        """Return whether PyTorch accepts `backend` alone, or None if inputs cannot be created."""
         if self.environment.get(f"sdp_{backend}") is False:
             return Eligibility(False, (_disabled(backend),))
         warnings: list[str] = []
@@ -164,7 +148,12 @@ class LiveDispatch:
         if not texts and is_gpu(self.device):
             texts = self.can_use(config, backend)[1]
         refusals = tuple(Refusal(code(text), text) for text in texts)
-        return Eligibility(False, refusals or self._inferred(config, backend))
+        if not refusals:
+            by_rule = self.rules(config, backend)
+            refusals = (Refusal("no_text", "PyTorch refuses it without a reason.", "inferred"),)
+            if by_rule.eligible is False:
+                refusals = (replace(by_rule.reasons[0], source="inferred"),)
+        return Eligibility(False, refusals)
 
     def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
         """Return the result of `can_use_*_attention`, and the texts of a refusal."""
@@ -193,13 +182,6 @@ class LiveDispatch:
             raise
         return None if name == "error" else name
 
-    def _inferred(self, config: Config, backend: str) -> tuple[Refusal, ...]:
-        """Return the rule's reason if PyTorch reported none."""
-        by_rule = self.rules(config, backend)
-        if by_rule.eligible is False:
-            return (replace(by_rule.reasons[0], source="inferred"),)
-        return (Refusal("no_text", "PyTorch refuses it without a reason.", "inferred"),)
-
 
 class StderrTap:
     """Collect the warnings that C++ writes to file descriptor 2."""
@@ -209,7 +191,7 @@ class StderrTap:
 
     @contextlib.contextmanager
     def into(self, texts: list[str]) -> Iterator[None]:
-        """Collect the texts written inside the block. Write all other output to stderr afterwards."""
+        """Collect the warnings written inside the block. Write other output to stderr afterwards."""
         sys.stderr.flush()
         kept = os.dup(2)
         os.dup2(self._file.fileno(), 2)
@@ -230,9 +212,7 @@ class StderrTap:
 
 @contextlib.contextmanager
 def _deterministic(config: Config) -> Iterator[None]:
-    """Set the config's deterministic mode, but without its filling of new tensors, which would
-    launch a kernel.
-    """
+    """Set the config's deterministic mode, without filling new tensors, which launches a kernel."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     set_deterministic(config.deterministic)
     try:

@@ -1,6 +1,4 @@
-"""The main program of the worker: measure each cell by a first call, profiled calls and timing. Any
-failure becomes the cell's result.
-"""
+"""The main program of the worker: measure each cell by a first call, profiled calls and timing."""
 
 from __future__ import annotations
 
@@ -50,24 +48,24 @@ from profharness.recording.worker.failures import (
 )
 from profharness.recording.worker.program import (
     FOLDER_ERRORS,
-    Program,
     Stage,
     exit_unwritable,
     run_each,
 )
-from profharness.recording.worker.timing import Workspace, open_workspace
+from profharness.recording.worker.timing import Workspace
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH
 from profharness.run import Cell
 from profharness.trace import WARMUP_RANGE, cell_range
 
 NVTX_DOMAIN = "profharness"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SLOW_NS = 10 * timing.EAGER_NS  # if a warm-up call takes this long, no trial burst is needed
 
 
-def body(program: Program) -> None:
+def body(workspace: Workspace) -> None:
     """Measure every cell."""
-    workspace = open_workspace(program)
-    run_each(program, lambda cell, stage: run_cell(cell, workspace, stage))
+    workspace.open_clocks()
+    run_each(workspace, lambda cell, stage: run_cell(cell, workspace, stage))
 
 
 @contextlib.contextmanager
@@ -81,21 +79,18 @@ def open_range(name: str) -> Iterator[None]:
     nvtx.end_range(process_wide)
 
 
-def profiled_calls(
-    call: Callable[[], Any], cell: str, iterations: int, sync: Callable[[], None]
-) -> None:
+def profiled_calls(call: Callable[[], Any], cell: str, workspace: Workspace) -> None:
     """Make the profiled calls. Each has its own range and completes before the next begins."""
-    for _ in range(iterations):
+    for _ in range(workspace.plan.protocol.iterations):
         with open_range(cell_range(cell)):
             call()
-            sync()
+            workspace.sync()
 
 
 def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspace) -> list[int]:
-    """Profile the calls of a cell. Return the kernel time per call for all processes of a cell but
-    the first.
+    """Profile the calls of a cell. Return the kernel time per call.
 
-    The first process writes its Chrome trace into the run folder instead. Each session starts with
+    The first process of a cell writes its Chrome trace into the run folder. Each session starts with
     a warm-up call, because Kineto can drop records before its capture window.
     """
     device = CUDA if torch.cuda.is_available() else None
@@ -103,7 +98,7 @@ def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspac
         with record_function(WARMUP_RANGE):
             call()
             workspace.sync()
-        profiled_calls(call, cell.cell, workspace.plan.protocol.iterations, workspace.sync)
+        profiled_calls(call, cell.cell, workspace)
     if cell.process == 0:
         data = _write_trace(session, workspace.folder / f"{cell.cell}.torch.json")
     else:
@@ -113,40 +108,21 @@ def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspac
     return call_sums(data, cell_range(cell.cell))
 
 
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-class _Event(msgspec.Struct):
-    """The fields of an event that are summed; ts and dur are in microseconds."""
-
-    ph: str = ""
-    cat: str = ""
-    name: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-
-
-class _Events(msgspec.Struct):
-    """The events of a Chrome trace."""
-
-    traceEvents: list[_Event]
-
-
 def call_sums(trace: bytes, name: str) -> list[int]:
     """Return the device time in ns of each range of that name. A range contains its call until it
     ends. Return nothing for a trace that is not JSON; ingest reports the reason.
     """
     try:
-        events = msgspec.json.decode(trace, type=_Events).traceEvents
+        events = msgspec.json.decode(trace)["traceEvents"]
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return []
-    complete = [event for event in events if event.ph == "X"]
-    launches = [event for event in complete if event.cat in ON_DEVICE]
+    complete = [event for event in events if event.get("ph") == "X"]
+    launches = [event for event in complete if event.get("cat") in ON_DEVICE]
     sums = []
     for event in complete:
-        if event.cat == "user_annotation" and event.name == name:
-            begin, end = event.ts, event.ts + event.dur
-            inside = [launch.dur for launch in launches if begin <= launch.ts <= end]
+        if event.get("cat") == "user_annotation" and event["name"] == name:
+            begin, end = event["ts"], event["ts"] + event["dur"]  # in microseconds
+            inside = [launch["dur"] for launch in launches if begin <= launch["ts"] <= end]
             sums.append(round(sum(inside) * 1000))
     return [value for value in sums if value]
 
@@ -178,16 +154,13 @@ def _write_trace(session: profile, plain: Path) -> bytes:
 
 @dataclass
 class Attempt:
-    """A cell during its first calls.
-
-    `warning_texts` are the warnings so far, `known` the fields that the cell keeps even if it fails.
-    """
+    """A cell during its first calls."""
 
     cell: Cell
     workspace: Workspace
     stage: Stage
     warning_texts: list[str] = field(default_factory=list)
-    known: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)  # fields that the cell keeps if it fails
     backend: Backend = field(init=False)
     attention: Attention | None = field(init=False)
     loaded_ns: int = field(init=False)
@@ -196,7 +169,7 @@ class Attempt:
         """Find and load the backend. Raise RefusedBeforehandError."""
         self.backend = find_backend(self.cell.backend, self.workspace.sources)
         if self.backend.load is not None:
-            self.stage("compile")  # Importing an implementation may compile it.
+            self.stage("compile")  # importing an implementation may compile it
         begin = perf_counter_ns()
         reasons = reasons_beforehand(self.cell.config, self.workspace, self.backend)
         if reasons:
@@ -207,6 +180,7 @@ class Attempt:
 
     def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
         """Return the cell after its first call, on a GPU after a second one with its peak memory.
+
         Must run in the backend's own context.
         """
         if self.attention is None:
@@ -236,8 +210,9 @@ class Attempt:
         return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
 
     def _try_out(self, attention: Attention, inputs: Inputs) -> None:
-        """Make the first call of an implementation and check its result against the contract. Raise
-        RefusedError, or ImplementationError for a violated contract.
+        """Make the first call of an implementation and check its result against the contract.
+
+        Raise RefusedError, or ImplementationError for a violated contract.
         """
         config = self.cell.config
         with implementation_errors(self.backend):
@@ -251,8 +226,9 @@ class Attempt:
 
 
 def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
-    """Return the loaded function's `tuning` of the last call, else the backend's. Raise
-    ImplementationError if it is not a dict that JSON can represent.
+    """Return the loaded function's `tuning` of the last call, else the backend's.
+
+    Raise ImplementationError if it is not a dict that JSON can represent.
     """
     own = getattr(attention, "tuning", None)
     answer = own() if callable(own) else backend.tuning()
@@ -303,23 +279,18 @@ def _measured(attempt: Attempt) -> Cell:
             sums = with_torch_profiler(call, cell, workspace)
             cell = replace(cell, samples={KERNEL: sums} if sums else {})
         else:
-            profiled_calls(call, cell.cell, plan.protocol.iterations, workspace.sync)
+            profiled_calls(call, cell.cell, workspace)
         attempt.stage("timing")
-        cell = _timed(cell, workspace, call, warm_ns)
+        if plan.protocol.samples and not plan.wrapped:  # times under a tool include its overhead
+            with timing.CpuWait() as cpu_wait:
+                cell = _sampled(cell, workspace, call, warm_ns)
+            cell = replace(cell, clocks=cell.clocks | cpu_wait.reading())
     turns = {name: [(cell.process, 0, len(values))] for name, values in cell.samples.items()}
     return replace(cell, status="ok", iterations=plan.protocol.iterations, turns=turns)
 
 
-def _timed(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
-    """Return the cell with its samples. `warm_ns` is the time of a warm-up call, or 0 if there was none."""
-    if workspace.plan.protocol.samples == 0 or workspace.plan.wrapped:
-        return cell  # Times under another profiler include its overhead.
-    with timing.CpuWait() as cpu_wait:
-        cell = _sampled(cell, workspace, call, warm_ns)
-    return replace(cell, clocks=cell.clocks | cpu_wait.reading())
-
-
 def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
+    """Return the cell with its samples. `warm_ns` is the time of a warm-up call, or 0 if there was none."""
     count = workspace.plan.protocol.samples
     if not is_gpu(workspace.device):
         return replace(cell, samples=cell.samples | timing.time_wall(call, count))
@@ -327,7 +298,7 @@ def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns:
     if warm_ns < SLOW_NS:
         (expected_ns,) = timing.time_eager(call, 1, timing.EAGER_NS)[EAGER]
     samples = timing.time_eager(call, count, expected_ns)
-    clocks = workspace.clocks() if workspace.clocks else {}
+    clocks = workspace.clocks.latest() if workspace.clocks else {}
     samplers: dict[str, Callable[[], timing.Sampler]] = {
         COLD: lambda: partial(timing.time_cold, call, delay=timing.StreamDelay()),
         GRAPH: partial(timing.open_graph, call, expected_ns),
@@ -340,12 +311,10 @@ def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns:
     return replace(cell, samples=cell.samples | samples, clocks=clocks)
 
 
-MEANS = {COLD: "cold", GRAPH: "CUDA-graph"}
-
-
 def without(measurement: str, cell: Cell, error: RuntimeError) -> Cell:
     """Return the cell with a note on a measurement that failed. Raise if the context is lost."""
     if context_is_dead(error):
         raise error
-    note = f"no {MEANS[measurement]} timing: {str(error).splitlines()[0]}"
+    name = {COLD: "cold", GRAPH: "CUDA-graph"}[measurement]
+    note = f"no {name} timing: {str(error).splitlines()[0]}"
     return replace(cell, warnings=(*cell.warnings, note))

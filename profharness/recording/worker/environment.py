@@ -1,6 +1,4 @@
-"""The environment of a worker: the software and device properties that decide which kernels run and
-how fast. It contains no host, user, path or command line.
-"""
+"""The software and device of a worker, without host, user, paths or command line."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ def _flags() -> dict[str, Any]:
 
 
 def priority_order() -> list[str] | None:
-    """Return the backends in PyTorch's order, which is valid after a first dispatch, or None if
-    unknown.
-    """
+    """Return the backends in PyTorch's order, which is valid after a first dispatch, if known."""
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     return [backend_name(number) for number in order()] if order else None
 

@@ -37,9 +37,7 @@ class RefusedBeforehandError(RefusedError):
 
 @contextlib.contextmanager
 def recorded_warnings(texts: list[str]) -> Iterator[None]:
-    """Add all warnings raised inside the block to `texts`, also before an exception, and those of
-    TORCH_WARN_ONCE.
-    """
+    """Add all warnings inside the block to `texts`, also those of TORCH_WARN_ONCE."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -55,9 +53,7 @@ def recorded_warnings(texts: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def implementation_errors(backend: Backend) -> Iterator[None]:
-    """Convert a backend's exceptions: to RefusedError if they mean a refusal, and to
-    ImplementationError if they would end the process.
-    """
+    """Convert refusals to RefusedError, and exits to ImplementationError."""
     try:
         yield
     except backend.refuses as error:
@@ -91,9 +87,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Group the reasons among warnings by the backend whose header they follow (`` before the first
-    header).
-    """
+    """Yield pairs of a backend and a reason from warnings, with `` before the first header."""
     subject = ""
     for text in map(clean, texts):
         if is_header(text):
@@ -103,9 +97,7 @@ def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refusal, ...]:
-    """Return the warnings that say why this backend refused the call (all warnings for `auto`). If
-    there are none, return the error message.
-    """
+    """Return the warnings on why this backend refused the call (all for `auto`), else the error."""
     first_line = str(error).splitlines()[0]
     if CAUSAL_MASK in first_line:  # the warnings are of backends that were passed over before
         return (Refusal(code(first_line), first_line),)
@@ -123,15 +115,22 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
 
 
 def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception) -> Cell:
-    """Return the cell with the status that describes an exception: `refused`, `oom`, `crashed` or
-    `error`. `texts` are the warnings that were issued before the exception.
+    """Return the cell with the status `refused`, `oom`, `crashed` or `error`.
+
+    `texts` are the warnings that were issued before the exception.
     """
     if isinstance(error, RefusedError):
         return replace(cell, status="refused", message=str(error), refusals=error.refusals)
     if is_refusal(error):
         reasons = refusals(cell.backend, texts, error)
         return replace(cell, status="refused", message=reasons[0].message, refusals=reasons)
-    message = _message(cell, workspace, error)
+    text, file = str(error).strip(), None
+    if cell.backend in workspace.sources:
+        file = find_backend(cell.backend, workspace.sources).file
+    if file:
+        text = text.replace(f"{file.parent}/", "")
+    own = isinstance(error, ImplementationError)
+    message = shortened(text if own else f"{type(error).__name__}: {text}{where(error, file)}")
     if is_oom(error):
         if is_gpu(workspace.device):
             torch.cuda.empty_cache()
@@ -146,26 +145,12 @@ def unless_dead(result: Cell, error: Exception) -> Cell:
     return result
 
 
-def _message(cell: Cell, workspace: Workspace, error: Exception) -> str:
-    """Return the error's message with the line in the user's file, without the file's folder."""
-    text = str(error).strip()
-    file = None
-    if cell.backend in workspace.sources:
-        file = find_backend(cell.backend, workspace.sources).file
-    if file:
-        text = text.replace(f"{file.parent}/", "")
-    if isinstance(error, ImplementationError):
-        return shortened(text)
-    return shortened(f"{type(error).__name__}: {text}{where(error, file)}")
-
-
 def error_text(error: BaseException) -> str:
-    """Return the type and message of an error, shortened."""
     return shortened(f"{type(error).__name__}: {str(error).strip()}")
 
 
 def shortened(text: str) -> str:
-    """Return the head and tail of a long text: compilers name the cause first and the failure last."""
+    """Return the head and tail of a text: compilers name the cause first and the failure last."""
     left_out = len(text) - MAX_MESSAGE
     if left_out <= 0:
         return text

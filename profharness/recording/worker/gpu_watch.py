@@ -32,31 +32,25 @@ SHARED_REMEDY = "let the GPU do nothing else while it is measured, then capture 
 CAPPED_REMEDY = "see `nvidia-smi -q -d POWER,CLOCK,PERFORMANCE`, then capture again"
 
 
-class GpuLock:
-    """The lock file of one GPU, which all measuring processes share. The system releases the lock
-    when a process ends; the file remains.
+def is_shared(descriptor: int | None) -> bool:
+    """Return whether another process has the lock of the GPU too. Keep it locked as shared.
+
+    Return False if there is no lock file.
     """
-
-    def __init__(self, uuid: str, folder: Path = LOCKS) -> None:
-        self._descriptor = open_lock_file(folder / f"profharness-{uuid}.lock")
-
-    def is_shared(self) -> bool:
-        """Return whether another process has the lock too. Return False if there can be no lock
-        file.
-        """
-        if self._descriptor is None:
-            return False
-        shared = not try_lock(self._descriptor, fcntl.LOCK_EX)
-        for _ in range(LOCK_TRIES):
-            if try_lock(self._descriptor, fcntl.LOCK_SH):
-                break
-            time.sleep(LOCK_PAUSE_S)  # another process is testing the lock at this moment
-        return shared
+    if descriptor is None:
+        return False
+    shared = not try_lock(descriptor, fcntl.LOCK_EX)
+    for _ in range(LOCK_TRIES):
+        if try_lock(descriptor, fcntl.LOCK_SH):
+            break
+        time.sleep(LOCK_PAUSE_S)  # another process is testing the lock at this moment
+    return shared
 
 
 class GpuWatch:
-    """A watch created before this process has a CUDA context. Processes that compute at that time
-    are other users, even in containers with other process ids.
+    """A watch created before this process has a CUDA context.
+
+    Processes that compute at that time are other users, even in containers with other process ids.
     """
 
     def __init__(self, nvml: Any) -> None:
@@ -73,16 +67,15 @@ class GpuWatch:
         """
         try:
             devices = dict(_devices(self._nvml))
-            watched_uuid = (
-                uuid if uuid in devices else _uuid(self._nvml, gpu_handle(self._nvml, uuid))
-            )
+            whole = uuid if uuid in devices else _uuid(self._nvml, gpu_handle(self._nvml, uuid))
         except Exception:
             return False
-        self._handle = devices[watched_uuid]
-        self._lock = GpuLock(uuid, folder)
+        self._handle = devices[whole]
+        # all measuring processes share the lock; the system releases it when a process ends
+        self._lock = open_lock_file(folder / f"profharness-{uuid}.lock")
         now = self._pids(self._handle)
         # the processes of a worker that has just died have ended by now
-        self._others = (self._before.get(watched_uuid, set()) & now) - {os.getpid()}
+        self._others = (self._before.get(whole, set()) & now) - {os.getpid()}
         self._mine = now - self._others
         self._family = set(_ancestry(parent))
         self._began = max((sample.timeStamp for sample in self._samples(0) or ()), default=0)
@@ -90,11 +83,11 @@ class GpuWatch:
         return True
 
     def problems(self, *, at_once: bool = False) -> Iterator[Problem]:
-        """Return new observations, at most every PERIOD_S."""
+        """Yield new observations, at most every PERIOD_S."""
         if not at_once and time.monotonic() - self._last_look < PERIOD_S:
             return
         self._last_look = time.monotonic()
-        if self._lock.is_shared():
+        if is_shared(self._lock):
             yield from self._once("gpu_shared", "another profharness measures on this GPU")
         others = (self._others | (self._pids(self._handle) - self._mine)) - self._family
         for pid in sorted(self._computing({pid for pid in others if not _is_ours(pid)})):
@@ -115,59 +108,49 @@ class GpuWatch:
     def _pids(self, handle: Any) -> set[int]:
         """Return the processes with a compute context, empty if the driver does not report them."""
         try:
-            return {
-                int(process.pid)
-                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            }
+            running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            return {int(process.pid) for process in running}
         except Exception:
             return set()
 
     def _computing(self, pids: set[int]) -> set[int]:
-        """Return the processes that have computed since the watch began, because a context alone
-        affects nobody.
+        """Return the processes that have computed since the watch began.
 
-        Return all of them if the driver does not report activity: for a MIG instance, or in a
-        container whose samples have other process ids than its contexts.
+        A context alone affects nobody. Return all of them if the driver does not report activity: for a
+        MIG instance, or in a container whose samples have other process ids than its contexts.
         """
         samples = self._samples(self._began) if pids else []
         if samples is None:
             return pids
         known = {sample.pid for sample in samples} & (pids | self._pids(self._handle))
-        if not known and (samples or self._is_busy()):
-            return pids
+        if not known:
+            try:
+                busy = samples or self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+            except Exception:
+                busy = True
+            if busy:
+                return pids
         return pids & {sample.pid for sample in samples if sample.smUtil}
 
     def _samples(self, since: int) -> list[Any] | None:
-        """Return how much each process has used the GPU since the time stamp of an earlier sample,
-        or None if the driver does not report it.
-        """
+        """Return the use of the GPU by process after a time stamp, or None if it is not reported."""
         try:
             return list(self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since))
         except Exception as error:
             return [] if getattr(error, "value", None) in NO_SAMPLES else None
 
-    def _is_busy(self) -> bool:
-        try:
-            return bool(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-        except Exception:
-            return True
-
     def _read_caps(self) -> dict[str, str]:
         nvml, handle = self._nvml, self._handle
+        sm, memory = nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM
+        watts, clock = nvml.nvmlDeviceGetEnforcedPowerLimit, nvml.nvmlDeviceGetMaxClockInfo
+        chosen = nvml.nvmlDeviceGetApplicationsClock
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons
         questions: dict[str, Callable[[], str]] = {
-            "the power limit": lambda: f"{nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000:g} W",
-            "the highest SM clock": lambda: (
-                f"{nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)} MHz"
-            ),
-            "the highest memory clock": lambda: (
-                f"{nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)} MHz"
-            ),
-            "the application clock": lambda: (
-                f"{nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM)} MHz"
-            ),
-            "the slowdown for heat or power": lambda: (
-                "on" if nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & SLOWDOWN else "off"
-            ),
+            "the power limit": lambda: f"{watts(handle) / 1000:g} W",
+            "the highest SM clock": lambda: f"{clock(handle, sm)} MHz",
+            "the highest memory clock": lambda: f"{clock(handle, memory)} MHz",
+            "the application clock": lambda: f"{chosen(handle, sm)} MHz",
+            "the slowdown for heat or power": lambda: "on" if reasons(handle) & SLOWDOWN else "off",
         }
         caps = {}
         for name, question in questions.items():
@@ -221,10 +204,7 @@ def _is_ours(pid: int) -> bool:
 
 
 class CudaWarmup:
-    """A thread that opens the GPU watch and then the context of device 0, which torch reuses.
-
-    Without a driver it does nothing; torch then reports the reason.
-    """
+    """A thread that opens the GPU watch and then the context of device 0, which torch reuses."""
 
     def __init__(self) -> None:
         self._watch: GpuWatch | None = None

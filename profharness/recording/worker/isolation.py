@@ -1,5 +1,5 @@
-"""Isolate backends: which cells of a plan a process runs, what a backend that is not PyTorch's own
-has changed in its process, and which of its times are impossible.
+"""Isolate backends: select the cells that a process runs, and find what a backend has changed in its
+process, and impossible times.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from profharness.rows import COLD, HOST
 from profharness.run import Cell, JournalEntry, Plan, turn_order
 
 SHOWN = 12  # maximum number of changes of one kind in a message
-# Largest speedup of a number format over fp16: fp4, relative to fp16 with fp32 accumulation on a
-# GeForce.
+# Largest speedup over fp16 with fp32 accumulation: that of fp4 on a GeForce.
 FASTEST_FORMAT = 8
-# Data sheets round, and memory may be compressed.
-MEMORY_MARGIN = 2
+MEMORY_MARGIN = 2  # data sheets round, and memory may be compressed
 MODULES = (
     *(torch.nn.functional, torch, torch.autograd, torch.backends.cuda, torch.cuda, torch.nn),
     *(torch.nn.attention, time, builtins, gc, os, random, signal, subprocess, sys, threading),
@@ -104,8 +102,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tuple[Cell, ...], str]:
-    """Return the cells of a plan that this process runs, and the backend that it belongs to, if
-    any. Later processes run the other cells.
+    """Return the cells of a plan that this process runs, and the backend that owns it, or an empty
+    string. Later processes run the other cells.
 
     PyTorch's own backends share one process. Any other backend has a process to itself, because its
     side effects would change other results. Cells that are refused before any code of such a
@@ -118,12 +116,11 @@ def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tup
     if not names:
         return (), ""
     process = plan.cells[0].process
-    place = turn_order(plan.protocol.seed, "", process, len(names))[0] if process else 0
-    return tuple(cell for cell in plan.cells if owners[cell.backend] == names[place]), names[place]
+    index = turn_order(plan.protocol.seed, "", process, len(names))[0] if process else 0
+    return tuple(cell for cell in plan.cells if owners[cell.backend] == names[index]), names[index]
 
 
 def _owner(name: str, sources: Mapping[str, str], device: str) -> str:
-    """Return the backend if it needs its own process, or an empty string for the shared process."""
     try:
         backend = find_backend(name, sources)
         isolated = backend.isolated and device in backend.devices and not backend.absent()
@@ -134,8 +131,7 @@ def _owner(name: str, sources: Mapping[str, str], device: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The parts of a process that a backend may change: functions, settings, handlers,
-    registrations.
+    """The functions, settings, handlers and registrations of a process.
 
     Callables are compared by identity, all other values by equality.
     """
@@ -145,7 +141,6 @@ class ProcessState:
 
     @classmethod
     def read(cls) -> ProcessState:
-        """Read the state of this process."""
         return cls(dict(_parts()), frozenset(threading.enumerate()))
 
     def changes_since(self, before: ProcessState) -> list[str]:
@@ -168,16 +163,15 @@ class ProcessState:
 
 
 def with_changes(result: Cell, before: ProcessState) -> Cell:
-    """Return the result with a warning that names the changes in the process, if there are any. A
-    passed check of `verify` has the same text.
+    """Return the result with a warning that names the changes in the process, if there are any.
+
+    A passed check of `verify` has the same text.
     """
     # the worker itself sets deterministic mode for each config
     expected = before.parts | {DETERMINISTIC: result.config.deterministic}
     try:
         changes = ProcessState.read().changes_since(replace(before, parts=expected))
-    except (
-        Exception
-    ) as error:  # raised by a function with which the backend replaced one of Python's
+    except Exception as error:  # by a function with which the backend replaced one of Python's
         changes = [f"replaced functions that Python needs ({type(error).__name__}: {error})"]
     if not changes:
         return result
@@ -192,8 +186,9 @@ def with_changes(result: Cell, before: ProcessState) -> Cell:
 def checked_write(
     write: Callable[[JournalEntry], None], gpu: str, *, alone: bool
 ) -> Callable[[JournalEntry], None]:
-    """Return a write function that turns results with impossible times into errors. With `alone`,
-    one backend has the process to itself, and its results name its changes to the process.
+    """Return a write function that turns results with impossible times into errors.
+
+    With `alone`, one backend owns the process, and its results name its changes to the process.
     """
     peaks = data_sheet(gpu)
     before: list[ProcessState] = []
@@ -232,7 +227,7 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
             f"{done / 1e12:,.0f} TFLOP/s, where tensor cores reach {rate / 1e12:,.0f} in any format"
         )
     tensors = tensor_bytes(cell.config)
-    # The output and unflushed inputs may stay in the L2.
+    # the output and unflushed inputs may stay in the L2
     cached = 0 if name == COLD else peaks.l2_bytes
     width = MEMORY_MARGIN * (peaks.bandwidth_bytes_per_s or 0.0)
     if width and cached is not None:
@@ -263,9 +258,7 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 
 def _readers() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Return the functions that read each of SETTINGS in this torch, bound before a backend can
-    replace them.
-    """
+    """Yield functions that read SETTINGS, bound before a backend can replace them."""
     for name in SETTINGS:
         root, _, path = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -278,7 +271,6 @@ READERS = dict(_readers()) | OTHERS
 
 
 def _parts() -> Iterator[tuple[str, Any]]:
-    """Return the parts of a state by name."""
     for module in MODULES:
         yield f"sys.modules[{module.__name__!r}]", id(sys.modules.get(module.__name__))
         yield from _functions(module.__name__, vars(module))
@@ -309,7 +301,6 @@ def _parts() -> Iterator[tuple[str, Any]]:
 
 
 def _functions(path: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the functions among the members of a module or class, by full name."""
     for name, value in list(members.items()):
         if callable(value) or isinstance(value, classmethod | staticmethod | property):
             yield f"{path}.{name}", value

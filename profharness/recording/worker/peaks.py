@@ -12,25 +12,23 @@ import torch
 
 from profharness.device_types import DEVICE_TYPES, device_name, is_gpu
 from profharness.devices import MEASURED, PEAKS_FILE, Peaks
-from profharness.recording.worker.program import Program
-from profharness.recording.worker.timing import elapsed_ms, sampled, wall_ns
+from profharness.recording.worker.timing import Workspace, elapsed_ms, sampled, wall_ns
 
 BUDGET_S = 0.4  # time limit of each measurement, without its warm-up
 MAX_SAMPLES, WARMUP = 50, 3
 ORIGIN = "copy of {copy} MiB read and written; square matrix products of {shapes}; medians"
 
 
-def body(program: Program) -> None:
+def body(workspace: Workspace) -> None:
     """Measure, and write the result into the folder atomically."""
-    peaks = _measured(program.device, program.environment)
-    temporary = program.folder / f".{PEAKS_FILE}.{os.getpid()}"
-    answer = {"peaks": peaks, "environment": program.environment}
+    peaks = _measure(workspace.device, workspace.environment)
+    temporary = workspace.folder / f".{PEAKS_FILE}.{os.getpid()}"
+    answer = {"peaks": peaks, "environment": workspace.environment}
     temporary.write_bytes(msgspec.json.encode(answer))
-    temporary.replace(program.folder / PEAKS_FILE)
+    temporary.replace(workspace.folder / PEAKS_FILE)
 
 
-def _measured(device: str, environment: dict[str, Any]) -> Peaks:
-    """Measure for a few seconds. Omit dtypes that the device has no units for."""
+def _measure(device: str, environment: dict[str, Any]) -> Peaks:
     shapes = DEVICE_TYPES[device].product_rows
     rates = {}
     for name, dtype, tf32 in _kinds(device):
@@ -50,7 +48,7 @@ def _measured(device: str, environment: dict[str, Any]) -> Peaks:
 
 
 def _kinds(device: str) -> list[tuple[str, Any, bool]]:
-    """Return (name, dtype, with TF32) of the matrix products to measure."""
+    """Return (name, dtype, with TF32) of the matrix products for which the device has units."""
     if not is_gpu(device):
         return [("fp32", torch.float32, False)]
     kinds = [("fp16", torch.float16, False), ("fp32", torch.float32, False)]
@@ -72,9 +70,8 @@ def _bandwidth(device: str) -> float:
 
 
 def _matrix_rate(device: str, dtype: Any, rows: int) -> float:
-    """Return the FLOP/s of a square product of normally distributed numbers (zeros would draw less
-    power).
-    """
+    """Return the FLOP/s of a square product."""
+    # normally distributed numbers, because zeros would draw less power
     left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2.0 * float(rows) ** 3 / _median_s(device, lambda: torch.mm(left, right, out=out))

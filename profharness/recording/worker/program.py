@@ -1,6 +1,4 @@
-"""The frame of the worker's programs: read plan.json, write the environment and the journal, end
-with the parent, and exit cleanly.
-"""
+"""The frame of the worker's programs: plan, journal, end with the parent, and exit."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -26,6 +23,9 @@ from profharness.device_types import CPU, is_gpu
 from profharness.logs import start_log
 from profharness.processes import wake_with_parent
 from profharness.recording.worker.gpu_watch import CudaWarmup, GpuWatch, open_watch
+
+if TYPE_CHECKING:
+    from profharness.recording.worker.timing import Workspace, Write
 from profharness.run import (
     EXIT_UNWRITABLE,
     JOURNAL_FILE,
@@ -42,13 +42,11 @@ PARENT_POLL_S = 0.5
 
 
 class DeadContextError(Exception):
-    """The CUDA context is lost, so this process can compute nothing more. `args` contains the
-    cell's result.
-    """
+    """The CUDA context is lost, so this process cannot continue. `args` contains the cell's result."""
 
 
 def exit_unwritable(what: str) -> NoReturn:
-    """Print why the run folder is not writable, and end the program. The cell has no result."""
+    """End the program because the run folder is not writable, and print why."""
     with contextlib.suppress(OSError):
         print(f"{UNWRITABLE}{what}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_UNWRITABLE)
@@ -69,39 +67,18 @@ def end_with(parent: int) -> None:
     os._exit(EXIT_PARENT_GONE)
 
 
-Write = Callable[[JournalEntry], None]
 Stage = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Program:
-    """The state of a program.
-
-    `cells` are the cells of the plan that run in this process. `device` is `cuda` or `cpu`. `write`
-    appends an entry to the journal.
-    """
-
-    folder: Path
-    plan: Plan
-    cells: tuple[Cell, ...]
-    device: str
-    environment: dict[str, Any]
-    write: Write
-
-
+# Errors of a run folder that is not writable. Others, such as too many open files, are the process's.
 FOLDER_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ESTALE),
 )
-"""Error numbers that mean that the run folder is not writable. Other errors, such as too many open
-files, are errors of the process.
-"""
 
 
 class JournalWriter:
     """Append to the journal of a run.
 
-    It opens the file for each entry, because a backend may close all descriptors of its process or
+    Open the file for each entry, because a backend may close all descriptors of its process or
     reuse their numbers.
     """
 
@@ -136,9 +113,9 @@ class JournalWriter:
 
 
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
-    """Return a write function that also reports the GPU watch's observations while cells begin,
-    progress and end, and after the last cell. An observation takes as long as many calls, so not
-    every cell has one.
+    """Return a write function that also reports the GPU watch's observations.
+
+    An observation takes as long as many calls, so not every cell has one, but the last one does.
     """
 
     def write_and_report(entry: JournalEntry) -> None:
@@ -151,9 +128,7 @@ def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
 
 
 def run_arguments(arguments: Sequence[str], warmup: CudaWarmup | None = None) -> NoReturn:
-    """Run the program of a command line `[MODULE [ARGUMENT ...]] FOLDER`. Without a module, run the
-    cells of the plan one after another.
-    """
+    """Run the program of a command line `[MODULE [ARGUMENT ...]] FOLDER`."""
     module = arguments[0] if arguments[1:] else "profharness.recording.worker.cell"
     run_program(Path(arguments[-1]), module, warmup)
 
@@ -182,7 +157,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
         warmup = CudaWarmup()
     gc.disable()  # loaded modules contain no garbage
     # loads torch, so after the parent's watch
-    from profharness.recording.worker import environment, isolation
+    from profharness.recording.worker import environment, isolation, timing
 
     device = plan.protocol.device
     if device == "auto":
@@ -195,14 +170,15 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     try:
         write(JournalEntry("environment", environment=keys))
         watched = watch is not None and watch.begin(environment.gpu_uuid(), plan.parent)
-        cells, owner = isolation.cells_here(plan, read_sources(folder), device)
+        sources = read_sources(folder)
+        cells, owner = isolation.cells_here(plan, sources, device)
         if watch is not None and watched:
             write = watched_write(watch, write, cells[-1].cell)
         write = isolation.checked_write(write, keys.get("gpu", ""), alone=bool(owner))
         body = importlib.import_module(module).body
         gc.freeze()  # collections during a cell can skip it
         gc.enable()
-        body(Program(folder, plan, cells, device, keys, write))
+        body(timing.Workspace(device, folder, plan, sources, cells, keys, write))
     except DeadContextError as dead:
         write(JournalEntry("end", cell=dead.args[0].cell, result=dead.args[0]))
         code = EXIT_DEAD_CONTEXT
@@ -215,13 +191,13 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     leave(code)  # Everything is on disk, and shutting down torch and CUDA would only take time.
 
 
-def run_each(program: Program, run_one: Callable[[Cell, Stage], Cell]) -> None:
+def run_each(workspace: Workspace, run_one: Callable[[Cell, Stage], Cell]) -> None:
     """Run the cells one after another. Write the begin, stages and end of each to the journal."""
-    for cell in program.cells:
-        program.write(JournalEntry("begin", cell=cell.cell))
+    write = workspace.write
+    for cell in workspace.cells:
+        write(JournalEntry("begin", cell=cell.cell))
 
         def stage(name: str, cell_id: str = cell.cell) -> None:
-            program.write(JournalEntry("stage", cell=cell_id, stage=name))
+            write(JournalEntry("stage", cell=cell_id, stage=name))
 
-        result = run_one(cell, stage)
-        program.write(JournalEntry("end", cell=cell.cell, result=result))
+        write(JournalEntry("end", cell=cell.cell, result=run_one(cell, stage)))

@@ -19,13 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch.cuda import synchronize
 
-from profharness.attention.backends import read_sources
 from profharness.device_types import CUDA, is_gpu
 from profharness.environment import gpu_handle
 from profharness.recording.worker.environment import gpu_uuid
-from profharness.recording.worker.program import Program
 from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
-from profharness.run import Plan
+from profharness.run import Cell, JournalEntry, Plan
 
 PERIOD_S = 0.05
 KEPT = 4096  # maximum number of stored readings; they cover more than three minutes
@@ -46,6 +44,7 @@ EAGER_CALLS = 20  # maximum calls in a burst; their launches must fit into the l
 EAGER_NS = 500_000  # maximum duration of a burst
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
+Write = Callable[[JournalEntry], None]
 
 
 class TimingEvent(torch.cuda.Event):  # type: ignore[misc]
@@ -66,16 +65,15 @@ class ClockReader:
     """
 
     def __init__(self, open_questions: Callable[[], Questions] | None = None) -> None:
-        self._latest: dict[str, Any] = {}
         # each reading with the times at which its queries began and ended
         self._kept: deque[tuple[float, float, dict[str, Any]]] = deque(maxlen=KEPT)
         self._begun = threading.Event()
         ask = open_questions or _questions
         threading.Thread(target=self._run, args=(ask,), daemon=True).start()
 
-    def __call__(self) -> dict[str, Any]:
-        """Return the last reading, with the keys of `_questions`. throttle_reasons is NVML's bit mask."""
-        return self._latest
+    def latest(self) -> dict[str, Any]:
+        """Return the last reading, if any."""
+        return self._kept[-1][2] if self._kept else {}
 
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
         """Return the readings in progress between two moments of `time.perf_counter`."""
@@ -83,10 +81,7 @@ class ClockReader:
         return [reading for begun, answered, reading in kept if begun <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """Return the reading nearest to an interval that contains no reading.
-
-        Return an empty list if NVML is not available.
-        """
+        """Return the reading nearest to an interval that contains none, if NVML is available."""
         self._begun.wait(FIRST_S)
         kept = tuple(self._kept)
         if not kept:
@@ -106,7 +101,6 @@ class ClockReader:
                 with contextlib.suppress(Exception):
                     reading[name] = question()
             if reading:
-                self._latest = reading
                 self._kept.append((begun, perf_counter(), reading))
             self._begun.set()
             sleep(PERIOD_S)
@@ -145,13 +139,13 @@ class CpuWait:
         self._waited_ns += _run_delay_ns()
 
     def reading(self) -> dict[str, float]:
-        """Return the share under its key, or an empty dict if the system does not count waiting times."""
+        """Return the share under its key, if the system counts waiting times."""
         share = self._waited_ns / max(1, self._passed_ns)
         return {CPU_WAIT: round(share, 3)} if self._waited_ns > 0 else {}
 
 
 def _run_delay_ns() -> int:
-    """Return how long this thread has waited for a CPU so far, 0 if the kernel does not count it."""
+    """Return how long this thread has waited for a CPU so far, or 0 if that is not counted."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -177,31 +171,31 @@ def _flush_buffer() -> Any:
     return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=CUDA)
 
 
-def flush_l2() -> None:
-    """Evict the L2 by writing a buffer much larger than it."""
+def _flush_l2() -> None:
     _flush_buffer().zero_()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workspace:
-    """The state that a worker keeps between cells. `clocks` is None on a CPU and under a profiler."""
+    """The state of a worker process."""
 
-    device: str
+    device: str  # `cuda` or `cpu`
     folder: Path
     plan: Plan
-    clocks: ClockReader | None
     sources: dict[str, str]
+    cells: tuple[Cell, ...]  # the cells of the plan that run in this process
+    environment: dict[str, Any]
+    write: Write  # appends an entry to the journal
+    clocks: ClockReader | None = None
 
     def sync(self) -> None:
         if is_gpu(self.device):
             synchronize()
 
-
-def open_workspace(program: Program) -> Workspace:
-    """Create the workspace of a worker process."""
-    folder, plan, device = program.folder, program.plan, program.device
-    clocks = ClockReader() if is_gpu(device) and not plan.wrapped else None
-    return Workspace(device, folder, plan, clocks, read_sources(folder))
+    def open_clocks(self) -> None:
+        """Read clocks from now on, but not on a CPU or under a profiler."""
+        if is_gpu(self.device) and not self.plan.wrapped:
+            self.clocks = ClockReader()
 
 
 class NotQueuedError(RuntimeError):
@@ -235,22 +229,20 @@ def time_cold(call: Callable[[], Any], samples: int, delay: StreamDelay) -> dict
     All launches of a call are queued before the first may run, so host time does not count. Raise
     NotQueuedError.
     """
-    return {
-        COLD: queue_samples(partial(_queue_delayed, call, delay, flush_l2), delay.lengthen, samples)
-    }
+    queue = partial(_queue_delayed, call, delay, _flush_l2)
+    return {COLD: queue_samples(queue, delay.lengthen, samples)}
 
 
 Queued = tuple[bool, Callable[[], int]]
-"""Whether the device began before all work was queued, and a function that waits for the sample and
-returns its time in ns.
-"""
+"""Whether the device began before all work was queued, and a function that returns the time in ns."""
 
 
 def queue_samples(
     queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
 ) -> list[int]:
-    """Sample what `queue` puts onto the stream. Discard a sample if the device began too early, and
-    call `lengthen` for the next.
+    """Sample what `queue` puts onto the stream.
+
+    Discard a sample if the device began too early, and call `lengthen` for the next.
     """
     reads: list[Callable[[], int]] = []
     times: list[int] = []
@@ -285,11 +277,33 @@ def _queue_delayed(
 
 def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[str, list[int]]:
     """Time bursts of calls without a flush or a wait in between, by two events around each burst.
+
     The host's time per call is reported under HOST.
     """
     calls = max(1, min(EAGER_CALLS, EAGER_NS // max(1, expected_ns)))
+    last: Any = None
+
+    def queue() -> Callable[[], tuple[int, int]]:
+        """Queue a burst. Return a function that waits for it and returns the nanoseconds per call on
+        the device and on the host.
+        """
+        nonlocal last
+        start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
+        if last is None or last.query():
+            # an idle device needs extra calls to bring device and host to their steady distance
+            for _ in range(1 + calls // 5):
+                call()
+        start.record()
+        begin = perf_counter_ns()
+        for _ in range(calls):
+            call()
+        host_ns = perf_counter_ns() - begin
+        stop.record()
+        last = stop
+        return lambda: (round(elapsed_ns(start, stop) / calls), round(host_ns / calls))
+
     synchronize()
-    bursts = overlapped(_Bursts(call, calls), samples)
+    bursts = overlapped(queue, samples)
     return {EAGER: [eager for eager, _ in bursts], HOST: [host for _, host in bursts]}
 
 
@@ -311,38 +325,8 @@ def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
     return values + [read() for read in reads]
 
 
-@dataclass
-class _Bursts:
-    """Queue bursts of calls. An idle device first gets extra calls, which bring device and host to
-    their steady distance.
-    """
-
-    call: Callable[[], Any]
-    calls: int
-    last: Any = None
-
-    def __call__(self) -> Callable[[], tuple[int, int]]:
-        """Queue a burst. Return a function that waits for it and returns the nanoseconds per call on the
-        device and on the host.
-        """
-        start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
-        if self.last is None or self.last.query():
-            for _ in range(1 + self.calls // 5):
-                self.call()
-        start.record()
-        begin = perf_counter_ns()
-        for _ in range(self.calls):
-            self.call()
-        host_ns = perf_counter_ns() - begin
-        stop.record()
-        self.last = stop
-        return lambda: (round(elapsed_ns(start, stop) / self.calls), round(host_ns / self.calls))
-
-
 Sampler = Callable[[int], dict[str, list[int]]]
-"""Takes the requested number of samples. Returns the samples by measurement, fewer if the time limit
-is reached.
-"""
+"""Take a number of samples, or fewer within the time limit, and return them by measurement."""
 
 
 def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
@@ -397,12 +381,10 @@ def budget_s(samples: int) -> float:
     return max(LEAST_BUDGET_S, samples * SAMPLE_S)
 
 
-def sampled(sample: Callable[[], T], count: int, seconds: float | None = None) -> list[T]:
-    """Take as many samples as fit into the seconds, from MIN_SAMPLES to `count`. None means the
-    GPU's budget.
-    """
+def sampled(sample: Callable[[], T], count: int, seconds: float) -> list[T]:
+    """Take as many samples as fit into the seconds, from MIN_SAMPLES to `count`."""
     samples: list[T] = []
-    deadline = perf_counter() + (budget_s(count) if seconds is None else seconds)
+    deadline = perf_counter() + seconds
     while len(samples) < count:
         samples.append(sample())
         if len(samples) >= MIN_SAMPLES and perf_counter() > deadline:

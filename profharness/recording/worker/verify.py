@@ -39,8 +39,8 @@ from profharness.recording.worker.failures import (
     recorded_warnings,
     unless_dead,
 )
-from profharness.recording.worker.program import Program, Stage, run_each
-from profharness.recording.worker.timing import Workspace, open_workspace
+from profharness.recording.worker.program import Stage, run_each
+from profharness.recording.worker.timing import Workspace
 from profharness.run import Cell, Check
 
 LARGE = 5.5  # factor on q and k; scores then have a standard deviation of 30, and exp(90) overflows fp32
@@ -516,9 +516,9 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-def body(program: Program) -> None:
+def body(workspace: Workspace) -> None:
     """Verify every cell."""
-    run_each(program, Verifier(open_workspace(program)).verify)
+    run_each(workspace, Verifier(workspace).verify)
 
 
 @dataclass
