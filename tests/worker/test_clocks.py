@@ -74,7 +74,7 @@ def test_a_reading_counts_while_it_is_under_way() -> None:
 def test_the_nearest_reading_is_returned() -> None:
     counted = iter(range(1_000_000))
     reader = ClockReader(questions(lambda: next(counted)))
-    until(lambda: reader().get("sm_mhz", 0) >= 4)
+    until(lambda: reader.latest().get("sm_mhz", 0) >= 4)
     end = time.perf_counter()
     (first,) = reader.nearest(0.0, 0.0)
     (last,) = reader.nearest(end, end)
