@@ -74,11 +74,10 @@ def capture(
 ) -> Path:
     """Run every config on every backend and return the run folder.
 
-    With `options.cases`, verify every case of every config instead: cells have checks. Failed cells
-    and wrong backends are results, not errors. Failures of a profiler around the worker are recorded as
-    problems of the run. Raise UsageError for unknown names, ToolError for a missing tool,
-    CaptureError if no worker starts, and Interrupted when the user stops the run, which `resume`
-    can then finish.
+    With `options.cases`, verify every case of every config instead. Failed cells and wrong backends are
+    results, not errors; failures of nsys or ncu are problems of the run. Raise UsageError for unknown
+    names, ToolError for a missing tool, CaptureError if no worker starts, and Interrupted when the user
+    stops the run, which `resume` can then finish.
     """
     options = options or CaptureOptions()
     run, tools = plan_capture(configs, backends, options)
@@ -87,8 +86,6 @@ def capture(
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder and the record in it."""
-
     folder: Path
     run: Run
 
@@ -150,7 +147,7 @@ def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
 
 
 def carry_on(folder: Path, progress: Progress | None = None) -> None:
-    """Run the cells of any kind of run folder that have no result yet, if any.
+    """Run the cells of any kind of run folder that have no result yet.
 
     Raise what `capture` raises.
     """
@@ -178,7 +175,6 @@ def why_not_resumed(folder: Path, run: Run) -> str | None:
 
 
 def finished_message(folder: Path, run: Run) -> str:
-    """Return the message about a run that needs no resuming."""
     return (
         f"run {run.run} is finished: each of its {len(run.cells)} cell(s) has a result; "
         f"`profharness ingest {shlex.quote(str(folder))}` stores it"
@@ -203,11 +199,10 @@ def locked(folder: Path) -> Iterator[None]:
 def gpu_locked(
     device: str, notify: Callable[[str], None], folder: Path = LOCKS
 ) -> Iterator[tuple[int, ...]]:
-    """Hold the lock of the GPU that a worker on this device would use.
+    """Lock the GPU that a worker on this device would use, if it can be locked.
 
-    Wait while another process holds it; `notify` gets a sentence about that. Hold nothing on a CPU,
-    or if the lock file cannot be created. Yield the descriptors that children must inherit: the
-    lock lasts as long as any of them.
+    While another process has it locked, wait, and report that to `notify`. Yield the descriptors that
+    children must inherit: the lock lasts as long as any of them.
     """
     gpu = next(iter(visible_gpus()), None) if device != CPU else None
     descriptor = open_lock_file(lock_file(gpu, folder)) if gpu else None
@@ -277,7 +272,6 @@ def new_run(
     note: str | None = None,
     bench: BenchPlan | None = None,
 ) -> Run:
-    """Return a new run without results."""
     now = datetime.now(UTC)
     return Run(
         # two runs may start in the same second
@@ -389,7 +383,6 @@ def interrupts_name(folder: Path) -> Iterator[None]:
 
 
 def _worker_program(folder: Path, run: Run) -> tuple[str, ...]:
-    """Return the worker's module for a verification or benchmark, or an empty tuple for a capture."""
     if any(cell.case is not None for cell in run.cells):
         return ("profharness.recording.worker.verify",)
     return () if read_plan(folder) is None else ("profharness.recording.worker.bench",)
@@ -412,7 +405,7 @@ def _read_python(folder: Path) -> str | None:
 
 
 def _backend_code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
-    """Return the hashes and commits of the backends, under the keys of the environment."""
+    """Return the hashes and commits of the backends, as parts of the environment."""
     sources = read_sources(folder)
     backends = []
     for name in dict.fromkeys(cell.backend for cell in run.cells):
@@ -426,7 +419,6 @@ def _backend_code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
 def _wrapped_pass(
     record: RunRecord, profiler: Profiler, tools: dict[str, Tool], python: str | None
 ) -> None:
-    """Run all cells under a profiler that wraps the worker. Failures become problems of the run."""
     protocol = replace(
         record.run.protocol,
         timeout_s=record.run.protocol.timeout_s * profiler.patience,

@@ -1,4 +1,4 @@
-"""Running a program with the observer, and making a run folder of what it recorded."""
+"""Run a program with the observer, and write a run folder of its records."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from profharness.run import (
 OBSERVER = Path(__file__).resolve().parent / "observer"
 FOLDER = "PROFHARNESS_OBSERVE"  # read by observer/startup/sitecustomize.py
 OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
-# Variables that nsys needs and that must not change for the program.
-TOOL_ONLY = ("TMPDIR", "LC_ALL")
+TOOL_ONLY = ("TMPDIR", "LC_ALL")  # variables that nsys needs, but the program must not inherit
 NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
 # reason that observer/window.py writes to the journal
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
@@ -70,7 +69,8 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     folder = write_folder(options.out, run, ())
     shared = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
     (folder / OPTIONS_FILE).write_text(json.dumps(shared), encoding="utf-8")
-    environment = program_environment(os.environ, folder)
+    # load the observer into every Python of the program
+    environment = with_startup({**os.environ, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
     report = folder / "nsys-1.nsys-rep"
     try:
         if tools:
@@ -87,52 +87,30 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
         shutil.rmtree(folder, ignore_errors=True)
         return Observed(folder, run, code, why, reported)
     problems = _export(report, tools[NSYS].path) if tools else ()
-    problems = (*problems, *_window_problems(folder, options))
-    return Observed(folder, write_observed_run(folder, replace(run, problems=problems)), code)
-
-
-def program_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the environment that loads the observer into every Python of the program."""
-    return with_startup({**base, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
+    traces = [TraceFile(TORCH, path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
+    traces += [TraceFile(NSYS, path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]
+    run = replace(
+        run,
+        problems=(*problems, *_window_problems(folder, options)),
+        traces=tuple(traces),
+        profilers=tuple(dict.fromkeys(trace.profiler for trace in traces)),
+        environment=next((row["environment"] for row in _rows(folder, "start")), {}),
+    )
+    write_run(folder, run)
+    return Observed(folder, run, code)
 
 
 def _run_under_nsys(
     tool: Path, report: Path, argv: Sequence[str], environment: Mapping[str, str]
 ) -> int:
-    """Return the exit code of nsys, which is the program's.
-
-    Raise OSError if the program does not start.
-    """
     if shutil.which(argv[0]) is None:  # otherwise nsys prints its own message
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     with tempfile.TemporaryDirectory(prefix="profharness-nsys-") as scratch:
-        theirs = child_environment(environment, Path(scratch))
-        command = profile_argv(tool, report, with_own_environment(argv, environment, theirs))
+        unset = [part for name in TOOL_ONLY if name not in environment for part in ("-u", name)]
+        kept = [f"{name}={environment[name]}" for name in TOOL_ONLY if name in environment]
+        command = profile_argv(tool, report, ["env", *unset, *kept, *argv])
         command[2:2] = CAPTURE_RANGE
-        return run_in_place(command, theirs)
-
-
-def with_own_environment(
-    argv: Sequence[str], own: Mapping[str, str], tools: Mapping[str, str]
-) -> list[str]:
-    """Return an argv that restores the program's own environment within a tool's.
-
-    The tool needs its own TMPDIR and message language, which the program must not inherit.
-    """
-    changed = [name for name in TOOL_ONLY if own.get(name) != tools.get(name)]
-    unset = [part for name in changed if name not in own for part in ("-u", name)]
-    return ["env", *unset, *(f"{name}={own[name]}" for name in changed if name in own), *argv]
-
-
-def write_observed_run(folder: Path, run: Run) -> Run:
-    """Add traces and environment to the run, write it, and return it."""
-    traces = [TraceFile(TORCH, path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
-    traces += [TraceFile(NSYS, path.name) for path in sorted(folder.glob("nsys-*.sqlite"))]
-    profilers = tuple(dict.fromkeys(trace.profiler for trace in traces))
-    environment: dict[str, Any] = next((row["environment"] for row in _rows(folder, "start")), {})
-    run = replace(run, traces=tuple(traces), profilers=profilers, environment=environment)
-    write_run(folder, run)
-    return run
+        return run_in_place(command, child_environment(environment, Path(scratch)))
 
 
 def why_silent(folder: Path) -> str | None:
@@ -176,7 +154,6 @@ def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]
 def _why_no_step(
     folder: Path, windows: Sequence[Mapping[str, Any]], options: ObserveOptions
 ) -> tuple[str, str]:
-    """Return what prevented the recording of a step, and the remedy."""
     again = "give --warmup 0, which records from the first call on, or run more steps"
     if all(row.get("compiled") for row in _rows(folder, "template")):
         why = "compiled code alone calls attention, where only an optimizer's steps are seen"
@@ -196,7 +173,7 @@ def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a journal. Damage is reported when the run is ingested."""
+    # damage is reported when the run is ingested
     with contextlib.suppress(TraceFormatError):
         yield from filter(None, observed_rows(path))
 

@@ -256,7 +256,6 @@ class _WorkerProcess:
         self.on_entry(entry)
 
     def failure(self) -> CaptureError:
-        """Return the error of a worker that did not start."""
         code, tail = self.returncode, self._stderr_tail()
         how = "it gave no sign of life" if code is None else _describe_exit(code)
         return CaptureError(
@@ -526,7 +525,6 @@ class RunRecord:
             self.notify(f"warning: {problem.message}; {problem.remedy} [{problem.code}]")
 
     def notify(self, notice: str) -> None:
-        """Report a message to the user."""
         _, finished, total = self._pass
         cell = next(iter(self._cells.values()))
         self._progress(Step(finished, total, cell, "", notice))

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from failure_cases import NSYS, TARGET
-from failure_cases_ncu import NCU
+from failure_cases import NCU, NSYS, TARGET
 from fake_tools import Behaviour, Scenario, install
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,47 +24,32 @@ from profharness.run import Problem, Protocol
 REGISTRIES = {"nsys": nsys.RULES, "ncu": ncu.RULES, "nsys export": nsys.EXPORT_RULES}
 
 
-def run(argv: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Return the exit code, and the output of tool and target."""
+def run(folder: Path, name: str, behaviour: Behaviour, target: list[str]) -> Problem | None:
+    """Run a fake tool, and return its diagnosis."""
+    install(folder / "bin", Scenario(**{name: behaviour}))
+    tool, report, log = folder / "bin" / name, folder / f"c0001.{name}-rep", folder / "ncu.log"
+    if name == "nsys":
+        argv = nsys.profile_argv(tool, report, target)
+        environment = nsys.child_environment(os.environ, folder)
+    else:
+        argv = ncu.profile_argv(tool, report, target, log=log)
+        environment = ncu.child_environment(os.environ, folder)
+    started = time.time()
     done = subprocess.run(
         argv, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
-    return done.returncode, done.stdout + done.stderr
+    text = done.stdout + done.stderr + (log.read_text() if log.exists() else "")
+    return diagnose(name, REGISTRIES[name], done.returncode, text, report, started)
 
 
-def run_nsys(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Problem | None]:
-    install(folder / "bin", Scenario(nsys=behaviour))
-    report = folder / "c0001.nsys-rep"
-    argv = nsys.profile_argv(folder / "bin" / "nsys", report, target)
-    started = time.time()
-    returncode, text = run(argv, nsys.child_environment(os.environ, folder))
-    return returncode, diagnose("nsys", nsys.RULES, returncode, text, report, started)
-
-
-def run_ncu(folder: Path, behaviour: Behaviour, target: list[str]) -> tuple[int, Problem | None]:
-    install(folder / "bin", Scenario(ncu=behaviour))
-    report, log = folder / "c0001.ncu-rep", folder / "ncu.log"
-    argv = ncu.profile_argv(folder / "bin" / "ncu", report, target, log=log)
-    started = time.time()
-    returncode, text = run(argv, ncu.child_environment(os.environ, folder))
-    text += log.read_text() if log.exists() else ""
-    return returncode, diagnose("ncu", ncu.RULES, returncode, text, report, started)
-
-
-@pytest.mark.parametrize("case", NSYS)
-def test_nsys(case: str, tmp_path: Path) -> None:
-    behaviour, target, expected_returncode, expected = NSYS[case]
-    returncode, failure = run_nsys(tmp_path, behaviour, target)
-    assert returncode == expected_returncode
-    assert (failure.code if failure else None) == expected, failure
-
-
-@pytest.mark.parametrize("case", NCU)
-def test_ncu(case: str, tmp_path: Path) -> None:
-    behaviour, target, expected_returncode, expected = NCU[case]
-    returncode, failure = run_ncu(tmp_path, behaviour, target)
-    assert returncode == expected_returncode
-    assert (failure.code if failure else None) == expected, failure
+@pytest.mark.parametrize(
+    ("tool", "case"),
+    [(tool, case) for tool, cases in (("nsys", NSYS), ("ncu", NCU)) for case in cases],
+)
+def test_failure_is_recognized(tool: str, case: str, tmp_path: Path) -> None:
+    behaviour, target, expected = {"nsys": NSYS, "ncu": NCU}[tool][case]
+    problem = run(tmp_path, tool, behaviour, target)
+    assert (problem.code if problem else None) == expected, problem
 
 
 def test_every_rule_has_a_case() -> None:
@@ -94,8 +78,8 @@ def test_old_report_is_not_mistaken_for_a_new_one(tmp_path: Path) -> None:
     report = tmp_path / "c0001.nsys-rep"
     report.write_bytes(b"of an earlier run")
     os.utime(report, (time.time() - 60, time.time() - 60))
-    returncode, failure = run_nsys(tmp_path, Behaviour(report="tmpdir"), TARGET)
-    assert (returncode, failure and failure.code) == (0, "report_stale")
+    problem = run(tmp_path, "nsys", Behaviour(report="tmpdir"), TARGET)
+    assert problem is not None and problem.code == "report_stale"
     assert report.read_bytes() == b"of an earlier run"
 
 

@@ -33,7 +33,7 @@ def wait_for_torch(folder: str) -> None:
 
 
 def report(folder: str, event: str) -> None:
-    """Append a line about this process atomically."""
+    """Append a line about this process."""
     try:
         line = f'{{"event":"{event}","pid":{os.getpid()},"parent":{os.getppid()}}}\n'
         append(f"{folder}/{PROCESSES_FILE}", line.encode())
@@ -90,8 +90,9 @@ def after_import(name: str, act: Any) -> None:
 
 
 class _Finder:
-    """Find one module with the other finders, and call `act` once after its execution. The module
-    keeps its own loader.
+    """Find one module with the other finders, and call `act` once after its execution.
+
+    The module keeps its own loader.
     """
 
     def __init__(self, name: str, act: Any) -> None:
@@ -100,8 +101,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.name:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        for finder in others:
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
             find = getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find else None
             if spec is not None:

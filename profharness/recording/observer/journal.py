@@ -12,22 +12,13 @@ from typing import Any
 
 from profharness.recording.observer.hook import append
 
-SCHEMA = "profharness.observed/1"
-OPTIONS_FILE = "observe.json"
 ROW = 5  # int64 columns: template + 1, batch, query length, key length (or -1 each), calls
 FIRST_ROWS = 100
 SIZE = ctypes.sizeof(ctypes.c_int64)
 
 _mmap = ctypes.CDLL(None, use_errno=True).mmap  # unlike mmap.mmap it keeps no descriptor open
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 
 
 class Journal:
@@ -42,7 +33,6 @@ class Journal:
         self.begin()
 
     def begin(self) -> None:
-        """Choose the names of this process's files."""
         name, number = str(os.getpid()), 1
         while self.folder is not None and os.path.exists(f"{self.folder}/{name}.jsonl"):  # noqa: PTH110
             number += 1
@@ -50,7 +40,6 @@ class Journal:
         self.name = name
 
     def path(self, suffix: str) -> str | None:
-        """Return the path of a file of this process."""
         return None if self.folder is None else f"{self.folder}/{self.name}{suffix}"
 
     def write(self, event: str, **fields: Any) -> None:
@@ -63,16 +52,8 @@ class Journal:
 
 
 def print_error(text: str) -> None:
-    """Print a line to stderr. Ignore a closed or broken stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"profharness: {text}", file=sys.stderr, flush=True)
-
-
-def read_options(folder: str) -> dict[str, Any]:
-    """Read the options that `profharness observe` wrote into the run folder."""
-    with open(os.path.join(folder, OPTIONS_FILE), encoding="utf-8") as file:  # noqa: PTH118
-        options: dict[str, Any] = json.load(file)
-        return options
 
 
 class Counts:
@@ -89,14 +70,23 @@ class Counts:
         self.cells: Any = None
 
     def row(self, template: int, lengths: tuple[int, ...]) -> tuple[Any, int]:
-        """Return an array and the index in it that counts these calls. Raise OSError."""
         found = self.rows.get((template, lengths))
-        if found is None:
-            found = self.rows[template, lengths] = self._new_row(template, lengths)
+        if found is not None:
+            return found
+        if self.path is None:
+            found = [0], 0
+        else:
+            if len(self.rows) >= self.room:
+                self._grow(self.path)
+            first = len(self.rows) * ROW
+            key = [template + 1, *(lengths or (-1, -1, -1))]
+            for at, number in enumerate(key, start=first):
+                self.cells[at] = number
+            found = self.cells, first + ROW - 1
+        self.rows[template, lengths] = found
         return found
 
     def of_template(self, template: int) -> int:
-        """Return the number of calls of a template so far."""
         return sum(
             cells[at] for (number, _), (cells, at) in list(self.rows.items()) if number == template
         )
@@ -104,33 +94,21 @@ class Counts:
     def open(self) -> None:
         """Create the file, even for a process without countable calls. Raise OSError."""
         if self.path is not None and not self.room:
-            self._grow()
+            self._grow(self.path)
 
-    def _grow(self) -> None:
-        assert self.path is not None
+    def _grow(self, path: str) -> None:
         added = self.room or FIRST_ROWS
-        append(self.path, bytes(added * ROW * SIZE))  # access to an unallocated page raises SIGBUS
+        append(path, bytes(added * ROW * SIZE))  # access to an unallocated page raises SIGBUS
         self.room += added
         numbers = self.room * ROW
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             access = mmap.PROT_READ | mmap.PROT_WRITE
             address = _mmap(None, numbers * SIZE, access, mmap.MAP_SHARED, descriptor, 0)
         finally:
             os.close(descriptor)
         if address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.path)
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
         # Never unmapped: a thread may still count while the interpreter shuts down.
         mapped = (ctypes.c_int64 * numbers).from_address(address)
         self.cells = memoryview(mapped).cast("B").cast("q")
-
-    def _new_row(self, template: int, lengths: tuple[int, ...]) -> tuple[Any, int]:
-        if self.path is None:
-            return [0], 0
-        if len(self.rows) >= self.room:
-            self._grow()
-        first = len(self.rows) * ROW
-        key = [template + 1, *(lengths or (-1, -1, -1))]
-        for at, number in enumerate(key, start=first):
-            self.cells[at] = number
-        return self.cells, first + ROW - 1

@@ -120,7 +120,6 @@ class Recorder:
         self.started = False
 
     def forked(self) -> None:
-        """Reset the state in a forked child, with a journal of its own."""
         self.journal.begin()
         self._reset()
         self.window.forget()
@@ -373,7 +372,6 @@ class Recorder:
         self.journal.write("template", **template)
 
     def fail(self, error: BaseException) -> None:
-        """Stop recording, and print the reason once."""
         if not self.on:
             return
         self.on = False
@@ -404,7 +402,6 @@ def _relation(tensors: list[dict[str, Any] | None]) -> tuple[Any, ...]:
 
 
 def _relative_file(path: str) -> str:
-    """Return a path relative to the working folder or to an entry of sys.path."""
     best = path
     for folder in (os.getcwd(), *sys.path):  # noqa: PTH109
         begin = folder.rstrip(os.sep) + os.sep
@@ -445,7 +442,6 @@ def flags() -> dict[str, Any]:
 
 
 def autocast(device: str) -> str | None:
-    """Return the autocast dtype of a device, or None if autocast is off or the device has none."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")

@@ -57,7 +57,6 @@ class ProfilerWindow:
         self.step_range: Any = None
 
     def step(self) -> None:
-        """End a step and begin the next one."""
         if self.state == "open" and self.taken:
             if not self.others:
                 self.give_way(OWN_PROFILER)
@@ -79,13 +78,11 @@ class ProfilerWindow:
             self._begin()
 
     def pass_elsewhere(self) -> None:
-        """Count a call in a thread that is not recorded."""
         self.elsewhere += 1
         if self.elsewhere == 1 and self.state == "waiting":
             self.journal.write("window", state="waiting", why=ELSEWHERE)
 
     def close(self) -> None:
-        """End the window and write its trace."""
         if get_ident() != self.home:
             return
         if self.state == "ending":
@@ -176,7 +173,6 @@ class ProfilerWindow:
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        """Mark the block that starts or stops the window's own profiler."""
         self.busy = True
         try:
             yield

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import copy
 import functools
+import json
 import os
 import re
 import sys
@@ -19,10 +20,11 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from profharness.recording.observer.hook import after_import
-from profharness.recording.observer.journal import Journal, print_error, read_options
+from profharness.recording.observer.journal import Journal, print_error
 from profharness.recording.observer.recorder import FUNCTIONS, Entry, Recorder, flags
 from profharness.recording.observer.window import ProfilerWindow
 
+OPTIONS_FILE = "observe.json"  # written by `profharness observe` into the run folder
 FLEX_MODULE = "torch.nn.attention.flex_attention"
 NAME = "scaled_dot_product_attention"
 sd: Any = getattr(torch._C._nn, NAME)
@@ -95,8 +97,6 @@ def _note(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> _Left | None:
 
 
 def flex_wrapper(flex: Any) -> Any:
-    """Return a replacement of flex_attention."""
-
     # parameters are explicit, because with `*a, **k` Dynamo would compile calls with other spellings again
     @functools.wraps(flex)
     def flex_attention(
@@ -172,12 +172,10 @@ def at_compile(context: Any, **known: Any) -> None:
 
 
 def at_compile_unmasked(context: Any) -> None:
-    """Record a call without a mask while Dynamo traces it."""
     at_compile(context, masked=False)
 
 
 def at_compile_flex(context: Any) -> None:
-    """Record a call of flex_attention while Dynamo traces it."""
     at_compile(context, kind="flex", ran="flex")
 
 
@@ -192,7 +190,6 @@ def _dotted(source: str) -> str:
 
 
 def install() -> None:
-    """Replace the builtin once."""
     if F.scaled_dot_product_attention is wrapper:
         return
     torch.jit._builtins._register_builtin(wrapper, f"aten::{NAME}")
@@ -203,8 +200,7 @@ def install() -> None:
 
 def _bind_comptime() -> None:
     global comptime
-    found = sys.modules.get("torch._dynamo.comptime")
-    comptime = getattr(found, "comptime", None)
+    comptime = getattr(sys.modules.get("torch._dynamo.comptime"), "comptime", None)
 
 
 def _wrap_flex() -> None:
@@ -215,7 +211,8 @@ def _wrap_flex() -> None:
 def install_for(folder: str) -> None:
     """Record this process into a run folder, with the folder's options."""
     global recorders
-    options = read_options(folder)
+    with open(os.path.join(folder, OPTIONS_FILE), encoding="utf-8") as file:  # noqa: PTH118
+        options = json.load(file)
     journal = Journal(folder)
     ranks = (None, str(options["rank"]))
     chosen = options["rank"] == "all" or os.environ.get("RANK") in ranks

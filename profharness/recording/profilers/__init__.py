@@ -141,7 +141,6 @@ def find_tool(name: str) -> Tool | None:
 
 
 def require_tool(name: str) -> Tool:
-    """Return the tool. Raise ToolError (tool_missing) if it is not found."""
     tool = find_tool(name)
     if tool is None:
         raise ToolError(tool_missing(name))
@@ -149,7 +148,6 @@ def require_tool(name: str) -> Tool:
 
 
 def tool_missing(name: str) -> Problem:
-    """Return the problem that a profiler's executable was not found."""
     profiler = PROFILERS[name]
     return Problem(
         name,

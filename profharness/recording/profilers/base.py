@@ -211,11 +211,9 @@ class Session:
     logs: tuple[Path, ...] = ()  # logs of a tool besides the worker's log
 
     def argv(self, command: list[str]) -> list[str]:
-        """Return the argv to start."""
         return command
 
     def environment(self, base: dict[str, str]) -> dict[str, str]:
-        """Return the environment of the process."""
         return base
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:  # noqa: ARG002

@@ -50,8 +50,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
     """Return normally distributed inputs in the config's dtype and layout, reproducible by seed.
-    With a seed of None they are allocated but never written, so no kernel is launched; `grad` is
-    then None.
+
+    With a seed of None they are not written, so no kernel is launched; `grad` is then None.
     """
     dtype = torch_dtype(str(config.dtype))
     generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
@@ -115,8 +115,9 @@ def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:
-    """Return PyTorch's choice without a launch. Raise RuntimeError if no backend accepts the call,
-    or if the choice is math and its call would raise.
+    """Return PyTorch's choice without a launch.
+
+    Raise RuntimeError if no backend accepts the call, or if math is chosen but would raise.
     """
     tensors = (inputs.query, inputs.key, inputs.value)
     choice = torch._fused_sdp_choice(*tensors, **choice_arguments(config, inputs.mask))
@@ -164,9 +165,7 @@ def legacy_all_disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def activated(impl: str) -> Iterator[None]:
-    """Limit SDPA to flash with the implementation `impl` instead of FA2, and restore the previous
-    one afterwards.
-    """
+    """Limit SDPA to flash with the implementation `impl` instead of FA2, for the block."""
     before = torch_attention.current_flash_attention_impl()
     try:
         torch_attention.activate_flash_attention_impl(impl)
@@ -226,15 +225,15 @@ def naive_compiled() -> Attention:
     counters = torch._dynamo.utils.counters
     before = counters["inductor"]["fuse_attention"]
     compiled: Attention = torch.compile(
-        code_of_its_own(plain.load()),
+        copy_function(plain.load()),
         dynamic=False,
         fullgraph=True,
         # A graph from the disk cache skips the pattern matcher, so it would not be counted.
         options={"fx_graph_cache": False},
     )
 
-    def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
-        return compiled(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    def attention(*tensors: Any, **options: Any) -> Any:
+        return compiled(*tensors, **options)
 
     def tuning() -> dict[str, object]:
         return {REPLACEMENTS: counters["inductor"]["fuse_attention"] - before}
@@ -243,11 +242,11 @@ def naive_compiled() -> Attention:
     return attention
 
 
-def code_of_its_own(function: Any) -> Any:
+def copy_function(function: Any) -> Any:
     """Copy a function with a new code object.
 
-    Dynamo counts recompiles and stores graphs per code object. A copy starts without graphs, and
-    other compiled backends of the process keep theirs, unlike after torch._dynamo.reset().
+    Dynamo counts recompiles and stores graphs per code object. Unlike torch._dynamo.reset(), a copy
+    leaves the graphs of other backends.
     """
     code = function.__code__.replace()
     new = FunctionType(
@@ -266,13 +265,11 @@ def flex_flash_absent() -> str | None:
 
 
 def flex(kernel_options: dict[str, Any] | None) -> Attention:
-    """Return an adapter of flex_attention. It takes SDPA's layout; causal is a block mask, created
-    once per shape.
-    """
+    """Return an adapter of flex_attention, with a block mask for causal."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Beyond Dynamo's recompile limit the function would run uncompiled.
-    compiled = torch.compile(code_of_its_own(flex_attention), dynamic=False, fullgraph=True)
+    compiled = torch.compile(copy_function(flex_attention), dynamic=False, fullgraph=True)
 
     def causal(_batch: Any, _head: Any, row: Any, column: Any) -> Any:
         return row >= column

@@ -47,7 +47,6 @@ def collect(device_type: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the processor's model name, from /proc/cpuinfo if it exists."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -59,7 +58,6 @@ def cpu_name() -> str:
 
 
 def default_device() -> str:
-    """Return `cuda` if torch finds a usable GPU, else `cpu`."""
     return CUDA if torch.cuda.is_available() else CPU
 
 

@@ -160,7 +160,6 @@ class GpuWatch:
 
 
 def open_watch() -> GpuWatch | None:
-    """Open a watch. Return None if NVML is not available."""
     try:
         import pynvml
 
@@ -182,7 +181,6 @@ def _uuid(nvml: Any, handle: Any) -> str:
 
 
 def _ancestry(pid: int) -> Iterator[int]:
-    """Yield a process and its ancestors, as far as /proc lists them."""
     while pid:
         yield pid
         try:

@@ -144,7 +144,6 @@ class ProcessState:
         return cls(dict(_parts()), frozenset(threading.enumerate()))
 
     def changes_since(self, before: ProcessState) -> list[str]:
-        """Describe each difference from an earlier state."""
         # an added function does not replace another function, so report only added environment variables
         added = [name for name in self.parts if name not in before.parts and name.startswith("$")]
         texts = [

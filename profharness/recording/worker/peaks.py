@@ -70,7 +70,6 @@ def _bandwidth(device: str) -> float:
 
 
 def _matrix_rate(device: str, dtype: Any, rows: int) -> float:
-    """Return the FLOP/s of a square product."""
     # normally distributed numbers, because zeros would draw less power
     left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)

@@ -134,7 +134,6 @@ def run_arguments(arguments: Sequence[str], warmup: CudaWarmup | None = None) ->
 
 
 def starts_cuda(plan: Plan) -> bool:
-    """Return whether CUDA can start before torch starts it. A profiler needs torch to start it."""
     return plan.protocol.device != CPU and not plan.wrapped
 
 

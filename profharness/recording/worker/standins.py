@@ -105,5 +105,4 @@ def start_range(*_: Any, **__: Any) -> None:
     """Start no range."""
 
 
-def end_range(_: None) -> None:
-    """Do nothing, because no range was started."""
+end_range = start_range

@@ -145,7 +145,6 @@ class CpuWait:
 
 
 def _run_delay_ns() -> int:
-    """Return how long this thread has waited for a CPU so far, or 0 if that is not counted."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -409,7 +408,6 @@ def elapsed_ns(start: Any, stop: Any) -> int:
 
 
 def wall_ns(call: Callable[[], Any]) -> int:
-    """Return the nanoseconds of a call by the monotonic clock."""
     start = perf_counter_ns()
     call()
     return perf_counter_ns() - start

@@ -393,7 +393,6 @@ def _fault(
     expected: Expected,
     errors: list[tuple[float, float]],
 ) -> str | None:
-    """Describe the fault of a result, or return None."""
     first, second = got.first[name], got.second[name]
     reference, allowance = expected.tensors[name], expected.allowance[name]
     unwritten = _unwritten(first, second, reference)
@@ -550,7 +549,6 @@ class Verifier:
     def _checks(
         self, cell: Cell, stage: Stage, texts: list[str]
     ) -> tuple[tuple[Check, ...], dict[str, Any] | None]:
-        """Return the checks, and the implementation's tuning of its last call."""
         backend = find_backend(cell.backend, self.workspace.sources)
         stage("compile")
         forward_only = self._why_forward_only(cell.config, backend)
