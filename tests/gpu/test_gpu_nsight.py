@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from changed_workers import changed_worker, run_changed, statuses
 
 from profharness.attention.config import expand_configs
 from profharness.commands.kernels.tables import join_kernels
 from profharness.jobs.into_store import capture_into_store, default_backends
 from profharness.processes import find_workers
-from profharness.recording.profilers import PROFILERS, find_tool, open_session, require_tools
-from profharness.recording.profilers.base import Outcome
-from profharness.recording.supervise import run_cells
-from profharness.run import CaptureOptions, Cell, Protocol
+from profharness.recording.profilers import find_tool
+from profharness.run import CaptureOptions, Protocol
 from profharness.store import ingest_path, open_store
 
 pytestmark = [
@@ -89,45 +87,17 @@ def test_an_unknown_metric_is_reported(tmp_path: Path) -> None:
     assert "no__such_metric.sum" in told
 
 
-HANGING = """
-import runpy, sys, time
-import torch
-import profharness.recording.worker.cell as cell
-run_cell = cell.run_cell
-def hanging(job, bench, stage):
-    done = run_cell(job, bench, stage)
-    if job.cell == "c0002":
-        time.sleep(3600)
-    return done
-cell.run_cell = hanging
-sys.argv = ["worker", sys.argv[1]]
-runpy.run_module("profharness.recording.worker", run_name="__main__")
-"""
+HANGING = changed_worker(
+    'if job.cell == "c0002":\n    run_cell(job, bench, stage)\n    time.sleep(3600)'
+)
 
 
 @pytest.mark.parametrize("name", ["nsys", "ncu"])
 def test_a_hanging_cell_costs_itself_and_leaves_no_process(tmp_path: Path, name: str) -> None:
-    profiler = PROFILERS[name]
-    tools = require_tools([profiler])
-    ends: dict[str, str] = {}
-    outcomes: list[Outcome] = []
-    run_cells(
-        tmp_path,
-        [Cell(f"c000{n}", CONFIGS[0], "flash") for n in (1, 2, 3)],
-        replace(QUICK, timeout_s=20),
-        (name,),
-        lambda entry: (
-            ends.update({entry.result.cell: entry.result.status}) if entry.result else None
-        ),
-        lambda: open_session(profiler, tools, tmp_path, QUICK),
-        outcomes.append,
-        lambda folder: [sys.executable, "-c", HANGING, str(folder)],
-    )
-    assert ends == {"c0001": "ok", "c0002": "timeout", "c0003": "ok"}
-    assert [trace.cells for trace, _ in outcomes if trace] == [
-        ("c0001",),
-        ("c0003",),
-    ], outcomes
+    protocol = replace(QUICK, timeout_s=20)
+    results, outcomes = run_changed(tmp_path, CONFIGS[:1] * 3, protocol, HANGING, name, "flash")
+    assert statuses(results) == {"c0001": "ok", "c0002": "timeout", "c0003": "ok"}
+    assert [trace.cells for trace, _ in outcomes if trace] == [("c0001",), ("c0003",)], outcomes
     assert not find_workers(tmp_path)
     left = [
         path.parent.name

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_workers import changed_worker, run_changed, statuses
 from waiting import HANG, PATIENCE_S, alive, until
 
 from profharness.attention.config import expand_configs
@@ -125,64 +126,35 @@ def test_too_large_cell_is_oom_and_the_next_one_runs(tmp_path: Path) -> None:
     assert [cell.status for cell in record.cells] == ["oom", "ok"]
 
 
-SABOTAGE = f"""
-import os, sys, time
-import profharness.recording.worker.cell as cell
+SABOTAGE = changed_worker(f"""
 from profharness.recording.worker import failures as failing
-run_cell = cell.run_cell
-def sabotaged(job, bench, stage):
-    stage("sabotage")
-    seq = job.config.seq_len_q
-    if seq == 3: os.kill(os.getpid(), 9)
-    if seq == 4: os.abort()
-    if seq == 5: {HANG}
-    if seq == 6:
-        os.fork() or time.sleep(3600)
-        sys.stderr.write("the last output\\n"); sys.stderr.flush(); os._exit(3)
-    if seq == 7: raise failing.DeadContextError(failing.failure(job, bench, [], RuntimeError("CUDA error: dead")))
-    return run_cell(job, bench, stage)
-cell.run_cell = sabotaged
-import runpy
-sys.argv = ["worker", sys.argv[1]]
-runpy.run_module("profharness.recording.worker", run_name="__main__")
-"""
-
-
-def sabotage(folder: Path) -> list[str]:
-    return [sys.executable, "-c", SABOTAGE, str(folder)]
+stage("sabotage")
+seq = job.config.seq_len_q
+if seq == 3: os.kill(os.getpid(), 9)
+if seq == 4: os.abort()
+if seq == 5: {HANG}
+if seq == 6:
+    os.fork() or time.sleep(3600)
+    sys.stderr.write("the last output\\n"); sys.stderr.flush(); os._exit(3)
+if seq == 7: raise failing.DeadContextError(failing.failure(job, bench, [], RuntimeError("CUDA error: dead")))
+""")
 
 
 @pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_cell_that_kills_its_process_costs_no_other_cell(tmp_path: Path) -> None:
-    cells = [
-        Cell(f"c{rows}", config, "math")
-        for rows, config in enumerate(expand_configs("1,1,1:8:+1,8,fp32"), start=1)
-    ]
-    ends: dict[str, Cell] = {}
-    run_cells(
-        tmp_path,
-        cells,
-        QUICK,
-        ("events",),
-        lambda entry: ends.update({entry.result.cell: entry.result}) if entry.result else None,
-        command=sabotage,
-    )
-    assert {name: cell.status for name, cell in sorted(ends.items())} == {
-        "c1": "ok",
-        "c2": "ok",
-        "c3": "crashed",
-        "c4": "crashed",
-        "c5": "timeout",
-        "c6": "crashed",
-        "c7": "error",
-        "c8": "ok",
+    ends, _ = run_changed(tmp_path, expand_configs("1,1,1:8:+1,8,fp32"), QUICK, SABOTAGE)
+    crashes = dict.fromkeys(("c0003", "c0004", "c0006"), "crashed")
+    assert statuses(ends) == dict.fromkeys(ends, "ok") | crashes | {
+        "c0005": "timeout",
+        "c0007": "error",
     }
-    assert "SIGKILL" in str(ends["c3"].message)
-    assert "during sabotage" in str(ends["c3"].message)
-    assert "SIGABRT" in str(ends["c4"].message)
-    assert "--timeout" in str(ends["c5"].message)
-    assert "the last output" in str(ends["c6"].message)
+    assert len(ends) == 8
+    assert "SIGKILL" in str(ends["c0003"].message)
+    assert "during sabotage" in str(ends["c0003"].message)
+    assert "SIGABRT" in str(ends["c0004"].message)
+    assert "--timeout" in str(ends["c0005"].message)
+    assert "the last output" in str(ends["c0006"].message)
     left = [
         int(path.name)
         for path in Path("/proc").iterdir()
@@ -199,16 +171,9 @@ def _command_line(path: Path) -> bytes:
 
 
 def test_error_of_a_worker_that_cannot_start_quotes_its_output(tmp_path: Path) -> None:
-    cells = [Cell("c1", expand_configs("1,1,1,8")[0], "math")]
+    argv = [sys.executable, "-c", "raise SystemExit('no torch here')"]
     with pytest.raises(CaptureError, match=r"no torch here.*doctor"):
-        run_cells(
-            tmp_path,
-            cells,
-            QUICK,
-            ("events",),
-            lambda _: None,
-            command=lambda _: [sys.executable, "-c", "raise SystemExit('no torch here')"],
-        )
+        run_changed(tmp_path, expand_configs("1,1,1,8"), QUICK, lambda _: argv)
 
 
 UP_AND_GONE = """
@@ -317,28 +282,10 @@ def test_invalid_options_create_no_store(tmp_path: Path) -> None:
 
 
 def test_failing_call_keeps_the_choice(tmp_path: Path) -> None:
-    ends: list[Cell] = []
-    run_cells(
-        tmp_path,
-        [Cell("c1", expand_configs("1,2,16,16")[0], "math")],
-        QUICK,
-        ("events",),
-        lambda entry: ends.append(entry.result) if entry.result else None,
-        command=lambda folder: [sys.executable, "-c", FAILING_CALL, str(folder)],
-    )
-    assert (ends[0].status, ends[0].choice) == ("error", "math")
-    assert "no luck" in str(ends[0].message)
-
-
-FAILING_CALL = """
-import runpy, sys
-import profharness.recording.worker.cell as cell
-def fail(*_):
-    raise RuntimeError("no luck")
-cell.make_call = lambda *_: fail
-sys.argv = ["worker", sys.argv[1]]
-runpy.run_module("profharness.recording.worker", run_name="__main__")
-"""
+    body = "def fail(*_): raise RuntimeError('no luck')\ncell.make_call = lambda *_: fail"
+    ends, _ = run_changed(tmp_path, expand_configs("1,2,16,16"), QUICK, changed_worker(body))
+    assert (ends["c0001"].status, ends["c0001"].choice) == ("error", "math")
+    assert "no luck" in str(ends["c0001"].message)
 
 
 def test_interrupt_while_the_folder_is_written_leaves_none(

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from changed_workers import changed_worker, run_changed, statuses
 from fake_tools import Behaviour, Scenario, install, invocations
 from kill_lanes import stand_in
 from nsys_make import Maker, unpacked
@@ -20,10 +20,9 @@ from profharness.attention.config import expand_configs
 from profharness.errors import CaptureError, UsageError
 from profharness.jobs.into_store import capture_into_store, resume_into_store
 from profharness.recording.capture import capture, resume
-from profharness.recording.profilers import PROFILERS, open_session, require_tools
-from profharness.recording.profilers.base import GRACE_S, Outcome, ToolError
-from profharness.recording.profilers.nsys import NsysSession
-from profharness.recording.supervise import LOG_FILE, RunRecord, run_cells
+from profharness.recording.profilers import PROFILERS
+from profharness.recording.profilers.base import ToolError
+from profharness.recording.supervise import LOG_FILE, RunRecord
 from profharness.run import (
     CaptureOptions,
     Cell,
@@ -259,65 +258,26 @@ def test_each_failed_status_has_its_own_remedy(tmp_path: Path) -> None:
     assert "memory" in remedies["cell_oom"]
 
 
-CRASHING = """
-import os, runpy, sys
-import profharness.recording.worker.cell as cell
-run_cell = cell.run_cell
-def crashing(job, bench, stage):
-    if bench.plan.wrapped: os._exit(3)
-    sys.stderr.write("words of the first pass\\n"); sys.stderr.flush()
-    return run_cell(job, bench, stage)
-cell.run_cell = crashing
-sys.argv = ["worker", sys.argv[1]]
-runpy.run_module("profharness.recording.worker", run_name="__main__")
-"""
+CRASHING = changed_worker(
+    "if bench.plan.wrapped: os._exit(3)\n"
+    "sys.stderr.write('words of the first pass\\n'); sys.stderr.flush()"
+)
 
 
 def test_quoted_output_is_that_of_the_process_that_died(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario())
     folder = tmp_path / "run"
-    folder.mkdir()
-    cells = [Cell("c0001", CONFIGS[0], "math")]
-    found = require_tools([PROFILERS["nsys"]])
-    messages: list[str] = []
-
-    def hear(entry: JournalEntry) -> None:
-        messages.extend([str(entry.result.message)] if entry.result else [])
-
-    def command(at: Path) -> list[str]:
-        return [sys.executable, "-c", CRASHING, str(at)]
-
-    run_cells(folder, cells, QUICK, ("events",), hear, command=command)
-    assert "words of the first pass" in (folder / LOG_FILE).read_text()
-    run_cells(
-        folder,
-        cells,
-        QUICK,
-        ("nsys",),
-        hear,
-        lambda: open_session(PROFILERS["nsys"], found, folder, QUICK),
-        command=command,
+    (first, _), (second, _) = (
+        run_changed(folder, CONFIGS[:1], QUICK, CRASHING, profiler)
+        for profiler in ("events", "nsys")
     )
-    assert messages[0] == "None"
-    assert "exit code 3" in messages[1]
-    assert "first pass" not in messages[1]
+    assert "words of the first pass" in (folder / LOG_FILE).read_text()
+    assert first["c0001"].message is None
+    message = str(second["c0001"].message)
+    assert "exit code 3" in message and "first pass" not in message
 
 
-HANGING = f"""
-import os, runpy, sys, time
-import profharness.recording.worker.cell as cell
-run_cell = cell.run_cell
-def hanging(job, bench, stage):
-    if job.config.seq_len_q == 16: {HANG}
-    return run_cell(job, bench, stage)
-cell.run_cell = hanging
-sys.argv = ["worker", sys.argv[1]]
-runpy.run_module("profharness.recording.worker", run_name="__main__")
-"""
-
-
-def hang(folder: Path) -> list[str]:
-    return [sys.executable, "-c", HANGING, str(folder)]
+HANGING = changed_worker(f"if job.config.seq_len_q == 16: {HANG}")
 
 
 def workers(folder: Path) -> list[int]:
@@ -332,43 +292,14 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-def run_in_session(folder: Path, grace_s: Sequence[float]) -> tuple[dict[str, str], list[Outcome]]:
-    """Run two configs, the first of which hangs, under the fake nsys."""
-    folder.mkdir()
-    profiler = PROFILERS["nsys"]
-    found = require_tools([profiler])
-    ends: dict[str, str] = {}
-    outcomes: list[Outcome] = []
-
-    def session() -> NsysSession:
-        made = open_session(profiler, found, folder, QUICK)
-        assert isinstance(made, NsysSession)
-        made.grace_s = grace_s
-        return made
-
-    run_cells(
-        folder,
-        [Cell(f"c000{n}", config, "math") for n, config in enumerate(CONFIGS, start=1)],
-        QUICK,
-        ("nsys",),
-        lambda entry: (
-            ends.update({entry.result.cell: entry.result.status}) if entry.result else None
-        ),
-        session,
-        outcomes.append,
-        hang,
-    )
-    return ends, outcomes
-
-
 @pytest.mark.usefixtures("hanging")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_hanging_cell_leaves_a_report_and_no_process(
     tmp_path: Path, tools: Path, export: str
 ) -> None:
     install(tools, Scenario(export=Behaviour(report_file=export)))
-    ends, outcomes = run_in_session(tmp_path / "run", GRACE_S)
-    assert ends == {"c0001": "timeout", "c0002": "ok"}
+    results, outcomes = run_changed(tmp_path / "run", CONFIGS, QUICK, HANGING, "nsys")
+    assert statuses(results) == {"c0001": "timeout", "c0002": "ok"}
     traces = [trace.path for trace, _ in outcomes if trace]
     assert traces == ["nsys-1.sqlite", "nsys-2.sqlite"]
     assert not workers(tmp_path)
@@ -378,8 +309,10 @@ def test_hanging_cell_leaves_a_report_and_no_process(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_tool_that_ignores_all_signals_leaves_no_process(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(hang=True, ignore_signals=True, report="none")))
-    ends, outcomes = run_in_session(tmp_path / "run", (0.5, 0.5, 0.5))
-    assert ends == {"c0001": "timeout", "c0002": "ok"}
+    results, outcomes = run_changed(
+        tmp_path / "run", CONFIGS, QUICK, HANGING, "nsys", grace_s=(0.5, 0.5, 0.5)
+    )
+    assert statuses(results) == {"c0001": "timeout", "c0002": "ok"}
     assert all(problem and not trace for trace, problem in outcomes)
     assert not workers(tmp_path)
 
@@ -388,5 +321,5 @@ def test_tool_that_ignores_all_signals_leaves_no_process(tmp_path: Path, tools: 
 def test_killed_tool_leaves_no_worker(tmp_path: Path, tools: Path) -> None:
     install(tools, Scenario(nsys=Behaviour(kill_self=True)))
     with pytest.raises(CaptureError, match="SIGKILL"):
-        run_in_session(tmp_path / "run", GRACE_S)
+        run_changed(tmp_path / "run", CONFIGS, QUICK, HANGING, "nsys")
     assert not workers(tmp_path)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from changed_workers import changed_worker, run_changed, statuses
 from waiting import HANG, PATIENCE_S
 
 from profharness.attention.config import expand_configs
 from profharness.processes import find_workers
 from profharness.recording.capture import capture
 from profharness.recording.profilers import (
-    PROFILERS,
     find_tool,
-    open_session,
     require_tool,
-    require_tools,
 )
-from profharness.recording.profilers.base import Outcome, ToolError
+from profharness.recording.profilers.base import ToolError
 from profharness.recording.profilers.nsys import export_report
-from profharness.recording.supervise import run_cells
-from profharness.run import CaptureOptions, Cell, Protocol, Run, read_run
+from profharness.run import CaptureOptions, Protocol, Run, read_run
 from profharness.traces import open_trace
 
 pytestmark = [
@@ -31,18 +27,7 @@ pytestmark = [
 
 QUICK = Protocol(iterations=2, warmup=0, samples=5, timeout_s=PATIENCE_S, device="cpu")
 CONFIGS = expand_configs("1,2,{16,32},16")
-HANGING = f"""
-import os, sys, time
-from pathlib import Path
-import profharness.recording.worker.cell as cell
-from profharness.recording.worker.program import run_program
-run_cell = cell.run_cell
-def hanging(job, bench, stage):
-    if job.config.seq_len_q == 16: {HANG}
-    return run_cell(job, bench, stage)
-cell.run_cell = hanging
-run_program(Path(sys.argv[1]), "profharness.recording.worker.cell")
-"""
+HANGING = changed_worker(f"if job.config.seq_len_q == 16: {HANG}")
 
 
 @pytest.fixture(scope="module")
@@ -83,22 +68,7 @@ def test_garbage_is_refused_as_a_report(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hanging")
 def test_hanging_cell_leaves_no_process(tmp_path: Path) -> None:
-    profiler = PROFILERS["nsys"]
-    tools = require_tools([profiler])
-    ends: dict[str, str] = {}
-    outcomes: list[Outcome] = []
-    run_cells(
-        tmp_path,
-        [Cell(f"c000{n}", config, "math") for n, config in enumerate(CONFIGS, start=1)],
-        QUICK,
-        ("nsys",),
-        lambda entry: (
-            ends.update({entry.result.cell: entry.result.status}) if entry.result else None
-        ),
-        lambda: open_session(profiler, tools, tmp_path, QUICK),
-        outcomes.append,
-        lambda folder: [sys.executable, "-c", HANGING, str(folder)],
-    )
-    assert ends == {"c0001": "timeout", "c0002": "ok"}
+    results, _ = run_changed(tmp_path, CONFIGS, QUICK, HANGING, "nsys")
+    assert statuses(results) == {"c0001": "timeout", "c0002": "ok"}
     assert not find_workers(tmp_path)
     assert len(list(tmp_path.glob("*.nsys-rep"))) == 2
