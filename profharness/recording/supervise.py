@@ -201,9 +201,7 @@ class _WorkerProcess:
         if self.prewarmed is None:
             return None
         plain = worker_argv(self.folder)[:-1]
-        alike = self.session.argv(command)[: len(plain)] == plain
-        environment = self.session.environment(child_environment())
-        if not alike or self.session.wrapped or environment != self.prewarmed.environment:
+        if command[: len(plain)] != plain or child_environment() != self.prewarmed.environment:
             self.prewarmed.end()
             return None
         arguments = command[len(plain) :]

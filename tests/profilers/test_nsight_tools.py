@@ -19,7 +19,7 @@ from profharness.recording.profilers import (
 )
 from profharness.recording.profilers.base import Tool, ToolError, version_key
 
-PLACES = {name: PROFILERS[name].places for name in ("nsys", "ncu")}
+PATTERNS = {name: PROFILERS[name].patterns for name in ("nsys", "ncu")}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def look_in(monkeypatch: pytest.MonkeyPatch, places: dict[str, tuple[str, ...]]) -> None:
     for name, patterns in places.items():
-        monkeypatch.setitem(PROFILERS, name, replace(PROFILERS[name], places=patterns))
+        monkeypatch.setitem(PROFILERS, name, replace(PROFILERS[name], patterns=patterns))
 
 
 def executable(path: Path) -> Path:
@@ -90,7 +90,7 @@ def test_missing_tool_is_an_error() -> None:
 def test_newest_version_is_selected_by_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_in(monkeypatch, PLACES)
+    look_in(monkeypatch, PATTERNS)
     paths = [
         executable(tmp_path / f"opt/nvidia/nsight-compute/{version}/ncu")
         for version in ("2025.10.1", "2025.9.3", "2024.1.1")
@@ -102,7 +102,7 @@ def test_newest_version_is_selected_by_number(
 
 
 def test_nsys_of_nsight_compute_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    look_in(monkeypatch, PLACES)
+    look_in(monkeypatch, PATTERNS)
     inner = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
     last = executable(tmp_path / inner)
     assert installed("nsys", tmp_path) == [last]

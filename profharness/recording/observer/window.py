@@ -152,7 +152,7 @@ class ProfilerWindow:
             libc.__cxa_atexit(libc.fflush, None, None)  # the last registered function runs first
 
     def watch_profilers(self) -> None:
-        """End the window early whenever the program starts a profiler of its own."""
+        """End the window early whenever the program starts a profiler."""
         for name in (*STARTS, STOP):
             call = getattr(torch.autograd.profiler, name)
             setattr(torch.autograd.profiler, name, self._watched(call, starts=name != STOP))

@@ -39,7 +39,7 @@ class Profiler:
     variable: str = ""  # environment variable that names another executable
     # Patterns of where installers put it outside PATH, preferred ones first. Of the matches of one
     # pattern, the newest version counts.
-    places: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     remedy: str = ""  # appended to the remedy if the tool is missing
 
 
@@ -56,7 +56,7 @@ PROFILERS: dict[str, Profiler] = {
             patience=2.0,
             product="NVIDIA Nsight Systems",
             variable="PROFHARNESS_NSYS",
-            places=(
+            patterns=(
                 "opt/nvidia/nsight-systems/*/bin/nsys",
                 "opt/nvidia/nsight-systems-cli/*/bin/nsys",
                 "usr/local/cuda*/bin/nsys",
@@ -73,7 +73,7 @@ PROFILERS: dict[str, Profiler] = {
             patience=10.0,
             product="NVIDIA Nsight Compute",
             variable="PROFHARNESS_NCU",
-            places=("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu"),
+            patterns=("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu"),
         ),
     )
 }
@@ -114,7 +114,7 @@ def open_session(
 
 
 def find_tool(name: str) -> Tool | None:
-    """Find a profiler's tool by its variable, on PATH, then in its usual places.
+    """Find a profiler's tool by its variable, on PATH, then in its usual folders.
 
     Return None if there is none. Raise ToolError (tool_missing) if the variable is set but names no
     executable file, because another executable in its place would go unnoticed.
@@ -159,9 +159,9 @@ def tool_missing(name: str) -> Problem:
 
 
 def installed(name: str, root: Path = Path("/")) -> list[Path]:
-    """Return a profiler's executables in its usual places below root, the preferred one first."""
+    """Return a profiler's executables in its usual folders below root, the preferred one first."""
     paths: list[Path] = []
-    for pattern in PROFILERS[name].places:
+    for pattern in PROFILERS[name].patterns:
         paths += sorted(filter(_executable, root.glob(pattern)), key=version_key, reverse=True)
     return paths
 

@@ -301,7 +301,7 @@ _VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
 
 @dataclass(frozen=True, slots=True)
 class NcuFile:
-    """What the blocks of a report say about it."""
+    """Properties of a report, read from its blocks."""
 
     results: int  # number of profiled kernels
     version: str | None  # of the ncu that wrote it
@@ -371,37 +371,37 @@ def _fields(message: bytes) -> tuple[dict[int, int], bytes]:
     """Return the numbers of a protobuf message by field, and the bytes of its session."""
     numbers: dict[int, int] = {}
     session = b""
-    place = 0
-    while place < len(message):
-        key, place = _varint(message, place)
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
         field, wire = key >> 3, key & 7
         if wire == VARINT:
-            numbers[field], place = _varint(message, place)
+            numbers[field], offset = _varint(message, offset)
             continue
         if wire == SIZED:
-            count, place = _varint(message, place)
+            count, offset = _varint(message, offset)
         elif wire in (EIGHT_BYTES, FOUR_BYTES):
             count = 8 if wire == EIGHT_BYTES else 4
         else:
             raise ValueError(wire)
-        if place + count > len(message):
+        if offset + count > len(message):
             raise ValueError(count)
         if field == SESSION:
-            session = message[place : place + count]
-        place += count
+            session = message[offset : offset + count]
+        offset += count
     return numbers, session
 
 
-def _varint(message: bytes, place: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     value = 0
     # a protobuf number has at most ten bytes
     for shift in range(0, 70, 7):
-        byte = message[place]
-        place += 1
+        byte = message[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
-    raise ValueError(place)
+            return value, offset
+    raise ValueError(offset)
 
 
 # The hardware counters that answers use, and the presets of `--metrics`. Which GPU has which name comes

@@ -369,7 +369,7 @@ def count_kernels(export: Path) -> int:
     if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
         raise TraceFormatError(export.name, "not an SQLite file", expected="an export of nsys")
     page = int.from_bytes(header[16:18], "big")
-    # 1 stands for 65,536; the two counters differ if the writer did not maintain the count
+    # 1 means 65,536; the two counters differ if the writer did not maintain the count
     expected = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
     if header[24:28] == header[92:96] and size < expected:
         raise TraceFormatError(export.name, "cut off", offset=size, expected=f"{expected} bytes")

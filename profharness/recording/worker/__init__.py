@@ -1,1 +1,1 @@
-"""The profiled program, started as a process of its own: `python -m profharness.recording.worker FOLDER`."""
+"""The profiled program, started as a process: `python -m profharness.recording.worker FOLDER`."""

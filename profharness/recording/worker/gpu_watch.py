@@ -224,8 +224,8 @@ class CudaWarmup:
 def torch_has_cuda() -> bool:
     """Return whether the torch of this Python is built for CUDA, without loading it."""
     spec = find_spec("torch")
-    places = (spec and spec.submodule_search_locations) or ()
-    return any((Path(place) / "lib" / "libtorch_cuda.so").exists() for place in places)
+    folders = (spec and spec.submodule_search_locations) or ()
+    return any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders)
 
 
 def open_context() -> bool:

@@ -241,14 +241,14 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
     cache, and some blocks of less than 100 bytes. With other C libraries only freed blocks of those
     sizes are filled.
     """
-    held = [
+    blocks = [
         torch.empty(size, dtype=torch.uint8, device=device).fill_(byte)
         for size in sorted({tensor.numel() * tensor.element_size() for tensor in like})
         for _ in range(COPIES)
     ]
     if is_gpu(device):
         torch.cuda.synchronize()
-    held.clear()
+    blocks.clear()
     if is_gpu(device):
         _fill_free_blocks(byte)
         yield
@@ -274,7 +274,7 @@ def poison_value(byte: int, dtype: Any) -> float:
 
 def _fill_free_blocks(byte: int) -> None:
     """Fill all free blocks that the current stream can get, by allocating them by size."""
-    held = []
+    blocks = []
     stream = torch.cuda.current_stream().cuda_stream
     for segment in torch.cuda.memory_snapshot():
         if segment["stream"] != stream or segment.get("segment_pool_id", (0, 0)) != (0, 0):
@@ -286,9 +286,9 @@ def _fill_free_blocks(byte: int) -> None:
                 made = torch.empty(block["size"], dtype=torch.uint8, device=CUDA)
             except torch.cuda.OutOfMemoryError:
                 continue
-            held.append(made.fill_(byte))
+            blocks.append(made.fill_(byte))
     torch.cuda.synchronize()
-    held.clear()
+    blocks.clear()
 
 
 @dataclass(frozen=True)

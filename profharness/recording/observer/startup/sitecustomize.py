@@ -32,7 +32,7 @@ def _observe(here: str, folder: str) -> None:
 
 def _chain(here: str) -> None:
     """Run the sitecustomize that would have been found without this one."""
-    sys.path[:] = [place for place in sys.path if place != here]
+    sys.path[:] = [path for path in sys.path if path != here]
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
         module = sys.modules["sitecustomize"] = module_from_spec(spec)
