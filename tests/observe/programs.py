@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from profharness.run import observed_rows
 from profharness.traces.observed import ObservedCall, read_observed
 
 MODEL = """
@@ -85,6 +86,13 @@ class Seen:
         found: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
         return found
 
+    def windows(self) -> list[dict[str, Any]]:
+        """The window events of the processes' journals."""
+        assert self.folder is not None, self.stderr
+        journals = sorted(self.folder.glob("[0-9]*.jsonl"))
+        rows = [row for path in journals for row in observed_rows(path)]
+        return [row for row in rows if row and row["event"] == "window"]
+
     def counts(self) -> dict[str | None, int]:
         """Calls by module path, over all processes."""
         found: dict[str | None, int] = {}
@@ -99,6 +107,21 @@ def write(folder: Path, body: str, name: str = "program.py") -> Path:
     path = folder / name
     path.write_text(f"from model import *\n{body}\n")
     return path
+
+
+def run_unobserved(
+    *argv: str | Path, folder: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line of Python."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    return subprocess.run(
+        [sys.executable, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=False,
+    )
 
 
 def observe(

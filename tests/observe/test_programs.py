@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from programs import observe, write
+from programs import observe, run_unobserved, write
 from waiting import until
 
 from profharness.store import Selection, open_store
@@ -134,12 +133,7 @@ def test_the_recorded_steps_show_layers(tmp_path: Path) -> None:
 def test_passes_are_steps_without_training(tmp_path: Path) -> None:
     seen = observe(tmp_path, write(tmp_path, "infer(9)"), options=("--steps", "2"))
     (trace,) = seen.record["traces"]
-    windows = [
-        json.loads(line)
-        for path in seen.folder.glob("[0-9]*.jsonl")  # type: ignore[union-attr]
-        for line in path.read_text().splitlines()
-        if '"window"' in line
-    ]
+    windows = seen.windows()
     assert [(row["state"], row.get("steps")) for row in windows] == [("open", None), ("closed", 2)]
     assert windows[-1]["trace"] == trace["path"]
 
@@ -189,8 +183,7 @@ def test_no_calls_are_reported_with_the_cause_and_leave_nothing(
 
 
 def test_a_program_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "profharness", "observe", "--", "./nothing-here"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = run_unobserved("-m", "profharness", "observe", "--", "./nothing-here", folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "error: ./nothing-here: does not start: No such file or directory\n"
     assert not list((tmp_path / "traces" / "runs").iterdir())

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from programs import Seen, observe, write
 
 from profharness.cli import cli
-from profharness.run import observed_rows
 
 ATTENTION = ("layers.0.attn", "layers.1.attn")
 
@@ -21,13 +19,6 @@ def counts(seen: Seen) -> set[int]:
     found = seen.counts()
     assert tuple(sorted(map(str, found))) == ATTENTION, seen.stderr
     return set(found.values())
-
-
-def windows(seen: Seen) -> list[dict[str, Any]]:
-    """Return the window events of the processes' journals."""
-    assert seen.folder is not None, seen.stderr
-    rows = [row for path in sorted(seen.folder.glob("[0-9]*.jsonl")) for row in observed_rows(path)]
-    return [row for row in rows if row and row["event"] == "window"]
 
 
 THREADS = """
@@ -87,7 +78,7 @@ def test_the_main_thread_is_recorded_with_other_threads_running(tmp_path: Path) 
     seen = observe(tmp_path, write(tmp_path, WINDOW_AND_THREADS), options=())
     assert seen.code == 0, seen.stderr
     assert counts(seen) == {20}
-    closed = windows(seen)[-1]
+    closed = seen.windows()[-1]
     assert (closed["state"], closed["steps"], closed["elsewhere"]) == ("closed", 3, 3 * 2)
     (problem,) = seen.record["problems"]
     assert problem["code"] == "threads_not_recorded"
@@ -120,7 +111,7 @@ def test_children_forked_in_the_window_and_after_it_end(tmp_path: Path) -> None:
     children = [f"child {5 << 8}", "of a buffer of C's", f"child {4 << 8}", "child 9"]
     assert seen.stdout.splitlines() == children
     assert counts(seen) == {14 + 3 * 3}
-    states = [(row["state"], row.get("why")) for row in windows(seen)]
+    states = [(row["state"], row.get("why")) for row in seen.windows()]
     lost = ("lost", "the program forked")
     assert states == [("open", None), lost, ("open", None), ("closed", None)]
 
@@ -148,7 +139,7 @@ def test_the_window_gives_way_to_a_profiler_that_the_program_starts(
 ) -> None:
     seen = observe(tmp_path, write(tmp_path, OWN.format(act=act)), options=())
     assert (seen.code, seen.stdout) == (0, "6\n"), seen.stderr
-    states = [(row["state"], row.get("why")) for row in windows(seen)]
+    states = [(row["state"], row.get("why")) for row in seen.windows()]
     lost = ("lost", "the program ran a profiler of its own")
     assert [state for state in states if state[0] != "waiting"] == [
         ("open", None), lost, ("open", None), ("closed", None)

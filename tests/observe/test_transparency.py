@@ -5,14 +5,11 @@ subclasses.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import observe, write
+from programs import observe, run_unobserved, write
 
 CHECKS = r"""
 import copy, hashlib, inspect, json, pickle, warnings
@@ -136,10 +133,7 @@ print(json.dumps(told | {name: counters["aot_autograd"][name] for name in names}
 
 
 def unobserved(program: Path, **variables: str) -> dict[str, Any]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
-    )
+    done = run_unobserved(program, **variables)
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
@@ -209,10 +203,7 @@ told = [(call["function"], call["count"]) for call in seen.calls]
 assert told == [("one", 3), ("other", 3), ("one", 1), ("other", 1)], told
 print("held")
 """
-    program = write(tmp_path, body)
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, check=False
-    )
+    done = run_unobserved(write(tmp_path, body))
     assert (done.stdout, done.stderr) == ("held\n", "")
 
 
@@ -222,10 +213,7 @@ def test_a_block_names_the_modules_whose_calls_it_misses(tmp_path: Path) -> None
         "q = torch.randn(1, 2, 4, 8)\nwith profharness.observe() as seen:\n    early(q, q, q)\n"
         "assert not seen.calls"
     )
-    program = write(tmp_path, body)
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, check=False
-    )
+    done = run_unobserved(write(tmp_path, body))
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("profharness: __main__ imported scaled_dot_product_attention by")
 
@@ -236,14 +224,8 @@ def test_the_fixture_is_available_to_tests(tmp_path: Path) -> None:
         "def test_two():\n    assert type(F.scaled_dot_product_attention).__name__\n"
     )
     write(tmp_path, tests, "test_it.py")
-    plugin = ("-p", "profharness.recording.observer.fixture")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "test_it.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+    plugins = ("-p", "no:cacheprovider", "-p", "profharness.recording.observer.fixture")
+    done = run_unobserved("-m", "pytest", "-q", *plugins, "test_it.py", folder=tmp_path)
     if "already registered" in done.stdout + done.stderr:
         pytest.skip("the package is installed with its entry point")
     assert "2 passed" in done.stdout, done.stdout + done.stderr

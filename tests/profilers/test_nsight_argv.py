@@ -17,47 +17,19 @@ COMMAND = ["python", "-P", "-m", "profharness.recording.worker", "run folder"]
 
 def test_nsys_profile() -> None:
     assert nsys.profile_argv(Path("/n/nsys"), Path("runs/r1/c0001.nsys-rep"), COMMAND) == [
-        "/n/nsys",
-        "profile",
-        "--trace=cuda,nvtx",
-        "--sample=none",
-        "--cpuctxsw=none",
-        "--cuda-graph-trace=node",
-        "--wait=primary",
-        "--force-overwrite=true",
-        "--output=runs/r1/c0001.nsys-rep",
-        "python",
-        "-P",
-        "-m",
-        "profharness.recording.worker",
-        "run folder",
+        *("/n/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
+        *("--cuda-graph-trace=node", "--wait=primary", "--force-overwrite=true"),
+        *("--output=runs/r1/c0001.nsys-rep", *COMMAND),
     ]
 
 
 def ncu_argv(*middle: str) -> list[str]:
     return [
-        "/n/ncu",
-        "--config-file",
-        "off",
-        "--target-processes",
-        "all",
-        "--replay-mode",
-        "kernel",
-        "--clock-control",
-        "none",
-        "--import-sass",
-        "no",
-        "--nvtx",
-        "--nvtx-include",
-        "regex:profharness@profharness:c[0-9]+",
-        *middle,
-        "--disable-extra-suffixes",
-        "--log-file",
-        "runs/ncu.log",
-        "-f",
-        "-o",
-        "runs/c0001.ncu-rep",
-        *COMMAND,
+        *("/n/ncu", "--config-file", "off", "--target-processes", "all"),
+        *("--replay-mode", "kernel", "--clock-control", "none", "--import-sass", "no"),
+        *("--nvtx", "--nvtx-include", "regex:profharness@profharness:c[0-9]+", *middle),
+        *("--disable-extra-suffixes", "--log-file", "runs/ncu.log", "-f"),
+        *("-o", "runs/c0001.ncu-rep", *COMMAND),
     ]
 
 
@@ -99,16 +71,8 @@ def test_old_ncu_gets_no_unknown_option(version: str | None, knows: bool) -> Non
 
 def test_ncu_csv() -> None:
     assert ncu.csv_argv(Path("/n/ncu"), Path("a.ncu-rep")) == [
-        "/n/ncu",
-        "--config-file",
-        "off",
-        "--import",
-        "a.ncu-rep",
-        "--csv",
-        "--page",
-        "raw",
-        "--print-units",
-        "base",
+        *("/n/ncu", "--config-file", "off", "--import", "a.ncu-rep", "--csv"),
+        *("--page", "raw", "--print-units", "base"),
     ]
 
 

@@ -85,12 +85,8 @@ def test_capture_under_nsys(tmp_path: Path, tools: Path, export: str) -> None:
         "run.json",
     ]
     profile = next(argv for argv in invocations(log) if argv[1] == "profile")
-    assert profile == [
-        *(str(tools / "nsys"), "profile", "--trace=cuda,nvtx", "--sample=none"),
-        *("--cpuctxsw=none", "--cuda-graph-trace=node", "--wait=primary"),
-        *("--force-overwrite=true", f"--output={folder / 'nsys-1.nsys-rep'}"),
-        *(sys.executable, "-P", "-m", "profharness.recording.worker", str(folder)),
-    ]
+    worker = [sys.executable, "-P", "-m", "profharness.recording.worker", str(folder)]
+    assert profile[-6:] == [f"--output={folder / 'nsys-1.nsys-rep'}", *worker]
 
 
 def test_three_profilers_cover_the_cells_that_run(tmp_path: Path, tools: Path, export: str) -> None:
