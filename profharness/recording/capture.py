@@ -346,7 +346,12 @@ def _carry_out(
             gpu_locked(run.protocol.device, record.notify) as inherited,
         ):
             if inside or not profilers:
-                command = partial(worker_argv, program=_worker_program(folder, run), python=python)
+                program: tuple[str, ...] = ()
+                if any(cell.case is not None for cell in run.cells):
+                    program = ("profharness.recording.worker.verify",)
+                elif read_plan(folder) is not None:
+                    program = ("profharness.recording.worker.bench",)
+                command = partial(worker_argv, program=program, python=python)
                 for process in range(run.protocol.processes):
                     run_cells(
                         folder,
@@ -380,12 +385,6 @@ def interrupts_name(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         raise Interrupted(folder) from stop
-
-
-def _worker_program(folder: Path, run: Run) -> tuple[str, ...]:
-    if any(cell.case is not None for cell in run.cells):
-        return ("profharness.recording.worker.verify",)
-    return () if read_plan(folder) is None else ("profharness.recording.worker.bench",)
 
 
 def _read_python(folder: Path) -> str | None:

@@ -224,17 +224,16 @@ class _WorkerProcess:
                 self.pending.pop(str(entry.cell), None)
                 self.ended = (*self.ended, str(entry.cell))
                 self.cell, self.since = None, self._now()
-            self.on_entry(self._with_pause(entry))
-
-    def _with_pause(self, entry: JournalEntry) -> JournalEntry:
-        """Add a warning to the result of a cell during which the worker was stopped."""
-        paused_s = self.process.paused_s if self.process else 0.0
-        if entry.result is None or paused_s == self.reported_s:
-            return entry
-        text = f"stopped (Ctrl-Z) for {paused_s - self.reported_s:.1f} s while it was measured"
-        self.reported_s = paused_s
-        warnings = (*entry.result.warnings, f"{text}: a sample may include that time")
-        return replace(entry, result=replace(entry.result, warnings=warnings))
+            paused_s = self.process.paused_s if self.process else 0.0
+            if entry.result is not None and paused_s != self.reported_s:
+                stopped_s, self.reported_s = paused_s - self.reported_s, paused_s
+                warning = (
+                    f"stopped (Ctrl-Z) for {stopped_s:.1f} s while it was measured: a sample may "
+                    "include that time"
+                )
+                warnings = (*entry.result.warnings, warning)
+                entry = replace(entry, result=replace(entry.result, warnings=warnings))
+            self.on_entry(entry)
 
     def end_cell(self) -> None:
         """Write the result of the cell during which the worker died."""
@@ -472,10 +471,21 @@ class RunRecord:
     def add_entry(self, entry: JournalEntry) -> None:
         """Process one journal entry."""
         if entry.environment is not None:
-            self._add_environment(entry.environment)
+            device = str(entry.environment.get("device_type", CPU))
+            self._cells = {
+                name: replace(cell, config=cell.config.resolve(device))
+                for name, cell in self._cells.items()
+            }
+            # a resumed run keeps the environment of its first cells
+            if not self.run.environment:
+                self.run = replace(self.run, environment=entry.environment | (self._code or {}))
             return
         if entry.problem is not None:
-            self._add_disturbance(entry.problem)
+            problem = entry.problem  # a possible disturbance of the times
+            if problem not in self.problems:
+                self.problems.append(problem)
+                self.save()
+                self.notify(f"warning: {problem.message}; {problem.remedy} [{problem.code}]")
             return
         profiler, finished, total = self._pass
         cell = self._cells[str(entry.cell)]
@@ -516,12 +526,6 @@ class RunRecord:
             return 0
         return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes
 
-    def _add_disturbance(self, problem: Problem) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
-            self.save()
-            self.notify(f"warning: {problem.message}; {problem.remedy} [{problem.code}]")
-
     def notify(self, notice: str) -> None:
         _, finished, total = self._pass
         cell = next(iter(self._cells.values()))
@@ -554,16 +558,6 @@ class RunRecord:
             self.problems.append(problem)
         if trace or problem:
             self.save()
-
-    def _add_environment(self, environment: dict[str, Any]) -> None:
-        device = str(environment.get("device_type", CPU))
-        self._cells = {
-            name: replace(cell, config=cell.config.resolve(device))
-            for name, cell in self._cells.items()
-        }
-        # a resumed run keeps the environment of its first cells
-        if not self.run.environment:
-            self.run = replace(self.run, environment=environment | (self._code or {}))
 
     def save(self) -> None:
         """Write run.json with the traces that exist."""

@@ -28,6 +28,10 @@ def collect(device_type: str) -> dict[str, Any]:
     On CUDA, make one small SDPA choice first, because torch fills its priority order at the first
     dispatch.
     """
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
     keys: dict[str, Any] = {
         "profharness": profharness.__version__,
         "python": platform.python_version(),
@@ -38,7 +42,7 @@ def collect(device_type: str) -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "num_threads": torch.get_num_threads(),
         "device_type": device_type,
-        "triton": _triton_version(),
+        "triton": triton,
         "env": {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ},
     }
     if is_gpu(device_type):
@@ -131,10 +135,3 @@ def backend_name(number: int) -> str:
 def _flash_impl() -> str | None:
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return str(current()) if current is not None and current() is not None else None
-
-
-def _triton_version() -> str | None:
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return None
