@@ -1,4 +1,6 @@
-"""The four witnesses of a cell: where they agree, and the line for each kind of disagreement."""
+"""The four witnesses of a cell: where they agree, the line for each kind of disagreement, and the gate
+of `kernels --expect`.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from render.view_rows import cell, kernel
+from render.view_rows import cell, kernel, math_kernels
 
 from profharness.attention.config import parse_config
 from profharness.attention.dispatch.machine import rules_know
 from profharness.commands.kernels.tables import kernels_document
-from profharness.measurements.agreement import disagreements, with_predictions, witnesses
-from profharness.rows import CellRow
+from profharness.errors import UsageError
+from profharness.measurements.agreement import (
+    backend_of_op,
+    check_expected_names,
+    disagreements,
+    unmet_expectations,
+    with_predictions,
+    witnesses,
+)
+from profharness.rows import CellRow, KernelRow
 from profharness.run import Cell, Protocol, Run, read_run, write_run
-from profharness.store import Store, ingest_path, open_store
+from profharness.store import ingest_path, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = ROOT / "traces" / "h200-torch2.11"
 CUDNN_OP = "aten::_scaled_dot_product_cudnn_attention"
 FLASH_OP = "aten::_scaled_dot_product_flash_attention"
+MATH_OP = "aten::_scaled_dot_product_attention_math"
 FA3 = (
     "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<"
     "flash::CollectiveMainloopFwdSm90<2, 3> > > >(Params)"
@@ -73,28 +84,35 @@ def test_a_chosen_backend_that_raises_is_told(tmp_path: Path) -> None:
     assert "The stride for" in line
 
 
-def test_kernels_of_flash_attention_3_under_the_flash_op_are_told() -> None:
-    rows = [kernel(kernel=FA3)]
-    (line,) = disagreements(cell(), rows)
-    assert "FlashAttention-3" in line
-    assert FLASH_OP in line
-    assert disagreements(cell(), [kernel()]) == []
-
-
-def test_a_family_that_is_not_the_ops_is_told() -> None:
-    rows = [kernel(family="efficient", kernel="fmha_cutlassF_f16")]
-    (line,) = disagreements(cell(backend="auto", predicted="flash"), rows)
-    assert "the rules predict flash, PyTorch chose flash and the op that ran" in line
-    assert line.endswith("but the kernels are of family efficient")
-
-
-def test_a_wrong_prediction_stands_against_the_three_others() -> None:
-    rows = [kernel(family="cudnn", backend="auto", kernel="cudnn_generated_fort_native_sdpa")]
-    odd = cell(backend="auto", predicted="flash", choice="cudnn", sdpa_op=CUDNN_OP)
-    (line,) = disagreements(odd, rows)
-    first, _, second = line.partition(", but ")
-    assert "rules predict flash" in first
-    assert all(text in second for text in ("chose cudnn", CUDNN_OP, "family cudnn"))
+@pytest.mark.parametrize(
+    ("fields", "row", "parts"),
+    [
+        ({}, kernel(), None),
+        ({}, kernel(kernel=FA3), [FLASH_OP, "but the kernels are FlashAttention-3's"]),
+        (
+            {"backend": "auto", "predicted": "flash"},
+            kernel(family="efficient", kernel="fmha_cutlassF_f16"),
+            [
+                "the rules predict flash, PyTorch chose flash and the op that ran",
+                ", but the kernels are of family efficient",
+            ],
+        ),
+        (
+            {"backend": "auto", "predicted": "flash", "choice": "cudnn", "sdpa_op": CUDNN_OP},
+            kernel(family="cudnn", backend="auto", kernel="cudnn_generated_fort_native_sdpa"),
+            ["rules predict flash, but", "chose cudnn", CUDNN_OP, "family cudnn"],
+        ),
+        ({"sdpa_op": MATH_OP}, kernel(sdpa_op=MATH_OP), ["(math)", "family flash"]),
+    ],
+)
+def test_witnesses_that_disagree_are_named(
+    fields: dict[str, str], row: KernelRow, parts: list[str] | None
+) -> None:
+    lines = disagreements(cell(**fields), [row])
+    if parts is None:
+        assert lines == []
+    else:
+        assert any(all(part in line for part in parts) for line in lines), lines
 
 
 def test_every_step_that_differs_has_a_line() -> None:
@@ -148,15 +166,12 @@ def test_an_environment_that_says_too_little_has_no_machine(missing: dict[str, s
     assert not rules_know(told | missing)
 
 
-def test_the_variable_that_puts_cudnn_back_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "environment", [{"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}, {"sdp_cudnn": False}]
+)
+def test_a_setting_against_cudnn_counts(tmp_path: Path, environment: dict[str, object]) -> None:
     ran = Cell("c0", parse_config("2,8,512,64,fp16"), "auto", "ok", choice="flash")
-    back = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
-    assert stored(tmp_path, (ran,), env=back)[0].predicted == "flash"
-
-
-def test_a_flag_that_is_off_counts(tmp_path: Path) -> None:
-    ran = Cell("c0", parse_config("2,8,512,64,fp16"), "auto", "ok", choice="flash")
-    assert stored(tmp_path, (ran,), sdp_cudnn=False)[0].predicted == "flash"
+    assert stored(tmp_path, (ran,), **environment)[0].predicted == "flash"
 
 
 def test_json_cells_and_notes_carry_it(h200: Path) -> None:
@@ -177,6 +192,81 @@ def test_a_store_of_a_changed_folder_predicts_anew(tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps(record))
     ingest_path(tmp_path / "store.db", folder)
     with open_store(tmp_path / "store.db") as store:
-        assert isinstance(store, Store)
         auto = [each for each in with_predictions(store, store.cells()) if each.backend == "auto"]
     assert [each.predicted for each in auto] == ["flash"] * 4
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [
+        (FLASH_OP, "flash"),
+        (f"{FLASH_OP}_for_cpu", "flash"),
+        ("aten::_scaled_dot_product_efficient_attention_backward", "efficient"),
+        (CUDNN_OP, "cudnn"),
+        (MATH_OP, "math"),
+        ("aten::scaled_dot_product_attention", None),
+        ("aten::mm", None),
+        (None, None),
+    ],
+)
+def test_the_op_names_its_backend(op: str | None, backend: str | None) -> None:
+    assert backend_of_op(op) == backend
+
+
+FOREIGN = {"cell": None, "config": None, "backend": None}
+MATH_CELL = cell(cell="1", backend="auto", sdpa_op=MATH_OP)
+BARE_MATH = [kernel(family=family, sdpa_op=None) for family in ("gemm", "softmax", "gemm")]
+SPLIT = [kernel(family="flash_splitkv"), kernel(family="flash_combine")]
+SERVING = [
+    kernel(family=family, sdpa_op=None, **FOREIGN)
+    for family in ("fmha", "fmha_combine", "moe", "norm", "collective")
+]
+RANGES = [
+    kernel(**FOREIGN, range="a"),
+    kernel(**FOREIGN, range="b", family="gemm", sdpa_op=None),
+]
+
+
+@pytest.mark.parametrize(
+    ("expected", "rows", "cells", "text"),
+    [
+        ("flash", [kernel()], [cell()], None),
+        ("cudnn", math_kernels(), [MATH_CELL], "auto: expected cudnn, but math ran"),
+        ("flash", [kernel(), *math_kernels()], [cell(), MATH_CELL], "expected flash, but math"),
+        ("flash,math", [kernel(), *math_kernels()], [cell(), MATH_CELL], None),
+        # kernels that contradict the op
+        ("math", [kernel(sdpa_op=MATH_OP)], [cell(sdpa_op=MATH_OP)], "but flash ran"),
+        ("flash", [kernel(sdpa_op=MATH_OP)], [cell(sdpa_op=MATH_OP)], "but math ran"),
+        # a family covers its op and its combine kernel only
+        ("flash_splitkv", SPLIT, [cell()], None),
+        ("flash_combine", SPLIT, [cell()], "expected flash_combine"),
+        ("flash", SPLIT, [cell()], None),
+        ("fmha", SERVING, [], None),
+        ("flash", SERVING, [], "but fmha ran (fmha kernels; fmha_combine kernels)"),
+        # math without an op shows by its kernels
+        ("math", BARE_MATH, [cell(sdpa_op=None)], None),
+        ("flash", BARE_MATH, [cell(sdpa_op=None)], "gemm and softmax kernels"),
+        # a foreign trace is judged by its ranges
+        ("flash", RANGES, [], None),
+        ("cudnn", RANGES, [], "range a"),
+        # a gate that judged nothing is not met
+        ("flash", [], [cell(status="refused")], "nothing to judge"),
+        ("flash", [], [], "nothing to judge"),
+        ("flash", [], [cell(sdpa_op=None)], "neither an op nor a kernel"),
+    ],
+)
+def test_what_ran_is_compared_with_what_was_expected(
+    expected: str, rows: list[KernelRow], cells: list[CellRow], text: str | None
+) -> None:
+    lines = unmet_expectations(expected.split(","), rows, cells)
+    if text is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert text in line
+
+
+def test_a_name_that_cannot_be_expected_is_refused() -> None:
+    check_expected_names(["flash", "cudnn_bwd"])
+    with pytest.raises(UsageError, match="flahs"):
+        check_expected_names(["flahs"])

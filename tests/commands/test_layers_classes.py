@@ -197,12 +197,6 @@ def test_traces_of_two_classes_have_ratios_and_no_verdict_on_times(store: dict[s
     assert "what else differs is not told" in CliRunner().invoke(cli, ["diff", *runs]).stdout
 
 
-def test_a_page_has_the_columns(store: dict[str, str], tmp_path: Path) -> None:
-    page = tmp_path / "classes.html"
-    assert ask(store, "slower", "whisper", "-o", str(page)).exit_code == 0
-    assert f"speed-up of {H200}" in page.read_text()
-
-
 def report(store: dict[str, str], *names: str) -> Any:
     runs = [store[name] for name in names]
     return CliRunner().invoke(cli, ["report", *runs, "--store", store["store"]], env=WIDE)
@@ -436,6 +430,13 @@ def times_of(layers: LayerMap) -> dict[tuple[str, str], Any]:
     }
 
 
+def judged(store: Path, layers: LayerMap, name: str, times: Any, *machine: Any) -> LayerMap:
+    """Return the map with the savings by a bench of these times."""
+    run = bench_run(store, name, times, *machine)
+    with open_store(store) as opened:
+        return regret_map(layers, evaluate_bench(opened, run))
+
+
 def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(cli, [str(item) for item in arguments])
 
@@ -473,14 +474,12 @@ def test_what_is_as_fast_or_wrong_or_unclear_is_not_advised(folder: Path) -> Non
         ("bbbb", 99 * US, "is shown to be faster"),  # within the threshold
         ("cccc", [40 * US] * 3, "is not told apart from flash"),  # too few samples
     ):
-        run = bench_run(store, name, times | {(whole, "flash"): ns})
-        with open_store(store) as opened:
-            told = regret_map(layers, evaluate_bench(opened, run))
+        told = judged(store, layers, name, times | {(whole, "flash"): ns})
         (row,) = told.rows
         assert (row.best, row.saves_ns) == ("math", 0)
         assert told.regret is not None and text in "; ".join(told.regret.conclusions)
     with open_store(store) as opened:
-        found = evaluate_bench(opened, run)
+        found = evaluate_bench(opened, "cccc")
     cheat = tuple(
         replace(row, verified=False, median_ns=1.0) if row.backend == "flash" else row
         for row in found.rows
@@ -494,11 +493,9 @@ def test_a_step_that_waits_for_the_cpu_saves_at_most_that(folder: Path) -> None:
     """The trace is the CPU's; only where the rest of a GPU's would stand is filled in."""
     store = folder / "math.db"
     layers = the_map(store, gpu="NVIDIA H200")
-    run = bench_run(store, "dddd", times_of(layers), ON_H200)
-    for busy, bound in ((80, True), (950, False)):
+    for name, busy, bound in (("dddd", 80, True), ("d2d2", 950, False)):
         step = StepRow(1, 0, "s", 0, 1000 * US, busy * US)
-        with open_store(store) as opened:
-            found = regret_map(replace(layers, steps=(step,)), evaluate_bench(opened, run))
+        found = judged(store, replace(layers, steps=(step,)), name, times_of(layers), ON_H200)
         told = found.regret
         assert ("saves at most 120.0 µs" in found.rows[0].advice[0]) == bound
         assert told is not None and told.launch_bound == bound
@@ -519,9 +516,7 @@ def test_the_change_that_the_rules_name_has_its_measured_gain(folder: Path) -> N
     times = times_of(the_map(store)) | {
         (each.label, backend): 10 * US for each in changed for backend in ("flash", "cudnn")
     }
-    run = bench_run(store, "eeee", times, ON_H200)
-    with open_store(store) as opened:
-        told = regret_map(layers, evaluate_bench(opened, run)).rows[0]
+    told = judged(store, layers, "eeee", times, ON_H200).rows[0]
     gain = "10.00x as fast, saves at most 180.0 µs a step"
     assert any("bf16" in text and gain in text for text in told.advice), told.advice
 
@@ -550,9 +545,7 @@ def test_what_is_recomputed_saves_a_forward_alone(tmp_path: Path) -> None:
         (forward, "cudnn"): 30 * US,
         (forward, "flash"): 20 * US,
     }
-    run = bench_run(store, "3333", times, ON_H200)
-    with open_store(store) as opened:
-        told = regret_map(layers, evaluate_bench(opened, run))
+    told = judged(store, layers, "3333", times, ON_H200)
     saves = {row.direction: (row.saves_ns, row.saves_backward_ns) for row in told.rows}
     assert saves == {"forward": (180 * US, 150 * US), "recompute": (30 * US, None)}
 
