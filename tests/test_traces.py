@@ -126,9 +126,9 @@ def test_launches_of_the_decode_call(store: Store) -> None:
 def test_three_profilers_agree_on_every_kernel(store: Store) -> None:
     joined = join_kernels(store.kernels(THREE_RUN))
     assert len(joined) > 100
-    assert not [(each.kernel, one) for each in joined for one in each.disagreements]
+    assert not [(each.first.kernel, one) for each in joined for one in each.disagreements]
     for each in joined:
-        wanted = {"torch", "nsys"} | ({"ncu"} if each.grid else set())  # memset: no kernel
+        wanted = {"torch", "nsys"} | ({"ncu"} if each.first.grid else set())  # memset: no kernel
         assert each.rows.keys() == wanted
         for name in ("registers_per_thread", "shared_bytes", "grid", "block"):
             assert len({getattr(row, name) for row in each.rows.values()}) == 1

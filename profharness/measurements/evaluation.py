@@ -230,14 +230,6 @@ class BenchResult:
         """Return the ranking rows that have a median. `n of m figures` counts these rows."""
         return [row for row in self.ranking_rows() if row.median_ns is not None]
 
-    def is_wide(self, row: BenchRow) -> bool:
-        """Return whether the row's interval is wider than the requested precision."""
-        return row.is_wide(self.precision)
-
-    def other_doubts(self, row: BenchRow) -> tuple[str, ...]:
-        """Return the doubts about a row except that its interval is wide."""
-        return row.doubts[:-1] if self.is_wide(row) else row.doubts
-
 
 def check_convention(name: str) -> None:
     """Raise UsageError if the convention for counting FLOPs is unknown."""

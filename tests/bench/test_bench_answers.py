@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from written_samples import STUDY, answer, cell, regretful, steady
+from written_samples import STUDY, answer, cell, regretful, steady, timed
 
 from profharness.attention.config import parse_config
 from profharness.commands.bench.tables import bench_document
@@ -44,23 +44,20 @@ def test_regret_is_sorted_by_loss_and_comes_with_code(tmp_path: Path) -> None:
 
 
 def test_all_disabled_is_no_backend_to_choose(tmp_path: Path) -> None:
-    cells = [
-        cell("1,1,64,64,fp16", name, {"event": steady(time)})
-        for name, time in (("auto", 60_000), ("all-disabled", 40_000), ("cudnn", 50_000))
-    ]
-    found = answer(tmp_path, cells)
+    times = {"auto": 60_000, "all-disabled": 40_000, "cudnn": 50_000}
+    found = answer(tmp_path, timed("1,1,64,64,fp16", **times))
     assert [each.backend for each in found.winners] == ["cudnn"]
     assert [(each.best, each.regret) for each in found.losses] == [("cudnn", pytest.approx(0.2))]
 
 
-def apart(few: int = 3) -> list[Cell]:
+def apart() -> list[Cell]:
     """Return three samples per side. Their medians differ by a factor of nine, which proves
     nothing.
     """
+    times = {"auto": 900_000, "math": 300_000, "naive": 100_000}
     return [
-        cell("1,2,128,64,fp16", "auto", {"event": steady(900_000)[:few]}),
-        cell("1,2,128,64,fp16", "math", {"event": steady(300_000)[:few]}),
-        cell("1,2,128,64,fp16", "naive", {"event": steady(100_000)[:few]}),
+        cell("1,2,128,64,fp16", backend, {"event": steady(time)[:3]})
+        for backend, time in times.items()
     ]
 
 
@@ -103,7 +100,7 @@ def test_proven_losses_and_open_ones_are_told_side_by_side(tmp_path: Path) -> No
 
 
 def test_a_bench_says_what_it_takes_to_measure_it_again(tmp_path: Path) -> None:
-    found = answer(tmp_path, [cell("1,1,64,64,fp16", "math", {"event": steady(50_000)})])
+    found = answer(tmp_path, timed("1,1,64,64,fp16", math=50_000))
     text = RENDERERS["md"](bench_document(found))
     line = next(line for line in text.splitlines() if line.startswith("- **measured**"))
     assert found.created and found.created in line
@@ -111,11 +108,7 @@ def test_a_bench_says_what_it_takes_to_measure_it_again(tmp_path: Path) -> None:
 
 
 def test_within_the_threshold_auto_is_as_fast(tmp_path: Path) -> None:
-    cells = [
-        cell("1,1,64,64,fp16", "auto", {"event": steady(50_000)}),
-        cell("1,1,64,64,fp16", "math", {"event": steady(50_100)}),
-    ]
-    found = answer(tmp_path, cells)
+    found = answer(tmp_path, timed("1,1,64,64,fp16", auto=50_000, math=50_100))
     assert "auto is as fast as the fastest backend on all 1 config(s)" in found.conclusions
     assert any(
         text.endswith("auto is fastest, with math within 3% of it") for text in found.conclusions
@@ -124,11 +117,7 @@ def test_within_the_threshold_auto_is_as_fast(tmp_path: Path) -> None:
 
 
 def test_of_two_cells_with_one_config_and_backend_the_first_counts(tmp_path: Path) -> None:
-    cells = [
-        cell(STUDY, "auto", {"event": steady(80_000)}),
-        cell(STUDY, "auto", {"event": steady(40_000)}),
-        cell(STUDY, "math", {"event": steady(160_000)}),
-    ]
+    cells = [*timed(STUDY, auto=80_000), *timed(STUDY, auto=40_000, math=160_000)]
     found = answer(tmp_path, cells)
     assert [(row.backend, row.median_ns) for row in found.rows] == [
         ("auto", 80_000), ("math", 160_000),
@@ -203,7 +192,7 @@ def test_figures_are_counted_in_one_way(tmp_path: Path) -> None:
     wide = [80_000 + 800 * step for step in range(-10, 11)]
     cells = [
         cell(STUDY, "auto", {"event": wide}),
-        cell(STUDY, "math", {"event": steady(90_000)}),
+        *timed(STUDY, math=90_000),
         cell(STUDY, "flash", {}, status="refused", message="no"),
     ]
     found = answer(tmp_path, cells)
@@ -222,13 +211,9 @@ def test_a_config_is_asked_once_whatever_its_dtype_is_called() -> None:
 
 
 def test_a_backend_that_sdpa_replaced_is_named_with_its_configs(tmp_path: Path) -> None:
-    labels = ("1,1,16,8192,fp16", "1,1,32,64,fp16")
-    cells = [
-        cell(config, name, {"graph": steady(time)})
-        for config in labels
-        for name, time in (("naive", 11_400), ("naive-compiled", 107_000))
-    ]
-    found = answer(tmp_path, cells)
+    times = {"naive": 11_400, "naive-compiled": 107_000}
+    configs = ("1,1,16,8192,fp16", "1,1,32,64,fp16")
+    found = answer(tmp_path, [each for config in configs for each in timed(config, **times)])
     assert "replaced" not in RENDERERS["md"](bench_document(found))
     op = "aten::_scaled_dot_product_efficient_attention"
     # the op of naive is no replacement
@@ -260,10 +245,10 @@ def test_what_a_compiler_said_is_told(tmp_path: Path) -> None:
 
 def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path) -> None:
     cells = [
-        cell(f"1,1,{length},64,fp16", backend, {"graph": steady(9_000)})
-        for length, backend in ((64, "flash"), (64, "math"), (128, "flash"))
+        *timed("1,1,64,64,fp16", flash=9_000, math=9_000),
+        *timed("1,1,128,64,fp16", flash=9_000),
+        cell("1,1,128,64,fp16", "math", {}, status="refused"),
     ]
-    cells.append(cell("1,1,128,64,fp16", "math", {}, status="refused"))
     found = answer(tmp_path, cells, baseline="math")
     assert (
         "no speed-up for 1 of 3 figures: the baseline math has no figure on their config"

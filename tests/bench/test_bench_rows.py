@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady
+from written_samples import L4, STUDY, STUDY_BYTES, STUDY_FLOPS, answer, cell, row_of, steady, timed
 
 from profharness.attention.config import Config, expand_configs, parse_config
 from profharness.commands.bench.tables import FIELDS, bench_document, benches_by_gpu_document
@@ -40,7 +40,7 @@ from profharness.store import ingest_path, open_store, query
 
 
 def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
-    found = answer(tmp_path, [cell(STUDY, "auto", {"event": steady(80_000)})])
+    found = answer(tmp_path, timed(STUDY, auto=80_000))
     row = row_of(found, "auto")
     assert (row.median_ns, row.samples, row.measurement) == (80_000, 40, "event")
     assert row.flops_per_s == pytest.approx(STUDY_FLOPS / 80e-6)
@@ -53,7 +53,7 @@ def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_compute_bound_config_is_held_against_the_matrix_rate(tmp_path: Path) -> None:
-    found = answer(tmp_path, [cell("1,8,4096,128,fp16", "auto", {"event": steady(1_000_000)})])
+    found = answer(tmp_path, timed("1,8,4096,128,fp16", auto=1_000_000))
     row = row_of(found, "auto")
     flops = 4 * 8 * 4096 * 4096 * 128
     assert row.against is not None and "TFLOP/s fp16 (data sheet)" in row.against
@@ -142,11 +142,8 @@ def test_a_working_set_beyond_l2_explains_only_its_part(
 
 
 def test_no_peaks_no_efficiency(tmp_path: Path) -> None:
-    found = answer(
-        tmp_path,
-        [cell(STUDY, "auto", {"wall": steady(10_000)})],
-        {"device_type": "cpu", "cpu": "some CPU", "torch": "2.8.0"},
-    )
+    machine = {"device_type": "cpu", "cpu": "some CPU", "torch": "2.8.0"}
+    found = answer(tmp_path, timed(STUDY, "wall", auto=10_000), machine)
     row = row_of(found, "auto")
     assert (row.efficiency, row.against, row.doubts) == (None, None, ())
 
@@ -187,16 +184,11 @@ def test_two_modes_a_wide_interval_and_few_samples_are_doubts(tmp_path: Path) ->
 
 
 def test_speed_up_against_naive_else_math(tmp_path: Path) -> None:
-    found = answer(
-        tmp_path,
-        [
-            cell("1,1,16,64,fp16", "auto", {"event": steady(369_000)}),
-            cell("1,1,16,64,fp16", "naive", {"event": steady(84_000)}),
-            cell("1,1,16,64,fp16", "math", {"event": steady(127_000)}),
-            cell("2,1,16,64,fp16", "auto", {"event": steady(100_000)}),
-            cell("2,1,16,64,fp16", "math", {"event": steady(200_000)}),
-        ],
-    )
+    cells = [
+        *timed("1,1,16,64,fp16", auto=369_000, naive=84_000, math=127_000),
+        *timed("2,1,16,64,fp16", auto=100_000, math=200_000),
+    ]
+    found = answer(tmp_path, cells)
     first = row_of(found, "auto", "1,1,16,64,fp16")
     assert (first.baseline, first.speedup) == ("naive", pytest.approx(84 / 369))
     assert first.regret == pytest.approx(369 / 84 - 1)
@@ -207,14 +199,10 @@ def test_speed_up_against_naive_else_math(tmp_path: Path) -> None:
 
 def test_speed_up_against_a_baseline_config_of_the_same_dtype(tmp_path: Path) -> None:
     cells = [
-        cell(f"32,8,{length},64,{dtype}", backend, {"event": steady(time)})
-        for dtype, length, backend, time in (
-            ("fp16", 512, "auto", 320_000),
-            ("fp16", 512, "math", 2_868_000),
-            ("fp16", 128, "auto", 64_000),
-            ("bf16", 512, "auto", 300_000),
-            ("bf16", 128, "auto", 60_000),
-        )
+        *timed("32,8,512,64,fp16", auto=320_000, math=2_868_000),
+        *timed("32,8,128,64,fp16", auto=64_000),
+        *timed("32,8,512,64,bf16", auto=300_000),
+        *timed("32,8,128,64,bf16", auto=60_000),
     ]
     (baseline,) = expand_configs("32,8,512,64")
     found = answer(tmp_path, cells, baseline=baseline)
@@ -230,18 +218,12 @@ def test_speed_up_against_a_baseline_config_of_the_same_dtype(tmp_path: Path) ->
 
 
 def test_speed_up_against_a_backend_on_each_config(tmp_path: Path) -> None:
-    times = {
-        ("1,1,16,64,fp16", "auto"): 100_000,
-        ("1,1,16,64,fp16", "flash"): 50_000,
-        ("1,1,16,64,fp16", "math"): 400_000,
-        ("2,1,16,64,fp16", "auto"): 100_000,
-        ("2,1,16,64,fp16", "math"): 50_000,
-        ("4,1,16,64,fp16", "math"): 50_000,
-    }
     cells = [
-        replace(cell(text, backend, {"graph": steady(time)}), choice="flash")
-        for (text, backend), time in times.items()
+        *timed("1,1,16,64,fp16", "graph", auto=100_000, flash=50_000, math=400_000),
+        *timed("2,1,16,64,fp16", "graph", auto=100_000, math=50_000),
+        *timed("4,1,16,64,fp16", "graph", math=50_000),
     ]
+    cells = [replace(each, choice="flash") for each in cells]
     found = answer(tmp_path, cells, baseline="auto")
     rows = {(row.config[:2], row.backend): row for row in found.rows}
     assert {row.baseline for row in found.rows} == {"auto", None}
@@ -259,7 +241,7 @@ def test_speed_up_against_a_backend_on_each_config(tmp_path: Path) -> None:
 
 
 def test_a_baseline_backend_stays_beside_the_ones_asked_for(tmp_path: Path) -> None:
-    cells = [cell(STUDY, name, {"graph": steady(50_000)}) for name in ("auto", "flash", "math")]
+    cells = timed(STUDY, "graph", auto=50_000, flash=50_000, math=50_000)
     found = answer(tmp_path, cells, baseline="auto", backends=["math"])
     assert [row.backend for row in found.rows] == ["auto", "math"]
     with (
@@ -282,11 +264,7 @@ def test_a_baseline_is_a_config_or_a_backend(text: str, kind: type) -> None:
 
 def test_a_baseline_that_was_not_timed_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no cell of the baseline b1-h1-s8-d8"):
-        answer(
-            tmp_path,
-            [cell(STUDY, "auto", {"event": steady(1000)})],
-            baseline=parse_config("1,1,8,8"),
-        )
+        answer(tmp_path, timed(STUDY, auto=1000), baseline=parse_config("1,1,8,8"))
 
 
 def test_a_wide_interval_is_marked_once_under_the_table(tmp_path: Path) -> None:
@@ -388,7 +366,7 @@ def test_configs_times_dtypes_with_the_baseline_first() -> None:
 
 
 def test_an_unknown_convention_is_refused(tmp_path: Path) -> None:
-    answer(tmp_path, [cell(STUDY, "auto", {"event": steady(80_000)})])
+    answer(tmp_path, timed(STUDY, auto=80_000))
     with (
         open_store(tmp_path / "store.db") as store,
         pytest.raises(UsageError, match="exact, flash-attention"),
@@ -431,8 +409,8 @@ def test_a_bench_without_a_trace_says_what_torch_compile_replaced(
 
 def on(folder: Path, gpu: str, **times: int) -> BenchResult:
     folder.mkdir()
-    cells = [cell(STUDY, backend, {COLD: steady(ns)}) for backend, ns in times.items()]
-    return replace(answer(folder, cells, {**L4, "gpu": gpu}), run=f"run-{gpu}")
+    found = answer(folder, timed(STUDY, COLD, **times), {**L4, "gpu": gpu})
+    return replace(found, run=f"run-{gpu}")
 
 
 def test_each_class_is_a_column_and_another_fastest_backend_is_told(tmp_path: Path) -> None:
@@ -492,9 +470,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
             made = cell(text, backend, {"graph": steady(ns)}, choice=took)
             cells.append(replace(made, peak_memory_bytes=size or None))
     cells += [
-        cell("8,4,512,64,fp16", "flash", {"graph": steady(140_000)}),
-        cell("2,4,512,64,bf16", "flash", {"graph": steady(40_200)}),
-        cell("2,4,512,64,bf16", "math", {"graph": steady(270_000)}),
+        *timed("8,4,512,64,fp16", "graph", flash=140_000),
+        *timed("2,4,512,64,bf16", "graph", flash=40_200, math=270_000),
         cell("2,4,512,64,bf16", "efficient", {"graph": [50_000, 52_000]}),
     ]
     return answer(tmp_path_factory.mktemp("swept"), cells)
@@ -546,11 +523,8 @@ def test_what_overtakes_and_what_drops_along_the_length(swept: BenchResult) -> N
 
 def test_a_lead_that_samples_do_not_show_is_no_crossover(tmp_path: Path) -> None:
     cells = [
-        cell(f"2,4,{length},64,fp16", backend, {"graph": steady(ns)})
-        for length, backend, ns in (
-            *((256, "flash", 50_000), (256, "efficient", 50_100)),
-            *((512, "flash", 100_100), (512, "efficient", 100_000)),
-        )
+        *timed("2,4,256,64,fp16", "graph", flash=50_000, efficient=50_100),
+        *timed("2,4,512,64,fp16", "graph", flash=100_100, efficient=100_000),
     ]
     (sweep,) = answer(tmp_path, cells).sweeps
     assert sweep.events == ()
@@ -561,11 +535,9 @@ def test_a_lead_that_samples_do_not_show_is_no_crossover(tmp_path: Path) -> None
 
 def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
     cells = [
-        cell(f"2,4,512,{dim},fp16", backend, {"graph": steady(ns)})
-        for dim, backend, ns in (
-            *((128, "flash", 50_000), (256, "flash", 90_000), (128, "math", 90_000)),
-            *((256, "math", 200_000), (512, "math", 400_000)),
-        )
+        *timed("2,4,512,128,fp16", "graph", flash=50_000, math=90_000),
+        *timed("2,4,512,256,fp16", "graph", flash=90_000, math=200_000),
+        *timed("2,4,512,512,fp16", "graph", math=400_000),
     ]
     refused = replace(cells[0], status="refused", samples={}, config=cells[-1].config)
     (sweep,) = answer(tmp_path, [*cells, refused]).sweeps

@@ -50,6 +50,11 @@ def answer(
         return evaluate_bench(store, **options)
 
 
+def timed(config: str, measurement: str = "event", /, **times: int) -> list[Cell]:
+    """Return cells of one config with steady samples of these times in ns, by backend."""
+    return [cell(config, backend, {measurement: steady(ns)}) for backend, ns in times.items()]
+
+
 def row_of(found: BenchResult, backend: str, config: str | None = None) -> BenchRow:
     label = None if config is None else parse_config(config).label
     (row,) = [

@@ -48,7 +48,7 @@ def test_three_witnesses_of_the_same_cells(tmp_path: Path, monkeypatch: pytest.M
         joined = join_kernels(opened.kernels("latest"))
     assert {name for each in joined for name in each.rows} == {"torch", "nsys", "ncu"}
     wrong = [
-        (each.kernel_short, one.text)
+        (each.first.kernel_short, one.text)
         for each in joined
         for one in each.disagreements
         if one.code != "time"

@@ -332,7 +332,7 @@ def _main_table(answer: BenchResult) -> Table:
             values = {name: getattr(row, name) for name in ("config", "backend", "status")}
             lines.append((empty | values,))
             continue
-        marks = ["[~]" if answer.is_wide(row) else "", numbers.get(cell, "")]
+        marks = ["[~]" if row.is_wide(answer.precision) else "", numbers.get(cell, "")]
         values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
         values["mark"] = " ".join(filter(None, marks))
         if len(batches) < 2:  # this rate is only the inverse of the time
@@ -348,7 +348,8 @@ def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
         lead = "" if row.measurement == answer.ranking else f"{row.measurement}: "
-        for text in answer.other_doubts(row):
+        # that the interval is wide, the last doubt, applies to every short run
+        for text in row.doubts[:-1] if row.is_wide(answer.precision) else row.doubts:
             doubts.setdefault((row.config, row.backend), {}).setdefault(text, lead + text)
     order = dict.fromkeys((row.config, row.backend) for row in answer.rows)
     return {key: list(doubts[key].values()) for key in order if key in doubts}
@@ -356,7 +357,7 @@ def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
 
 def _doubts(answer: BenchResult) -> Iterator[Note]:
     figures = answer.figures()
-    wide = sum(map(answer.is_wide, figures))
+    wide = sum(row.is_wide(answer.precision) for row in figures)
     if wide:
         text = f"the interval is wider than ±{answer.precision:.1%}; more samples would narrow it"
         yield Note(text, f"[~] {wide} of {len(figures)} figures", "warning")

@@ -196,14 +196,28 @@ def kernels(
     if gpu or torch or driver or atlas:
         if gpu is None or run is not None or named or steps:
             raise UsageError(GPU_ALONE)
-        return _predict(chosen, names, gpu, torch, atlas, driver)
+        from profharness.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
+
+        folder = None if atlas is None else Path(atlas)
+        rows, cells, doubt = rows_of_atlas(chosen, names, gpu, torch, folder, driver)
+        if doubt:
+            hint_after(doubt)
+        return KernelsFound(rows, cells)
     watched = TRACE_PROFILERS if EVERY_PROFILER in named else named
     if steps and len(watched) > 1:
         raise UsageError("--steps sums up what one profiler saw; name one with --profiler")
     path, selection = store_path(store), select(run, chosen, names, watched)
     rows, cells = find_rows(path, selection, by_op=steps)
+    if named:
+        return KernelsFound(rows, cells, path, named)
     # all profilers of a run recorded the same launches, so use only one
-    return KernelsFound(rows if named else _first_profiler(rows), cells, path, named)
+    kept = preferred_profiler_rows(rows)
+    # the order of a set would differ between processes
+    if others := sorted({row.profiler for row in rows} - {row.profiler for row in kept}):
+        hint_after(
+            f"{', '.join(others)} saw these kernels too; --profiler all shows all side by side"
+        )
+    return KernelsFound(kept, cells, path)
 
 
 @document(kernels)
@@ -291,23 +305,6 @@ def find_rows(
     return rows, cells
 
 
-def _predict(
-    configs: Sequence[Config],
-    backends: Sequence[str],
-    gpu: str,
-    torch: str | None,
-    folder: object,
-    driver: str | None,
-) -> KernelsFound:
-    from profharness.atlas.rows import predicted_rows as rows_of_atlas  # loads numpy
-
-    path = None if folder is None else Path(str(folder))
-    rows, cells, doubt = rows_of_atlas(configs, backends, gpu, torch, path, driver)
-    if doubt:
-        hint_after(doubt)
-    return KernelsFound(rows, cells)
-
-
 def _hint_omitted(cells: Sequence[CellRow], warnings: Mapping[str, Sequence[str]]) -> None:
     for cell in cells:
         if cell.status != "ok":
@@ -327,16 +324,6 @@ def _hint_layers(path: Path, rows: Sequence[KernelRow], cells: Sequence[CellRow]
     if has_calls:
         again = shell_command("layers", run, store=path)
         hint_after(f"see its attention layer by layer with: {again}")
-
-
-def _first_profiler(rows: list[KernelRow]) -> list[KernelRow]:
-    kept = preferred_profiler_rows(rows)
-    # the order of a set would differ between processes
-    others = sorted({row.profiler for row in rows} - {row.profiler for row in kept})
-    if others:
-        names = ", ".join(others)
-        hint_after(f"{names} saw these kernels too; --profiler all shows all side by side")
-    return kept
 
 
 DECLARATION = declaration_of(kernels)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from profharness.columns import Column, columns_of, pick
@@ -30,7 +31,6 @@ from profharness.rows import (
     TRACE_PROFILERS,
     CellRow,
     KernelRow,
-    Triple,
 )
 
 SCHEMA = "profharness.kernels/1"
@@ -170,13 +170,8 @@ def cell_notes(cell: CellRow, rows: Sequence[KernelRow]) -> list[Note]:
     if cell.status != "ok":
         notes.append(status_note(cell.status, _reason(cell), cell.backend))
     elif not rows:
-        notes.append(
-            Note(
-                cell.message or "no kernels recorded by the profilers asked for",
-                cell.backend,
-                "warning",
-            )
-        )
+        text = cell.message or "no kernels recorded by the profilers asked for"
+        notes.append(Note(text, cell.backend, "warning"))
     warnings = [*disagreements(cell, rows), *cell.warnings]
     if (backend := replaced_by(cell, rows)) is not None:
         warnings.insert(0, replacement_text(backend))
@@ -202,7 +197,6 @@ _AGREED = (
     ("registers_per_thread", "registers", "registers per thread"),
     ("shared_bytes", "shared_memory", "bytes of shared memory"),
 )
-_Key = tuple[str | None, str | None, str, Triple | None, Triple | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,23 +211,19 @@ class Disagreement:
 class JoinedKernel:
     """One kernel of one cell, as each of the profilers recorded it."""
 
-    config: str | None
-    backend: str | None
-    kernel: str
-    kernel_short: str
-    grid: Triple | None
-    block: Triple | None
     rows: dict[str, KernelRow]  # the rows of this kernel by profiler
     disagreements: tuple[Disagreement, ...] = ()
 
-    def value(self, name: str) -> Any:
-        """Return the value of a field from the first profiler that recorded it."""
-        return next(iter(_values_of(self.rows, name).values()), None)
+    @property
+    def first(self) -> KernelRow:
+        """The first row. Its config, backend, name, grid and block are those of all rows."""
+        return next(iter(self.rows.values()))
 
-    def metric(self, name: str) -> float | None:
-        """Return the value of a counter, or None if ncu did not collect it for this kernel."""
-        row = self.rows.get(NCU)
-        return row.metrics[name][0] if row is not None and name in row.metrics else None
+    def values(self, name: str) -> dict[str, Any]:
+        """Return the values of a field that are not None, in the order of TRACE_PROFILERS."""
+        rows = [self.rows[profiler] for profiler in TRACE_PROFILERS if profiler in self.rows]
+        values = {row.profiler: getattr(row, name) for row in rows}
+        return {profiler: value for profiler, value in values.items() if value is not None}
 
 
 def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
@@ -243,46 +233,31 @@ def join_kernels(rows: Iterable[KernelRow]) -> list[JoinedKernel]:
     the newest run. Rows of one profiler with the same key are joined in the order of their first
     launch.
     """
-    runs: dict[tuple[str | None, str | None, str], str] = {}
-    places: dict[tuple[Any, ...], int] = {}
-    joined: dict[_Key, dict[str, KernelRow]] = {}
+    runs: dict[tuple[str | None, str | None], dict[str, str]] = {}  # by profiler
+    seen = Counter[tuple[Any, ...]]()
+    joined: dict[tuple[Any, ...], dict[str, KernelRow]] = {}
     for row in rows:
-        if runs.setdefault((row.config, row.backend, row.profiler), row.run) != row.run:
-            continue
-        key = (row.config, row.backend, row.kernel, row.grid, row.block)
-        place = places[row.profiler, *key] = places.get((row.profiler, *key), -1) + 1
-        joined.setdefault((*key, place), {})[row.profiler] = row
-    profilers: dict[tuple[str | None, str | None], set[str]] = {}
-    for config, backend, profiler in runs:
-        profilers.setdefault((config, backend), set()).add(profiler)
-    return [_joined_kernel(key, own, profilers[key[:2]]) for key, own in joined.items()]
+        newest = runs.setdefault((row.config, row.backend), {})
+        if newest.setdefault(row.profiler, row.run) == row.run:
+            key = (row.config, row.backend, row.kernel, row.grid, row.block)
+            joined.setdefault((*key, seen[row.profiler, *key]), {})[row.profiler] = row
+            seen[row.profiler, *key] += 1
+    return [_with_disagreements(JoinedKernel(own), runs[key[:2]]) for key, own in joined.items()]
 
 
-def _joined_kernel(key: _Key, rows: dict[str, KernelRow], profilers: set[str]) -> JoinedKernel:
-    config, backend, kernel, grid, block, _ = key
-    first = next(iter(rows.values()))
-    expected = {name for name in profilers if name != NCU or first.kernel_kind not in UNSEEN_BY_NCU}
-    points = [
-        Disagreement("missing", f"{name} did not see it")
-        for name in TRACE_PROFILERS
-        if name in expected - rows.keys()
-    ]
+def _with_disagreements(kernel: JoinedKernel, profilers: Iterable[str]) -> JoinedKernel:
+    """Compare the rows of a kernel. `profilers` recorded other kernels of the cell."""
+    points = []
+    for name in TRACE_PROFILERS:
+        unseen = name == NCU and kernel.first.kernel_kind in UNSEEN_BY_NCU
+        if name in profilers and name not in kernel.rows and not unseen:
+            points.append(Disagreement("missing", f"{name} did not see it"))
     for name, code, what in _AGREED:
-        values = _values_of(rows, name)
+        values = kernel.values(name)
         if len(set(values.values())) > 1:
             texts = ", ".join(f"{profiler} {value:g}" for profiler, value in values.items())
             points.append(Disagreement(code, f"{what}: {texts}"))
-    points += _time_disagreements(rows)
-    return JoinedKernel(
-        config, backend, kernel, first.kernel_short, grid, block, rows, tuple(points)
-    )
-
-
-def _values_of(rows: dict[str, KernelRow], name: str) -> dict[str, Any]:
-    """Return the values of a field by profiler, without None, in the order of TRACE_PROFILERS."""
-    ordered = [profiler for profiler in TRACE_PROFILERS if profiler in rows]
-    values = {profiler: getattr(rows[profiler], name) for profiler in ordered}
-    return {profiler: value for profiler, value in values.items() if value is not None}
+    return replace(kernel, disagreements=(*points, *_time_disagreements(kernel.rows)))
 
 
 def _time_disagreements(rows: dict[str, KernelRow]) -> list[Disagreement]:
@@ -308,10 +283,10 @@ def witness_document(
     blocks: list[Block] = []
     # cells first, so that a config without launches keeps its place
     configs = dict.fromkeys(
-        [*(cell.config for cell in cells), *(kernel.config for kernel in joined)]
+        [*(cell.config for cell in cells), *(kernel.first.config for kernel in joined)]
     )
     for config in configs:
-        own = [kernel for kernel in joined if kernel.config == config]
+        own = [kernel for kernel in joined if kernel.first.config == config]
         beside = [cell for cell in cells if cell.config == config]
         blocks.append(Heading(config or "outside of any config"))
         if own:
@@ -335,7 +310,7 @@ def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
     """Return the JSON record of one kernel: the figures of each profiler, and their disagreements."""
     names = ("config", "backend", "kernel", "grid", "block")
     return {
-        **record(kernel, names),
+        **record(kernel.first, names),
         "profilers": {
             profiler: record(row, ("run", *COMPARED)) for profiler, row in kernel.rows.items()
         },
@@ -346,25 +321,25 @@ def witness_record(kernel: JoinedKernel) -> dict[str, Any]:
 def _table(joined: Sequence[JoinedKernel], *, full: bool) -> Table:
     hidden = "kernel_short" if full else "kernel"
     columns = [column for column in JOINED_COLUMNS if column.key != hidden]
-    lines = [_values(kernel) for kernel in joined]
+    lines = [_line(kernel) for kernel in joined]
     return Table.of(filled_columns(columns, lines), lines)
 
 
-def _values(kernel: JoinedKernel) -> dict[str, Any]:
-    achieved = kernel.metric(ACTIVE_WARPS)
-    counters = read_counters(kernel.rows[NCU].metrics if NCU in kernel.rows else {})
-    moved = [
-        value for name in (DRAM_READ, DRAM_WRITE) if (value := kernel.metric(name)) is not None
-    ]
+def _line(kernel: JoinedKernel) -> dict[str, Any]:
+    ncu = kernel.rows.get(NCU)
+    metrics = ncu.metrics if ncu else {}
+    counters = read_counters(metrics)
+    moved = [metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in metrics]
     own = ("backend", "kernel_short", "kernel", "grid", "block")
     common = ("shared_bytes", "shared_share", "registers_per_thread", "launches_per_call")
+    times = kernel.values("duration_ns")
     return {
-        **{name: getattr(kernel, name) for name in own},
-        **{name: kernel.value(name) for name in common},
-        **{name: getattr(kernel.rows.get(name), "duration_ns", None) for name in TRACE_PROFILERS},
-        "achieved": None if achieved is None else achieved / 100,
+        **{name: getattr(kernel.first, name) for name in own},
+        **{name: next(iter(kernel.values(name).values()), None) for name in common},
+        **{name: times.get(name) for name in TRACE_PROFILERS},
+        "achieved": metrics[ACTIVE_WARPS][0] / 100 if ACTIVE_WARPS in metrics else None,
         "dram": sum(moved) if moved else None,
-        "dram_rate": getattr(kernel.rows.get(NCU), "dram_bytes_per_s", None),
+        "dram_rate": ncu.dram_bytes_per_s if ncu else None,
         "tensor": counters.tensor_pipe,
         "l2_hits": counters.l2_hit_rate,
         "disagree": tuple(dict.fromkeys(point.code for point in kernel.disagreements)) or "",
@@ -373,7 +348,7 @@ def _values(kernel: JoinedKernel) -> dict[str, Any]:
 
 def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
     notes = [
-        Note(f"{kernel.kernel_short}: {point.text}", kernel.backend or "", "warning")
+        Note(f"{kernel.first.kernel_short}: {point.text}", kernel.first.backend or "", "warning")
         for kernel in joined
         for point in kernel.disagreements
     ]
@@ -385,18 +360,14 @@ def _disagreements(joined: Sequence[JoinedKernel]) -> list[Note]:
 
 def _counters(joined: Sequence[JoinedKernel]) -> list[Block]:
     blocks: list[Block] = []
-    for kernel in joined:
-        metrics = kernel.rows[NCU].metrics if NCU in kernel.rows else {}
-        rows = [(name, *metrics[name]) for name in sorted(metrics, key=_place)]
-        if rows:
-            grid = format_value(KERNEL["grid"], kernel.grid)
-            detail = ", ".join(filter(None, (kernel.backend, f"grid {grid}")))
-            blocks += [Heading(kernel.kernel, detail, level=3), Table(_COUNTERS, tuple(rows))]
+    for ncu in [kernel.rows[NCU] for kernel in joined if NCU in kernel.rows]:
+        # counters before attributes
+        names = sorted(ncu.metrics, key=lambda name: (name.startswith(_ATTRIBUTES), name))
+        if rows := tuple((name, *ncu.metrics[name]) for name in names):
+            grid = format_value(KERNEL["grid"], ncu.grid)
+            detail = ", ".join(filter(None, (ncu.backend, f"grid {grid}")))
+            blocks += [Heading(ncu.kernel, detail, level=3), Table(_COUNTERS, rows)]
     return blocks
-
-
-def _place(metric: str) -> tuple[bool, str]:
-    return metric.startswith(_ATTRIBUTES), metric
 
 
 def _closing(rows: Sequence[KernelRow], joined: Sequence[JoinedKernel]) -> list[Note]:

@@ -87,11 +87,11 @@ def layers_document(layers: LayerMap, *, full: bool = False) -> Document:
     if len(layers.forecasts) > 1:
         blocks += _forecast_table(layers, lines)
         extra["classes"] = [record(forecast, OF_FORECAST) for forecast in layers.forecasts]
-    untold = (LayerForecast(),) * len(layers.rows)
+    predictions = [forecast.rows for forecast in layers.forecasts]
     records = tuple(
-        record(row) | record(beside)
-        for told in [forecast.rows for forecast in layers.forecasts] or [untold]
-        for row, beside in zip(layers.rows, told, strict=True)
+        record(row) | record(prediction)
+        for rows in predictions or [(LayerForecast(),) * len(layers.rows)]
+        for row, prediction in zip(layers.rows, rows, strict=True)
     )
     return Document(SCHEMA, "Layers", tuple(blocks), FIELDS, records, extra)
 
@@ -103,8 +103,8 @@ def _forecast_blocks(
     whole = "a step" if forecast.of == "step" else "the whole program"
     yield Heading(f"Predicted for {where}", f"µs and saving of {whole}")
     rows = [
-        {column.key: line[column.key] for column in GPU_LAYER} | record(told)
-        for line, told in zip(lines, forecast.rows, strict=True)
+        {column.key: line[column.key] for column in GPU_LAYER} | record(row)
+        for line, row in zip(lines, forecast.rows, strict=True)
     ]
     rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
     yield Table.of(FORECAST, rows)
