@@ -59,33 +59,22 @@ THROTTLES = {
 }
 
 
-class Rates(NamedTuple):
-    """The rates of a call, and the limits of the device."""
-
-    flops_per_s: float | None
-    bytes_per_s: float | None
-    efficiency: float | None
-    against: str | None  # the peak that limits the call
-    moved_bytes: int
-    peaks: Peaks | None
-    rate: tuple[str, float] | None
-
-
 def _doubts(
-    measurement: str,
+    row: BenchRow,
     samples: Sequence[int],
-    interval: stats.Interval | None,
     cell: CellRow,
-    rates: Rates,
+    peaks: Peaks | None,
+    rate: tuple[str, float] | None,
     precision: float,
 ) -> tuple[str, ...]:
-    texts = [*_rate_doubts(measurement, rates), *clock_doubts(cell.clocks)]
-    texts += host_doubts(cell, measurement)
-    if len(samples) < FEW_SAMPLES or interval is None:
-        return (*texts, f"only {len(samples)} samples")
+    """Return the doubts about a row. `rate` is the name and the FLOP/s of the device's peak."""
+    texts = list(_rate_doubts(row, peaks, rate)) if peaks else []
+    texts += [*clock_doubts(cell.clocks), *host_doubts(cell, str(row.measurement))]
+    half = row.half
+    if row.samples < FEW_SAMPLES or half is None:
+        return (*texts, f"only {row.samples} samples")
     if stats.is_bimodal(samples):
         texts.append("the samples have two modes, so the median may jump between them")
-    half = _half_width(interval.low, interval.high, stats.summarize(samples).median)
     if half > UNKNOWN:
         texts.append(UNSTEADY)
     elif half > precision:
@@ -93,32 +82,30 @@ def _doubts(
     return tuple(texts)
 
 
-def _rate_doubts(measurement: str, rates: Rates) -> Iterator[str]:
-    peaks = rates.peaks
-    if peaks is None:
-        return
+def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) -> Iterator[str]:
     width = peaks.bandwidth_bytes_per_s
-    if width and rates.bytes_per_s and rates.bytes_per_s > width:
-        excess = rates.bytes_per_s / width
-        reason = _why_bytes(measurement, rates.moved_bytes, peaks.l2_bytes, excess)
+    if width and row.bytes_per_s and row.bytes_per_s > width:
+        excess = row.bytes_per_s / width
+        reason = _why_bytes(row, peaks.l2_bytes, excess)
         yield f"{excess:.0%} of the memory's {width / 1e9:,.4g} GB/s ({peaks.source}): {reason}"
-    if rates.rate and rates.flops_per_s and rates.flops_per_s > rates.rate[1]:
-        name, peak = rates.rate
+    if rate and row.flops_per_s and row.flops_per_s > rate[1]:
+        name, peak = rate
         reason = "check that the output is right and that the peak is this device's"
         if name == "fp32":
             reason = "tensor cores may have been used (TF32 or a split of fp32)"
-        share = rates.flops_per_s / peak
+        share = row.flops_per_s / peak
         yield f"{share:.0%} of {peak / 1e12:,.4g} TFLOP/s {name} ({peaks.source}): {reason}"
 
 
-def _why_bytes(measurement: str, moved: int, l2_bytes: int | None, excess: float) -> str:
+def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
     """Explain a rate above that of the memory: data in the L2 cache is not read from memory."""
+    moved = costs.compulsory_bytes(parse_config(row.config))
     size = f"the working set of {moved / MB:,.1f} MB"
     if l2_bytes is None:
         return f"{size} may fit in L2, whose size is not known"
     l2 = f"the L2 of {l2_bytes / MB:,.0f} MB"
     flushed = ""
-    if measurement in (COLD, EVENT):
+    if row.measurement in (COLD, EVENT):
         flushed = "; it was flushed, but the output may stay there"
     if moved <= l2_bytes:
         return f"{size} fits in {l2}{flushed or ', so this is not the rate of the memory'}"
@@ -148,11 +135,6 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
     if (share := cell.clocks.get(CPU_WAIT) or 0) > BUSY:
         texts.append(f"machine busy: {share:.0%} of the time the worker waited for a CPU")
     return tuple(texts)
-
-
-def _half_width(low: float, high: float, median: float) -> float:
-    """Return the ratio of an interval's half width to the median."""
-    return (high - low) / 2 / max(median, 1.0)  # samples are whole nanoseconds
 
 
 CHOSEN = "auto"
@@ -253,7 +235,8 @@ class BenchRow:
         """The ratio of the interval's half width to the median."""
         if self.low_ns is None or self.high_ns is None or self.median_ns is None:
             return None
-        return _half_width(self.low_ns, self.high_ns, self.median_ns)
+        # samples are whole nanoseconds
+        return (self.high_ns - self.low_ns) / 2 / max(self.median_ns, 1.0)
 
     @property
     def half_between_processes(
@@ -295,10 +278,10 @@ def bench_rows(
             rows.append(row)
             continue
         config, host = parse_config(cell.config), cell.samples.get(HOST)
+        rate = flop_peak(peaks, str(config.dtype), tf32=tf32) if peaks else None
         for name, values in samples[key].items():
             x, interval = stats.summarize(values), stats.interval(values)
             calls_per_s = 1e9 / max(x.median, 1.0)  # samples are whole nanoseconds
-            rates = _rates(config, x.median, peaks, convention, tf32=tf32)
             measured = replace(
                 row,
                 measurement=name,
@@ -316,14 +299,11 @@ def bench_rows(
                 p99_ns=x.p99,
                 queries_per_s=config.batch * config.num_heads * config.seq_len_q * calls_per_s,
                 sequences_per_s=config.batch * calls_per_s,
-                flops_per_s=rates.flops_per_s,
-                bytes_per_s=rates.bytes_per_s,
-                efficiency=rates.efficiency,
-                against=rates.against,
                 host_ns=stats.summarize(host).median if host and name == EAGER else None,
-                doubts=_doubts(name, values, interval, cell, rates, precision),
+                **_rates(config, x.median, peaks, rate, convention),
             )
-            rows.append(measured)
+            doubts = _doubts(measured, values, cell, peaks, rate, precision)
+            rows.append(replace(measured, doubts=doubts))
     return with_regret(with_speedup(rows, baseline))
 
 
@@ -394,23 +374,27 @@ def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
 
 
 def _rates(
-    config: Config, median_ns: float, peaks: Peaks | None, convention: str, *, tf32: bool = False
-) -> Rates:
-    work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
+    config: Config,
+    median_ns: float,
+    peaks: Peaks | None,
+    rate: tuple[str, float] | None,
+    convention: str,
+) -> dict[str, Any]:
+    """Return the rates of a call as fields of its row. The efficiency is relative to the peak that
+    limits the call, which would take longer on its own.
+    """
     seconds = median_ns / 1e9
     if seconds <= 0:
-        return Rates(None, None, None, None, moved, peaks, None)
-    rate = flop_peak(peaks, str(config.dtype), tf32=tf32) if peaks else None
-    width = peaks.bandwidth_bytes_per_s if peaks else None
-    bounds = []
-    if rate is not None and peaks is not None:
-        text = f"{rate[1] / 1e12:,.4g} TFLOP/s {rate[0]} ({peaks.source})"
-        bounds.append((work / rate[1], text))
-    if width and peaks is not None:
-        bounds.append((moved / width, f"{width / 1e9:,.4g} GB/s ({peaks.source})"))
-    least, against = max(bounds) if len(bounds) == 2 else (None, None)
-    efficiency = least / seconds if least is not None else None
-    return Rates(work / seconds, moved / seconds, efficiency, against, moved, peaks, rate)
+        return {}
+    work, moved = costs.flops(config, convention), costs.compulsory_bytes(config)
+    found: dict[str, Any] = {"flops_per_s": work / seconds, "bytes_per_s": moved / seconds}
+    if peaks and rate and (width := peaks.bandwidth_bytes_per_s):
+        least, against = max(
+            (work / rate[1], f"{rate[1] / 1e12:,.4g} TFLOP/s {rate[0]} ({peaks.source})"),
+            (moved / width, f"{width / 1e9:,.4g} GB/s ({peaks.source})"),
+        )
+        found |= {"efficiency": least / seconds, "against": against}
+    return found
 
 
 def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> list[BenchRow]:
