@@ -44,9 +44,8 @@ SCHEMA = "profharness.run/1"
 GPU = "gpu"  # stands for the profiler in a Problem that makes times doubtful but fails no run
 EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folder
 UNWRITABLE = "the run folder cannot be written to: "  # that worker prints this and the reason
-BENCH_FILE = "bench.json"
 PYTHON_FILE = "python"  # contains the path of another interpreter until the run is finished
-# maximum size of campaign.json, bench.json and of each part of run.json but cells
+# maximum size of campaign.json and of each part of run.json but cells
 PART_BYTES = 16_000_000
 PRECISION = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised by msgspec
@@ -207,16 +206,16 @@ class Run:
     bench: BenchPlan | None = None
 
 
-def run_kind(folder: Path, run: Run) -> str:
+def run_kind(run: Run) -> str:
     """Return the command that made a run.
 
-    If the record does not contain the command, derive it from the cells and the run folder.
+    If the record does not contain the command, derive it from the cells and the plan.
     """
     if run.kind in KINDS:
         return run.kind
     if any(cell.case is not None for cell in run.cells):
         return "verify"
-    return "bench" if run.bench or (folder / BENCH_FILE).is_file() else "capture"
+    return "bench" if run.bench else "capture"
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -619,19 +618,3 @@ class BenchOptions:
     out: Path = RUNS_FOLDER
     processes: int = 3
     fleet: Fleet = Fleet()
-
-
-def write_plan(folder: Path, plan: BenchPlan) -> None:
-    """Write a benchmark's plan into a run folder."""
-    (folder / BENCH_FILE).write_bytes(msgspec.json.encode(plan))
-
-
-def read_plan(folder: Path) -> BenchPlan | None:
-    """Read a benchmark's plan from a run folder.
-
-    Return None if the run is no benchmark. Raise TraceFormatError if the plan is invalid.
-    """
-    try:
-        return read_part(folder / BENCH_FILE, BenchPlan, "the plan of a bench")
-    except FileNotFoundError:
-        return None

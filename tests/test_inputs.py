@@ -20,7 +20,7 @@ from profharness.commands._types import config_list, read_config_file
 from profharness.errors import TraceFormatError, UsageError
 from profharness.files import decode_json, open_input, read_input, read_lines
 from profharness.jobs.campaign import read_campaign
-from profharness.run import read_plan, read_run
+from profharness.run import read_run
 from profharness.store import ingest_path
 
 PACKAGE = Path(files.__file__).parent
@@ -174,9 +174,6 @@ def test_parts_of_a_record_are_bounded(tmp_path: Path) -> None:
     cell = {"cell": "c1", "config": config, "backend": "math", "message": LONG}
     (tmp_path / "run.json").write_text(json.dumps(RECORD | {"cells": [cell]}))
     assert read_run(tmp_path).cells[0].message == LONG
-    (tmp_path / "bench.json").write_text(json.dumps({"measurements": [LONG]}))
-    with pytest.raises(TraceFormatError, match=r"bench\.json: .*larger than 16,000,000 bytes"):
-        read_plan(tmp_path)
     campaign = {"attention/backends": [LONG], "groups": []}
     (tmp_path / "campaign.json").write_text(json.dumps(campaign))
     with pytest.raises(TraceFormatError, match=r"campaign\.json: .*larger than 16,000,000 bytes"):

@@ -55,10 +55,8 @@ from profharness.run import (
     Problem,
     Protocol,
     Run,
-    read_plan,
     read_run,
     unwritable,
-    write_plan,
     write_run,
 )
 
@@ -307,8 +305,6 @@ def write_folder(
             made = True
             # use the texts as given: a backend's name does not contain the folder of its file
             write_sources(folder, find_backends(backends).values())
-            if run.bench is not None:
-                write_plan(folder, run.bench)
             if python is not None:
                 (folder / PYTHON_FILE).write_text(python, encoding="utf-8")
             write_run(folder, run)
@@ -349,7 +345,7 @@ def _carry_out(
                 program: tuple[str, ...] = ()
                 if any(cell.case is not None for cell in run.cells):
                     program = ("profharness.recording.worker.verify",)
-                elif read_plan(folder) is not None:
+                elif run.bench is not None:
                     program = ("profharness.recording.worker.bench",)
                 command = partial(worker_argv, program=program, python=python)
                 for process in range(run.protocol.processes):

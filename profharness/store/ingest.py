@@ -25,7 +25,7 @@ from profharness.errors import StoreError, TraceFormatError, join_few, printable
 from profharness.files import shell_command
 from profharness.processes import garbage_collection_off
 from profharness.rows import NCU
-from profharness.run import OBSERVE, RUN_FILE, Cell, Problem, Protocol, Run, read_plan, run_kind
+from profharness.run import OBSERVE, RUN_FILE, Cell, Problem, Protocol, Run, run_kind
 from profharness.stats import Series
 from profharness.store.groups import TIMED, DeviceTimes
 from profharness.store.insert import Inserted, insert_journals, insert_trace
@@ -381,7 +381,7 @@ def _insert_run(
         "run": name,
         "created": run.created if run else _created(source.path, parsed[0][1]),
         "source": "capture" if run else "trace",
-        "kind": run_kind(source.path, run) if run else "trace",
+        "kind": run_kind(run) if run else "trace",
         "path": printable_path(source.path),
         "content_hash": source.content_hash,
         "environment_id": row_id(
@@ -395,8 +395,6 @@ def _insert_run(
         "warnings": [],  # updated after everything is inserted
     }
     if run:
-        # a folder whose record has no plan may contain the plan in a file
-        plan = run.bench or read_plan(source.path)
         unreadable = (
             Problem(
                 raw.profiler or "",
@@ -411,7 +409,7 @@ def _insert_run(
         )
         row |= {
             "protocol": asdict(run.protocol),
-            "bench": asdict(plan) if plan else None,
+            "bench": asdict(run.bench) if run.bench else None,
             "note": run.note,
             "profharness": run.profharness,
             "problems": (*run.problems, *unreadable),

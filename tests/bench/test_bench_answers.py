@@ -13,7 +13,7 @@ from written_samples import STUDY, answer, cell, regretful, steady, timed
 
 from profharness.attention.config import parse_config
 from profharness.commands.bench.tables import bench_document
-from profharness.errors import NotFoundError, TraceFormatError
+from profharness.errors import NotFoundError
 from profharness.measurements.evaluation import (
     bench_configs,
     evaluate_bench,
@@ -21,7 +21,7 @@ from profharness.measurements.evaluation import (
     stored_configs,
 )
 from profharness.render.renderers import RENDERERS
-from profharness.run import BenchPlan, Cell, read_run, write_plan, write_run
+from profharness.run import BenchPlan, Cell, read_run, write_run
 from profharness.store import ingest_path, open_store
 
 
@@ -174,18 +174,6 @@ def test_a_run_is_judged_by_the_precision_it_was_measured_with(
         again = evaluate_bench(store, precision=precision)
     assert (again.precision, again.ranking) == (precision or 0.4, "graph")
     assert bool(again.rows[0].doubts) is (precision is not None)
-
-
-def test_a_record_without_a_plan_has_that_of_its_folder(tmp_path: Path) -> None:
-    found = answer(tmp_path, [cell(STUDY, "auto", {"graph": [80_000], "event": [80_000]})])
-    folder = tmp_path / found.run
-    write_plan(folder, BenchPlan(("graph",), 0.4))
-    ingest_path(tmp_path / "other.db", folder)
-    with open_store(tmp_path / "other.db") as store:
-        assert evaluate_bench(store).ranking == "graph"
-    (folder / "bench.json").write_text("{")
-    with pytest.raises(TraceFormatError, match="not the plan of a bench"):
-        ingest_path(tmp_path / "third.db", folder)
 
 
 def test_figures_are_counted_in_one_way(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,20 +26,19 @@ from waiting import Clock, alive, until
 
 import profharness.jobs.campaign as campaigns
 from profharness import __version__
-from profharness.attention.config import expand_configs, parse_config
+from profharness.attention.config import expand_configs
 from profharness.commands.doctor import check_lanes
 from profharness.errors import CaptureError, MissingExtraError, UsageError
 from profharness.jobs import cluster as clusters
 from profharness.jobs.campaign import Plain
 from profharness.jobs.cluster import Cluster, check_address
 from profharness.jobs.fleet import describe_lanes, lanes_device, open_transport
-from profharness.jobs.into_store import capture_into_store, resume_into_store
+from profharness.jobs.into_store import Captured, capture_into_store, resume_into_store
 from profharness.processes import child_environment
 from profharness.recording.supervise import Step
 from profharness.run import CaptureOptions, Fleet, Protocol
 from profharness.store import open_store
 
-CONFIGS = [parse_config("1,1,8,8,fp32")]
 SCRATCH = "lane*/dask-scratch-space/profharness"  # for workers that do not see the campaign
 LOCKS = f"{SCRATCH}/*/*{campaigns.PART}/.lock"
 
@@ -140,6 +139,17 @@ def options(hosts: Hosts, folder: Path, python: Path | None = None) -> CaptureOp
     )
 
 
+def captured_on(
+    hosts: Hosts,
+    folder: Path,
+    text: str = "1,1,8,8,fp32",
+    python: Path | None = None,
+    progress: Callable[[Step], None] | None = None,
+) -> Captured:
+    configs, given = expand_configs(text), options(hosts, folder, python)
+    return capture_into_store(configs, ["math"], folder / "store.db", given, progress)
+
+
 def until_lanes(hosts: Hosts, *names: str) -> None:
     """Wait until exactly these lanes exist."""
     with contextlib.closing(Cluster(hosts.url)) as cluster:
@@ -191,11 +201,11 @@ def test_worker_of_another_python_runs_groups(hosts: Hosts, tmp_path: Path) -> N
         until_lanes(hosts, "lane0", "lane1", "other")
         lanes = describe_lanes(Fleet(hosts.url))
         said: list[str] = []
-        captured = capture_into_store(
-            expand_configs("1,1,{8,16,24},8,fp32"),
-            ["math"],
-            tmp_path / "store.db",
-            options(hosts, tmp_path, stand_in(tmp_path)),
+        captured = captured_on(
+            hosts,
+            tmp_path,
+            "1,1,{8,16,24},8,fp32",
+            stand_in(tmp_path),
             lambda step: said.append(step.notice or ""),
         )
     finally:
@@ -247,9 +257,7 @@ def test_hanging_worker_blocks_no_other_lane(
             hanging.send_signal(signal.SIGCONT)
 
     monkeypatch.setattr(Cluster, "_outcome", outcome)
-    given = options(hosts, tmp_path, stand_in(tmp_path))
-    configs = expand_configs("1,1,{8,16,24},8,fp32")
-    captured = capture_into_store(configs, ["math"], tmp_path / "store.db", given, hear)
+    captured = captured_on(hosts, tmp_path, "1,1,{8,16,24},8,fp32", stand_in(tmp_path), hear)
     assert [cell.status for cell in captured.run.cells] == ["ok"] * 3
     assert [text[:6] for text in said if " of 3 groups" in text] == ["lane0:", "lane0:", "lane1:"]
 
@@ -258,12 +266,11 @@ def test_lost_gpu_costs_its_lane_but_no_cell(hosts: Hosts, tmp_path: Path) -> No
     for lane in ("lane0", "lane1"):
         hosts.gpu(lane).touch()
     said: list[str] = []
-    captured = capture_into_store(
-        CONFIGS,
-        ["math"],
-        tmp_path / "store.db",
-        options(hosts, tmp_path, falling_worker(tmp_path)),
-        lambda step: said.append(step.notice or ""),
+    captured = captured_on(
+        hosts,
+        tmp_path,
+        python=falling_worker(tmp_path),
+        progress=lambda step: said.append(step.notice or ""),
     )
     (left,) = (lane for lane in ("lane0", "lane1") if hosts.gpu(lane).exists())
     hosts.gpu(left).unlink()
@@ -304,12 +311,11 @@ def test_killed_worker_costs_no_cell_and_leaves_no_orphan(hosts: Hosts, tmp_path
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    store = tmp_path / "store.db"
-    captured = capture_into_store(CONFIGS, ["math"], store, options(hosts, tmp_path))
+    captured = captured_on(hosts, tmp_path)
     killer.join()
     assert [cell.status for cell in captured.run.cells] == ["ok"]
     until(lambda: not alive(killed[0]))
-    with open_store(store) as opened:
+    with open_store(tmp_path / "store.db") as opened:
         assert len(opened.cells(captured.run.run)) == 1
     # groups that came back complete are removed from the hosts
     left = hosts.folder.glob(f"{SCRATCH}/{captured.run.run}/*/run.json")
@@ -319,9 +325,7 @@ def test_killed_worker_costs_no_cell_and_leaves_no_orphan(hosts: Hosts, tmp_path
 @pytest.mark.usefixtures("sent")
 def test_failed_group_keeps_its_results(hosts: Hosts, tmp_path: Path) -> None:
     # the stand-in kills the lane's child at the second config
-    given = options(hosts, tmp_path, stand_in(tmp_path))
-    configs = expand_configs("1,1,{8,666},8,fp32")
-    captured = capture_into_store(configs, ["math"], tmp_path / "store.db", given)
+    captured = captured_on(hosts, tmp_path, "1,1,{8,666},8,fp32", stand_in(tmp_path))
     assert [cell.status for cell in captured.run.cells] == ["ok", "crashed"]
     assert "failed 3 times" in str(captured.run.cells[1].message)
 
@@ -335,12 +339,11 @@ def test_campaign_resumes_after_its_scheduler_was_killed(hosts: Hosts, tmp_path:
 
     killer = threading.Thread(target=kill_it)
     killer.start()
-    store = tmp_path / "store.db"
     with pytest.raises(CaptureError, match="the scheduler is gone"):
-        capture_into_store(CONFIGS, ["math"], store, options(hosts, tmp_path))
+        captured_on(hosts, tmp_path)
     killer.join()
     (folder,) = (tmp_path / "runs").iterdir()
-    captured = resume_into_store(folder, store)
+    captured = resume_into_store(folder, tmp_path / "store.db")
     assert [cell.status for cell in captured.run.cells] == ["ok"]
 
 

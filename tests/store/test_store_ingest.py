@@ -23,7 +23,7 @@ from profharness.commands.report import report_document
 from profharness.errors import StoreError, TraceFormatError
 from profharness.recording.profilers.ncu import check_file
 from profharness.rows import Refusal
-from profharness.run import BENCH_FILE, Cell, Problem, TraceFile, read_run, write_run
+from profharness.run import BenchPlan, Cell, Problem, TraceFile, read_run, write_run
 from profharness.store import ingest_path, open_store
 from profharness.store.insert import insert_trace
 from profharness.store.schema import connect, transaction
@@ -501,7 +501,7 @@ def test_run_kind_is_the_command_that_made_it(
         write_run(folder, replace(read_run(folder), kind=kind))
         ingest_path(store, folder)
     folder = run_folder(run="r7")
-    (folder / BENCH_FILE).write_text("{}")
+    write_run(folder, replace(read_run(folder), bench=BenchPlan()))
     ingest_path(store, folder)
     folder = run_folder(run="r8")
     run = read_run(folder)

@@ -25,7 +25,7 @@ from profharness.recording.worker.environment import set_deterministic
 from profharness.recording.worker.failures import failure, unless_dead
 from profharness.recording.worker.timing import Workspace, Write, over_time
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL
-from profharness.run import BenchPlan, Cell, JournalEntry, read_plan, turn_order
+from profharness.run import BenchPlan, Cell, JournalEntry, read_record, turn_order
 
 MIN_SAMPLES = 20  # minimum before the confidence interval is computed
 FEWEST = 5  # minimum number of samples of a call that has reached its time limit
@@ -44,7 +44,7 @@ CPU_CACHE_BYTES = 64 << 20
 def body(workspace: Workspace) -> None:
     """Benchmark the cells, config by config."""
     workspace.open_clocks()
-    plan = read_plan(workspace.folder) or BenchPlan()
+    plan = read_record(workspace.folder).bench or BenchPlan()
     if workspace.cells:
         plan = plan.part(workspace.cells[0].process, workspace.plan.protocol.processes)
     cells = [
