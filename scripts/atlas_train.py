@@ -39,33 +39,31 @@ from profharness.atlas.kernels import (
     LEAF,
     MAX_SLOTS,
     PRODUCT,
+    PRODUCT_WORKS,
     SAME_LAYOUT,
+    WORKS,
+    Boost,
     Calls,
     Choice,
+    Curve,
     Formula,
     Key,
+    Launched,
     Net,
     Rules,
     Size,
     Tree,
+    columns,
+    launch_columns,
     pooled,
     product_of,
     quantity,
+    regimes_of,
+    together,
     with_product,
 )
 from profharness.atlas.model import MODEL_VERSION, Model, Timing
 from profharness.atlas.shards import DECODER_BYTES
-from profharness.atlas.times import (
-    PRODUCT_WORKS,
-    WORKS,
-    Boost,
-    Curve,
-    Launched,
-    columns,
-    launch_columns,
-    regimes_of,
-    together,
-)
 from profharness.attention.config import SDPA_BACKENDS, Config
 from profharness.errors import UsageError, printable_path
 from profharness.files import RECORD_BYTES, read_input

@@ -36,7 +36,7 @@ OTHERS = {
     "jobs/fleet.py": "/sys",
     "cli.py": "/dev/null",
     "commands/_output.py": "/dev/null",
-    "atlas/npz.py": "an archive that open_input opened",
+    "atlas/data.py": "an archive that open_input opened",
     "traces/ncu_readers.py": "/proc",
     "render/html.py": "the package's own assets",
     "traces/nsys_export.py": "SQLite, after open_input",

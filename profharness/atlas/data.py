@@ -1,14 +1,19 @@
 """Store the measured cells of one GPU as columns of integers, in memory and in a `.npz` file.
 
-docs/atlas.md describes the file.
+A file is checked before memory is allocated for its arrays, because it may be foreign. docs/atlas.md
+describes the file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 import re
 import struct
+import zipfile
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,11 +28,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from profharness.atlas.npz import MAGIC, read_arrays, write_arrays
 from profharness.attention.config import AUTO, SDPA_BACKENDS, Config, parse_config
 from profharness.attention.dispatch.machine import parse_release
 from profharness.errors import ProfharnessError, UsageError, printable_path
-from profharness.files import decode_json, open_input
+from profharness.files import atomic_file, decode_json, open_input, read_input
 from profharness.run import NOT_A_RECORD
 
 VERSION = 2
@@ -81,6 +85,26 @@ VARIANT = tuple(each.name for each in fields(Config) if each.name not in NUMBERS
 variant_of = attrgetter(*VARIANT)  # returns the values of these fields of a config
 _DEFAULTS = {each.name: each.default for each in fields(Config)}
 
+MAGIC = b"PK\3\4"
+# The last record of a zip file: signature, size and offset of the directory.
+END = struct.Struct("<4s8xII2x")
+MAX_ENTRY = 200  # maximum size of the zip directory for each array, in bytes
+MAX_RATIO = 64  # maximum compression ratio; deflate can reach 1,032
+ALWAYS_UNPACKED = 1 << 20  # unpacked size in bytes up to which the ratio is not limited
+START = struct.Struct("<8sH")  # magic bytes, version and header size of an array
+# The header of an array as numpy writes it. numpy would parse it as Python source, which can fail
+# with many kinds of errors.
+HEADER = re.compile(
+    rb"\{'descr': '([<|][a-z]\d)', 'fortran_order': False, "
+    rb"'shape': \((\d{1,12},|\d{1,12}, ?\d{1,12})\), \} *\n"
+)
+DTYPES = ("|u1", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4")
+FORGED = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, KeyError, OverflowError),
+    *(NotImplementedError, RuntimeError, TypeError),
+)
+
+Array = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
 Text = Annotated[str, Meta(pattern=r"\S")]
 Count = Annotated[int, Meta(ge=0, lt=LARGEST)]
@@ -477,7 +501,7 @@ def write_atlas(atlas: Atlas, path: Path, *, force: bool = False) -> None:
     write_arrays({"header": np.frombuffer(text, np.uint8), **arrays}, path, force=force)
 
 
-def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def narrowed(values: Array) -> Array:
     """Convert integers to the narrowest signed dtype that can represent all of them."""
     largest = int(np.abs(values).max(initial=0))
     return values.astype(next(f"<i{n}" for n in (1, 2, 4, 8) if largest < 1 << (8 * n - 1)))
@@ -546,7 +570,7 @@ def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...
 
 
 def _check_columns(
-    arrays: Mapping[str, npt.NDArray[Any]], tables: Mapping[str, tuple[Any, ...]], source: str
+    arrays: Mapping[str, Array], tables: Mapping[str, tuple[Any, ...]], source: str
 ) -> None:
     """Raise ProfharnessError if columns have different lengths or contain values out of bounds."""
     counts: dict[str, int] = {}
@@ -579,3 +603,55 @@ def atlas_files(folder: Path) -> tuple[Path, ...]:
     """Return the paths of the atlases in a folder. Files of models are excluded."""
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     return tuple(path for path in paths if not path.name.endswith(MODEL_SUFFIX))
+
+
+def write_arrays(arrays: Mapping[str, Array], path: Path, *, force: bool = False) -> None:
+    """Write a compressed `.npz` file atomically.
+
+    Raise UsageError if the file exists and `force` is False.
+    """
+    with atomic_file(path, force=force) as file:
+        np.savez_compressed(file, allow_pickle=False, **dict(arrays))
+
+
+def read_arrays(path: Path, counts: Mapping[str, int]) -> dict[str, Array]:
+    """Read the arrays of a file, which must have exactly the names in `counts`.
+
+    `counts` gives the maximum number of values of each array. Raise OSError if the file cannot be
+    read, and ProfharnessError if it has larger or other arrays, or was cut short or changed.
+    """
+    data = read_input(path)
+    try:
+        # zipfile reads the whole directory, and a zip64 record could replace its size
+        signature, directory, _ = END.unpack(data[-END.size :])
+        _require(signature == b"PK\5\6" and b"PK\6\7" not in data[-END.size - 20 : -END.size])
+        _require(directory <= MAX_ENTRY * len(counts))
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
+            _require(members.keys() == counts.keys() and len(archive.infolist()) == len(counts))
+            unpacked = sum(each.file_size for each in members.values())
+            _require(unpacked <= max(ALWAYS_UNPACKED, MAX_RATIO * len(data)))
+            return {name: _read_array(archive, members[name], counts[name]) for name in members}
+    except FORGED:
+        text = f"{printable_path(path)}: the file was cut short, changed or forged; get it again"
+        raise ProfharnessError(text) from None
+
+
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> Array:
+    _require(member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    with archive.open(member) as file:
+        magic, length = START.unpack(file.read(START.size))
+        header = HEADER.fullmatch(file.read(length))
+        if magic != b"\x93NUMPY\1\0" or header is None:
+            raise ValueError
+        dtype = np.dtype(header[1].decode())
+        shape = tuple(int(size) for size in header[2].split(b",") if size)
+        left = member.file_size - file.tell()
+        _require(dtype.str in DTYPES and math.prod(shape) <= limit)
+        _require(math.prod(shape) * dtype.itemsize == left)
+        return np.frombuffer(file.read(left), dtype).reshape(shape)
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError

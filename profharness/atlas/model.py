@@ -19,19 +19,30 @@ import msgspec
 import numpy as np
 
 from profharness.atlas.data import (
+    DTYPES,
     MODEL_SUFFIX,
     NOTHING,
     PACKAGED,
+    Array,
     Atlas,
     AtlasCell,
     Launch,
     narrowed,
+    read_arrays,
     variant_of,
+    write_arrays,
 )
 from profharness.atlas.features import KINDS, Columns, Integers, Values, at, sizes, with_shapes
-from profharness.atlas.kernels import COMPUTED, Rules
-from profharness.atlas.npz import DTYPES, Array, read_arrays, write_arrays
-from profharness.atlas.times import Boost, Curve, Launched, columns, regimes_of, together
+from profharness.atlas.kernels import (
+    COMPUTED,
+    Boost,
+    Curve,
+    Launched,
+    Rules,
+    columns,
+    regimes_of,
+    together,
+)
 from profharness.attention.config import AUTO, STRIDES, Config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.machine import Machine, from_config, machine_for

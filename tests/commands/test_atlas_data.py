@@ -18,6 +18,7 @@ import pytest
 from profharness.atlas.data import (
     COLUMNS,
     MAX_COUNTS,
+    MAX_RATIO,
     PACKAGED,
     Atlas,
     Machine,
@@ -26,7 +27,6 @@ from profharness.atlas.data import (
     write_atlas,
 )
 from profharness.atlas.model import read_model
-from profharness.atlas.npz import MAX_RATIO
 from profharness.atlas.predictions import known_atlases
 from profharness.atlas.shards import read_shards, shard_lines
 from profharness.attention.config import parse_config

@@ -12,7 +12,7 @@ import pytest
 
 from profharness.atlas.data import MODEL_SUFFIX, PACKAGED, Atlas
 from profharness.atlas.features import sizes, with_shapes
-from profharness.atlas.kernels import LEAF, Net, Tree
+from profharness.atlas.kernels import LEAF, Boost, Net, Tree
 from profharness.atlas.model import (
     Dispatch,
     Model,
@@ -21,7 +21,6 @@ from profharness.atlas.model import (
     read_model,
     write_model,
 )
-from profharness.atlas.times import Boost
 from profharness.attention.config import SDPA_BACKENDS, parse_config
 from profharness.attention.dispatch.machine import from_config, machine_for
 from profharness.attention.dispatch.predict import predict
