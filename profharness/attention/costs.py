@@ -13,7 +13,6 @@ from profharness.dtypes import DTYPES
 from profharness.errors import UsageError
 
 CONVENTIONS = ("exact", "flash-attention")
-STATISTIC_BYTES = 4  # bytes of one fp32 value: each query row has one log-sum-exp and one delta
 CASTS = "casts"  # name of the phase that casts inputs to the wider dtype of the scores
 # name of the phase that repeats K and V for grouped heads, if the matrix products cannot group them
 REPEAT = "repeat K and V"
@@ -36,11 +35,9 @@ class TensorBytes:
     mask: int
     output: int
     statistics: int
-    """The bytes of the statistics, which are one log-sum-exp per query row."""
+    """One log-sum-exp in fp32 per query row."""
     gradients: int
-    """The gradients of Q, K and V, and of the mask if it requires a gradient. They are written in
-    full.
-    """
+    """The gradients of Q, K and V, and of the mask if it requires a gradient, all written in full."""
 
     @property
     def forward(self) -> int:
@@ -58,7 +55,8 @@ def tensor_bytes(config: Config) -> TensorBytes:
     seen = min(rows, columns) if config.causal else columns
     heads = config.output_batch * config.num_heads
     query, key, value = (
-        _stored(count, config.layout, strides)
+        # a batch with stride 0 is stored once
+        1 if config.layout == "broadcast_batch" or (strides and strides[0] == 0) else count
         for count, strides in (
             (config.batch, config.q_strides),
             (config.key_batch, config.k_strides),
@@ -75,16 +73,23 @@ def tensor_bytes(config: Config) -> TensorBytes:
         value=value * config.num_kv_heads * seen * config.value_dim * item,
         mask=mask,
         output=heads * rows * config.value_dim * item,
-        statistics=STATISTIC_BYTES * heads * rows,
+        statistics=4 * heads * rows,
         gradients=gradients + (mask if config.mask == "float_grad" else 0),
     )
 
 
 def matrix_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of the score matrices of all heads if they are stored in a dtype, as unfused
-    attention stores them.
+    """Return the bytes of the score matrices of all heads in a dtype, as unfused attention stores
+    them, with masked scores.
     """
-    return _all_scores(config) * DTYPES[dtype].bytes
+    heads = config.output_batch * config.num_heads
+    return heads * config.seq_len_q * config.seq_len_kv * DTYPES[dtype].bytes
+
+
+def _growth(config: Config, dtype: str) -> tuple[int, int]:
+    """Return how much wider a dtype is than the inputs, and how often K and V are repeated."""
+    widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
+    return widen, config.num_heads // config.num_kv_heads
 
 
 def copy_bytes(config: Config, dtype: str) -> int:
@@ -94,23 +99,10 @@ def copy_bytes(config: Config, dtype: str) -> int:
     """
     # a causal mask does not reduce the copies
     tensors = tensor_bytes(replace(config, causal=False))
-    widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
-    repeated = config.num_heads // config.num_kv_heads
+    widen, repeated = _growth(config, dtype)
     grown = repeated * widen
     keys = (tensors.key + tensors.value) * grown if grown > 1 else 0
     return keys + (tensors.query * widen if widen > 1 else 0)
-
-
-def _all_scores(config: Config) -> int:
-    """Count the scores of all heads, including masked ones."""
-    return config.output_batch * config.num_heads * config.seq_len_q * config.seq_len_kv
-
-
-def _stored(batch: int, layout: str, strides: tuple[int, ...] | None) -> int:
-    """Return the number of batch elements that are stored in memory, which is 1 for a batch with
-    stride 0.
-    """
-    return 1 if layout == "broadcast_batch" or (strides and strides[0] == 0) else batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +112,9 @@ class Phase:
     name: str
     flops: int
     bytes: int
-    """The bytes that the phase moves to and from memory. They are 0 for a fused phase that uses
-    only registers.
-    """
+    """The bytes moved to and from memory. They are 0 for a fused phase that uses only registers."""
     matmul: bool = True
-    """Whether this phase is a matrix product. Only matrix products count towards the FLOPs of a
-    config.
-    """
+    """Whether the phase is a matrix product, which counts towards the FLOPs of a config."""
 
     @property
     def intensity(self) -> float | None:
@@ -137,9 +125,8 @@ class Phase:
 def score_count(config: Config) -> int:
     """Count the scores that one head must compute.
 
-    With `causal`, these are the scores that torch's is_causal keeps. The causal mask is aligned to
-    the top left: query row i attends to the keys 0 to i. Scores that a mask tensor hides are
-    counted, because a config does not contain the values of the mask.
+    The causal mask is aligned to the top left: query row i attends to the keys 0 to i. Scores that a
+    mask tensor hides are counted, because a config does not contain the values of the mask.
     """
     rows, columns = config.seq_len_q, config.seq_len_kv
     if not config.causal:
@@ -186,13 +173,10 @@ def compulsory_bytes(config: Config) -> int:
 
 
 def working_set_bytes(config: Config) -> int:
-    """Return the bytes of all tensors of a call, each counted once. If all tensors fit into a
-    cache, repeated calls do not read from memory.
-    """
+    """Return the bytes of all tensors of a call, each counted once."""
     tensors = tensor_bytes(config)
-    if not config.bwd:
-        return tensors.forward
-    return tensors.forward + tensors.output + tensors.gradients + tensors.statistics
+    backward = tensors.output + tensors.gradients + tensors.statistics
+    return tensors.forward + (backward if config.bwd else 0)
 
 
 def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
@@ -242,9 +226,8 @@ def _unfused(config: Config, dtype: str) -> tuple[Phase, ...]:
     tensors = tensor_bytes(config)
     whole = tensor_bytes(replace(config, causal=False))  # a causal mask does not reduce the bytes
     key, value, matrix = whole.key, whole.value, matrix_bytes(config, dtype)
-    scores = _all_scores(config)
-    widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
-    repeated = config.num_heads // config.num_kv_heads
+    widen, repeated = _growth(config, dtype)
+    scores = matrix // DTYPES[dtype].bytes
     per_key, per_value = 2 * scores * config.head_dim, 2 * scores * config.value_dim
     steps = []
     if repeated > 1:

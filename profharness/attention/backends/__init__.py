@@ -40,8 +40,8 @@ SOURCES_FILE = "sources.json"
 
 
 def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
-    """Return a function that calls a function of worker/attention.py. That module imports torch, so
-    it is loaded only when the returned function is called.
+    """Return a function that loads worker/attention.py, which imports torch, and calls a function of
+    it.
     """
 
     def call() -> Any:
@@ -65,13 +65,11 @@ def _flash_impl(
     )
 
 
+def _only(name: str) -> Callable[[], Any]:
+    return _in_worker("only", SdpaSetting((name,)))
+
+
 _ALL_DEVICES = tuple(DEVICE_TYPES)
-
-
-def _only(*names: str, ordered: bool = False) -> Callable[[], Any]:
-    return _in_worker("only", SdpaSetting(names, ordered))
-
-
 SDPA_ROWS = (
     Backend(AUTO, "PyTorch's own choice, all flags as they are", _ALL_DEVICES),
     Backend(
@@ -206,15 +204,12 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
 
 
 def _of_setting(setting: SdpaSetting) -> Backend:
-    """Return the backend that calls SDPA with several of its backends permitted, either as a set or
-    in an order.
-    """
-    names = list(setting.backends)
+    names, absent = setting.backends, no_reason
     summary = f"PyTorch's choice among {' and '.join(names)}"
     if setting.ordered:
         summary = f"the first of {', then '.join(names)} that takes the config"
-    absent = _in_worker("priority_absent") if setting.ordered else no_reason
-    context = _only(*names, ordered=setting.ordered)
+        absent = _in_worker("priority_absent")
+    context = _in_worker("only", setting)
     return Backend(setting.name, summary, _ALL_DEVICES, context, absent=absent)
 
 
@@ -249,9 +244,7 @@ def stored_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
-    """Return the version of the code of each backend for which it is known: `sha256:…` of a file,
-    or the version of a package.
-    """
+    """Return the version of the code of each backend for which it is known: `sha256:…` or a release."""
     versions = {backend.name: fingerprint(backend) for backend in backends}
     return {name: version for name, version in versions.items() if version is not None}
 
@@ -272,11 +265,8 @@ def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
 
 
 def read_sources(folder: Path) -> dict[str, str]:
-    """Read the file that `write_sources` wrote. Return an empty dictionary if the file does not
-    exist.
-    """
+    """Read the file that `write_sources` wrote."""
     try:
         return msgspec.json.decode((folder / SOURCES_FILE).read_bytes(), type=dict[str, str])
-    # no file is written if all backends are built in
-    except FileNotFoundError:
+    except FileNotFoundError:  # all backends are built in
         return {}

@@ -57,23 +57,17 @@ class Backend:
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Return a context manager. The call runs inside this context."""
     load: Callable[[], Attention] | None = None
-    """Return the function that computes attention. It is called in the worker. If `load` is None,
-    the backend calls `scaled_dot_product_attention` with all arguments of the config.
+    """Return the function that computes attention, in the worker. If it is None, the backend calls
+    `scaled_dot_product_attention` with all arguments of the config.
     """
     supports: Callable[[Config], str | None] = no_reason
     """Return why the backend cannot compute a config, or None if it can."""
     absent: Callable[[], str | None] = no_reason
-    """Return why the backend is not available, or None if it is available. This function is called
-    in the worker.
-    """
+    """Return why the backend is not available in the worker, or None if it is."""
     tuning: Callable[[], Any] = no_reason
-    """Return the tuning parameters of the last call. This function is used if the loaded function
-    has no `tuning` of its own.
-    """
+    """Return the tuning parameters of the last call, if the loaded function has no `tuning`."""
     refuses: tuple[type[Exception], ...] = ()
-    """The exceptions that count as a refusal if the first call raises them. All other exceptions
-    are errors.
-    """
+    """The exceptions that count as a refusal if the first call raises them."""
     source: str | None = None
     """Where the implementation is: `/folder/file.py:function` or `package.module:function`."""
     file: Path | None = None
@@ -81,9 +75,7 @@ class Backend:
     packages: tuple[str, ...] = ()
     """The distributions that the backend depends on."""
     isolated: bool = False
-    """Whether the backend runs code that is not part of PyTorch. If so, its cells need a process of
-    their own.
-    """
+    """Whether the backend runs code that is not part of PyTorch, so its cells need their own process."""
 
 
 GpuBackend = functools.partial(Backend, devices=(CUDA,), refuses=(Exception,))
@@ -119,8 +111,7 @@ def check_limits(
     """
 
     def supports(config: Config) -> str | None:
-        reason = outside_contract(config)
-        if reason:
+        if reason := outside_contract(config):
             return reason
         if dtypes and config.dtype not in dtypes:
             return f"takes {' and '.join(dtypes)}, not {config.dtype}"
@@ -143,13 +134,8 @@ def needs_module(module: str, install: str) -> Callable[[], str | None]:
     """Return an `absent` function that checks whether a module is installed. `install` is the
     command that installs it.
     """
-
-    def absent() -> str | None:
-        if find_module(module) is not None:
-            return None
-        return f"package {module} is not installed ({install})"
-
-    return absent
+    text = f"package {module} is not installed ({install})"
+    return lambda: text if find_module(module) is None else None
 
 
 def find_module(name: str) -> ModuleSpec | None:
@@ -169,9 +155,7 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def refuse_if_unloadable(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
-    """Return a function that calls `load` and turns its exceptions into an `absent` refusal, which
-    says that the package is installed but cannot be loaded.
-    """
+    """Return a function that calls `load` and turns its exceptions into an `absent` refusal."""
 
     def wrapped() -> Attention:
         try:

@@ -6,11 +6,11 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from profharness.attention.backends.base import ImplementationError
-from profharness.attention.backends.cubin_cache import CompiledSource
 
 PORTABLE_CLUSTER = 8
 """The largest cluster size that every GPU with clusters supports, in blocks (CUDA C++ Programming
@@ -20,7 +20,6 @@ DEFAULT_SHARED_BYTES = 48 * 1024
 """The amount of dynamic shared memory, in bytes, that a kernel can use without opting in to more.
 """
 Dim = int | tuple[int, ...]
-INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 # Errors that make all later calls in the context fail.
 _STICKY = (
     "CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -36,6 +35,19 @@ _MAX_CONFIGS = 256
 Convert = Callable[[Any], Any]
 
 
+@dataclass(frozen=True)
+class CompiledSource:
+    """A cubin for one architecture."""
+
+    cubin: bytes
+    names: Mapping[str, str]
+    """The mangled name of each C++ name expression."""
+    arch: str
+    nvrtc: str
+    """The compiler's version, such as `13.0`."""
+    from_cache: bool = False
+
+
 class LaunchError(ImplementationError):
     """A kernel cannot be loaded or launched."""
 
@@ -46,6 +58,7 @@ class CudaKernel:
     def __init__(
         self, kernel: Any, name: str, device: int, shared_bytes: int, cluster: int
     ) -> None:
+        import torch
         from cuda import core
 
         self.name = name
@@ -54,7 +67,12 @@ class CudaKernel:
         self.cluster = cluster
         self._core = core
         self._kernel = kernel
-        self._stream = _stream_getter()
+        # The private function takes 0.1 µs. A torch without it has only the public interface.
+        self._stream: Callable[[int], int] = getattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda device: torch.cuda.current_stream(device).cuda_stream,
+        )
         self._converters: dict[tuple[type, ...], list[Convert]] = {}
         self._configs: dict[tuple[Any, ...], Any] = {}
         self._streams: dict[int, Any] = {}
@@ -87,13 +105,18 @@ class CudaKernel:
         types = tuple(map(type, args))
         converters = self._converters.get(types) or self._learn(types, args)
         values = [convert(arg) for convert, arg in zip(converters, args, strict=True)]
-        stream = self._core_stream(self._stream(self.device))
+        handle = self._stream(self.device)
+        stream = self._streams.get(handle)
+        if stream is None:
+            wrap = self._core.Stream.from_handle
+            stream = wrap(handle) if handle else self._core.LEGACY_DEFAULT_STREAM
+            self._streams[handle] = stream
         shape = (grid, block, cluster, cooperative, overlap)
         try:
             try:
                 self._core.launch(stream, self._config(*shape), self._kernel, *values)
             except Exception as error:
-                if INVALID_CONTEXT not in str(error):
+                if "CUDA_ERROR_INVALID_CONTEXT" not in str(error):
                     raise
                 # The current thread has not used the GPU yet. It may be a thread of autograd.
                 self._core.Device(self.device).set_current()
@@ -101,14 +124,6 @@ class CudaKernel:
         except Exception as error:  # cuda.core's exception types are private
             what = f"{self.name} with grid {grid}, block {block}, cluster {cluster or self.cluster}"
             raise LaunchError(f"{what}, {self.shared_bytes} B shared: {reason(error)}") from error
-
-    def _core_stream(self, handle: int) -> Any:
-        """Return the cuda.core object for a stream handle of torch. Handle 0 is the default stream."""
-        stream = self._streams.get(handle)
-        if stream is None:
-            legacy, wrap = self._core.LEGACY_DEFAULT_STREAM, self._core.Stream.from_handle
-            stream = self._streams[handle] = wrap(handle) if handle else legacy
-        return stream
 
     def max_active_clusters(self, grid: Dim, block: Dim, cluster: Dim) -> int:
         """Return how many clusters of a launch with this grid, block and cluster fit on the device
@@ -218,22 +233,6 @@ def clusters_in(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> tu
         raise LaunchError(f"grid {grid} is not a multiple of the cluster {cluster}")
     x, y, z = (blocks // size for blocks, size in zip(grid, cluster, strict=True))
     return x, y, z
-
-
-def _stream_getter() -> Callable[[int], int]:
-    """Return a function that takes the number of a device and returns the handle of torch's current
-    stream on it.
-
-    The function is a private one of torch that takes 0.1 µs. If torch does not have it, the
-    function uses torch's public interface.
-    """
-    import torch
-
-    def stream(device: int) -> int:
-        return int(torch.cuda.current_stream(device).cuda_stream)
-
-    getter: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", stream)
-    return getter
 
 
 def _three(dim: Dim) -> tuple[int, int, int]:

@@ -1,39 +1,34 @@
-"""Compile CUDA sources at run time with NVRTC. This needs neither ATen nor a link step nor a host
-compiler.
+"""Compile CUDA sources at run time with NVRTC, and cache the result: one cubin file per source, options
+and architecture. This needs neither ATen nor a link step nor a host compiler.
+
+cuda.core's own program cache cannot store name expressions and does not track included files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from profharness.attention.backends.base import ImplementationError, RefusedError
-from profharness.attention.backends.cubin_cache import (
-    SOURCE_BYTES,
-    CompiledSource,
-    cache_folder,
-    cache_key,
-    distrust_reason,
-    local_files,
-    read_cached,
-    write_cached,
-)
-from profharness.attention.backends.cuda_launch import CudaKernel, load_kernel
-from profharness.errors import install_command
-from profharness.files import read_input
+import msgspec
 
-__all__ = ["CompileError", "CompiledSource", "CudaSource"]
+from profharness.attention.backends.base import ImplementationError, RefusedError
+from profharness.attention.backends.cuda_launch import CompiledSource, CudaKernel, load_kernel
+from profharness.attention.backends.sources import SOURCE_BYTES, hash_of, local_files
+from profharness.errors import UsageError, install_command
+from profharness.files import atomic_file, read_input
 
 LOG = logging.getLogger(__name__)
 REMEDY = install_command("kernels")
 # options of NVRTC that read or write precompiled headers
 PRECOMPILED = ("pch", "create_pch", "use_pch")
-LOG_MARK = "compilation log:"
+MAGIC = b"profharness-2"
 
 
 class CompileError(ImplementationError):
@@ -80,26 +75,24 @@ class CudaSource:
         if not complete or any(self._options.get(name) for name in PRECOMPILED):
             LOG.debug("%s includes files that are not known, so it is not cached", self.path.name)
             return self._compile(files[self.path], names, arch, version)
-        # The order of the options must not change the cache key.
-        parts = [
-            arch,
-            version,
-            *names,
-            *map(str, folders),
-            *(f"{k}={v!r}" for k, v in sorted(self._options.items())),
-        ]
-        stem = f"{self.path.stem}-{arch}-{cache_key(files, parts)}.cubin"
-        place = cache_folder() / stem
-        distrust = distrust_reason(place)
+        # The order of includes and options must not change the key. Paths are hashed, because line
+        # information contains them.
+        options = (f"{name}={value!r}" for name, value in sorted(self._options.items()))
+        texts = [arch, version, *names, *map(str, folders), *options]
+        contents = [part for path in sorted(files) for part in (os.fsencode(path), files[path])]
+        key = hash_of([MAGIC, *(text.encode() for text in texts), *contents])[:32]
+        stem = f"{self.path.stem}-{arch}-{key}.cubin"
+        path = cache_folder() / stem
+        distrust = distrust_reason(path)
         if distrust is not None:
             LOG.warning("%s; the cached file is ignored and the source compiled again", distrust)
-        cached = read_cached(place) if distrust is None else None
+        cached = read_cached(path) if distrust is None else None
         if cached is not None:
-            LOG.debug("%s for %s read from %s", ", ".join(names), arch, place)
+            LOG.debug("%s for %s read from %s", ", ".join(names), arch, path)
             return cached
         compiled = self._compile(files[self.path], names, arch, version)
-        if not write_cached(place, compiled):
-            LOG.debug("%s cannot be written to; the next process compiles again", place.parent)
+        if not write_cached(path, compiled):
+            LOG.debug("%s cannot be written to; the next process compiles again", path.parent)
         return compiled
 
     def kernel(self, name: str, *, shared_bytes: int = 0, cluster: int = 1) -> CudaKernel:
@@ -137,37 +130,38 @@ class CudaSource:
     def _compile(
         self, text: bytes, names: Sequence[str], arch: str, version: str
     ) -> CompiledSource:
-        program_type, options_type = _compiler()
-        folder = str(self.path.parent)
+        try:
+            from cuda.core import Program, ProgramOptions
+        except ImportError as error:
+            missing = f"CUDA sources need the package cuda-core ({REMEDY})"
+            raise RefusedError("absent", missing) from error
         begin = time.perf_counter()
         log = io.StringIO()
+        folders = [str(self.path.parent), *_texts(self._options.get("include_path"))]
+        given = {**self._options, "name": str(self.path), "arch": arch, "include_path": folders}
         try:
-            folders = [folder, *_texts(self._options.get("include_path"))]
-            options = options_type(
-                **{**self._options, "name": str(self.path), "arch": arch, "include_path": folders}
-            )
-            program = program_type(text.decode(errors="replace"), "c++", options)
+            program = Program(text.decode(errors="replace"), "c++", ProgramOptions(**given))
             try:
                 code = program.compile("cubin", name_expressions=tuple(names), logs=log)
             finally:
                 program.close()
-        except Exception as error:
-            # cuda.core's exception types are private.
-            raise CompileError(self._explained(str(error), arch)) from error
+        except Exception as error:  # cuda.core's exception types are private
+            output = str(error).split("compilation log:", 1)[-1].replace("\0", "").strip()
+            output = output.replace(f"{self.path.parent}{os.sep}", "")
+            raise CompileError(
+                f"{self.path.name} does not compile for {arch}:\n{output}"
+            ) from error
         LOG.debug(
             "%s compiled from %s for %s by NVRTC %s in %.2f s %s",
             ", ".join(names), self.path, arch, version, time.perf_counter() - begin, log.getvalue(),
         )  # fmt: skip
-        mangled = code.symbol_mapping
-        return CompiledSource(
-            bytes(code.code), {name: _decoded(mangled[name]) for name in names}, arch, version
-        )
-
-    def _explained(self, text: str, arch: str) -> str:
-        """Return the output of the compiler, with file names relative to the folder of the source."""
-        log = text.split(LOG_MARK, 1)[-1].replace("\0", "").strip()
-        log = log.replace(f"{self.path.parent}{os.sep}", "")
-        return f"{self.path.name} does not compile for {arch}:\n{log}"
+        # cuda.core returns mangled names as bytes or as text
+        mangled = {name: code.symbol_mapping[name] for name in names}
+        texts = {
+            name: symbol.decode() if isinstance(symbol, bytes) else symbol
+            for name, symbol in mangled.items()
+        }
+        return CompiledSource(bytes(code.code), texts, arch, version)
 
 
 def architecture(major: int, minor: int) -> str:
@@ -197,20 +191,66 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def _compiler() -> tuple[Any, Any]:
-    """Return cuda.core's Program and ProgramOptions."""
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        text = f"CUDA sources need the package cuda-core ({REMEDY})"
-        raise RefusedError("absent", text) from error
-    return Program, ProgramOptions
-
-
 def _texts(option: str | Sequence[str] | None) -> list[str]:
     """Return an option as a list. Its value may be a single text, several texts or None."""
     return [option] if isinstance(option, str) else list(option or ())
 
 
-def _decoded(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "profharness" / "cuda"
+
+
+def distrust_reason(path: Path) -> str | None:
+    """Return why another user may have written a cache file. The check uses the owner and the mode
+    of the file and of its folder. Return None if only this user can write the file, or if it does
+    not exist.
+    """
+    for each in (path.parent, path):
+        try:
+            # Use lstat, because the owner of a link can change its target.
+            state = each.lstat()
+        except OSError:
+            return None
+        if state.st_uid != os.geteuid():
+            return f"{each} belongs to another user"
+        if stat.S_ISLNK(state.st_mode) or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"{each} is a link or can be written by others"
+    return None
+
+
+def write_cached(path: Path, compiled: CompiledSource) -> bool:
+    """Write a cache file atomically in a folder that only this user can access.
+
+    Return False if the folder is not writable or belongs to another user. The file contains the cubin,
+    the names and versions as JSON, the length of the JSON, a hash of all this, and MAGIC. The cubin
+    comes first, so that cuobjdump and nvdisasm can read the file.
+    """
+    facts = msgspec.json.encode([dict(compiled.names), compiled.arch, compiled.nvrtc])
+    content = compiled.cubin + facts + len(facts).to_bytes(8, "little")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid != os.geteuid():
+            return False
+        # An existing folder may have another mode.
+        path.parent.chmod(0o700)
+        with atomic_file(path, force=True) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(content + hashlib.sha256(content).digest() + MAGIC)
+    except (OSError, UsageError):
+        return False
+    return True
+
+
+def read_cached(path: Path) -> CompiledSource | None:
+    """Read a file that `write_cached` wrote. Return None if it is missing, unreadable or damaged."""
+    try:
+        hashed = read_input(path).removesuffix(MAGIC)
+    except OSError:
+        return None
+    content, digest = hashed[:-32], hashed[-32:]
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    at = len(content) - 8 - int.from_bytes(content[-8:], "little")
+    names, arch, nvrtc = msgspec.json.decode(content[at:-8])
+    return CompiledSource(content[:at], names, arch, nvrtc, from_cache=True)

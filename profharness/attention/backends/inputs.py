@@ -18,9 +18,9 @@ Fill = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call. query is [B, Hq, Sq, D], key is [B, Hkv, Skv, D] and value is [B,
-    Hkv, Skv, Dv]. grad has the shape of the output, [B, Hq, Sq, Dv]. grad and mask are None if the
-    config has no backward or no mask.
+    """The tensors of one call: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv], and
+    the gradient of the output [B, Hq, Sq, Dv]. grad and mask are None if the config has no backward
+    or no mask.
     """
 
     query: Any
@@ -60,9 +60,7 @@ def output_shape(config: Config) -> tuple[int, int, int, int]:
 def laid_out(
     layout: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, fill: Fill
 ) -> Any:
-    """Return a tensor with the given shape. It has the given strides, or the given layout if
-    `strides` is None.
-    """
+    """Return a tensor with the given strides, or with the given layout if `strides` is None."""
     if strides:
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         return fill(elements).as_strided(shape, strides)

@@ -14,12 +14,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from profharness.attention.backends.base import (
     Attention,
@@ -29,7 +28,6 @@ from profharness.attention.backends.base import (
     find_module,
     outside_contract,
 )
-from profharness.attention.backends.cubin_cache import SOURCE_BYTES, is_source, local_files
 from profharness.attention.config import Config
 from profharness.device_types import DEVICE_TYPES
 from profharness.environment import CHANGED
@@ -45,11 +43,63 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _IN_WHEEL = _PACKAGE / "_kernels"
 SHIPPED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / FOLDER
 FUNCTION = "attention"
+SOURCE_BYTES = 16_000_000  # maximum size of a source file, in bytes
 GIT_S = 5.0  # maximum duration of a git command, in seconds
 NESTED = "an expression may be nested too deeply for Python"
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
+_SPLICE = re.compile(rb"\\[ \t]*\r?\n")
+# The first pattern matches an include that contains a file name. The second matches anything that
+# may be an include, also one with a comment or a macro.
+_INCLUDE = re.compile(
+    rb'(?:(?:#|%:)[ \t\v\f]*include(?:_next)?|__has_include(?:_next)?[ \t]*\()[ \t\v\f]*["<]([^">\n]+)[">]'
+)
+_ANY_INCLUDE = re.compile(
+    rb"(?:#|%:|\?\?=|\*/)[ \t\v\f]*include(?:_next)?\b|__has_include(?:_next)?[ \t]*\("
+)
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def is_source(path: Path) -> bool:
+    """Return whether a path is a regular file that is small enough to be source code."""
+    return path.is_file() and path.stat().st_size <= SOURCE_BYTES
+
+
+def local_files(
+    source: Path, text: bytes, folders: Sequence[Path] = (), before: Sequence[str] = ()
+) -> tuple[dict[Path, bytes], bool]:
+    """Return the contents of the source and of all local files that it may include, and whether the
+    list of files is complete. `text` is the content of the source.
+
+    Includes are searched in the folder of the including file, in the folder of the source, and in
+    `folders`. `before` contains the names of files that are included before the source. The search
+    order of the compiler depends on the kind of include. Therefore the result contains every file
+    that a name may refer to. A name that is in none of the folders is left out: either the compiler
+    reports it, or a macro disables the include.
+    """
+    files: dict[Path, bytes] = {}
+    complete = True
+    searched = [source.parent, *folders]
+    todo = [source, *(Path.cwd() / name for name in before)]
+    todo += [folder / name for folder in searched for name in before]
+    while todo:
+        # Each file has one key, even if includes spell its path differently.
+        path = Path(os.path.normpath(spelled := todo.pop()))
+        if path in files or not (path.exists() or path == source):
+            continue
+        # If the path contains a link, `..` may lead to another folder.
+        complete &= path == spelled or (spelled.exists() and path.samefile(spelled))
+        if path != source and not is_source(path):
+            complete &= path.is_dir()
+            continue
+        files[path] = text if path == source else read_input(path, limit=SOURCE_BYTES)
+        spliced = _SPLICE.sub(b"", files[path])
+        names = _INCLUDE.findall(spliced)
+        complete &= len(names) == len(_ANY_INCLUDE.findall(spliced))
+        todo += [
+            folder / os.fsdecode(name) for folder in (path.parent, *searched) for name in names
+        ]
+    return files, complete
 
 
 def parts_of(file: Path) -> dict[Path, bytes]:
@@ -75,7 +125,7 @@ def parts_of(file: Path) -> dict[Path, bytes]:
 
 
 def _named(path: Path, content: bytes) -> Iterator[Path]:
-    """Yield the paths of all files that a Python file may refer to. The files may not exist."""
+    """Yield the paths of all files that a Python file may refer to. The files need not exist."""
     yield path.with_suffix(".cu")
     try:
         tree = ast.parse(content)
@@ -97,9 +147,7 @@ def _named(path: Path, content: bytes) -> Iterator[Path]:
 
 
 def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
-    """Yield the paths that the module `a.b.c` and its packages may have. Each of them may be a file
-    or a folder.
-    """
+    """Yield the paths that the module `a.b.c` and its packages may have."""
     for part in parts:
         yield folder / f"{part}.py"
         folder = folder / part
@@ -139,6 +187,8 @@ def implementation_names() -> Iterable[str]:
 def from_source(name: str, source: str, summary: str = "") -> Backend:
     """Return the backend for the value of `Backend.source`."""
     path = source.rpartition(":")[0]
+    spec = None if path.endswith(".py") else find_module(path)
+    origin = spec.origin if spec is not None and spec.has_location else None
     return Backend(
         name,
         summary,
@@ -149,7 +199,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         # all other exceptions are faults in the user's code
         refuses=(NotImplementedError,),
         source=source,
-        file=Path(path) if path.endswith(".py") else _file_of(path),
+        file=Path(origin) if origin else Path(path) if path.endswith(".py") else None,
         isolated=True,
     )
 
@@ -195,20 +245,21 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _digest(file: Path) -> str:
-    """Return the hash of a file and its dependencies, in 16 hex digits. If there are no
-    dependencies, hash only the content.
-    """
     parts = parts_of(file)
     if len(parts) == 1:
         return hashlib.sha256(parts[file]).hexdigest()[:16]
     # relative paths, because the same files in another folder are the same code
     named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
+    texts = [text for name in sorted(named) for text in (os.fsencode(name), named[name])]
+    return hash_of(texts)[:16]
+
+
+def hash_of(texts: Iterable[bytes]) -> str:
+    """Return a hash in hex digits. It distinguishes `ab`, `c` from `a`, `bc`."""
     digest = hashlib.sha256()
-    for name in sorted(named):
-        for text in (os.fsencode(name), named[name]):
-            # the lengths distinguish `ab`, `c` from `a`, `bc`
-            digest.update(len(text).to_bytes(8, "little") + text)
-    return digest.hexdigest()[:16]
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()
 
 
 def where(error: BaseException, file: Path | None) -> str:
@@ -220,20 +271,15 @@ def where(error: BaseException, file: Path | None) -> str:
     return f" ({file.name}, line {lines[-1]})" if file and lines else ""
 
 
-@dataclass(frozen=True)
-class _Implementation:
-    """The functions of an implementation. `tuning` may come from the module that defines the
-    attention function, if that is another module than the one loaded.
-    """
-
+class _Implementation(NamedTuple):
     attention: Attention
     supports: Callable[[Config], Any] | None
     tuning: Callable[[], Any]
 
 
 def _of_file(path: Path, function: str, text: str) -> Backend:
-    """Return the backend for a file. Its name is the given text, without the folder if the file may
-    be outside the working directory.
+    """Return the backend for a file. Its name lacks the folder if the file may be outside the working
+    directory.
     """
     file = path
     if not path.is_file() and path.parent == Path(FOLDER):
@@ -278,12 +324,6 @@ def _folders() -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
-def _file_of(dotted: str) -> Path | None:
-    """Return the file of a module, or None if the module has no file."""
-    spec = find_module(dotted)
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-
-
 def _supports(source: str, config: Config) -> str | None:
     reason = outside_contract(config)
     supports = _implementation(source).supports
@@ -309,11 +349,11 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
     """Load an implementation, once per process. Return the exception if this fails. Failures are
     cached too, so that a slow compilation that failed is not repeated.
     """
-    place, _, function = source.rpartition(":")
-    file = Path(place) if place.endswith(".py") else None
-    shown = file.name if file else place
+    name, _, function = source.rpartition(":")
+    file = Path(name) if name.endswith(".py") else None
+    shown = file.name if file else name
     try:
-        module = _module_of_file(file) if file else importlib.import_module(place)
+        module = _module_of_file(file) if file else importlib.import_module(name)
     # a script that has no main guard may call sys.exit
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
@@ -329,6 +369,7 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
             f"{shown} has no function {function!r}; the contract is "
             f"{function}(q, k, v, *, is_causal=False, scale=None, enable_gqa=False)"
         )
+    # the module that defines the attention function may be another module than the one loaded
     home = sys.modules.get(getattr(attention, "__module__", None) or "")
     tunings = (getattr(owner, "tuning", None) for owner in (module, home))
     return _Implementation(
@@ -360,8 +401,6 @@ def _module_of_file(path: Path) -> ModuleType:
         raise
     finally:
         # remove the last occurrence, because the file itself may have added the same folder
-        for index in range(len(sys.path) - 1, -1, -1):
-            if sys.path[index] == folder:
-                del sys.path[index]
-                break
+        if folder in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
     return module
