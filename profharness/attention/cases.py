@@ -65,8 +65,8 @@ class VerificationRow:
 
 
 def _small(config: Config, **changes: Any) -> Config:
-    """Return the config with as few batch elements and heads as are needed to expose faults, and
-    with contiguous tensors. The number of query heads per key head is kept.
+    """Return the config with as few batch elements and heads as are needed to expose faults, and with
+    contiguous tensors. Groups of heads keep their size.
     """
     group = config.num_heads // config.num_kv_heads
     kv_heads = max(1, min(config.num_kv_heads, MAX_HEADS // group))
@@ -89,9 +89,7 @@ def _sized(rows: int, columns: int) -> Derive:
 
 
 def _grouped(divisor: int | None) -> Derive:
-    """Return a function that gives each key head `divisor` query heads. If `divisor` is None, all
-    query heads share one key head.
-    """
+    """Return a function that gives each key head `divisor` query heads, or all if it is None."""
 
     def derive(config: Config) -> Config | None:
         heads = min(config.num_heads, MAX_HEADS)

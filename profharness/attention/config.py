@@ -402,9 +402,7 @@ def _expand(text: str) -> list[Config]:
 
 
 def _canonical(config: Config) -> Config:
-    """Replace values that equal a default by the default itself. Raise UsageError for contradictory
-    values.
-    """
+    """Replace values that equal a default by the default. Raise UsageError for contradictory values."""
     if config.num_heads % config.num_kv_heads:
         message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
         raise UsageError(f"{message}; grouped queries need a divisor")
@@ -465,7 +463,7 @@ def _option(token: str) -> tuple[str, list[Any]]:
 
 
 def _unknown(token: str) -> str:
-    """Return the error text for a token that is not an option, with a suggestion if there is one."""
+    """Return the error text for a token that is not an option."""
     if not token:
         return "a comma with nothing behind it; leave it out"
     key, equals, _ = token.partition("=")

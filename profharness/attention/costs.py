@@ -93,9 +93,8 @@ def _growth(config: Config, dtype: str) -> tuple[int, int]:
 
 
 def copy_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of the copies that unfused attention makes before it computes in a dtype. If
-    heads are grouped, K and V are copied for each query head. If the dtype is wider than the
-    inputs, Q, K and V are copied.
+    """Return the bytes of the copies that unfused attention makes before it computes in a dtype: K and V
+    for each query head if heads are grouped, and Q, K and V if the dtype is wider than theirs.
     """
     # a causal mask does not reduce the copies
     tensors = tensor_bytes(replace(config, causal=False))

@@ -40,9 +40,7 @@ SOURCES_FILE = "sources.json"
 
 
 def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
-    """Return a function that loads worker/attention.py, which imports torch, and calls a function of
-    it.
-    """
+    """Return a function that calls a function of worker/attention.py, which imports torch."""
 
     def call() -> Any:
         module = importlib.import_module("profharness.recording.worker.attention")

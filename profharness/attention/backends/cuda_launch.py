@@ -140,8 +140,8 @@ class CudaKernel:
         return int(occupancy.max_active_blocks_per_multiprocessor(x * y * z, self.shared_bytes))
 
     def _learn(self, types: tuple[type, ...], args: Sequence[Any]) -> list[Convert]:
-        """Return the converters for a new sequence of argument types, after comparing the sizes of
-        the arguments with those that the kernel takes. Raise LaunchError if they differ.
+        """Return the converters for a new sequence of argument types. Raise LaunchError if the sizes differ
+        from those of the arguments that the kernel takes.
         """
         pairs = [converter(index, arg) for index, arg in enumerate(args)]
         given = [size for size, _ in pairs]
@@ -205,9 +205,7 @@ def load_kernel(
 
 
 def _set_attribute(kernel: Any, device: int, name: str, value: int) -> None:
-    """Set an attribute of a kernel through the driver, because cuda.core 1.2 can only read
-    attributes. Raise LaunchError if the driver refuses the value.
-    """
+    """Set an attribute through the driver, because cuda.core 1.2 can only read attributes."""
     from cuda.bindings import driver
 
     attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")

@@ -192,7 +192,6 @@ def nvrtc_version() -> str:
 
 
 def _texts(option: str | Sequence[str] | None) -> list[str]:
-    """Return an option as a list. Its value may be a single text, several texts or None."""
     return [option] if isinstance(option, str) else list(option or ())
 
 

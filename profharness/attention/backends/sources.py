@@ -125,7 +125,7 @@ def parts_of(file: Path) -> dict[Path, bytes]:
 
 
 def _named(path: Path, content: bytes) -> Iterator[Path]:
-    """Yield the paths of all files that a Python file may refer to. The files need not exist."""
+    """Yield the paths that a Python file may refer to. They need not exist."""
     yield path.with_suffix(".cu")
     try:
         tree = ast.parse(content)
@@ -147,7 +147,6 @@ def _named(path: Path, content: bytes) -> Iterator[Path]:
 
 
 def _modules(folder: Path, parts: Iterable[str]) -> Iterator[Path]:
-    """Yield the paths that the module `a.b.c` and its packages may have."""
     for part in parts:
         yield folder / f"{part}.py"
         folder = folder / part
@@ -236,7 +235,6 @@ def commit(file: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of git, or None if git is missing, fails or takes too long."""
     # core.fsmonitor would run a program that the work tree configures, and without the variable
     # `git status` would lock the index
     argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
@@ -278,9 +276,6 @@ class _Implementation(NamedTuple):
 
 
 def _of_file(path: Path, function: str, text: str) -> Backend:
-    """Return the backend for a file. Its name lacks the folder if the file may be outside the working
-    directory.
-    """
     file = path
     if not path.is_file() and path.parent == Path(FOLDER):
         file = SHIPPED / path.name
@@ -317,9 +312,6 @@ def _by_name(name: str) -> Backend | None:
 
 
 def _folders() -> list[Path]:
-    """Return the `kernels/` folder of the working directory and the one that comes with
-    profharness, if they exist.
-    """
     folders = dict.fromkeys([(Path.cwd() / FOLDER).resolve(), SHIPPED])
     return [folder for folder in folders if folder.is_dir()]
 
@@ -346,8 +338,8 @@ def _implementation(source: str) -> _Implementation:
 
 @functools.cache
 def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
-    """Load an implementation, once per process. Return the exception if this fails. Failures are
-    cached too, so that a slow compilation that failed is not repeated.
+    """Load an implementation, once per process, or return the exception. Failures are cached too, so that
+    a slow compilation that failed is not repeated.
     """
     name, _, function = source.rpartition(":")
     file = Path(name) if name.endswith(".py") else None

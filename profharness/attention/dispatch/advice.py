@@ -60,16 +60,13 @@ def _easy_remainder(config: Config) -> Config:
 
 
 def _easy_size(config: Config) -> Config:
-    """Return the config with a head_dim of 57 to 64, or of 121 to 128 if head_dim_v is 64. The
-    remainder of head_dim modulo 8 is kept.
-    """
+    """Change head_dim to 57 to 64, or to 121 to 128 if head_dim_v is 64, with the same remainder modulo 8."""
     easy = EASY_DIM * (2 if config.head_dim_v == EASY_DIM else 1)
     head_dim = easy - (-config.head_dim % 8)
     return with_dims(config, head_dim, config.head_dim_v or head_dim)
 
 
 def _easy_heads(config: Config) -> Config:
-    """Return the config with at most 8 heads. Grouped heads stay grouped."""
     if config.num_heads <= EASY_HEADS:
         return config
     kv_heads = min(config.num_kv_heads, 2)
@@ -181,9 +178,8 @@ def _minimal_sets(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
 def _remaining(
     config: Config, gone: set[str], refusal: _Ask
 ) -> Iterator[tuple[tuple[str, ...], Refusal]]:
-    """Yield the reasons that remain after the properties found so far are made easy. To find the
-    cause of a reason, make the other properties easy one by one, as long as the backend still
-    refuses the config.
+    """Yield the reasons that remain after the properties found so far are made easy. Their cause is what
+    is left after all properties that do not matter are made easy, one by one.
     """
     while (reason := refusal(make_easy(config, gone))) is not None:
         needed = [name for name in difficult_properties(config) if name not in gone]
@@ -244,7 +240,6 @@ class ConfigChange(NamedTuple):
 
 
 def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
-    """Return the config with padded head dims. The scale stays that of the original head_dim."""
     scale = config.scale
     if head_dim != config.head_dim and scale is None:
         scale = config.head_dim**-0.5
@@ -518,9 +513,7 @@ def advise(
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
-    """Search for accepted configs breadth-first, so that the configs with the fewest changes are
-    found first.
-    """
+    """Search breadth-first, so that the configs with the fewest changes are found first."""
     seen = {start.config}
     level = [start]
     for _ in range(MAX_CHANGES):

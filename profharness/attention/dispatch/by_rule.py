@@ -175,13 +175,12 @@ def named_platforms(
     cuda: str | None = None,
     cudnn_compiled: str | None = None,
 ) -> list[Platform]:
-    """Return the platforms that the options name, one per release, oldest first. If neither `torch`
-    nor `gpu` is given, return an empty list, which means that PyTorch itself is queried.
+    """Return the platforms that the options name, one per release, oldest first. Return an empty list if
+    neither `torch` nor `gpu` is given, which means that PyTorch itself is queried.
 
-    `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. None means the installed release. A single
-    release may be unknown to the rules. `gpu` is a name, a capability such as sm90, or `cpu`. None
-    means the GPU of this machine, which NVML reports. `cudnn` is the version at run time, and
-    `cudnn_compiled` is the version that PyTorch was built with.
+    `torch` is `2.8`, `2.9.1`, `2.5..2.15` or `2.8,2.10`. The default is the installed release. `gpu` is
+    a name, a capability such as sm90, or `cpu`. The default is the GPU of this machine. `cudnn` is the
+    version at run time, and `cudnn_compiled` is the version that PyTorch was built with.
 
     Raise UsageError for an invalid version, for an unknown GPU, and if a cuDNN or CUDA version is
     given without `torch` and `gpu`.
@@ -357,7 +356,7 @@ def matrix(config: Config, platforms: Sequence[Platform], asked: str = AUTO) -> 
 
 
 def _changes(before: Explanation, after: Explanation) -> list[str]:
-    """Return the differences between two explanations, as sentences. A different choice comes first."""
+    """Return the differences between two explanations, as sentences, with the choice first."""
     changes = []
     if before.predicted != after.predicted:
         changes.append(f"choice {before.predicted} → {after.predicted}")

@@ -150,10 +150,8 @@ def parse_cudnn(value: int | str) -> int:
 
 
 def parse_release(text: str) -> Release:
-    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`.
-
-    If the text has no patch number, return the newest patch release that is known, or .0 if none is
-    known. Raise UsageError if the text is not a version.
+    """Parse a PyTorch version such as `2.8`, `2.9.1` or `2.11.0+cu130`. The default patch number is that of
+    the newest known patch release. Raise UsageError if the text is not a version.
     """
     match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:\+[\w.]+)?", text.strip())
     if not match:
@@ -175,9 +173,7 @@ def _supported(text: str) -> Release:
 
 
 def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
-    """Return the known and the unknown releases of a range. `2.5` as the first release means 2.5.0,
-    and `2.15` as the last release means its newest patch release.
-    """
+    """Return the known and the unknown releases of a range."""
     low, high = _supported(first), parse_release(last)
     low = low if first.count(".") > 1 else (*low[:2], 0)
     text = f"release range '{first.strip()}..{last.strip()}'"
@@ -197,10 +193,8 @@ def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
 
 def parse_releases(text: str) -> list[Release]:
     """Parse `2.5..2.15` (every known release from 2.5.0 to the newest 2.15), `2.8,2.10`, `2.9.1` or
-    a combination of these. Return the releases, oldest first.
-
-    Raise UsageError for a release before 2.5, for an empty range, and for a range that contains no
-    known release.
+    a combination of these. Return the releases, oldest first. Raise UsageError for a release before
+    2.5, and for a range that is empty or contains no known release.
     """
     found: set[Release] = set()
     for part in text.split(","):

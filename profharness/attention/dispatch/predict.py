@@ -290,9 +290,7 @@ def every_refusal(
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set[str]:
-    """Return every backend that may be the first eligible backend, and also `none` if the call may
-    raise.
-    """
+    """Return every backend that may be the first eligible one, and `none` if the call may raise."""
     choices: set[str] = set()
     for backend in order:
         eligible = verdicts[backend].eligible
@@ -306,8 +304,8 @@ def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set
 
 
 def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """Return the possible orders of the backends. There are several if a property of the machine is
-    unknown, and none if the release is unknown. On a CPU, PyTorch's order is fixed.
+    """Return the possible orders of the backends: several if a property of the machine is unknown, and
+    none if the release is unknown.
     """
     if not machine.known:
         return ()

@@ -143,9 +143,7 @@ def _type_name(match: re.Match[str] | None, group: int = 1) -> str | None:
 
 
 def _functor(argument: str) -> tuple[str | None, str | None]:
-    """Return the innermost functor or function in a template argument of an elementwise kernel, and
-    its dtype.
-    """
+    """Return the innermost functor or function in a template argument, and its dtype."""
     scalar = _type_name(_LAMBDA.search(argument))
     for match in _FUNCTION.finditer(argument):
         if not match[1].startswith("gpu_kernel"):
@@ -196,11 +194,7 @@ def _computed(head: Head, parts: list[str | None], family: str, dtype: str | Non
 
 
 def _softmax(text: str, head: Head) -> KernelName:
-    """Parse a softmax kernel.
-
-    Its name is either `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>`, or it
-    starts with `cunn_`.
-    """
+    """Parse `softmax_warp_forward<in, out, acc, log2 columns, log, masked, warp>` or `cunn_…`."""
     arguments, numbers = _arguments(text, head)
     types = [OF_CPP_TYPE[argument] for argument in arguments if argument in OF_CPP_TYPE]
     flags = [argument == "true" for argument in arguments if argument in ("true", "false")]
@@ -221,10 +215,8 @@ _TRITON = re.compile(r"flash_(?:forward|backward_(?:dkdv|dq|delta))$")
 
 
 def _own(text: str, head: Head) -> KernelName | None:
-    """Parse a kernel from the folder kernels/, which is written in Triton or CUDA.
-
-    `tiled_attention<T, BM, BN, …>` is an example of a CUDA kernel. Its tile has BM queries and BN
-    keys. Return None if the name is not the name of such a kernel.
+    """Parse a kernel from the folder kernels/, such as `tiled_attention<T, BM, BN, …>`, whose tile has BM
+    queries and BN keys.
     """
     if _TRITON.match(text):
         direction = "bwd" if "backward" in text else "fwd"

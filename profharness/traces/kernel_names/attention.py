@@ -1,13 +1,15 @@
-"""Parse the names of kernels from the libraries that PyTorch uses.
+"""Parse the names of kernels that begin like those of a known library.
 
-These are attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN, flex_attention and
-Triton), matrix products (cuBLAS, cuBLASLt and CUTLASS) and the kernels of CUB.
+These are attention kernels (FlashAttention 2, 3 and 4, efficient attention, cuDNN, flex_attention,
+Triton and TensorRT-LLM), matrix products (cuBLAS, cuBLASLt, CUTLASS, TensorRT-LLM and Tensile) and the
+kernels of CUB.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from profharness.dtypes import OF_CPP_TYPE
 from profharness.traces.kernel_names.meanings import (
@@ -19,6 +21,7 @@ from profharness.traces.kernel_names.meanings import (
     FA3_FLAGS,
     FA3_FWD80,
     FA3_FWD90,
+    FAMILIES,
     flag_words,
 )
 from profharness.traces.kernel_names.text import (
@@ -33,14 +36,24 @@ from profharness.traces.kernel_names.text import (
 # Number of characters of an attention kernel's name that are parsed. The template contains all fields,
 # and the parameter list after it only repeats them.
 READ = 2048
+Fields = dict[str, Any]
+"""Fields of a KernelName. By default, the short name is the last part of the path, the family and the
+backend are those of the rule, and a backward kernel is in the family for the backward pass.
+"""
 
 
 def parse_library(text: str, head: Head) -> KernelName | None:
+    """Parse a kernel of a known library. Return None if no rule matches."""
+    begin = head.end - len(head.path)
     for rules, read in ((_ATTENTION, READ), (_PRODUCTS, None)):
-        for anchor, parser in rules:
-            match = anchor.match(text, head.end - len(head.path))
+        for anchor, family, backend, parser in rules:
+            match = anchor.match(text, begin)
             if match:
-                return parser(text[:read], head, match)
+                fields = parser(text[:read], head, match)
+                if fields.get("direction") == "bwd" and f"{family}_bwd" in FAMILIES:
+                    family = f"{family}_bwd"
+                default = {"short": head.base, "family": family, "backend": backend}
+                return KernelName(head.name, **(default | fields))
     return None
 
 
@@ -58,10 +71,7 @@ _FA2_SHORT = {
 
 
 def fa2_flags(base: str, text: str) -> dict[str, bool]:
-    """Return the compile-time flags of a FlashAttention 2 kernel by name.
-
-    Releases that do not support softcap have fewer flags.
-    """
+    """Return the compile-time flags of a FlashAttention 2 kernel by name. Old releases have fewer flags."""
     match = _FLAGS.search(text)
     if match is None or "combine" in base:
         return {}
@@ -75,35 +85,29 @@ def fa2_flags(base: str, text: str) -> dict[str, bool]:
     return dict(zip(names, values, strict=False))
 
 
-def _fa2(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    base, direction = head.base, match["direction"]
+def _fa2(text: str, head: Head, match: re.Match[str]) -> Fields:
+    base = head.base
     traits = _TRAITS.search(text) or _TRAITS_CUT.search(text)
-    dtype = OF_CPP_TYPE.get(traits[5]) if traits and traits.re is _TRAITS else None
     flags = fa2_flags(base, text)
-    family = "flash_bwd" if direction == "bwd" else "flash"
-    if "combine" in base:
-        family = "flash_combine"
-    elif "splitkv" in base:
-        family = "flash_splitkv"
-    sizes = integers(traits, head_dim=1, tile_m=2, tile_n=3, warps=4)
-    shown = flag_words(FA2_FLAGS, flags)
-    if family == "flash_combine":
-        own = re.search(r"> ?>, (\d+), (\d+)", text)
-        shown = [f"m{own[1]}", f"split{2 ** min(int(own[2]), 20)}"] if own else []
+    fields = {
+        "backend": "flash2" if "pytorch_flash" in head.path or head.path == base else "flash2_pip",
+        "arch": "sm80",
+        "dtype": OF_CPP_TYPE.get(traits[5]) if traits and traits.re is _TRAITS else None,
+        "direction": match["direction"],
+        "causal": flags.get("causal"),
+        "dropout": flags.get("dropout"),
+        **integers(traits, head_dim=1, tile_m=2, tile_n=3, warps=4),
+    }
     head_dim, tile_m, tile_n, warps = traits.groups()[:4] if traits else [None] * 4
-    tile = (f"{tile_m}x{tile_n}", f"w{warps}") if traits and family != "flash_combine" else ()
-    return KernelName(
-        head.name,
-        join_short(_FA2_SHORT.get(base, base), head_dim, *tile, *shown),
-        family,
-        "flash2" if "pytorch_flash" in head.path or head.path == base else "flash2_pip",
-        arch="sm80",
-        dtype=dtype,
-        direction=direction,
-        causal=flags.get("causal"),
-        dropout=flags.get("dropout"),
-        **sizes,
-    )
+    shown = [f"{tile_m}x{tile_n}", f"w{warps}"] if traits else []
+    shown += flag_words(FA2_FLAGS, flags)
+    if "combine" in base:
+        sizes = re.search(r"> ?>, (\d+), (\d+)", text)
+        shown = [f"m{sizes[1]}", f"split{2 ** min(int(sizes[2]), 20)}"] if sizes else []
+        fields["family"] = "flash_combine"
+    elif "splitkv" in base:
+        fields["family"] = "flash_splitkv"
+    return fields | {"short": join_short(_FA2_SHORT.get(base, base), head_dim, *shown)}
 
 
 _C = r"cute::(?:C<|constant<int, )(\d+)>"
@@ -117,10 +121,7 @@ _FA3_SIDE = re.compile(r"FlashAttn(Fwd|Bwd)Sm(\d+)")
 
 
 def fa3_flags(text: str) -> dict[str, bool]:
-    """Return the compile-time flags of a FlashAttention 3 kernel by name.
-
-    Return {} if the name of the kernel does not contain an architecture.
-    """
+    """Return the compile-time flags of a FlashAttention 3 kernel by name."""
     side, match = _FA3_SIDE.search(text), _FA3_FLAGS.search(text)
     if side is None or match is None:
         return {}
@@ -129,131 +130,122 @@ def fa3_flags(text: str) -> dict[str, bool]:
     return dict(zip(names.split(), values, strict=False))
 
 
-def _fa3(text: str, head: Head, match: re.Match[str]) -> KernelName:
+def _fa3(text: str, _head: Head, match: re.Match[str]) -> Fields:
     base, side = match["base"], match["side"]
     if side is None:
-        return KernelName(head.name, base, "flash", "fa3", direction="fwd")
-    direction = side.lower()
+        return {"short": base, "direction": "fwd"}
     element = _FA3_ELEMENT.search(text)
     in_name = re.search(r"Sm(\d+)", base)
-    sm_match = in_name or re.search(r"cutlass::arch::Sm(\d+)", text)
-    sm = sm_match[1] if sm_match else None
-    tiles = [tuple(map(int, sizes)) for sizes in _TUPLE3.findall(text[:700])]
-    tile = tiles[1 if sm != "80" and len(tiles) > 1 else 0] if tiles and in_name else None
+    sm = in_name or re.search(r"cutlass::arch::Sm(\d+)", text)
     flags = fa3_flags(text)
-    family = "flash_bwd" if direction == "bwd" else "flash"
-    stages = warps = None
+    fields: Fields = {
+        "arch": f"sm{sm[1]}" if sm else None,
+        "dtype": OF_CPP_TYPE.get(element[0]) if element else None,
+        "direction": side.lower(),
+        "causal": flags.get("causal"),
+    }
+    tile_m = tile_n = head_dim = None
     if in_name:
+        tiles = [tuple(map(int, sizes)) for sizes in _TUPLE3.findall(text[:700])]
+        if tiles:
+            tile_m, tile_n, head_dim = tiles[1 if in_name[1] != "80" and len(tiles) > 1 else 0]
         counts = _FA3_STAGES.search(text)
-        is_fwd80 = direction == "fwd" and sm == "80"
-        stages = integers(counts, stages=2 if is_fwd80 else 1).get("stages")
-        warps = int(counts[1]) if counts and is_fwd80 else None
-    else:
-        family = "flash_combine" if "Combine" in base else family
-        pair = _TUPLE2.search(text)
-        tile = (int(pair[1]), 0, int(pair[2])) if pair else None
-    tile_m, tile_n, head_dim = tile or (None, None, None)
-    tile_n = tile_n or None
-    shown = flag_words(FA3_FLAGS, flags)
+        is_fwd80 = (side, in_name[1]) == ("Fwd", "80")
+        fields["stages"] = integers(counts, stages=2 if is_fwd80 else 1).get("stages")
+        fields["warps"] = int(counts[1]) if counts and is_fwd80 else None
+    elif pair := _TUPLE2.search(text):
+        tile_m, head_dim = int(pair[1]), int(pair[2])
     size = f"{tile_m}x{tile_n}" if tile_n else f"m{tile_m}" if tile_m else None
-    return KernelName(
-        head.name,
-        join_short(base, head_dim, size, *shown),
-        family,
-        "fa3",
-        arch=f"sm{sm}" if sm else None,
-        dtype=OF_CPP_TYPE.get(element[0]) if element else None,
-        head_dim=None if family == "flash_combine" else head_dim,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        stages=stages,
-        warps=warps,
-        direction=direction,
-        causal=flags.get("causal"),
-    )
+    fields["short"] = join_short(base, head_dim, size, *flag_words(FA3_FLAGS, flags))
+    if "Combine" in base and not in_name:
+        fields["family"], head_dim = "flash_combine", None
+    return fields | {"tile_m": tile_m, "tile_n": tile_n or None, "head_dim": head_dim}
 
 
 _FA4_CLASS = re.compile(r"(Flash(?:Attention|Attn)?(?:Forward|Backward|Decode)\w*?)(?:_object|$|_)")
 _FA4_DTYPE = re.compile(r"tensorptr(bf16|f16|f32)")
 
 
-def _fa4(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    class_name = _FA4_CLASS.search(text[:300])
+def _fa4(text: str, _head: Head, match: re.Match[str]) -> Fields:
+    found = _FA4_CLASS.search(text[:300])
+    class_name = found[1] if found else ""
     dtype = _FA4_DTYPE.search(text)
-    sm = re.search(r"[sS]m(\d+)", class_name[1] if class_name else match[0])
-    direction = match["direction"]
-    family = "flash_bwd" if direction == "bwd" else "flash"
-    if "combine" in match[0].lower() or (class_name and "Combine" in class_name[1]):
-        family = "flash_combine"
-    return KernelName(
-        head.name,
-        class_name[1] if class_name else match[0].removeprefix("kernel_cutlass_kernel_"),
-        family,
-        "fa4",
-        arch=f"sm{sm[1]}" if sm else None,
-        dtype={"bf16": "bf16", "f16": "fp16", "f32": None}[dtype[1]] if dtype else None,
-        direction=direction,
-    )
+    sm = re.search(r"[sS]m(\d+)", class_name or match[0])
+    is_combine = "combine" in match[0].lower() or "Combine" in class_name
+    return {
+        "short": class_name or match[0].removeprefix("kernel_cutlass_kernel_"),
+        "arch": f"sm{sm[1]}" if sm else None,
+        "dtype": {"bf16": "bf16", "f16": "fp16", "f32": None}[dtype[1]] if dtype else None,
+        "direction": match["direction"],
+        **({"family": "flash_combine"} if is_combine else {}),
+    }
 
 
-_EFFICIENT_DTYPES = {"f16": "fp16", "bf16": "bf16", "f32": "fp32"}
 _MAX_K = re.compile(r"AttentionKernel<[^<>]*?(?:true|false), \d+, \d+, (\d+)")
 
 
-def _efficient(text: str, head: Head, match: re.Match[str]) -> KernelName:
+def _efficient(text: str, head: Head, match: re.Match[str]) -> Fields:
     is_backward = match["side"] == "B"
     max_k = None if is_backward else _MAX_K.search(text)
     is_foreign = "PyTorchMemEff" not in text and text[head.end : head.end + 10] == "(Attention"
-    return KernelName(
-        head.name,
-        head.base,
-        "efficient_bwd" if is_backward else "efficient",
-        "xformers" if is_foreign else "efficient",
-        arch=f"sm{match['sm']}" if match["sm"] else None,
-        dtype=_EFFICIENT_DTYPES[match["dtype"]],
-        direction="bwd" if is_backward else "fwd",
-        dropout="_dropout" in head.base if is_backward else None,
-        **integers(match, head_dim="k", tile_m="m", tile_n="n") | integers(max_k, head_dim=1),
-    )
+    return {
+        "backend": "xformers" if is_foreign else "efficient",
+        "arch": f"sm{match['sm']}" if match["sm"] else None,
+        "dtype": {"f16": "fp16", "bf16": "bf16", "f32": "fp32"}[match["dtype"]],
+        "direction": "bwd" if is_backward else "fwd",
+        "dropout": "_dropout" in head.base if is_backward else None,
+        **integers(match, head_dim="k", tile_m="m", tile_n="n"),
+        **integers(max_k, head_dim=1),
+    }
 
 
-def _cudnn(_text: str, head: Head, match: re.Match[str]) -> KernelName:
+def _cudnn(_text: str, _head: Head, match: re.Match[str]) -> Fields:
     kind = match["dtype"]
     tile = _TILE.match(match["tile"] or "")
     engine = "cudnn_oss_sdpa" if match["engine"] == "oss" else "cudnn_sdpa"
     knob = f"knob_{match['knob']}" if match["knob"] else None
     low = kind if kind != "f16" else None
     parts = (engine, match["sm"], match["pass"], match["mma"], low, knob, match["tile"])
-    direction = "fwd" if match["pass"] == "fprop" else "bwd"
-    return KernelName(
-        head.name,
-        "_".join(part for part in parts if part),
-        "cudnn" if direction == "fwd" else "cudnn_bwd",
-        "cudnn",
-        arch=match["sm"],
-        dtype={"f16": "fp16/bf16", "f8": "fp8"}.get(kind, kind),
-        direction=direction,
+    return {
+        "short": "_".join(part for part in parts if part),
+        "arch": match["sm"],
+        "dtype": {"f16": "fp16/bf16", "f8": "fp8"}.get(kind, kind),
+        "direction": "fwd" if match["pass"] == "fprop" else "bwd",
         **integers(tile, tile_m=1, tile_n=2, tile_k=3, head_dim=3),
-    )
+    }
 
 
-def _cudnn_helper(text: str, head: Head, match: re.Match[str]) -> KernelName:
+def _cudnn_helper(text: str, head: Head, match: re.Match[str]) -> Fields:
     direction = "fwd" if match["helper"] == "lean_reduction" else "bwd"
-    family = "cudnn" if direction == "fwd" else "cudnn_bwd"
-    return KernelName(head.name, generic_short(text, head), family, "cudnn", direction=direction)
+    return {"short": generic_short(text, head), "direction": direction}
 
 
-def _direction(text: str) -> str:
-    return "bwd" if "bwd" in text or "backward" in text else "fwd"
+def _triton_attention(_text: str, head: Head, _match: re.Match[str]) -> Fields:
+    is_backward = "bwd" in head.base or "backward" in head.base
+    return {"direction": "bwd" if is_backward else "fwd"}
 
 
-def _flex(_text: str, head: Head, _match: re.Match[str]) -> KernelName:
-    return KernelName(head.name, head.base, "flex", "flex", direction=_direction(head.base))
+def _no_fields(_text: str, _head: Head, _match: re.Match[str]) -> Fields:
+    return {}
 
 
-def _triton(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    direction = _direction(head.base) if match.groupdict().get("attention") else None
-    return KernelName(head.name, head.base, "triton", "triton", direction=direction)
+_TRTLLM = re.compile(r"H(?:Qk)?(\d+)(?:HV\d+)?(?=[A-Z]).*?Q(\d+)Kv(\d+)")
+_TRTLLM_DTYPE = {"Bfloat16": "bf16", "Fp16": "fp16", "E4m3": "fp8_e4m3"}
+
+
+def _trtllm(_text: str, head: Head, match: re.Match[str]) -> Fields:
+    """Parse `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`."""
+    kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
+    kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
+    short = head.base.replace("fmhaSm", "fmha_sm", 1).replace("Kernel_", "_", 1)
+    return {
+        "short": short,
+        "arch": f"sm{match['sm']}",
+        "dtype": _TRTLLM_DTYPE[kind[1]] if kind else None,
+        "direction": "fwd",
+        "causal": True if "Causal" in short else False if "Dense" in short else None,
+        **integers(_TRTLLM.search(head.base, match.end()), head_dim=1, tile_m=2, tile_n=3),
+    }
 
 
 _CONVOLUTION = re.compile(r"cudnn|winograd|fprop|dgrad|wgrad|conv(?:olve|olution|2d|3d)?(?=_|\b)")
@@ -271,187 +263,205 @@ def _element(text: str) -> str | None:
     return match.lastgroup if match else None
 
 
-def _gemm(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse a name such as `ampere_sgemm_128x64_tn` or `cutlass_80_tensorop_…gemm_…`.
-
-    The name may be a template argument of `cutlass::Kernel2<…>`.
-    """
+def _gemm(text: str, _head: Head, match: re.Match[str]) -> Fields:
+    """Parse `ampere_sgemm_128x64_tn` or `cutlass_80_tensorop_…gemm_…`, alone or in `cutlass::Kernel2<…>`."""
     name = match["name"]
     if _CONVOLUTION.search(name) or "gemm" not in name:
-        return KernelName(head.name, name, "other", "cudnn" if "cudnn" in text[:200] else "cutlass")
-    tile, stages = _TILE.search(name), _STAGES.search(name)
+        backend = "cudnn" if "cudnn" in text[:200] else "cutlass"
+        return {"short": name, "family": "other", "backend": backend}
+    stages = _STAGES.search(name)
     number = re.match(r"cutlass(?:3x)?_(?:sm)?(\d+)", name)
-    chip = name.partition("_")[0]
-    arch = _CHIP.get(chip) or (f"sm{number[1]}" if number else None)
-    return KernelName(
-        head.name,
-        name,
-        "gemm",
-        "cublas",
-        arch=arch,
-        dtype=_element(name),
-        **integers(tile, tile_m=1, tile_n=2, tile_k=3),
+    return {
+        "short": name,
+        "arch": _CHIP.get(name.partition("_")[0]) or (f"sm{number[1]}" if number else None),
+        "dtype": _element(name),
+        **integers(_TILE.search(name), tile_m=1, tile_n=2, tile_k=3),
         **integers(stages, stages=(stages and stages.lastindex) or 0),
-    )
+    }
 
 
-def _xmma(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse a name such as
-    `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`.
-    """
+def _xmma(_text: str, _head: Head, match: re.Match[str]) -> Fields:
+    """Parse `sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_…`."""
     if match["gemm"] is None:
-        return KernelName(head.name, head.base, "other", "cudnn", arch=match["sm"])
-    formats = re.match(r"_([a-z\d]+?)_([a-z\d]+?)_([a-z\d]+)_([tn]{2})_", match["tail"])
-    tile = re.search(r"tilesize(\d+)x(\d+)x(\d+)", match["tail"])
-    stage = re.search(r"stage(\d+)", match["tail"])
-    math = "tf32" if formats and "tf32" in formats[2] else None
+        return {"family": "other", "backend": "cudnn", "arch": match["sm"]}
+    tail = match["tail"]
+    formats = re.match(r"_([a-z\d]+?)_([a-z\d]+?)_([a-z\d]+)_([tn]{2})_", tail)
+    tile = re.search(r"tilesize((\d+)x(\d+)x(\d+))", tail)
+    fields = {
+        "arch": match["sm"],
+        **integers(tile, tile_m=2, tile_n=3, tile_k=4),
+        **integers(re.search(r"stage(\d+)", tail), stages=1),
+    }
+    if formats is None:
+        return fields
     # The first word contains the types of A and B, for example f32f32 or bf16bf16.
-    word = formats[1][: len(formats[1]) // 2] if formats else None
-    parts = [math or word, formats[4] if formats else None, tile[0][8:] if tile else None]
-    parts += ["splitk" if "split_k" in match["tail"] else None]
-    stem = f"{match['sm']}_xmma_{match['gemm']}"
-    return KernelName(
-        head.name,
-        "_".join([stem, *(part for part in parts if part)]) if formats else head.base,
-        "gemm",
-        "cublas",
-        arch=match["sm"],
-        dtype=_element(word) if word else None,
-        **integers(tile, tile_m=1, tile_n=2, tile_k=3),
-        **integers(stage, stages=1),
-    )
+    word = formats[1][: len(formats[1]) // 2]
+    parts = [match["sm"], "xmma", match["gemm"], "tf32" if "tf32" in formats[2] else word]
+    parts += [formats[4], tile[1] if tile else "", "splitk" if "split_k" in tail else ""]
+    return {"short": "_".join(filter(None, parts)), "dtype": _element(word), **fields}
 
 
-def _nvjet(_text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse a name such as `nvjet_sm90_hsh_256x128_64x4_…`, in which the architecture is optional.
-
-    The letters are the types of A, B and D (h is fp16, t is bf16). After them come the tile, and the
-    depth of a step and the number of stages.
+def _nvjet(_text: str, _head: Head, match: re.Match[str]) -> Fields:
+    """Parse `nvjet_sm90_hsh_256x128_64x4_…`: architecture, types of A, B and D (h is fp16, t is bf16), tile,
+    depth of a step and number of stages.
     """
-    return KernelName(
-        head.name,
-        head.base,
-        "gemm",
-        "cublas",
-        arch=match["sm"],
-        dtype={"h": "fp16", "t": "bf16"}.get(match["types"][0]) if match["types"] else None,
+    return {
+        "arch": match["sm"],
+        "dtype": {"h": "fp16", "t": "bf16"}.get(match["types"][0]) if match["types"] else None,
         **integers(match, tile_m="m", tile_n="n", stages="stages"),
-    )
+    }
 
 
 def _first_dtype(arguments: list[str]) -> str | None:
     return next((OF_CPP_TYPE[argument] for argument in arguments if argument in OF_CPP_TYPE), None)
 
 
-def _gemv(text: str, head: Head, _match: re.Match[str]) -> KernelName:
+def _gemv(text: str, head: Head, _match: re.Match[str]) -> Fields:
     arguments = template_arguments(text, head.end)
     dtype = _first_dtype(arguments)
     numbers = [argument for argument in arguments if argument.isdigit()]
     base = "gemvx" if "gemvx::" in head.path else head.base
-    short = join_short(base, dtype, *numbers[:5])
-    return KernelName(head.name, short, "gemv", "cublas", dtype=dtype)
+    return {"short": join_short(base, dtype, *numbers[:5]), "dtype": dtype}
 
 
-def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> KernelName:
+def _small_gemm(text: str, head: Head, _match: re.Match[str]) -> Fields:
     dtype = _first_dtype(template_arguments(text, head.end, limit=8))
-    return KernelName(head.name, generic_short(text, head), "gemm", "cublas", dtype=dtype)
+    return {"short": generic_short(text, head), "dtype": dtype}
 
 
-def _cutlass3(text: str, head: Head, match: re.Match[str]) -> KernelName:
-    """Parse a CUTLASS 3 name such as
-    `cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>`, or a CUTLASS 2 name.
-    """
+def _cutlass3(text: str, _head: Head, match: re.Match[str]) -> Fields:
+    """Parse `cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…>>` or a CUTLASS 2 name."""
     tile = re.search(r"GemmShape<(\d+), (\d+), \d+>", text[:4096])
     element = re.search(r"cutlass::(?:half_t|bfloat16_t|float_e4m3_t)\b", text[:4096])
-    return KernelName(
-        head.name,
-        join_short(match["name"], f"{tile[1]}x{tile[2]}" if tile else None),
-        "gemm",
-        "cutlass",
-        dtype=OF_CPP_TYPE[element[0]] if element else None,
+    return {
+        "short": join_short(match["name"], f"{tile[1]}x{tile[2]}" if tile else None),
+        "dtype": OF_CPP_TYPE[element[0]] if element else None,
         **integers(tile, tile_m=1, tile_n=2),
-    )
+    }
 
 
-def _cub(text: str, head: Head, _match: re.Match[str]) -> KernelName:
+def _cub(text: str, head: Head, _match: re.Match[str]) -> Fields:
     is_reduce = re.match(r"Device(?:Segmented|SingleTile)?Reduce", head.base)
     family = "reduce" if is_reduce or "ReduceSingleTile" in head.base else "other"
-    return KernelName(head.name, generic_short(text, head), family, "cub")
+    return {"short": generic_short(text, head), "family": family}
 
 
-NameRule = tuple[re.Pattern[str], Callable[[str, Head, re.Match[str]], KernelName]]
+def _trtllm_product(_text: str, _head: Head, match: re.Match[str]) -> Fields:
+    """Parse `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`: types of C, of A and B, and of the
+    accumulator, tile, and number of stages.
+    """
+    of_a_and_b = {"E4m3E4m3": "fp8_e4m3", "Bfloat16": "bf16", "Fp16": "fp16"}
+    return {
+        "arch": f"sm{match['sm']}" if match["sm"] else None,
+        "dtype": of_a_and_b.get(match["ab"]),
+        **integers(match, tile_m="m", tile_n="n", tile_k="k", stages="stages"),
+    }
 
 
-def _rules(*rows: tuple[str, Callable[[str, Head, re.Match[str]], KernelName]]) -> list[NameRule]:
-    return [(re.compile(pattern, re.ASCII), parser) for pattern, parser in rows]
+def _tensile(_text: str, head: Head, match: re.Match[str]) -> Fields:
+    """Parse `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…`, a name of rocBLAS or hipBLASLt."""
+    isa = re.search(r"_ISA(\d+)", head.base)
+    return {
+        "short": match[0],  # the rest of the name contains about sixty settings
+        # ISA942 stands for gfx942. ISA90 is ambiguous, because it lacks the letter of gfx90a.
+        "arch": f"gfx{isa[1]}" if isa and len(isa[1]) > 2 else None,
+        "dtype": {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64"}.get(match["type"][0]),
+        **integers(match, tile_m="m", tile_n="n", tile_k="k"),
+    }
 
 
-# The rules are tried in this order. The first rule that matches determines the parser.
+Parser = Callable[[str, Head, re.Match[str]], Fields]
+
+
+def _rules(
+    *rows: tuple[str, str, str, Parser],
+) -> list[tuple[re.Pattern[str], str, str, Parser]]:
+    return [(re.compile(pattern, re.ASCII), *rest) for pattern, *rest in rows]
+
+
+# The rules are tried in this order. The first rule that matches determines the family, the backend and
+# the parser.
 _ATTENTION = _rules(
     # this pattern must not match flash_fwd_splitkv_mla_kernel, which belongs to FlashMLA
-    (r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_(?!\w*mla_)\w+(?=[<(]|$)", _fa2),
+    (
+        r"(?:\w+::){0,4}flash_(?P<direction>fwd|bwd)_(?!\w*mla_)\w+(?=[<(]|$)",
+        "flash",
+        "flash2",
+        _fa2,
+    ),
     (
         r"(?:cutlass::device_kernel<)?(?:flash::enable_sm\w+<)?flash::"
         r"(?P<base>FlashAttn(?P<side>Fwd|Bwd)\w*|(?:prepare_varlen\w*))",
-        _fa3,
+        *("flash", "fa3", _fa3),
     ),
     (
         r"(?:kernel_cutlass_)?(?:kernel_)?flash_attn\w{0,20}?(?:cute)?flash_(?P<direction>fwd|bwd)\w*",
-        _fa4,
+        *("flash", "fa4", _fa4),
     ),
     (
         r"fmha_cutlass(?P<side>[FB])_(?P<dtype>f16|bf16|f32)_(?:not)?aligned_(?P<m>\d+)x(?P<n>\d+)"
         r"(?:_rf|_gmem)?(?:_k(?P<k>\d+))?(?:_dropout)?(?:_seqaligned)?(?:_sm(?P<sm>\d+))?",
-        _efficient,
+        *("efficient", "efficient", _efficient),
     ),
     (
         r"cudnn_(?:generated_)?(?:(?P<engine>fort_native|oss)_)?sdpa_(?P<sm>sm\d+[a-z]?)_flash_"
         r"(?P<pass>fprop|bprop)(?:_(?P<mma>wg?mma))?(?:_(?P<dtype>f16|f8|mxfp8|bf16))?"
         r"(?:_knob_(?P<knob>\d+))?(?:_(?P<tile>\d+x\d+x\d+))?",
-        _cudnn,
+        *("cudnn", "cudnn", _cudnn),
     ),
     (
         r"(?:cudnn::fusion::)?(?P<helper>compute_dot_do_o|convert_dq_to_16bits|fmha_reduce_head"
         r"|lean_reduction)(?=[_<(]|$)",
-        _cudnn_helper,
+        *("cudnn", "cudnn", _cudnn_helper),
     ),
     (
         r"triton_(?:tem_)?(?:fused_)?(?!poi_|red_|per_|for_)\w*?flex_(?:attention|decoding)",
-        _flex,
+        *("flex", "flex", _triton_attention),
     ),
-    (r"triton_", _triton),
+    (r"triton_", "triton", "triton", _no_fields),
     (
-        r"(?P<attention>_?attn_(?:fwd|bwd)|_(?:fwd|bwd)_(?:kernel(?!_stage)|preprocess)"
+        r"(?:_?attn_(?:fwd|bwd)|_(?:fwd|bwd)_(?:kernel(?!_stage)|preprocess)"
         r"|bwd_kernel_(?:dk_dv|dq|fuse)|_splitK_reduce)\w*$",
-        _triton,
+        *("triton", "triton", _triton_attention),
     ),
 )
 _PRODUCTS = _rules(
     (
         r"(?P<sm>sm\d+)_xmma_(?P<gemm>(?:sparse_)?gemm)?(?P<tail>\w*)",
-        _xmma,
+        *("gemm", "cublas", _xmma),
     ),
     (
         r"nvjet_(?:(?P<sm>sm\d+)_)?(?P<types>[a-z]{3,6})?"
         r"(?:_(?P<m>\d+)x(?P<n>\d+))?(?:_\d+x(?P<stages>\d+))?",
-        _nvjet,
+        *("gemm", "cublas", _nvjet),
     ),
     (
         r"(?:cutlass\w{0,20}::Kernel2?<\s?)?(?:typename )?"
         r"(?P<name>(?:ampere|volta|turing|maxwell|hopper|kepler|blackwell)_\w+"
         r"|cutlass(?:3x)?_(?:sm)?\d+_\w+|cutlass_tensorop_\w+)",
-        _gemm,
+        *("gemm", "cublas", _gemm),
     ),
-    (r"(?:internal::)?gemvx::|gemv\w*(?=[<(]|$)", _gemv),
+    (r"(?:internal::)?gemvx::|gemv\w*(?=[<(]|$)", "gemv", "cublas", _gemv),
     (
         r"(?:cublasLt::)?splitKreduce_kernel|cublasLt::|gemmSN_\w+|gemmk1_kernel"
         r"|(?:cublas::)?gemm_kernel\w*|\w*[sdch]gemm_\w+",
-        _small_gemm,
+        *("gemm", "cublas", _small_gemm),
     ),
     (
         r"cutlass::(?:device_kernel|Kernel2?)<(?:enable_\w+<)?(?:typename )?(?:\w+::){0,3}"
         r"(?P<name>(?:\w*Gemm\w*|default_gemm\w*))",
-        _cutlass3,
+        *("gemm", "cutlass", _cutlass3),
     ),
-    (r"(?:\w+::){0,3}cub::", _cub),
+    (r"(?:\w+::){0,3}cub::", "other", "cub", _cub),
+    (r"fmhaSm(?P<sm>1\d\d)[a-z]?Kernel_", "fmha", "trtllm", _trtllm),
+    (
+        r"(?:bmm|gemm)_(?:Mx)?(?:Bfloat16|Fp16|Fp32|E[2-5]m[1-3])_(?P<ab>[A-Z]\w*?)_Fp32_\w*?"
+        r"(?<=_)t(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(?:u\d)?_s(?P<stages>\d+)\w*?(?:_sm(?P<sm>\d+)|$)",
+        *("gemm", "trtllm", _trtllm_product),
+    ),
+    (
+        r"(?:Custom_)?Cijk_[A-Z][a-z]+_[A-Z][a-z]+_(?P<type>[A-Z]\w*?)_\w*?"
+        r"(?<=_)MT(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)",
+        *("gemm", "tensile", _tensile),
+    ),
 )

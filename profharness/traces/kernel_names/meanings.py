@@ -147,10 +147,7 @@ FA3_BWD = "causal local softcap varlen deterministic"
 
 
 def flag_words(table: tuple[Flag, ...], flags: Mapping[str, bool]) -> list[str]:
-    """Return the words that a short name contains for the flags of a kernel.
-
-    The words for flags that are set come first, followed by the words for flags that are not set.
-    """
+    """Return the words of a short name: first for flags that are set, then for flags that are not set."""
     words = [flag.shown for flag in table if flag.shown and flags.get(flag.name)]
     unset = [flag.unset for flag in table if flag.unset and flags.get(flag.name) is False]
     return words + unset
@@ -230,10 +227,7 @@ _PARAMETERS = {
 
 
 def _layout(names: str, **own: str) -> dict[str, str]:
-    """Return a dict that maps each parameter to its meaning.
-
-    `own` contains the meanings that a parameter has only in this kernel.
-    """
+    """Map each parameter to its meaning. `own` has the meanings that apply only to this kernel."""
     return {name: own.get(name, _PARAMETERS[name]) for name in names.split()}
 
 

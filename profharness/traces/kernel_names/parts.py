@@ -433,10 +433,7 @@ def _arguments(
 
 
 def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePart]:
-    """Yield the words in the name of the function, with their meanings for the library.
-
-    The fields that the words imply are added to `values`.
-    """
+    """Yield the words in the name of the function. Add the fields that they imply to `values`."""
     rows = WORDS.get(library)
     if rows is None:
         return
@@ -458,9 +455,8 @@ def _path(text: str, library: str, values: dict[str, object]) -> Iterator[NamePa
 def _word(
     base: str, at: int, rows: Iterable[Word], end: str, values: dict[str, object]
 ) -> tuple[NamePart | None, int]:
-    """Find the first row that matches at a position. Return the part of the name, and its end.
-
-    If no row matches, return None and the position.
+    """Return the part of the name that the first matching row describes, and its end. Return None and the
+    position if no row matches.
     """
     for pattern, meaning, implied in rows:
         match = re.compile(f"(?:{pattern}){end}", re.ASCII).match(base, at)
@@ -485,10 +481,7 @@ def _subject(text: str, head: Head, library: str) -> str:
 
 
 def _bracket(short: str, values: dict[str, object]) -> Iterator[NamePart]:
-    """Yield the parts between the brackets of a short name.
-
-    The fields that the parts imply are added to `values`.
-    """
+    """Yield the parts between the brackets of a short name. Add the fields that they imply to `values`."""
     at = short.find("<")
     base, numbers, words, rest = next(row for row in BRACKETS if re.match(row[0], short, re.ASCII))
     is_flash = base == _FLASH

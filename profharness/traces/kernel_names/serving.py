@@ -149,10 +149,6 @@ _LIBRARIES = re.compile(
 
 def parse_serving(text: str, head: Head) -> KernelName | None:
     """Parse a kernel by the words in its name. Return None if no rule matches."""
-    for anchor, parser in _ANCHORED:
-        match = anchor.match(text, head.end - len(head.path))
-        if match:
-            return parser(head, match)
     path, is_mangled = _subject(text, head)
     words = _SPLIT.sub("_", path[:400]).lower()
     family = _family(words)
@@ -187,10 +183,9 @@ def _family(words: str) -> str | None:
 
 
 def _subject(text: str, head: Head) -> tuple[str, bool]:
-    """Return the path of the kernel, and whether it comes from a mangled name.
+    """Return the path of the kernel, also inside a wrapper, and whether it comes from a mangled name.
 
-    If the head is a wrapper, the path is that of the kernel in its template arguments. A name can still
-    be mangled here if it contains newer types (`DF16b`) or is very long.
+    A name can still be mangled here if it contains newer types (`DF16b`) or is very long.
     """
     if not head.path.startswith("_ZN"):
         inner = _WRAPPED.match(text, head.end) if WRAPPER.search(head.path) else None
@@ -203,10 +198,7 @@ def _subject(text: str, head: Head) -> tuple[str, bool]:
 
 
 def _lengths(text: str, at: int) -> tuple[list[str], int]:
-    """Return the names in a mangled path such as `5aiter3abc`, and the position after the path.
-
-    The path starts at text[at].
-    """
+    """Return the names in the mangled path at text[at], such as `5aiter3abc`, and the end of the path."""
     parts: list[str] = []
     while (match := _LENGTH.match(text, at)) and len(parts) < 12:
         at = match.end() + int(match[0])
@@ -232,10 +224,8 @@ _NARROW = re.compile(r"fp8|fp4|mx|i8|int\d|a\d+w\d")
 
 
 def _dtype(text: str, head: Head, words: str, family: str) -> str | None:
-    """Return the dtype of the tensors, or None if it is unknown.
-
-    This is the first 16-bit or 8-bit type in the template arguments. If there is no such type, it is
-    the type in the name, provided that this is the type of the tensors.
+    """Return the first 16-bit or 8-bit type in the template arguments, else the type in the name if it is
+    the type of the tensors.
     """
     if head.path.startswith("_Z") and (mangled := _MANGLED_TYPES.search(text)):
         return mangled.lastgroup
@@ -277,10 +267,6 @@ _TILE = re.compile(r"(?<![a-z\d])(\d+)x(\d+)(?:x(\d+))?(?=_|x\d|$)")
 
 
 def _fields(text: str, head: Head, words: str, family: str) -> dict[str, Any]:
-    """Return the other fields of a KernelName, such as its tile and its direction.
-
-    Only kernels of attention, norms, rotary embedding and matrix products have such fields.
-    """
     is_backward = re.search(r"bwd|backward", words) is not None
     if family == "gemm":
         tile = _TILE.search(words)
@@ -311,86 +297,3 @@ def _fields(text: str, head: Head, words: str, family: str) -> dict[str, Any]:
     elif match := _HEAD_DIM.search(words):
         fields |= integers(match, head_dim=1)
     return fields
-
-
-_TRTLLM = re.compile(r"H(?:Qk)?(\d+)(?:HV\d+)?(?=[A-Z]).*?Q(\d+)Kv(\d+)")
-_TRTLLM_DTYPE = {"Bfloat16": "bf16", "Fp16": "fp16", "E4m3": "fp8_e4m3"}
-
-
-def _trtllm(head: Head, match: re.Match[str]) -> KernelName:
-    """Parse a name such as
-    `fmhaSm100aKernel_QkvBfloat16OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext`.
-    """
-    sizes = _TRTLLM.search(head.base, match.end())
-    kind = re.match(r"Q(?:kv)?(Bfloat16|Fp16|E4m3)", head.base[match.end("sm") + 8 :] or "")
-    kind = kind or re.search(r"_Qkv(Bfloat16|Fp16|E4m3)", head.base)
-    tail = head.base.replace("fmhaSm", "fmha_sm", 1).replace("Kernel_", "_", 1)
-    return KernelName(
-        head.name,
-        tail,
-        "fmha",
-        "trtllm",
-        arch=f"sm{match['sm']}",
-        dtype=_TRTLLM_DTYPE[kind[1]] if kind else None,
-        direction="fwd",
-        causal=True if "Causal" in tail else False if "Dense" in tail else None,
-        **integers(sizes, head_dim=1, tile_m=2, tile_n=3),
-    )
-
-
-def _trtllm_product(head: Head, match: re.Match[str]) -> KernelName:
-    """Parse a name such as `bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s6_…_sm100f`.
-
-    It contains the type of C, the types of A and B, the type of the accumulator, the tile and the
-    number of stages.
-    """
-    of_a_and_b = {"E4m3E4m3": "fp8_e4m3", "Bfloat16": "bf16", "Fp16": "fp16"}
-    return KernelName(
-        head.name,
-        head.base,
-        "gemm",
-        "trtllm",
-        arch=f"sm{match['sm']}" if match["sm"] else None,
-        dtype=of_a_and_b.get(match["ab"]),
-        **integers(match, tile_m="m", tile_n="n", tile_k="k", stages="stages"),
-    )
-
-
-_TENSILE_DTYPE = {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64"}
-
-
-def _tensile(head: Head, match: re.Match[str]) -> KernelName:
-    """Parse a name such as `Cijk_Alik_Bljk_BBS_BH_…_MT256x32x64_…_ISA942_…`.
-
-    rocBLAS and hipBLASLt use such names.
-    """
-    isa = re.search(r"_ISA(\d+)", head.base)
-    return KernelName(
-        head.name,
-        match[0],  # the rest of the name contains about sixty settings
-        "gemm",
-        "tensile",
-        # ISA942 stands for gfx942. ISA90 is ambiguous, because it lacks the letter of gfx90a.
-        arch=f"gfx{isa[1]}" if isa and len(isa[1]) > 2 else None,
-        dtype=_TENSILE_DTYPE.get(match["type"][0]),
-        **integers(match, tile_m="m", tile_n="n", tile_k="k"),
-    )
-
-
-# Parsers for names that are recognized by their beginning.
-_ANCHORED = tuple(
-    (re.compile(pattern, re.ASCII), parser)
-    for pattern, parser in (
-        (r"fmhaSm(?P<sm>1\d\d)[a-z]?Kernel_", _trtllm),
-        (
-            r"(?:bmm|gemm)_(?:Mx)?(?:Bfloat16|Fp16|Fp32|E[2-5]m[1-3])_(?P<ab>[A-Z]\w*?)_Fp32_\w*?"
-            r"(?<=_)t(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(?:u\d)?_s(?P<stages>\d+)\w*?(?:_sm(?P<sm>\d+)|$)",
-            _trtllm_product,
-        ),
-        (
-            r"(?:Custom_)?Cijk_[A-Z][a-z]+_[A-Z][a-z]+_(?P<type>[A-Z]\w*?)_\w*?"
-            r"(?<=_)MT(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)",
-            _tensile,
-        ),
-    )
-)
