@@ -26,8 +26,8 @@ from profharness.files import atomic_file, read_input
 
 LOG = logging.getLogger(__name__)
 REMEDY = install_command("kernels")
-# options of NVRTC that read or write precompiled headers
-PRECOMPILED = ("pch", "create_pch", "use_pch")
+# options of NVRTC that read other files, so the result is not cached
+UNCACHED = ("include_path", "pre_include", "pch", "create_pch", "use_pch")
 MAGIC = b"profharness-2"
 
 
@@ -67,18 +67,16 @@ class CudaSource:
         """
         version = nvrtc_version()
         try:
-            folders = [Path(each).absolute() for each in _texts(self._options.get("include_path"))]
-            before = _texts(self._options.get("pre_include"))
-            files, complete = local_files(self.path, self._text(), folders, before)
+            files, complete = local_files(self.path, self._text())
         except OSError as error:
             raise CompileError(f"{self.path.name} cannot be read: {error.strerror}") from None
-        if not complete or any(self._options.get(name) for name in PRECOMPILED):
-            LOG.debug("%s includes files that are not known, so it is not cached", self.path.name)
+        if not complete or any(self._options.get(name) for name in UNCACHED):
+            LOG.debug("%s may include unknown files, so it is not cached", self.path.name)
             return self._compile(files[self.path], names, arch, version)
         # The order of includes and options must not change the key. Paths are hashed, because line
         # information contains them.
         options = (f"{name}={value!r}" for name, value in sorted(self._options.items()))
-        texts = [arch, version, *names, *map(str, folders), *options]
+        texts = [arch, version, *names, *options]
         contents = [part for path in sorted(files) for part in (os.fsencode(path), files[path])]
         key = hash_of([MAGIC, *(text.encode() for text in texts), *contents])[:32]
         stem = f"{self.path.stem}-{arch}-{key}.cubin"
@@ -137,7 +135,8 @@ class CudaSource:
             raise RefusedError("absent", missing) from error
         begin = time.perf_counter()
         log = io.StringIO()
-        folders = [str(self.path.parent), *_texts(self._options.get("include_path"))]
+        more = self._options.get("include_path") or ()
+        folders = [str(self.path.parent), *([more] if isinstance(more, str) else more)]
         given = {**self._options, "name": str(self.path), "arch": arch, "include_path": folders}
         try:
             program = Program(text.decode(errors="replace"), "c++", ProgramOptions(**given))
@@ -189,10 +188,6 @@ def nvrtc_version() -> str:
     if int(status):
         raise RefusedError("absent", f"NVRTC does not report its version: {status.name} ({REMEDY})")
     return f"{major}.{minor}"
-
-
-def _texts(option: str | Sequence[str] | None) -> list[str]:
-    return [option] if isinstance(option, str) else list(option or ())
 
 
 def cache_folder() -> Path:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -65,23 +65,18 @@ def is_source(path: Path) -> bool:
     return path.is_file() and path.stat().st_size <= SOURCE_BYTES
 
 
-def local_files(
-    source: Path, text: bytes, folders: Sequence[Path] = (), before: Sequence[str] = ()
-) -> tuple[dict[Path, bytes], bool]:
+def local_files(source: Path, text: bytes) -> tuple[dict[Path, bytes], bool]:
     """Return the contents of the source and of all local files that it may include, and whether the
     list of files is complete. `text` is the content of the source.
 
-    Includes are searched in the folder of the including file, in the folder of the source, and in
-    `folders`. `before` contains the names of files that are included before the source. The search
-    order of the compiler depends on the kind of include. Therefore the result contains every file
-    that a name may refer to. A name that is in none of the folders is left out: either the compiler
+    Includes are searched in the folder of the including file and in the folder of the source. The
+    search order of the compiler depends on the kind of include. Therefore the result contains every
+    file that a name may refer to. A name that is in neither folder is left out: either the compiler
     reports it, or a macro disables the include.
     """
     files: dict[Path, bytes] = {}
     complete = True
-    searched = [source.parent, *folders]
-    todo = [source, *(Path.cwd() / name for name in before)]
-    todo += [folder / name for folder in searched for name in before]
+    todo = [source]
     while todo:
         # Each file has one key, even if includes spell its path differently.
         path = Path(os.path.normpath(spelled := todo.pop()))
@@ -94,11 +89,9 @@ def local_files(
             continue
         files[path] = text if path == source else read_input(path, limit=SOURCE_BYTES)
         spliced = _SPLICE.sub(b"", files[path])
-        names = _INCLUDE.findall(spliced)
+        names = [os.fsdecode(name) for name in _INCLUDE.findall(spliced)]
         complete &= len(names) == len(_ANY_INCLUDE.findall(spliced))
-        todo += [
-            folder / os.fsdecode(name) for folder in (path.parent, *searched) for name in names
-        ]
+        todo += [folder / name for folder in (path.parent, source.parent) for name in names]
     return files, complete
 
 
