@@ -1,4 +1,4 @@
-"""Compare the rules with PyTorch's answers: 1,070 configs on an H200, and the CPU dispatcher live."""
+"""Compare the rules with PyTorch's answers on an H200, with what ran there, and with the CPU dispatcher."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from profharness.attention.config import SDPA_BACKENDS
-from profharness.attention.dispatch.machine import AttentionParams, Machine, Mask, parse_release
+from profharness.attention.config import SDPA_BACKENDS, parse_config
+from profharness.attention.dispatch.machine import (
+    AttentionParams,
+    Machine,
+    Mask,
+    from_config,
+    machine_for,
+    parse_release,
+)
 from profharness.attention.dispatch.predict import predict
+from profharness.attention.dispatch.rules import hazards
+from profharness.measurements.agreement import backend_of_op
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "dispatch_h200.jsonl.gz"
+WITNESSES = ROOT / "tests" / "data" / "witnesses_h200.jsonl.gz"
+H200 = machine_for("H200", "2.11.0", "91900")
 SCRIPT = ROOT / "scripts" / "check_dispatch.py"
 
 # Builds tensors from params, queries torch, and prints one line of JSON per case.
@@ -185,3 +196,31 @@ def test_the_cpu_dispatcher_agrees_on_2000_random_calls() -> None:
     ]
     assert not wrong, (len(wrong), wrong[:3])
     assert min(Counter(answers)[name] for name in ("flash", "math", "none")) >= 30
+
+
+def records() -> list[dict[str, Any]]:
+    with gzip.open(WITNESSES, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_the_predicted_backend_was_chosen_and_ran() -> None:
+    found = records()
+    assert len(found) == 500
+    for record in found:
+        predicted = predict(from_config(parse_config(record["config"])), H200).choice
+        assert predicted == record["predicted"] == record["choice"], record
+        if record["status"] == "ok":
+            assert backend_of_op(record["op"]) == predicted, record
+            assert not record["kernels"] or record["kernels"] == [predicted], record
+
+
+def test_the_two_calls_that_raised_are_known_hazards() -> None:
+    raised = [record for record in records() if record["status"] != "ok"]
+    assert len(raised) == 2
+    for record in raised:
+        assert record["predicted"] == "cudnn"
+        assert "cuDNN Frontend error" in record["message"]
+        assert hazards("cudnn", from_config(parse_config(record["config"])), H200)
+    quiet = [r for r in records() if r["status"] == "ok" and r["choice"] == "cudnn"]
+    warned = [r for r in quiet if hazards("cudnn", from_config(parse_config(r["config"])), H200)]
+    assert len(warned) < 0.1 * len(quiet)
