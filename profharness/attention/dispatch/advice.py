@@ -23,9 +23,6 @@ from profharness.rows import Refusal
 ANSWERS_FILE = "answers.jsonl"
 EASY_DIM = 64
 EASY_LENGTH = 32  # a multiple of 8 that is greater than 1 and not 64 modulo 128
-EASY_HEADS = 8
-EASY_GROUP = 4
-LARGEST_SET = 3
 Oracle = Callable[[Config, str], Eligibility]
 """A function that returns whether a backend accepts a config. PyTorch's first reason against the
 backend comes first. An oracle queries either PyTorch or the rules.
@@ -40,9 +37,9 @@ the config or if its eligibility is unknown.
 """
 
 
-def rounded_up(number: int, multiple: int = 8) -> int:
-    """Round a number up to a multiple, for example 100 to 104."""
-    return -(-number // multiple) * multiple
+def rounded_up(number: int) -> int:
+    """Round a number up to a multiple of 8, for example 100 to 104."""
+    return -(-number // 8) * 8
 
 
 def with_dims(config: Config, head_dim: int, value_dim: int) -> Config:
@@ -67,10 +64,10 @@ def _easy_size(config: Config) -> Config:
 
 
 def _easy_heads(config: Config) -> Config:
-    if config.num_heads <= EASY_HEADS:
+    if config.num_heads <= 8:
         return config
     kv_heads = min(config.num_kv_heads, 2)
-    group = min(config.num_heads // config.num_kv_heads, EASY_GROUP)
+    group = min(config.num_heads // config.num_kv_heads, 4)
     return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
 
 
@@ -164,7 +161,7 @@ def _minimal_sets(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
     names = difficult_properties(config)
     sets: list[tuple[str, ...]] = [(name,) for name in names if refusal(keep_only(config, (name,)))]
     rest = [name for name in names if (name,) not in sets]
-    for size in range(2, LARGEST_SET + 1):
+    for size in (2, 3):
         if not refusal(keep_only(config, rest)):
             break
         for group in itertools.combinations(rest, size):

@@ -87,15 +87,10 @@ def flat_record(answer: Explanation) -> dict[str, Any]:
     environment = answer.environment
     facts = ("torch", "device_type", "gpu", "capability", "cudnn")
     row: dict[str, Any] = {
-        "config": answer.config,
-        "asked": answer.asked,
-        "source": answer.source,
+        **{name: getattr(answer, name) for name in ("config", "asked", "source")},
         **{name: environment.get(name) for name in facts},
         "priority_order": " > ".join(answer.priority_order) or None,
-        "predicted": answer.predicted,
-        "choice": answer.choice,
-        "observed": answer.observed,
-        "agree": answer.agree,
+        **{name: getattr(answer, name) for name in ("predicted", "choice", "observed", "agree")},
     }
     for side in answer.backends:
         row[f"{side.backend}_eligible"] = side.eligible
@@ -115,16 +110,12 @@ def environment_text(answer: Explanation) -> str:
 
 
 def chosen(answer: Explanation) -> str:
-    """Return the backend that PyTorch reports, or the backend that the rules predict if the
-    explanation is by rule.
-    """
+    """Return the backend that PyTorch reports, or that the rules predict without PyTorch."""
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
 
 
 def settle(answer: Explanation) -> Explanation:
-    """Return the explanation with the field `agree` set. It is None if fewer than two choices are
-    known.
-    """
+    """Return the explanation with the field `agree`, None if fewer than two choices are known."""
     witnesses = (answer.predicted, answer.choice, answer.observed)
     names = [name for name in witnesses if name not in (None, "unknown")]
     return replace(answer, agree=len(set(names)) == 1 if len(names) > 1 else None)
@@ -143,9 +134,7 @@ class Platform:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The platform as a flat dictionary, with the keys of a run's environment. Unknown values
-        are None.
-        """
+        """The platform with the keys of a run's environment. Unknown values are None."""
         machine = self.machine
         gpu = {"gpu": self.gpu, "capability": machine.sm, "cudnn": machine.cudnn}
         return {

@@ -56,52 +56,53 @@ TABLES: dict[tuple[str, str], tuple[Rule, ...]] = {
     (CPU, "math"): MATH,
 }
 
-# Lower-case fragments of PyTorch's refusal messages, and their reason codes. The first match wins.
-CODES: tuple[tuple[str, str], ...] = (
-    ("has been runtime disabled", "runtime_disabled"),
-    ("requires a cuda device", "not_on_cuda"),
-    ("need to be on cuda device", "not_on_cuda"),
-    ("to be 4 dimensional", "not_4d"),
-    ("not support non-null attn_mask", "mask"),
-    ("attn_mask requires a gradient", "mask_grad"),
-    ("explicit attn_mask should not be set when is_causal", RAISED_LATER),
-    ("same last dimension and to be less than or equal to", "head_dim"),
-    ("only supports gpu architectures", "capability"),
-    ("compute capability", "capability"),
-    ("doesn't support training with head_dim", "head_dim_training"),
-    ("does not support the is_causal flag when seqlen_q", "causal_non_square"),
-    ("expected query, key and value to all be of dtype", "dtype"),
-    ("expected query, key and value to all be of the same dtype", "dtype"),
-    ("low-precision flash attention sdpa requires fa3", "dtype"),
-    ("nested inputs", "nested"),
-    (" nt inputs", "nested"),
-    ("to be a multiple of 8 and less than", "head_dim_multiple"),
-    ("q,k,v to have the same last dimension.", "head_dim"),
-    ("to have the same batch_size and num_heads", "num_heads"),
-    ("to have the same batch_size", "batch_size"),
-    ("to have the same num_heads", "num_heads"),
-    ("heads in key/value must divide", "num_heads"),
-    ("batch size or num_heads greater than", "grid_size"),
-    ("do not support zero seq_len", "seq_len_zero"),
-    ("do not support seq_len == 0", "seq_len_zero"),
-    ("last dimension of the input to have stride 1", "last_dim_stride"),
-    ("last dimension of inputs to be divisible by", "head_dim_multiple"),
-    ("storage offsets * element_size to be aligned", "alignment"),
-    ("please use the following attn mask shapes", "mask_shape"),
-    ("head_dim should be no more than", "head_dim"),
-    ("head_dim should be a multiple of", "head_dim_multiple"),
-    ("does not support sequence length 1", "seq_len_one"),
-    ("does not support key/value sequence length 1", "seq_len_one"),
-    ("query sequence length 1 with dropout", "seq_len_one"),
-    ("non-deterministic algorithm", "deterministic"),
-    ("is not deterministic", "deterministic"),
-    ("nested tensor", "nested"),
-    ("dropout", "dropout"),
-    ("decode is disabled", "decode_disabled"),
-    ("does not support backward with these head dimensions", "head_dim_training"),
-    ("non-finite query gradients", "known_bug"),
-    ("provided head dimensions", "head_dim"),
-)
+# Lower-case fragments of PyTorch's refusal messages by reason code. The first match wins.
+CODES: dict[str, tuple[str, ...]] = {
+    "runtime_disabled": ("has been runtime disabled",),
+    "not_on_cuda": ("requires a cuda device", "need to be on cuda device"),
+    "not_4d": ("to be 4 dimensional",),
+    "mask": ("not support non-null attn_mask",),
+    "mask_grad": ("attn_mask requires a gradient",),
+    "mask_shape": ("please use the following attn mask shapes",),
+    RAISED_LATER: ("explicit attn_mask should not be set when is_causal",),
+    "head_dim": (
+        *("same last dimension and to be less than", "q,k,v to have the same last dimension."),
+        *("head_dim should be no more than", "provided head dimensions"),
+    ),
+    "head_dim_multiple": (
+        *("to be a multiple of 8 and less than", "head_dim should be a multiple of"),
+        "last dimension of inputs to be divisible by",
+    ),
+    "head_dim_training": (
+        "doesn't support training with head_dim",
+        "does not support backward with these head dimensions",
+    ),
+    "capability": ("only supports gpu architectures", "compute capability"),
+    "causal_non_square": ("does not support the is_causal flag when seqlen_q",),
+    "dtype": (
+        "expected query, key and value to all be of dtype",
+        "expected query, key and value to all be of the same dtype",
+        "low-precision flash attention sdpa requires fa3",
+    ),
+    "nested": ("nested inputs", " nt inputs", "nested tensor"),
+    "num_heads": (
+        *("to have the same batch_size and num_heads", "to have the same num_heads"),
+        "heads in key/value must divide",
+    ),
+    "batch_size": ("to have the same batch_size",),
+    "grid_size": ("batch size or num_heads greater than",),
+    "seq_len_zero": ("do not support zero seq_len", "do not support seq_len == 0"),
+    "seq_len_one": (
+        *("does not support sequence length 1", "does not support key/value sequence length 1"),
+        "query sequence length 1 with dropout",
+    ),
+    "last_dim_stride": ("last dimension of the input to have stride 1",),
+    "alignment": ("storage offsets * element_size to be aligned",),
+    "deterministic": ("non-deterministic algorithm", "is not deterministic"),
+    "decode_disabled": ("decode is disabled",),
+    "known_bug": ("non-finite query gradients",),
+    "dropout": ("dropout",),
+}
 
 
 @lru_cache(maxsize=1024)
@@ -128,7 +129,8 @@ def is_header(text: str) -> bool:
 def code(text: str) -> str:
     """Return the reason code of a refusal text, or `unknown`."""
     lowered = text.lower()
-    return next((code for fragment, code in CODES if fragment in lowered), "unknown")
+    found = (code for code, texts in CODES.items() if any(text in lowered for text in texts))
+    return next(found, "unknown")
 
 
 # The fields of Machine that may be unknown and that the order of the backends depends on. Their
