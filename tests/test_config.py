@@ -133,7 +133,7 @@ def test_repeats_are_one_config() -> None:
         ("2,8,512,64,mask_shape=b1qk", "no mask="),
         ("2,8,512,64,q_strides=64x1", "q_strides has 2 numbers"),
         ("2,8,512,64,q_strides=a", "q_strides='a'"),
-        ("2,8,512,64,q_strides=1x2x3x4,layout=bshd", "say one"),
+        ("2,8,512,64,q_strides=1x2x3x4,layout=bshd", "give one"),
         ("2,8,4096:128:*2,64", "never reaches"),
         ("2,8,1:9:*1,64", "never reaches"),
         ("2,8,512,64,causal,causal", "second time"),

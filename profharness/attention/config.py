@@ -257,7 +257,7 @@ def parse_config(text: str) -> Config:
     """
     configs = expand_configs(text)
     if len(configs) != 1:
-        raise UsageError(f"config {text!r} stands for {len(configs)} configs; one is wanted here")
+        raise UsageError(f"config {text!r} expands to {len(configs)} configs; give one here")
     return configs[0]
 
 
@@ -385,11 +385,11 @@ def _expand(text: str) -> list[Config]:
     for token in tokens[4:]:
         name, values = _option(token)
         if name in fields:
-            raise UsageError(f"{token!r} says {name} a second time")
+            raise UsageError(f"{token!r} sets {name} a second time")
         fields[name] = values
     count = math.prod(map(len, fields.values()))
     if count > MAX_CONFIGS:
-        raise UsageError(f"it stands for {count} configs; at most {MAX_CONFIGS} at once")
+        raise UsageError(f"it expands to {count} configs; at most {MAX_CONFIGS} at once")
     configs = []
     for combination in itertools.product(*fields.values()):
         chosen: dict[str, Any] = dict(zip(fields, combination, strict=True))
@@ -414,7 +414,7 @@ def _canonical(config: Config) -> Config:
         message = f"kv_batch={config.kv_batch} and batch={config.batch}"
         raise UsageError(f"{message}; one of them must be 1 to be broadcast")
     if (config.mask_shape or config.mask_strides) and config.mask == "none":
-        raise UsageError("says a mask's shape or strides and no mask=")
+        raise UsageError("a shape or strides of a mask, but no mask=")
     if config.mask_shape == WHOLE_MASKS.get(config.mask, "11qk"):
         config = replace(config, mask_shape=None)
     for name in STRIDES:
@@ -424,7 +424,7 @@ def _canonical(config: Config) -> Config:
             raise UsageError(f"{name} has {len(given)} numbers; {wanted} are wanted")
     strides = (config.q_strides, config.k_strides, config.v_strides)
     if any(strides) and config.layout != "contiguous":
-        raise UsageError(f"says strides and layout={config.layout}; say one")
+        raise UsageError(f"strides and layout={config.layout} exclude each other; give one")
     return config
 
 
