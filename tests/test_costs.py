@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from profharness.attention.config import MASKS, Config, parse_config
 from profharness.attention.costs import (
-    CONVENTIONS,
     compulsory_bytes,
     copy_bytes,
     flops,
     matrix_bytes,
     phases,
-    score_count,
     tensor_bytes,
     working_set_bytes,
 )
@@ -69,16 +67,6 @@ def test_forward_flops_and_bytes_agree_with_a_count_by_hand(config: Config) -> N
     assert compulsory_bytes(forward) == (rows + columns) * dims * item + tensor_bytes(config).mask
 
 
-@given(configs(), st.sampled_from(CONVENTIONS), st.integers(1, 5))
-def test_flops_add_up_over_the_batch(config: Config, convention: str, times: int) -> None:
-    if config.bwd and convention == "flash-attention":
-        config = replace(config, bwd=False)  # 3.5 times an odd count is rounded down
-    more = replace(config, batch=config.batch * times)
-    assert flops(more, convention) == times * flops(config, convention)
-    if config.mask in ("none", "float_bh"):
-        assert compulsory_bytes(more) == times * compulsory_bytes(config)
-
-
 @given(configs())
 def test_fused_phases_add_up_to_the_call(config: Config) -> None:
     forward = phases(replace(config, bwd=False))
@@ -86,14 +74,6 @@ def test_fused_phases_add_up_to_the_call(config: Config) -> None:
     assert sum(phase.flops for phase in phases(config) if phase.matmul) == flops(config)
     more = sum(phase.bytes for phase in phases(config, "fp32"))
     assert more > sum(phase.bytes for phase in forward if phase.matmul)
-
-
-@given(configs())
-def test_hiding_scores_never_adds_work(config: Config) -> None:
-    whole = replace(config, causal=False)
-    assert 0 < score_count(config) <= score_count(whole)
-    assert compulsory_bytes(config) <= compulsory_bytes(whole)
-    assert flops(replace(config, bwd=True)) > flops(replace(config, bwd=False))
 
 
 @settings(max_examples=12)

@@ -85,8 +85,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["kernels", "all", "naive", "flash", "not-a-name", "_hidden", "a/b", "class", "torch", "sys"],
+    "name", ["kernels", "naive", "not-a-name", "_hidden", "a/b", "class", "sys"]
 )
 def test_invalid_names_are_refused(name: str, tmp_path: Path) -> None:
     done = profharness(tmp_path, name)
@@ -102,11 +101,8 @@ def test_a_template_follows_the_contract(kind: str) -> None:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     arguments = functions["attention"].args
     assert [argument.arg for argument in arguments.args] == ["q", "k", "v"]
-    assert [argument.arg for argument in arguments.kwonlyargs] == [
-        "is_causal",
-        "scale",
-        "enable_gqa",
-    ]
+    keywords = [argument.arg for argument in arguments.kwonlyargs]
+    assert keywords == ["is_causal", "scale", "enable_gqa"]
     assert "supports" in functions
     assert "{name}" not in text
     assert ast.parse(check_text("mine", kind, "../kernels/mine.py"))
