@@ -1,6 +1,4 @@
-"""The cases that `verify` derives from a config, the table row for one check, and the function that
-finds the failed checks.
-"""
+"""The cases that `verify` derives from a config, and the row of one check."""
 
 from __future__ import annotations
 

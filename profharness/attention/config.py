@@ -51,18 +51,14 @@ class ConfigOption(NamedTuple):
     `x`) or `flag`.
     """
     short: str = ""
-    """Prefix of the number in a label. If it is empty, the label contains the option as it is
-    written in the grammar.
-    """
+    """Prefix of the number in a label. Labels contain other options as in the grammar."""
     allowed: tuple[str, ...] = ()
     example: str = ""
     """An example value for the help text."""
 
     @property
     def default(self) -> Any:
-        """The default of the field. None if the field is required, or if its default is the value
-        of another field.
-        """
+        """The default of the field, or None if it is required or that of another field."""
         return getattr(Config, self.field, None)
 
     def text(self, value: Any) -> str:
@@ -130,9 +126,7 @@ GRAMMAR = (
 
 
 def grammar_lines() -> list[str]:
-    """Return the lines of the help text that list the options: first words and flags, then numbers,
-    then the options with a choice of values.
-    """
+    """Return the lines of the help text that list the options."""
     keyed = KEYED.values()
     numbers = " ".join(f"{option.name}=" for option in keyed if option.kind == "number")
     reals = [f"{option.name}={option.example}" for option in keyed if option.kind == "real"]
@@ -164,9 +158,9 @@ class Config:
     """None means the default dtype of the device."""
     causal: bool = False
     mask: str = "none"
-    """The kind of mask. A `float` mask is added to the scores, and a `float_grad` mask also
-    requires a gradient. The shape of a mask is [1, 1, seq_len_q, seq_len_kv], except for `bool_2d`
-    ([seq_len_q, seq_len_kv]) and `float_bh` ([batch, heads, seq_len_q, seq_len_kv]).
+    """A `float` mask is added to the scores, and a `float_grad` mask also requires a gradient. The
+    shape is [1, 1, seq_len_q, seq_len_kv], except for `bool_2d` ([seq_len_q, seq_len_kv]) and
+    `float_bh` ([batch, heads, seq_len_q, seq_len_kv]).
     """
     dropout: float = 0.0
     scale: float | None = None
@@ -183,16 +177,12 @@ class Config:
     kv_batch: int | None = None
     """Batch size of the key and the value. None means that it equals `batch`."""
     mask_shape: str | None = None
-    """The dimensions of [batch, heads, seq_len_q, seq_len_kv] that the mask has, such as `b1qk`.
-    None means the shape that `mask` implies.
-    """
+    """The dimensions that the mask has, such as `b1qk`. None means the shape that `mask` implies."""
     q_strides: tuple[int, ...] | None = None
     k_strides: tuple[int, ...] | None = None
     v_strides: tuple[int, ...] | None = None
     mask_strides: tuple[int, ...] | None = None
-    """Strides in elements. They are given only for tensors whose strides differ from those that
-    `layout` implies.
-    """
+    """Strides in elements of tensors whose strides `layout` does not imply."""
 
     @property
     def key_batch(self) -> int:
@@ -237,10 +227,8 @@ class Config:
 
     def resolve(self, device_type: str) -> Config:
         """Return the config, with the default dtype of the device if it has no dtype."""
-        if self.dtype:
-            return self
         row = DEVICE_TYPES.get(device_type, DEVICE_TYPES[CPU])
-        return replace(self, dtype=row.default_dtype)
+        return self if self.dtype else replace(self, dtype=row.default_dtype)
 
     def contiguous(self) -> Config:
         """Return the config with a contiguous query, key and value."""
@@ -252,9 +240,7 @@ class Config:
 
 
 def parse_config(text: str) -> Config:
-    """Parse the text of one config, which is written in the grammar or is a label. Raise UsageError
-    if the text stands for several configs.
-    """
+    """Parse one config, written in the grammar or as a label. Raise UsageError for several configs."""
     configs = expand_configs(text)
     if len(configs) != 1:
         raise UsageError(f"config {text!r} expands to {len(configs)} configs; give one here")
@@ -262,9 +248,7 @@ def parse_config(text: str) -> Config:
 
 
 class SdpaSetting(NamedTuple):
-    """A setting of sdpa_kernel: the backends that SDPA may select, which are one or more of
-    SDPA_BACKENDS.
-    """
+    """A setting of sdpa_kernel: one or more of SDPA_BACKENDS, from which SDPA may select."""
 
     backends: tuple[str, ...]
     ordered: bool = False
@@ -306,17 +290,13 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
 
 
 def setting_name(backend: str) -> str:
-    """Return the canonical name of a set or an order of backends, such as `flash+math` for
-    `math+flash`. Return any other name unchanged.
-    """
+    """Return the canonical name of a set or an order of backends, or any other name unchanged."""
     setting = sdpa_setting(backend)
     return backend if backend == ALL_DISABLED or setting is None else setting.name
 
 
 def pytorch_chooses(backend: str) -> bool:
-    """Return whether PyTorch selects the backend itself, either from all of its backends or from
-    several permitted backends.
-    """
+    """Return whether PyTorch selects the backend, from all of its backends or from several."""
     setting = sdpa_setting(backend)
     return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
 
@@ -352,9 +332,7 @@ def expand_configs(text: str) -> list[Config]:
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
-    """Parse the lines of a file of configs, which may contain `#` comments and blank lines. Error
-    messages contain `source` and the number of the line.
-    """
+    """Parse the lines of a file of configs, with `#` comments. Errors name `source` and the line."""
     configs: dict[Config, None] = {}
     count = 0  # includes duplicates, because expanding them takes as long
     for number, line in enumerate(lines, start=1):

@@ -1,8 +1,7 @@
 """The inputs of a prediction: a machine (PyTorch release, compute capability, cuDNN) and the
 parameters of one SDPA call.
 
-Table rows in this package are NamedTuples: creating a dataclass takes longer than creating all of
-its rows, which would slow the start of every command.
+Table rows in this package are NamedTuples, because creating a dataclass slows the start of commands.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ class Wheel(NamedTuple):
     cudnn: int | None
     """The cuDNN version that the wheel requires at run time."""
     cudnn_compiled: int | None = None
-    """The cuDNN version that PyTorch was compiled with, which is the constant that
-    CUDAHooks::versionCuDNN() returns.
-    """
+    """The cuDNN version of the build, which CUDAHooks::versionCuDNN() returns."""
 
 
 # The releases whose binaries were read. The rules of all other releases count as unknown and are
@@ -294,8 +291,8 @@ class AttentionParams:
 
 
 def from_config(config: Config, device: str = CUDA) -> AttentionParams:
-    """Return the parameters of the call that the worker makes for `config` on `device` (`cuda` or
-    `cpu`). All flags have their default values. If heads are grouped, enable_gqa is set.
+    """Return the parameters of the call that the worker makes for a config on `cuda` or `cpu`, with
+    default flags.
     """
     dtype = str(config.resolve(device).dtype)
     mask = None
@@ -335,9 +332,7 @@ SETS_PRIORITY: Release = (2, 6)
 
 
 def permitted(params: AttentionParams, setting: SdpaSetting | None) -> AttentionParams:
-    """Return the call with only the backends of a setting enabled. Return it unchanged if `setting`
-    is None.
-    """
+    """Return the call with only the backends of a setting enabled, or unchanged without a setting."""
     if setting is None:
         return params
     priority = setting.backends if setting.ordered else ()
@@ -345,9 +340,7 @@ def permitted(params: AttentionParams, setting: SdpaSetting | None) -> Attention
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """Return the machine that a recorded environment describes. Values that cannot be read are
-    unknown.
-    """
+    """Return the machine of a recorded environment. Values of a wrong type are unknown."""
     try:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:
@@ -381,8 +374,8 @@ def rules_know(environment: Mapping[str, Any]) -> bool:
 
 
 def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
-    """Return a function that sets the runtime flags and the flash implementation in the parameters
-    of a call, as they were in the process of the recorded run.
+    """Return a function that sets the runtime flags and the flash implementation of a recorded run in
+    the parameters of a call.
     """
     on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)
     activated = str(environment.get("flash_attention_impl"))

@@ -149,10 +149,7 @@ CPU_ORDER = ("flash", "math")
 
 
 class Eligibility(NamedTuple):
-    """Whether a backend accepts a call, and the reasons against it in PyTorch's order.
-
-    There are no reasons if and only if eligible is True.
-    """
+    """Whether a backend accepts a call, and the reasons against it in PyTorch's order."""
 
     eligible: bool | None
     """None if it is unknown whether the backend accepts the call."""
@@ -162,10 +159,6 @@ class Eligibility(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The backend that PyTorch is predicted to select for a call, and whether each backend accepts
-    the call.
-    """
-
     choice: str
     """The backend that PyTorch selects, `none` if PyTorch raises, or `unknown`."""
     priority_order: tuple[str, ...]
@@ -199,9 +192,7 @@ def _default_order(machine: Machine) -> tuple[str, ...]:
 
 
 def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibility:
-    """Return whether a backend (`flash`, `efficient`, `cudnn` or `math`) accepts the call, and all
-    reasons against it.
-    """
+    """Return whether a backend accepts the call, and all reasons against it."""
     if not machine.known:
         release = release_text(machine.torch)
         text = f"The dispatch rules of PyTorch {release} were not read."
@@ -224,16 +215,12 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
 
 
 def raises_later(verdict: Eligibility) -> bool:
-    """Return whether the dispatcher would select the backend although the code of the backend then
-    raises.
-    """
+    """Return whether the dispatcher would select the backend, whose code then raises."""
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
 def priority_order(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the backends in the order in which PyTorch tries them. Return an empty tuple if the
-    order is unknown.
-    """
+    """Return the backends in the order in which PyTorch tries them, or () if it is unknown."""
     orders = _orders(params, machine)
     return orders[0] if len(orders) == 1 else ()
 
@@ -318,9 +305,7 @@ def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...],
 
 
 def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the unknown fields of a Machine (`cudnn`, `cuda` or `cudnn_compiled`) that the order
-    of the backends for a call depends on. Return an empty tuple if the order is certain.
-    """
+    """Return the unknown fields of a Machine that the order of the backends for a call depends on."""
     if len(_orders(params, machine)) < 2:
         return ()
     missing = _missing(machine)
