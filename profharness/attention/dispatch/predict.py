@@ -159,6 +159,8 @@ class Eligibility(NamedTuple):
 
 
 class Prediction(NamedTuple):
+    """What PyTorch is predicted to do with a call."""
+
     choice: str
     """The backend that PyTorch selects, `none` if PyTorch raises, or `unknown`."""
     priority_order: tuple[str, ...]
