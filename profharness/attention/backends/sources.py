@@ -200,8 +200,15 @@ def fingerprint(backend: Backend) -> str | None:
     """Return the hash of a backend's file and its dependencies. If the backend has no file, return
     the versions of its packages, or None if no package is installed.
     """
-    if backend.file is not None and backend.file.is_file():
-        return f"sha256:{_digest(backend.file)}"
+    file = backend.file
+    if file is not None and file.is_file():
+        parts = parts_of(file)
+        if len(parts) == 1:
+            return f"sha256:{hashlib.sha256(parts[file]).hexdigest()[:16]}"
+        # relative paths, because the same files in another folder are the same code
+        named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
+        texts = [text for name in sorted(named) for text in (os.fsencode(name), named[name])]
+        return f"sha256:{hash_of(texts)[:16]}"
     versions = []
     for package in backend.packages:
         try:
@@ -233,16 +240,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
     done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
     return done.stdout.strip() if done is not None and done.returncode == 0 else None
-
-
-def _digest(file: Path) -> str:
-    parts = parts_of(file)
-    if len(parts) == 1:
-        return hashlib.sha256(parts[file]).hexdigest()[:16]
-    # relative paths, because the same files in another folder are the same code
-    named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
-    texts = [text for name in sorted(named) for text in (os.fsencode(name), named[name])]
-    return hash_of(texts)[:16]
 
 
 def hash_of(texts: Iterable[bytes]) -> str:
