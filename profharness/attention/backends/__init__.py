@@ -202,11 +202,11 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
 
 
 def _of_setting(setting: SdpaSetting) -> Backend:
-    names, absent = setting.backends, no_reason
+    names = setting.backends
     summary = f"PyTorch's choice among {' and '.join(names)}"
     if setting.ordered:
         summary = f"the first of {', then '.join(names)} that takes the config"
-        absent = _in_worker("priority_absent")
+    absent = _in_worker("priority_absent") if setting.ordered else no_reason
     context = _in_worker("only", setting)
     return Backend(setting.name, summary, _ALL_DEVICES, context, absent=absent)
 

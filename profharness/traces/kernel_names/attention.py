@@ -52,7 +52,7 @@ def parse_library(text: str, head: Head) -> KernelName | None:
                 fields = parser(text[:read], head, match)
                 if fields.get("direction") == "bwd" and f"{family}_bwd" in FAMILIES:
                     family = f"{family}_bwd"
-                default = {"short": head.base, "family": family, "backend": backend}
+                default: Fields = {"short": head.base, "family": family, "backend": backend}
                 return KernelName(head.name, **(default | fields))
     return None
 
@@ -376,7 +376,7 @@ Parser = Callable[[str, Head, re.Match[str]], Fields]
 def _rules(
     *rows: tuple[str, str, str, Parser],
 ) -> list[tuple[re.Pattern[str], str, str, Parser]]:
-    return [(re.compile(pattern, re.ASCII), *rest) for pattern, *rest in rows]
+    return [(re.compile(row[0], re.ASCII), *row[1:]) for row in rows]
 
 
 # The rules are tried in this order. The first rule that matches determines the family, the backend and
