@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -43,7 +42,6 @@ from profharness.trace import (
     Trace,
     range_cell,
 )
-from profharness.traces.columns import distinct
 from profharness.traces.kernel_names import parse_kernel_name
 
 if TYPE_CHECKING:
@@ -109,10 +107,6 @@ def insert_trace(
     (first_id,) = connection.execute(query).fetchone()
     result = Inserted()
     kept: list[Column] = []
-    per_call = {
-        (cells or {})[cell]: np.zeros(max(call.values()) + 1, np.int64)
-        for cell, call in calls.items()
-    }
     grouping = Grouping(GROUP_KEYS)
     names = [name for name in columns_of(connection, "launches") if name != "id"]
     # the calls of a cell were stored together with the cell
@@ -133,18 +127,14 @@ def insert_trace(
             _insert_columns(connection, "launches", values)
             keys = [columns[name] for name in GROUP_KEYS]
             grouping.add(keys, columns["duration_ns"], columns["first_ns"])
-            for seen in distinct(columns["cell_id"]) if per_call else ():
-                in_call = columns["iteration"][columns["cell_id"] == seen]
-                per_call[seen] += np.bincount(in_call, minlength=len(per_call[seen]))
         result.dropped += len(batch.kernel) - stored
         result.launches += stored
         if progress:
             progress(len(batch.kernel))
     if calls_of:
         calls_of.insert(connection, trace_id)
-    grouped = grouping.finish() if result.launches else None
-    if grouped:
-        _insert_groups(connection, trace_id, grouped, foreign=cells is None)
+    if result.launches:
+        _insert_groups(connection, trace_id, grouping, foreign=cells is None)
     if trace.metrics is not None:
         _insert_metrics(connection, first_id, trace.metrics, kept)
     connection.execute(
@@ -155,10 +145,14 @@ def insert_trace(
     if cells is not None:
         seen_cells = {range_cell(item.name) for item in trace.ranges} - {None}
         result.unknown_cells = tuple(sorted(str(cell) for cell in seen_cells if cell not in cells))
-        main_ops = _main_ops(connection, grouped[1]) if grouped else {}
         for cell, call in calls.items():
-            counts = per_call[cells[cell]].tolist()
-            result.cells[cell] = counts, main_ops.get(cells[cell])
+            counts = [0] * (max(call.values()) + 1)
+            for iteration, number in connection.execute(
+                "SELECT iteration, count(*) FROM launches WHERE cell_id = ? AND id BETWEEN ? AND ? "
+                "GROUP BY iteration",
+                (cells[cell], first_id, first_id + result.launches - 1),
+            ):
+                counts[iteration] = number
             row = {
                 "trace_id": trace_id,
                 "cell_id": cells[cell],
@@ -167,6 +161,15 @@ def insert_trace(
                 "launches": sum(counts),
             }
             insert_row(connection, "trace_cells", row)
+            # the forward op with the most launches, else a backward op; then by name
+            op = connection.execute(
+                "SELECT o.sdpa_op FROM launch_groups g JOIN op_paths o ON o.id = g.op_path_id "
+                "WHERE g.trace_id = ? AND g.by_op = 1 AND g.cell_id = ? AND o.sdpa_op IS NOT NULL "
+                "GROUP BY o.sdpa_op ORDER BY o.sdpa_op LIKE '%backward', sum(g.launches) DESC, 1 "
+                "LIMIT 1",
+                (trace_id, cells[cell]),
+            ).fetchone()
+            result.cells[cell] = counts, op[0] if op else None
     return result
 
 
@@ -340,13 +343,10 @@ def _insert_columns(
 
 
 def _insert_groups(
-    connection: sqlite3.Connection,
-    trace_id: int,
-    grouped: tuple[dict[str, Column], dict[str, Column]],
-    *,
-    foreign: bool,
+    connection: sqlite3.Connection, trace_id: int, grouping: Grouping, *, foreign: bool
 ) -> None:
     """Insert the groups of launches without (coarse) and with (fine) the op path in their key."""
+    grouped = grouping.finish()
     # in a run, times are already relative to the first call of the cell
     origin = int(grouped[1]["first_ns"].min()) if foreign else 0
     for by_op, groups in enumerate(grouped):
@@ -360,21 +360,6 @@ def _insert_groups(
         columns["trace_id"] = np.full_like(order, trace_id)
         columns["by_op"] = np.full_like(order, by_op)
         _insert_columns(connection, "launch_groups", columns)
-
-
-def _main_ops(connection: sqlite3.Connection, groups: Mapping[str, Column]) -> dict[int, str]:
-    """Return the SDPA op of each cell: the forward op with the most launches, else a backward op."""
-    ops = dict(connection.execute("SELECT id, sdpa_op FROM op_paths WHERE sdpa_op IS NOT NULL"))
-    launches: dict[int, Counter[str]] = {}
-    columns = (groups[name].tolist() for name in ("cell_id", "op_path_id", "launches"))
-    for cell_id, op_path, count in zip(*columns, strict=True):
-        if op_path in ops:
-            launches.setdefault(cell_id, Counter())[ops[op_path]] += count
-    return {
-        # ties are resolved by name, so that the result is deterministic
-        cell_id: min(seen, key=lambda op: (op.endswith("_backward"), -seen[op], op))
-        for cell_id, seen in launches.items()
-    }
 
 
 def _insert_metrics(
