@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
-import click
 import pytest
-from make_ranks import Fleet, make_ranks, read
 from waiting import PATIENCE_S
 
-import profharness
-from profharness.cli import cli
 from profharness.errors import StoreError, TraceFormatError
 from profharness.run import Protocol, Run, TraceFile, write_run
 from profharness.scrub import audit, scrub
@@ -30,75 +24,6 @@ from profharness.store.sources import ParsedTraceCache, hash_file
 
 TRACES = Path(__file__).parents[2] / "traces"
 
-# sitecustomize of each Python process: writes a line whenever it opens a file of the store.
-HOOK = """
-import os, sys
-
-store, log = os.environ["WATCHED_STORE"], os.environ["WATCHED_LOG"]
-files = {store + suffix for suffix in ("", "-wal", "-shm", "-journal")}
-
-def watch(event, arguments):
-    path = arguments[0] if event in ("open", "sqlite3.connect") else None
-    if isinstance(path, (str, bytes, os.PathLike)):
-        path = os.fsdecode(path).partition("?")[0].removeprefix("file://")
-        if os.path.realpath(path) in files:
-            with open(log, "a") as file:
-                print(event, path, sys.argv, file=file)
-
-sys.addaudithook(watch)
-"""
-# Runs several commands in one process and prints the exit code and exception of each.
-RUN = """
-import shlex, sys
-from profharness.cli import main
-
-for line in sys.stdin.read().splitlines():
-    sys.argv = ["profharness", *shlex.split(line)]
-    try:
-        main()
-    except SystemExit as end:
-        print("END", end.code, line, flush=True)
-"""
-CAPTURE = "20261121-151544-59c7"  # of traces/h200-torch2.11
-CELL = "--config 1,1,8,8,fp32 --backend math --device cpu --store s.db"
-COMMANDS = {
-    "analyze": ["analyze --store s.db"],
-    "atlas add": ["atlas add --atlas atlases --store s.db"],
-    "bench": ["bench --run {run} --store s.db", f"bench {CELL} --iterations 2 --warmup 0"],
-    "capture": [f"capture {CELL} --samples 2 --iterations 1"],
-    "diff": ["diff flash math --store s.db"],
-    "doctor": ["doctor --store s.db"],
-    "explain": ["explain --config 2,8,512,64,fp16 --gpu H200 --torch 2.11 --store s.db"],
-    "export": ["export {run} -o trace.json --store s.db"],
-    "ingest": [
-        "ingest s.db s.db-wal s.db-shm linked.sqlite . rank.json --store s.db",
-        "ingest s.db linked.sqlite . rank.json --scheduler local:1 --store s.db",
-    ],
-    "kernels": ["kernels --profiler all --store s.db"],
-    "layers": ["layers --full --store s.db"],
-    "mcp": ["mcp --store s.db"],
-    "observe": ["observe --profiler none --store s.db -- {python} program.py"],
-    "ranks": ["ranks --store s.db"],
-    "repro": [
-        "repro --run {run} --config 2,8,512,64,fp16 --backend flash -o repro.py --store s.db"
-    ],
-    "report": ["report -o report.html --store s.db"],
-    "runs": ["runs --store s.db", "runs --delete {run} --store s.db"],
-    "scrub": [
-        "scrub {run} -o copy --store s.db",
-        "scrub --check . --store s.db",
-        "scrub s.db --store s.db",
-        "scrub . --store s.db",
-    ],
-    "serve": ["serve --port 0 --store s.db"],
-    "verify": [f"verify {CELL} --cases none"],
-}
-SERVERS = ("mcp", "serve")
-INVALID = {"ingest", "scrub", "ranks"}  # commands that get the store as their input
-ASK_MCP = """{"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"protocolVersion": \
-"2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}}
-{"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": "runs"}}
-"""
 # Checks that a process has SQLite's locks on a store in use: one in its file, one in its index.
 HELD = """
 import fcntl, sys
@@ -120,29 +45,14 @@ for line in sys.stdin:
     print(ingest_path(Path(sys.argv[1]), Path(line.strip()))[0].run, flush=True)
 """
 NEW_RUNS = 20
-
-
-def commands_with_store(command: click.Command, *names: str) -> Iterator[str]:
-    if isinstance(command, click.Group):
-        for name in command.list_commands(click.Context(command)):
-            found = command.get_command(click.Context(command), name)
-            assert found is not None
-            yield from commands_with_store(found, *names, name)
-    elif any(parameter.name == "store" for parameter in command.params):
-        yield " ".join(names)
-
-
-def test_every_command_with_a_store_is_watched() -> None:
-    assert sorted(commands_with_store(cli)) == sorted(COMMANDS)
+CAPTURE = "20261121-151544-59c7"  # of traces/h200-torch2.11
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store with the ranks of a job, a program's trace and a capture."""
+    """Return a store with a capture."""
     store = tmp_path_factory.mktemp("whole") / "s.db"
-    paths = make_ranks(read(), store.parent / "ranks", Fleet(2))
-    for source in (*paths, TRACES / "models" / "llama_prefill.json.gz", TRACES / "h200-torch2.11"):
-        ingest_path(store, source)
+    ingest_path(store, TRACES / "h200-torch2.11")
     return store
 
 
@@ -157,66 +67,20 @@ def place(tmp_path: Path, whole: Path) -> Path:
     shutil.copyfile(whole, tmp_path / "s.db")
     (tmp_path / "linked.sqlite").symlink_to(tmp_path / "s.db")
     write_trace(tmp_path / "rank.json", "k")
-    (tmp_path / "program.py").write_text("import torch\n")
     trace = TraceFile("nsys", "s.db", ())
     created = "2026-11-21T10:00:00+00:00"
     write_run(tmp_path, Run("run", created, ("nsys",), Protocol(), (), {}, (trace,)))
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     return tmp_path
 
 
-@contextmanager
-def watched(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start Python in a folder. It and its children may open the store through SQLite only."""
-    path = os.pathsep.join((str(place / "hook"), str(Path(profharness.__file__).parents[1])))
-    names = {"WATCHED_STORE": str(place / "s.db"), "WATCHED_LOG": str(place / "log")}
-    pipe = subprocess.PIPE
-    with (
-        open_store(place / "s.db"),  # so that there is a log
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=place,
-            env=os.environ | names | {"PYTHONPATH": path},
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True,
-        ) as process,
-    ):  # fmt: skip
-        yield process
-    events = (place / "log").read_text().splitlines()
-    assert any(event.startswith("sqlite3.connect") for event in events)
-    assert [event for event in events if event.startswith("open")] == []
-
-
-def test_commands_leave_store_to_sqlite(place: Path) -> None:
-    """This includes commands that get the store or its log as an input."""
-    lines = [line for name in COMMANDS if name not in SERVERS for line in COMMANDS[name]]
-    lines = [line.format(python=sys.executable, run=CAPTURE) for line in lines]
-    with watched(place, "-c", RUN) as process:
-        output, errors = process.communicate("\n".join(lines), PATIENCE_S)
-    assert "Traceback" not in output + errors
-    ends = [line.split(maxsplit=2)[1:] for line in output.splitlines() if line.startswith("END")]
-    assert [line for _, line in ends] == lines, errors
-    assert {line.split()[0] for code, line in ends if code not in ("0", "None")} <= INVALID, errors
-
-
-def test_mcp_leaves_store_to_sqlite(place: Path) -> None:
-    pytest.importorskip("mcp", reason="mcp is not installed")
-    with watched(place, "-m", "profharness", *shlex.split(*COMMANDS["mcp"])) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(ASK_MCP)
-        process.stdin.flush()
-        answers = [process.stdout.readline() for _ in range(2)]
-        process.communicate(timeout=PATIENCE_S)
-    assert CAPTURE in answers[1]
-
-
-def test_serve_leaves_store_to_sqlite_and_shows_new_runs(place: Path) -> None:
+def test_serve_shows_new_runs(place: Path) -> None:
     """New runs show at once, while another process opens and closes the store for each of them."""
     pytest.importorskip("datasette", reason="datasette is not installed")
     ingest = [sys.executable, "-c", INGEST, "s.db"]
+    serve = [sys.executable, "-m", "profharness", "serve", "--port", "0", "--store", "s.db"]
     pipe = subprocess.PIPE
     with (
-        watched(place, "-m", "profharness", *shlex.split(*COMMANDS["serve"])) as process,
+        subprocess.Popen(serve, cwd=place, stdout=pipe, stderr=pipe, text=True) as process,
         subprocess.Popen(ingest, cwd=place, stdin=pipe, stdout=pipe, text=True) as other,
     ):
         assert process.stderr and other.stdin and other.stdout
