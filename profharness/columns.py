@@ -11,26 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
-NUMERIC = {
-    "count",
-    "figures",
-    "short",
-    "tenths",
-    "us",
-    "ms",
-    "kib",
-    "mib",
-    "percent",
-    "spread",
-    "load",
-    "triple",
-    "ratio",
-    "thousandths",
-    "mega",
-    "millions",
-    "giga",
-    "tera",
-}
+NUMERIC = frozenset({
+    "count", "figures", "short", "tenths", "us", "ms", "kib", "mib", "percent", "spread", "load",
+    "triple", "ratio", "thousandths", "mega", "millions", "giga", "tera",
+})  # fmt: skip
 """Formats whose columns are aligned to the right."""
 
 
@@ -38,43 +22,23 @@ NUMERIC = {
 class Column:
     """One column of a table, or one field of a record."""
 
-    key: str
-    """Name of the attribute or dict key that contains the value."""
-    title: str
-    """Heading of the column in tables. It is empty for a field that only JSON and CSV contain."""
-    format: str = "text"
-    """A key of `profharness.render.document.FORMATS`."""
-    right: bool = False
-    """Whether to align the column to the right. Columns of numeric formats always are."""
-    shrink: bool = False
-    """Whether the values may be cut in a narrow terminal."""
-    repeat: bool = True
-    """Whether to print a value that is equal to the value above it."""
-    optional: bool = False
-    """Whether tables omit the column if no row has a value."""
-    meaning: str = ""
-    """Short description for the glossary and the reference page."""
-    json_key: str = ""
-    """Key in JSON and CSV if it differs from `key`."""
+    key: str  # name of the attribute or dict key that contains the value
+    title: str = ""  # heading in tables, empty for a field that only JSON and CSV contain
+    format: str = "text"  # a key of `profharness.render.document.FORMATS`
+    right: bool = False  # whether to align right; columns of numeric formats always are
+    shrink: bool = False  # whether the values may be cut in a narrow terminal
+    repeat: bool = True  # whether to print a value that is equal to the value above it
+    optional: bool = False  # whether tables omit the column if no row has a value
+    meaning: str = ""  # short description for the glossary and the reference page
+    json_key: str = ""  # key in JSON and CSV if it differs from `key`
 
     def __post_init__(self) -> None:
         if self.format in NUMERIC:
             object.__setattr__(self, "right", True)
 
 
-def column(
-    title: str = "",
-    format: str = "text",
-    *,
-    meaning: str = "",
-    right: bool = False,
-    shrink: bool = False,
-    repeat: bool = True,
-    optional: bool = False,
-    json_key: str = "",
-) -> Column:
-    """Describe a field of a row in its annotation. The field's name becomes the key."""
-    return Column("", title, format, right, shrink, repeat, optional, meaning, json_key)
+column = functools.partial(Column, "")
+"""Describe a field of a row in its annotation. The field's name becomes the key."""
 
 
 @functools.cache
