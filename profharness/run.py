@@ -153,13 +153,8 @@ def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
     require_number("processes", protocol.processes, *PROCESSES, whole=True)
     require_number("seed", protocol.seed, *SEEDS, whole=True)
     require_number("timeout_s", protocol.timeout_s, SHORTEST_S, LONGEST_S)
-    require_device(protocol.device)
-
-
-def require_device(device: str) -> None:
-    """Raise UsageError for an unknown device."""
-    if device not in DEVICES:
-        raise UsageError(f"device {device!r} is not one of {', '.join(DEVICES)}")
+    if protocol.device not in DEVICES:
+        raise UsageError(f"device {protocol.device!r} is not one of {', '.join(DEVICES)}")
 
 
 def require_number(

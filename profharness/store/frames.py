@@ -61,16 +61,16 @@ def frame(
     import pandas as pd
 
     made = pd.DataFrame(rows, columns=columns)
-    for place, name in enumerate(made.columns):
-        column = made.iloc[:, place]
+    for index, name in enumerate(made.columns):
+        column = made.iloc[:, index]
         # pandas converts integers with gaps to floats, which are inexact beyond 2**53
         if column.dtype.kind not in "fO" or not (column.isna().any() or name in integers):
             continue
-        values = [row.get(name) if isinstance(row, dict) else row[place] for row in rows]
+        values = [row.get(name) if isinstance(row, dict) else row[index] for row in rows]
         kinds = {type(value) for value in values} - {type(None)}
         if kinds == {int} or (name in integers and not kinds):
             # set by position, because two columns of a query may have the same name
-            made.isetitem(place, pd.array(values, dtype="Int64"))
+            made.isetitem(index, pd.array(values, dtype="Int64"))
     return made
 
 

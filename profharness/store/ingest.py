@@ -29,7 +29,7 @@ from profharness.run import OBSERVE, RUN_FILE, Cell, Problem, Protocol, Run, run
 from profharness.stats import Series
 from profharness.store.groups import TIMED, DeviceTimes
 from profharness.store.insert import Inserted, insert_journals, insert_trace
-from profharness.store.ranks import split_place
+from profharness.store.ranks import split_rank
 from profharness.store.schema import (
     Writer,
     connect,
@@ -372,7 +372,7 @@ def _insert_run(
 ) -> int:
     run = source.run
     environment_of_run = run.environment if run else parsed[0][1].environment
-    place, environment = split_place(environment_of_run, None if run else source.path.name)
+    identity, environment = split_rank(environment_of_run, None if run else source.path.name)
     devices = [device.name for _, trace in parsed for device in trace.devices]
     torch = environment.get("torch")
     data = to_json(environment)
@@ -390,7 +390,7 @@ def _insert_run(
         "device": devices[0] if devices else device_name(environment),
         "torch": None if torch is None else str(torch),
         "profilers": run.profilers if run else (parsed[0][1].profiler,),
-        **place,
+        **identity,
         "problems": [],
         "warnings": [],  # updated after everything is inserted
     }

@@ -1,4 +1,4 @@
-"""Read sources in a process of its own, for the process that stores them.
+"""Read sources in a child process of the process that stores them.
 
 Requests on stdin are pickled pairs of a name and a path; replies on stdout are pickled too:
 
@@ -98,7 +98,7 @@ def main() -> None:
     """Reply to requests until stdin ends or SIGTERM is received. Close all traces at the end."""
     signal.signal(signal.SIGTERM, _exit)
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries must not be taken for a reply
+    os.dup2(2, 1)  # output of libraries must not be read as a reply
 
     with closing(SourceReader(Path(sys.argv[2]))) as reader, suppress(EOFError, BrokenPipeError):
         while True:

@@ -326,11 +326,11 @@ def _insert_columns(
     """
     never_null = columns_of(connection, table)
     marks = {}
-    for place, (name, column) in enumerate(columns.items()):
+    for position, (name, column) in enumerate(columns.items()):
         low, high = int(column.min()), int(column.max())
         nullable = not never_null[name]
         marks[name] = f"nullif(?, {NONE})" if nullable and low <= NONE <= high else "?"
-        if low == high and place:
+        if low == high and position:
             marks[name] = "NULL" if nullable and low == NONE else str(low)
     varying = [columns[name] for name, mark in marks.items() if "?" in mark]
     rows = np.stack(varying, axis=1)
@@ -376,8 +376,8 @@ def _insert_metrics(
     heads = [(metrics.names[index], metrics.units[index]) for index in order]
     rows = (
         (launch_id, *head, value)
-        for launch_id, place in enumerate(chain.from_iterable(kept), first_id)
-        for head, value in zip(heads, values[place].tolist(), strict=True)
+        for launch_id, position in enumerate(chain.from_iterable(kept), first_id)
+        for head, value in zip(heads, values[position].tolist(), strict=True)
         if value == value  # not NaN
     )
     insert_rows(connection, "metrics", ("launch_id", "name", "unit", "value"), rows)
@@ -412,8 +412,8 @@ class CallLaunches:
         configs = config_ids(connection, (call.config for call in calls))
         json_of = cache(to_json)
         # the columns of calls that need no conversion
-        taken = {item.name for item in fields(AttentionCall)} - {"modules", "tensors"}
-        names = tuple(taken & columns_of(connection, "calls").keys())
+        shared = {item.name for item in fields(AttentionCall)} - {"modules", "tensors"}
+        names = tuple(shared & columns_of(connection, "calls").keys())
         values_of = attrgetter(*names)
         insert_rows(
             connection,

@@ -35,14 +35,14 @@ NEED = (
 Record = dict[str, Any]
 
 
-def split_place(
+def split_rank(
     environment: Mapping[str, object], name: str | None = None
 ) -> tuple[dict[str, int | str | None], dict[str, object]]:
     """Return the columns of `runs` that identify a rank, and the environment without these values.
 
     The columns are rank, world_size, and hashes of the host and the GPU. Unknown values are None.
     The runs of one job differ only in these values, and have the same environment otherwise. `name`
-    is the name of a trace file outside of a run folder. The rank and the host are taken from it if
+    is the name of a trace file outside of a run folder. It provides the rank and the host if
     the environment does not contain them. The number of ranks in the header of a Kineto trace stays
     in the environment, because environments with different numbers of ranks do differ.
     """
@@ -80,7 +80,7 @@ def rank_number(value: object) -> int | None:
 
 
 def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
-    """Return the ranks of a job, sorted by rank. Each rank is taken from its newest run.
+    """Return the ranks of a job, sorted by rank. Each rank is that of its newest run.
 
     `refs` are runs, prefixes of runs or folders. Without `refs`, the newest job is selected. A single
     run selects the job that it belongs to. Raises NotFoundError if fewer than two ranks match.
@@ -115,7 +115,7 @@ def rank_rows(store: Store, refs: Sequence[str] = ()) -> list[RankRow]:
 def _members(connection: sqlite3.Connection) -> list[Record]:
     """Return all traces that have launches. The traces of the newest run come first.
 
-    The rank is taken from the run, or from the trace if the run has no rank, because a run may
+    The rank is that of the run, or of the trace if the run has no rank, because a run may
     contain the traces of several ranks.
     """
     rows = records(
@@ -178,7 +178,7 @@ def _job_of(record: Record, stored: Sequence[Record]) -> set[str]:
     alike = [(Path(each["path"]), each) for each in stored if kind(each) == kind(record)]
     folder, size = Path(record["path"]).parent, record["size"]
     job = [each for path, each in alike if path.parent == folder]
-    # if each host has a folder of its own, the other ranks are below the parent or grandparent
+    # if each host has a separate folder, the other ranks are below the parent or grandparent
     # folder
     for around in list(folder.parents)[:2]:
         ranks = {each["rank"] for each in job}

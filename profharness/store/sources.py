@@ -73,8 +73,8 @@ def find_sources(path: Path) -> list[Path]:
             raise TraceFormatError(path, missing, expected=EXPECTED)
         sources = list(_walk(path))
     except OSError as error:
-        place = error.filename or path
-        raise TraceFormatError(place, f"cannot be read: {error.strerror}") from None
+        unreadable = error.filename or path
+        raise TraceFormatError(unreadable, f"cannot be read: {error.strerror}") from None
     if not sources:
         raise TraceFormatError(path, "nothing to ingest in this folder", expected=EXPECTED)
     return sources

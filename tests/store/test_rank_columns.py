@@ -14,7 +14,7 @@ from make_ranks import Fleet, make_ranks, read
 
 from profharness.environment import hashed_key
 from profharness.store import Store, ingest_path, open_store
-from profharness.store.ranks import rank_rows, split_place
+from profharness.store.ranks import rank_rows, split_rank
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,6 @@ def test_invalid_rank_is_ignored(job: Path, tmp_path: Path, rank: object) -> Non
 def test_rank_identity_comes_from_environment_or_name(
     environment: dict[str, object], name: str | None, place: dict[str, object]
 ) -> None:
-    told, rest = split_place(environment, name)
+    told, rest = split_rank(environment, name)
     assert told == dict.fromkeys(("rank", "world_size", "host_key", "gpu_key")) | place
     assert not {"rank", "host_key", "gpu_key"} & rest.keys()
