@@ -120,18 +120,15 @@ PID_MASK = (1 << PID_SHIFT) - 1
 BATCH = 10_000
 _TEXT = re.compile(rb"[ -~]{12,200}")
 _PLAIN_TABLES = "type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' AND name NOT LIKE 'sqlite_%'"
-_Kept = dict[str, dict[str, str]]  # table -> column -> mark
 
 
-def columns_of(table: str) -> dict[str, str] | None:
-    """Return the columns of a table and their marks, or None if the table must not be copied.
+def columns_of(table: str) -> dict[str, str]:
+    """Return the columns of a table that may be copied, and their marks.
 
     The name of the table may end with a version such as `_V2`.
     """
-    base = re.sub(r"_V\d+$", "", table)
-    text = ENUM_COLUMNS if re.fullmatch(r"ENUM_[A-Z0-9_]+", table) else TABLES.get(base)
-    if text is None:
-        return None
+    is_enum = re.fullmatch(r"ENUM_[A-Z0-9_]+", table)
+    text = ENUM_COLUMNS if is_enum else TABLES.get(re.sub(r"_V\d+$", "", table), "")
     return {word.lstrip("@#%$"): word[0] if word[0] in "@#%$" else "" for word in text.split()}
 
 
@@ -153,13 +150,13 @@ def scrub_nsys(path: Path, out: IO[bytes], scrubber: Scrubber) -> None:
     """
     # this raises an error if the file is foreign, cut off or being written
     with opened(path, path) as export, tempfile.NamedTemporaryFile(suffix=".sqlite") as file:
-        kept = _kept(export.connection)
-        if not kept:
-            raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
         with closing(sqlite3.connect(file.name)) as target:
             # a copy that fails is deleted, so it needs neither journal nor fsync
             target.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-            _Export(export.connection, target, kept, scrubber).copy()
+            copied = _Export(export.connection, target, scrubber)
+            if not copied.kept:
+                raise TraceFormatError(path, "not by nsys", expected=EXPECTED)
+            copied.copy()
             target.commit()
         if scrubber.looks_for_deleted and _has_deleted(path, Path(file.name)):
             scrubber.record("deleted rows", "parts of the file that no table uses", "pages")
@@ -180,27 +177,18 @@ def _columns(source: sqlite3.Connection, table: str) -> list[str]:
     return [str(row[1]) for row in source.execute(f"PRAGMA table_info({_quoted(table)})")]
 
 
-def _kept(source: sqlite3.Connection) -> _Kept:
-    kept: _Kept = {}
-    for name in _tables(source):
-        allowed = columns_of(name) or {}
-        columns = [column for column in _columns(source, name) if column in allowed]
-        if columns:
-            kept[name] = {column: allowed[column] for column in columns}
-    return kept
-
-
 class _Export:
     """Copies the allowed contents of an export into a new file."""
 
     def __init__(
-        self,
-        source: sqlite3.Connection,
-        target: sqlite3.Connection,
-        kept: _Kept,
-        scrubber: Scrubber,
+        self, source: sqlite3.Connection, target: sqlite3.Connection, scrubber: Scrubber
     ) -> None:
-        self.source, self.target, self.kept, self.scrubber = source, target, kept, scrubber
+        self.source, self.target, self.scrubber = source, target, scrubber
+        self.kept: dict[str, dict[str, str]] = {}  # table -> column -> mark
+        for table in _tables(source):
+            allowed = columns_of(table)
+            if columns := [name for name in _columns(source, table) if name in allowed]:
+                self.kept[table] = {name: allowed[name] for name in columns}
         self.numbers = self._numbers()
         self.used: set[int] = set()  # keys of StringIds in copied rows
 
@@ -216,7 +204,7 @@ class _Export:
             # a numeric column of SQLite may also contain a text
             "": lambda _, value: value if isinstance(value, int | float) else None,
             "@": lambda _, value: value if isinstance(value, int) else None,
-            "#": lambda _, value: _renumbered(value, self.numbers),
+            "#": lambda _, value: self._renumber(value) if isinstance(value, int) else None,
             "%": lambda _, value: self.numbers.get(value),
             "$": lambda column, value: (
                 self.scrubber.clean(value, where=f"{table}.{column}")
@@ -276,7 +264,7 @@ class _Export:
         """
         empty: dict[str, dict[str, str]] = {}
         for table in _tables(self.source):
-            allowed = {"id", "value"} if table == STRINGS else set(columns_of(table) or ())
+            allowed = {"id", "value"} if table == STRINGS else set(columns_of(table))
             if not allowed and not self.scrubber.is_known_name(table):
                 self.scrubber.record("table", "a table that is not known", "schema")
                 continue
@@ -302,6 +290,12 @@ class _Export:
                 self.target.execute(f"CREATE TABLE {_quoted(table)} ({', '.join(declared)})")
         return empty
 
+    def _renumber(self, value: int) -> int:
+        """Return a serialized id with new process and thread numbers, and the same 16 machine bits."""
+        machine, pid = value >> (2 * PID_SHIFT), (value >> PID_SHIFT) & PID_MASK
+        ids = self.numbers[pid] << PID_SHIFT | self.numbers[value & PID_MASK]
+        return machine << (2 * PID_SHIFT) | ids
+
     def _numbers(self) -> dict[int, int]:
         """Return the number 1, 2, … that replaces each process or thread id.
 
@@ -315,24 +309,9 @@ class _Export:
                     f"SELECT DISTINCT {name} FROM {_quoted(table)} WHERE typeof({name}) = 'integer'"
                 )
                 for (value,) in self.source.execute(sql):
-                    ids |= {value} if columns[column] == "%" else {_pid(value), value & PID_MASK}
+                    serialized = {(value >> PID_SHIFT) & PID_MASK, value & PID_MASK}
+                    ids |= {value} if columns[column] == "%" else serialized
         return {value: number for number, value in enumerate([0, *sorted(ids - {0})])}
-
-
-def _pid(value: int) -> int:
-    return (value >> PID_SHIFT) & PID_MASK
-
-
-def _renumbered(value: object, numbers: dict[int, int]) -> int | None:
-    """Return a serialized id with the new process and thread numbers.
-
-    Its 16 bits for the machine are unchanged. Return None if the value is no integer.
-    """
-    if not isinstance(value, int):
-        return None
-    machine = value >> (2 * PID_SHIFT)
-    pid, tid = numbers[_pid(value)], numbers[value & PID_MASK]
-    return (machine << (2 * PID_SHIFT)) | (pid << PID_SHIFT) | tid
 
 
 def _has_deleted(path: Path, copy: Path) -> bool:
