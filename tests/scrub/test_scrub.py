@@ -432,20 +432,6 @@ def test_a_copy_has_every_table_and_column_of_its_export(export: Path) -> None:
     assert audit(copy) == []
 
 
-def test_a_raw_report_is_replaced_by_the_export_beside_it(export: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "w1.nsys-rep").write_bytes(b"NVIDIA\0HOSTNAME=blade17")
-    (folder / "w1.sqlite").write_bytes(export.read_bytes())
-    record = read_run(H200)
-    trace = TraceFile("nsys", "w1.nsys-rep", ())
-    write_run(folder, replace(record, traces=(trace,), profilers=("nsys",), problems=()))
-    done = scrub(folder)
-    assert done.replaced == (("w1.nsys-rep", "w1.sqlite"),)
-    assert done.files == ("run.json", "w1.sqlite")
-    assert read_run(done.output).traces == (replace(trace, path="w1.sqlite"),)
-
-
 def test_a_compressed_export_stays_compressed(export: Path, tmp_path: Path) -> None:
     packed = tmp_path / "y.sqlite.gz"
     packed.write_bytes(gzip.compress(export.read_bytes()))
