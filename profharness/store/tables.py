@@ -24,6 +24,7 @@ JSON_COLUMNS = frozenset({
     "profilers", "warnings", "problems", "protocol", "bench", "clocks", "tuning", "modules",
     "tensors", "lengths", "flops_per_s", "q_strides", "k_strides", "v_strides", "mask_strides",
 })  # fmt: skip
+"""Columns that contain JSON, which `records` decodes."""
 
 # Columns that identify a group of launches in a trace. The last column is used only if launches are
 # grouped by op path.
