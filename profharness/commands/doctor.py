@@ -170,7 +170,7 @@ def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[C
         remedy = "STRICT tables need SQLite >= 3.37; use a newer Python"
         sqlite = Check("SQLite", "missing", sqlite3.sqlite_version, remedy)
     scanner = Check("trace scanner", "ok", "compiled")
-    if not Scanner is not None:
+    if Scanner is None:
         scanner = Check(
             "trace scanner",
             "absent",

@@ -33,8 +33,8 @@ from profharness.scrub.allowed import Scrubber
 from profharness.scrub.kineto import scrub_kineto
 from profharness.scrub.nsys import scrub_nsys
 from profharness.scrub.reports import EXPORTS, check_name, exported, scrub_ncu, split_name
+from profharness.traces import GZIP, GZIP_SUFFIX, unpacked
 from profharness.traces.nsys_export import MAGIC
-from profharness.traces.packed import GZIP, SUFFIX, unpacked
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".ncu-rep")
 MAX_JSON = 1 << 28  # maximum bytes of a document; a larger one that is no trace is read by lines
@@ -99,7 +99,7 @@ def _findings(path: Path, scrubber: Scrubber) -> Iterator[Finding]:
 
 
 def _check(path: Path, scrubber: Scrubber) -> None:
-    name = path.name.lower().removesuffix(SUFFIX)
+    name = path.name.lower().removesuffix(GZIP_SUFFIX)
     if name.endswith(RAW_SUFFIXES):
         scrubber.record("raw report", "contains the environment of its process", "the file")
         return

@@ -17,10 +17,10 @@ from profharness.recording.profilers.base import ToolError
 from profharness.recording.profilers.nsys import export_report
 from profharness.rows import NSYS
 from profharness.scrub.allowed import NUMBER_CELL, Scrubber
+from profharness.traces import GZIP_SUFFIX, unpacked
 from profharness.traces.ncu_csv import PUSH_POP, START_END, nvtx_ranges, read_table, read_text
 from profharness.traces.ncu_readers import report_to_csv
 from profharness.traces.nsys_export import opened
-from profharness.traces.packed import SUFFIX, unpacked
 
 EMPTIED = ("Host Name", "Process Name")
 NUMBERED = ("Process ID",)
@@ -68,7 +68,7 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
     if column not in NVTX:
         return scrubber.clean(cell, where=column)
     ranges = nvtx_ranges(cell, numbered=column == START_END)
-    texts = {text for item in ranges for text in (item.domain, item.name)}
+    texts = {text for item in ranges for text in item}
     cleaned = cell
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         cleaned = cleaned.replace(text, scrubber.clean(text, where=column))
@@ -81,7 +81,7 @@ def _clean_cell(column: str, cell: str, scrubber: Scrubber) -> str:
 
 EXPORTS = {
     f"{report}{packed}": export
-    for packed in (SUFFIX, "")
+    for packed in (GZIP_SUFFIX, "")
     for report, export in ((".nsys-rep", ".sqlite"), (".ncu-rep", ".csv"))
 }
 """Suffix of a report, which may be packed -> suffix of its export."""
@@ -112,7 +112,7 @@ def check_name(source: Path, output: Path) -> None:
         if wrong in EXPORTS:
             message = f"{output}: a copy is never a {wrong}; keep the suffix of {source.name}"
             raise UsageError(message)
-    elif not output.name.lower().endswith((made, f"{made}{SUFFIX}")):
+    elif not output.name.lower().endswith((made, f"{made}{GZIP_SUFFIX}")):
         stem = stem if wrong in EXPORTS else output.stem
         raise UsageError(
             f"{output}: the copy of a {suffix} is a {made}, because a report holds the "

@@ -465,11 +465,12 @@ def insert_journals(
     """
     from profharness.traces.observed import completed, match_calls
 
-    if not journals.calls:
-        return list(journals.warnings)
-    configs = config_ids(connection, (item.call.config for item in journals.calls))
+    observed, warnings = journals
+    if not observed:
+        return warnings
+    configs = config_ids(connection, (item.call.config for item in observed))
     ids = []
-    for item in journals.calls:
+    for item in observed:
         row = fields_of(connection, "templates", item.call, item)
         row |= {"run_id": run_id, "config_id": configs[item.call.config], "calls": item.count}
         ids.append(insert_row(connection, "templates", row))
@@ -479,9 +480,9 @@ def insert_journals(
         (run_id,),
     ).fetchall()
     rows, lost = [], 0
-    matches = match_calls(calls, journals.calls)
+    matches = match_calls(calls, observed)
     for index, call, (call_id,) in zip(matches, calls, stored, strict=True):
-        whole = call if index is None else completed(call, journals.calls[index])
+        whole = call if index is None else completed(call, observed[index])
         config = configs[whole.config] if call.config is None else None
         template = None if index is None else ids[index]
         rows.append((template, whole.kind, whole.compiled, config, whole.reason, call_id))
@@ -492,4 +493,4 @@ def insert_journals(
         rows,
     )
     text = f"{lost} call(s) of the traces fit no observed kind of call, or several"
-    return [*journals.warnings, *([text] if lost else [])]
+    return [*warnings, *([text] if lost else [])]

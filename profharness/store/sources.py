@@ -28,8 +28,7 @@ from profharness.run import (
     read_run,
 )
 from profharness.trace import Trace
-from profharness.traces import is_trace, open_trace, sniff
-from profharness.traces.packed import open_file
+from profharness.traces import is_trace, open_file, open_trace, sniff
 
 EXPECTED = "a run folder, a trace file, or a folder of these"
 CHUNK = 1 << 20

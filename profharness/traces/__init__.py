@@ -1,4 +1,4 @@
-"""Parse the files of profilers.
+"""Parse the files of profilers, which may be compressed with gzip.
 
 `open_trace` selects the parser for a file by its name and its content.
 """
@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import importlib
-import io
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import IO, cast
 
-from profharness.errors import TraceFormatError
-from profharness.files import open_input
+from isal import igzip_lib
+
+from profharness.errors import ProfharnessError, TraceFormatError, printable_path
+from profharness.files import InputFile, open_input
 from profharness.trace import Trace
-from profharness.traces.packed import SUFFIX, first_bytes, is_packed, unpacked
 
 # Version of the arguments and results of the compiled parts. scanner.c has the same number.
 FORM = 4
@@ -27,6 +31,18 @@ except ImportError:  # installed without a C compiler
 if COMPILED != FORM:  # compiled from an older source
     Scanner = parents = None  # type: ignore[assignment, misc]
 
+GZIP = b"\x1f\x8b"
+GZIP_SUFFIX = ".gz"
+# The maximum ratio of the unpacked size to the size of the file. gzip makes traces 10 to 40 times
+# smaller, and the most repetitive traces 150 times. The highest ratio that gzip can reach is 1030.
+MAX_RATIO = 200
+# This number of bytes is unpacked even if the ratio is higher than MAX_RATIO, because gzip makes an empty
+# nsys export 700 times smaller.
+ALWAYS_UNPACKED = 16 << 20
+_INPUT = 64 * 1024
+_WHOLE = "a whole gzip file"
+_Damage = cast("type[Exception]", igzip_lib.error)  # the type stubs of isal declare an instance
+
 PARSERS: dict[str, str] = {
     "chrome": "profharness.traces.chrome:parse_chrome",
     "nsys": "profharness.traces.nsys:parse_nsys",
@@ -35,13 +51,12 @@ PARSERS: dict[str, str] = {
 _PLAIN_SUFFIXES = {
     ".json": "chrome", ".ncu-rep": "ncu", ".csv": "ncu", ".sqlite": "nsys", ".nsys-rep": "nsys",
 }  # fmt: skip
-SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
+SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{GZIP_SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
 STARTS: dict[bytes, str] = {
     b"SQLite format 3\0": "nsys",  # the parser raises an error for any other SQLite file
     b"NVR\0": "ncu",
 }
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; `>` writes UTF-16 in PowerShell
-MAX_LINE = 1 << 22  # maximum length of a line in ncu's output, in characters
 # Number of bytes in which to search for ncu's header. It may follow the output of the profiled program.
 SNIFFED = 1 << 20
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
@@ -68,17 +83,15 @@ def sniff(path: Path) -> str | None:
     it. Raise TraceFormatError if the file cannot be read.
     """
     lower = path.name.lower()
-    head = first_bytes(path, 64)
+    head, packed = _first_bytes(path, 64)
     for suffix, name in SUFFIXES.items():
         if lower.endswith(suffix):
-            return name if ".csv" not in suffix or is_ncu_csv(path) else None
+            return name if ".csv" not in suffix or _is_ncu_csv(path) else None
     for start, name in STARTS.items():
         if head.startswith(start):
             return name
     stripped = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if stripped[:1] in (b"{", b"[") or is_packed(path):
-        return "chrome"
-    return None
+    return "chrome" if packed or stripped[:1] in (b"{", b"[") else None
 
 
 def is_trace(path: Path) -> bool:
@@ -114,43 +127,155 @@ def open_trace(path: Path) -> Trace:
         return load_parser(name)(plain)
 
 
-def is_ncu_csv(path: Path) -> bool:
-    """Return whether the first MiB of a file contains the header line of ncu's CSV.
+def _is_ncu_csv(path: Path) -> bool:
+    """Return whether the first MiB of a file contains the header line of ncu's CSV."""
+    data, _ = _first_bytes(path, SNIFFED)
+    text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig", errors="replace")
+    return any(map(NCU_HEADER.match, re.split(r"[\n\r]", text)))
 
-    Raise TraceFormatError if the file cannot be read.
+
+def _first_bytes(path: Path, size: int) -> tuple[bytes, bool]:
+    """Return the first bytes of the unpacked content of a file, and whether the file is compressed.
+
+    Return fewer bytes if the content is shorter or the file is damaged. Raise TraceFormatError if the
+    file cannot be opened.
     """
-    lines = re.split(r"[\n\r]", decode_text(first_bytes(path, SNIFFED)))
-    return any(map(NCU_HEADER.match, lines))
+    file, packed = open_file(path)
+    data = b""
+    # If the file is damaged, the error is reported later, when the whole file is read
+    with closing(file), suppress(TraceFormatError, OSError):
+        while len(data) < size and (more := file.read(size - len(data))):
+            data += more
+    return data, packed
 
 
-def lines_of(source: str | Path, path: Path) -> Iterator[str]:
-    """Yield the lines of a text or of a file. Only a line feed ends a line.
+class GzipReader:
+    """Reads the content of a gzip file, and verifies the checksum of every member."""
 
-    The encoding of the file must be UTF-8 or UTF-16. Raise TraceFormatError if the file cannot be
-    read or a line is longer than MAX_LINE. The message contains `path`.
+    def __init__(self, path: Path, raw: InputFile) -> None:
+        self._path = path
+        self._raw = raw
+        self._limit = max(ALWAYS_UNPACKED, MAX_RATIO * raw.size)
+        self._member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+        self._next = b""  # input that has not been decompressed yet
+        self._done = 0
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` more bytes. Return no bytes at the end.
+
+        Raise TraceFormatError if the file is damaged, if something other than gzip follows a member,
+        or if the content exceeds MAX_RATIO times the size of the file.
+        """
+        data = b""
+        while not data:
+            if self._member.eof and not self._start_member():
+                return b""
+            data = self._decompress(size)
+        self._done += len(data)
+        if self._done > self._limit:
+            message = f"unpacks to more than {self._limit:,} bytes, {MAX_RATIO} times its size"
+            raise self._error(
+                message, expected="less; if it is to be read, unpack it and give the plain file"
+            )
+        return data
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _decompress(self, size: int) -> bytes:
+        if self._member.needs_input and not self._next:
+            self._next = self._input()
+            if not self._next:
+                raise self._error("the gzip stream is cut short")
+        data, self._next = self._next, b""
+        try:
+            return self._member.decompress(data, size)
+        except _Damage as error:
+            place = f"before byte {self._raw.tell():,} of the packed file"
+            raise self._error(f"the gzip stream is damaged {place}: {error}") from None
+
+    def _start_member(self) -> bool:
+        """Start to read the next member. Return False at the end of the file.
+
+        The file may be padded with zeros.
+        """
+        rest = self._member.unused_data.lstrip(b"\0")
+        while len(rest) < len(GZIP) and (more := self._input()):
+            rest = (rest + more).lstrip(b"\0")
+        if not rest:
+            return False
+        if not rest.startswith(GZIP):
+            raise self._error("something that is no gzip follows the whole gzip stream")
+        self._member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+        self._next = rest
+        return True
+
+    def _input(self) -> bytes:
+        try:
+            return self._raw.read(_INPUT)
+        except OSError as error:
+            raise self._error(f"cannot be read: {error.strerror}") from None
+
+    def _error(self, message: str, *, expected: str = _WHOLE) -> TraceFormatError:
+        return TraceFormatError(self._path, message, offset=self._done, expected=expected)
+
+
+def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
+    """Open a file. Return a reader of its content, and whether the file is compressed with gzip.
+
+    The name of the file does not matter. Raise TraceFormatError if the file cannot be opened or read.
     """
-    if isinstance(source, str):
-        yield from (match[0] for match in re.finditer(r"[^\n]*\n|[^\n]+", source))
-        return
     try:
-        with open_input(source) as raw:
-            encoding = "utf-16" if raw.read(2) in UTF_16 else "utf-8-sig"
+        raw = open_input(path)
+        try:
+            packed = raw.read(len(GZIP)) == GZIP
             raw.seek(0)
-            file = io.TextIOWrapper(io.BufferedReader(raw), encoding, "replace", newline="\n")
-            while line := file.readline(MAX_LINE + 1):
-                if len(line) > MAX_LINE:
-                    message = f"a line of more than {MAX_LINE:,} characters"
-                    raise TraceFormatError(path, message, expected=EXPECTED)
-                yield line
+        except OSError:
+            raw.close()
+            raise
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
+    return (GzipReader(path, raw) if packed else raw), packed
 
 
-def decode_text(data: bytes) -> str:
-    """Decode data in UTF-8, or in UTF-16 if it starts with a byte order mark.
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """Yield the path of an unpacked file.
 
-    Invalid bytes become replacement characters.
+    If the file is not compressed, this is `path` itself. Otherwise, it is a temporary file whose name
+    lacks the `.gz`. Errors that are raised inside the `with` block name `path` instead of the
+    temporary file. Raise TraceFormatError if the file is damaged or cannot be read.
     """
-    if data.startswith(UTF_16):
-        return data.decode("utf-16", errors="replace")
-    return data.decode("utf-8-sig", errors="replace")
+    file, packed = open_file(path)
+    with closing(file), ExitStack() as stack:
+        if not packed:
+            yield path
+            return
+        with without_room():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="profharness-"))
+            plain = Path(folder) / path.name.removesuffix(GZIP_SUFFIX)
+            with plain.open("wb") as out:
+                shutil.copyfileobj(cast("IO[bytes]", file), out, 1 << 20)
+        try:
+            yield plain
+        except ProfharnessError as error:
+            shown, given = printable_path(plain), printable_path(path)
+            error.args = tuple(
+                arg.replace(shown, given) if isinstance(arg, str) else arg for arg in error.args
+            )
+            if isinstance(error, TraceFormatError):
+                error.path = path
+            raise
+
+
+@contextmanager
+def without_room() -> Iterator[None]:
+    """Convert an OSError inside the `with` block to ProfharnessError.
+
+    The block must only write a temporary file. The message suggests another folder for such files.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = f"{tempfile.gettempdir()}: a temporary file cannot be written: {error.strerror}"
+        raise ProfharnessError(f"{message}; name another folder in TMPDIR") from None

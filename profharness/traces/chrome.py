@@ -24,6 +24,7 @@ from profharness.errors import TraceFormatError
 from profharness.files import JSON_WEIGHT, has_too_many_values
 from profharness.rows import TORCH
 from profharness.trace import LaunchConfig, Trace
+from profharness.traces import GzipReader, open_file
 from profharness.traces.attribution import (
     CHUNK_ROWS,
     MAX_DEPTH,
@@ -53,7 +54,6 @@ from profharness.traces.columns import (
     nothing,
 )
 from profharness.traces.graphs import replayed
-from profharness.traces.packed import GzipReader, open_file
 
 KEPT = (
     "schemaVersion", "trace_id", "record_shapes", "with_stack", "profile_memory", "with_flops",

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from profharness.devices import Device
 from profharness.trace import NONE
+from profharness.traces import without_room
 from profharness.traces.ops import HostSpan
-from profharness.traces.packed import without_room
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -7,6 +7,7 @@ ncu profiled the launches.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -51,10 +52,8 @@ NANOSECONDS = {
 }  # fmt: skip
 EXACT_BYTES = ("", "byte", "byte/block")  # values in any other unit of memory are rounded
 MAX_SIZE = 1 << 62  # `whole` accepts only values below this
-SIZES = (
-    "launch__grid_", "launch__block_", "launch__registers_per_thread",
-    "launch__shared_mem_per_block",
-)  # fmt: skip
+SHARED = "launch__shared_mem_per_block"
+SIZES = ("launch__grid_", "launch__block_", "launch__registers_per_thread", SHARED)
 _DEVICE_FIELDS = {
     "compute_major": "compute_capability_major",
     "compute_minor": "compute_capability_minor",
@@ -158,12 +157,14 @@ def _duration(launch: NcuLaunch, units: dict[str, str]) -> int:
 
 
 def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
-    static = _bytes(launch, units, "launch__shared_mem_per_block_static")
-    dynamic = _bytes(launch, units, "launch__shared_mem_per_block_dynamic")
+    static, dynamic = (
+        _whole(launch, name) if units.get(name, "") in EXACT_BYTES else None
+        for name in (f"{SHARED}_static", f"{SHARED}_dynamic")
+    )
     return LaunchConfig(
         grid=launch.grid or _dims(launch, "grid"),
         block=launch.block or _dims(launch, "block"),
-        registers_per_thread=_whole(launch.values.get("launch__registers_per_thread")),
+        registers_per_thread=_whole(launch, "launch__registers_per_thread"),
         static_shared_bytes=static,
         dynamic_shared_bytes=dynamic,
         shared_bytes=None if static is None or dynamic is None else static + dynamic,
@@ -175,21 +176,18 @@ def _dims(launch: NcuLaunch, what: str) -> Triple | None:
 
     If the report contains only the product of the sizes, the sizes are known only if it is 1.
     """
-    x, y, z = (_whole(launch.values.get(f"launch__{what}_dim_{axis}")) for axis in "xyz")
+    x, y, z = (_whole(launch, f"launch__{what}_dim_{axis}") for axis in "xyz")
     if x is not None and y is not None and z is not None:
         return x, y, z
     return (1, 1, 1) if launch.values.get(f"launch__{what}_size") == 1 else None
 
 
-def _bytes(launch: NcuLaunch, units: dict[str, str], name: str) -> int | None:
-    return _whole(launch.values.get(name)) if units.get(name, "") in EXACT_BYTES else None
-
-
-def _whole(value: float | None) -> int | None:
-    """Convert a count to an integer. Return None if no count can have that value.
+def _whole(launch: NcuLaunch, name: str) -> int | None:
+    """Return a metric as an integer, or None if no count can have its value.
 
     Old reports contain counts as doubles.
     """
+    value = launch.values.get(name)
     return None if value is None else whole(round(value))
 
 
@@ -244,7 +242,7 @@ def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
     for launch in launches:
         if launch.device not in devices:
             limits = {
-                field: _whole(launch.values.get(DEVICE_PREFIX + attribute))
+                field: _whole(launch, DEVICE_PREFIX + attribute)
                 for field, attribute in _DEVICE_FIELDS.items()
             }
             name = launch.texts.get(f"{DEVICE_PREFIX}display_name") or None
@@ -277,51 +275,34 @@ def _metrics(report: NcuReport, durations: list[int], path: Path) -> HardwareMet
     return HardwareMetrics(names, [report.units.get(name, "") for name in names], values)
 
 
-def _warnings(report: NcuReport, durations: list[int]) -> tuple[str, ...]:
-    texts = []
-    if not report.launches:
-        texts.append("the report holds no kernel; a filter of ncu's may have matched none")
-    texts += _timeless(report, durations)
-    if nameless := sum(not launch.name for launch in report.launches):
-        texts.append(f"{nameless} of {len(durations)} kernels have no name")
-    if odd := _impossible(report):
-        texts.append(f"{odd} sizes of launches (grid, block, registers, memory) are impossible")
-    if report.skipped:
-        texts.append(f"{report.skipped} results of whole ranges or graphs are left out")
-    rounded = [
-        unit
-        for name, unit in report.units.items()
-        if name.startswith("launch__shared_mem_per_block") and unit not in EXACT_BYTES
-    ]
-    if rounded:
-        texts.append(
-            f"shared memory is rounded to {rounded[0][:40]} and left out; "
-            "export with --print-units base"
-        )
-    return tuple(texts)
-
-
-def _timeless(report: NcuReport, durations: list[int]) -> list[str]:
-    """Return a warning for each reason why kernels have no time."""
-    unit = report.units.get(DURATION, "")
+def _warnings(report: NcuReport, durations: list[int]) -> Iterator[str]:
+    launches, units = report.launches, report.units
+    of = f"of {len(launches)} kernels have"
+    if not launches:
+        yield "the report holds no kernel; a filter of ncu's may have matched none"
     untimed = [
         DURATION in launch.values
-        for launch, ns in zip(report.launches, durations, strict=True)
+        for launch, ns in zip(launches, durations, strict=True)
         if ns == NONE
     ]
-    impossible, of = sum(untimed), f"of {len(durations)} kernels have"
-    texts = []
-    if impossible and unit not in NANOSECONDS:
-        texts.append(f"{impossible} {of} no time: {DURATION} is in {unit[:40]!r}")
+    unit = units.get(DURATION, "")
+    if (impossible := sum(untimed)) and unit not in NANOSECONDS:
+        yield f"{impossible} {of} no time: {DURATION} is in {unit[:40]!r}"
     elif impossible:
-        texts.append(f"{impossible} {of} a time below zero or beyond reason, which is left out")
+        yield f"{impossible} {of} a time below zero or beyond reason, which is left out"
     if missing := len(untimed) - impossible:
-        texts.append(f"{missing} {of} no time; ask ncu for {DURATION} as well")
-    return texts
-
-
-def _impossible(report: NcuReport) -> int:
-    """Count the values in launch configurations that are negative or too large."""
-    sizes = [name for name in report.units if name.startswith(SIZES)]
-    figures = (launch.values.get(name) for launch in report.launches for name in sizes)
-    return sum(not 0 <= value < MAX_SIZE for value in figures if value is not None)
+        yield f"{missing} {of} no time; ask ncu for {DURATION} as well"
+    if nameless := sum(not launch.name for launch in launches):
+        yield f"{nameless} {of} no name"
+    sizes = [name for name in units if name.startswith(SIZES)]
+    figures = (launch.values.get(name) for launch in launches for name in sizes)
+    if odd := sum(not 0 <= value < MAX_SIZE for value in figures if value is not None):
+        yield f"{odd} sizes of launches (grid, block, registers, memory) are impossible"
+    if report.skipped:
+        yield f"{report.skipped} results of whole ranges or graphs are left out"
+    shared = (unit for name, unit in units.items() if name.startswith(SHARED))
+    if rounded := next((unit for unit in shared if unit not in EXACT_BYTES), None):
+        yield (
+            f"shared memory is rounded to {rounded[:40]} and left out; "
+            "export with --print-units base"
+        )

@@ -12,7 +12,6 @@ report and writes it as msgpack.
 from __future__ import annotations
 
 import contextlib
-import csv
 import importlib
 import importlib.util
 import math
@@ -38,21 +37,35 @@ from profharness.recording.profilers.ncu import NcuFile, check_file, child_envir
 from profharness.rows import NCU
 from profharness.traces.ncu_csv import (
     CONSTANTS,
-    DEVICE_PREFIX,
-    OWN_COLUMNS,
-    PUSH_POP,
-    START_END,
     LaunchCompactor,
     NcuLaunch,
     NcuReport,
     NvtxRange,
-    Triple,
     read_csv_text,
+    write_csv,
 )
 
+MODULE = "ncu_report"
+EXTRAS = Path("extras", "python", f"{MODULE}.py")
+CHILD = "from profharness.traces.ncu_readers import main; main()"
 IMPORT_TIMEOUT_S = 600.0
-UNKNOWN_ID = "0"
-COLUMNS = tuple(column for column in OWN_COLUMNS if column != "Kernel Time")
+# The value of IAction.workload_type() for a kernel. Ranges, command lists and graphs have larger values.
+KERNEL = 0
+STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # values of IMetric.kind()
+# The index of a device or stream must be less than this. A larger value means that -1 was stored in an
+# unsigned field.
+MAX_INDEX = 1 << 31
+MAX_NAMES = 1 << 16  # maximum number of ranges per launch and domain
+# A real report of 1.2 MB takes 0.4 s of processor time and 180 MB of memory. The library itself uses
+# 120 MB of them.
+CPU_S, CPU_S_PER_MB = 12.0, 4.0
+# A child that uses ENOUGH_KIB of memory leaves the rest of the report to the next child. MOST_BYTES is
+# the maximum memory of a child.
+ENOUGH_KIB, MOST_BYTES = 240 << 10, 450 << 20
+# Ratio of the limit on wall time to the limit on processor time. A child may sleep, or share its
+# processor with other processes.
+WAITING = 4
+NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
 
 def report_to_csv(report: Path, output: Path) -> None:
@@ -66,66 +79,6 @@ def report_to_csv(report: Path, output: Path) -> None:
     `read_report`.
     """
     write_csv(read_report(report, check_file(report)), output)
-
-
-def write_csv(report: NcuReport, output: Path) -> None:
-    """Write the kernels of a report to a CSV, in the format that `report_to_csv` describes."""
-    names = sorted({name for row in report.launches for name in (*row.values, *row.texts)})
-    constants: dict[int, NcuLaunch] = {}
-    with output.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")
-        writer.writerow([*COLUMNS, *names])
-        writer.writerow([*("" for _ in COLUMNS), *(report.units.get(name, "") for name in names)])
-        for index, launch in enumerate(report.launches):
-            source = constants.setdefault(launch.device, launch)
-            sources = (source if name.startswith(CONSTANTS) else launch for name in names)
-            writer.writerow([*_own(index, launch, source), *map(_value, sources, names)])
-
-
-def _own(index: int, launch: NcuLaunch, source: NcuLaunch) -> list[str]:
-    """Return the cells of ncu's own columns, in the order of COLUMNS."""
-    capability = ("major", "minor")
-    own = {
-        "ID": str(index),
-        "Process ID": UNKNOWN_ID,
-        PUSH_POP: f"{UNKNOWN_ID}  {_items(launch.push_pop)}" if launch.push_pop else "",
-        START_END: _items(launch.start_end, numbered=True),
-        "Kernel Name": launch.name,
-        "Context": _value(launch, "launch__context_id"),
-        "Stream": "" if launch.stream is None else str(launch.stream),
-        "Block Size": _dims(launch, "block", launch.block),
-        "Grid Size": _dims(launch, "grid", launch.grid),
-        "Device": str(launch.device),
-        "CC": ".".join(
-            _value(source, f"{DEVICE_PREFIX}compute_capability_{n}") for n in capability
-        ),
-    }
-    return [own.get(column, "") for column in COLUMNS]
-
-
-def _value(launch: NcuLaunch, name: str) -> str:
-    value = launch.values.get(name)
-    if value is None:
-        return launch.texts.get(name, "")
-    return str(int(value)) if float(value).is_integer() else repr(value)
-
-
-def _dims(launch: NcuLaunch, what: str, triple: Triple | None) -> str:
-    values = [launch.values.get(f"launch__{what}_dim_{axis}") for axis in "xyz"]
-    numbers = triple or [int(value) for value in values if value is not None]
-    return f"({', '.join(map(str, numbers))})" if len(numbers) == 3 else ""
-
-
-def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
-    """Return the text of an NVTX cell.
-
-    Each range consists of its domain, its name, four fields that are unknown, the type of the
-    message, and the name again.
-    """
-    return "  ".join(
-        f'"{f"{place}:" if numbered else ""}{item.domain}:{item.name}:none:none:none:none:ASCII:{item.name}"'
-        for place, item in enumerate(ranges)
-    )
 
 
 class MissingReaderError(MissingExtraError):
@@ -154,7 +107,11 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
     tried = []
     for name, report in _attempts(path):
         if isinstance(report, NcuReport):
-            return _counted(report, file)
+            readable = len(report.launches) + report.skipped
+            if readable == file.results:
+                return report
+            text = f"the file counts {file.results} results, {readable} of them could be read"
+            return replace(report, warnings=(*report.warnings, text))
         tried.append(f"{name} ({report})" if report else name)
     if not tried:
         raise MissingReaderError(path)
@@ -172,27 +129,18 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
 
     The description is "" if the reader does not recognize the file.
     """
-    if has_package() and (report := read_native(path)) is not None:
+    if has_package() and (report := _read_native(path)) is not None:
         yield "ncu_report", report
     tool = find_tool(NCU)
     if tool is None:
         return
-    folder = find_extras(tool.path)
-    if folder is not None and (report := read_native(path, folder)) is not None:
+    # The folder of the module that was installed together with ncu
+    folders = [(folder / EXTRAS).parent for folder in tool.path.resolve().parents[:5]]
+    folder = next((folder for folder in folders if (folder / EXTRAS.name).is_file()), None)
+    if folder is not None and (report := _read_native(path, folder)) is not None:
         yield "Nsight Compute's ncu_report", report
     output = import_csv(tool.path, path)
     yield "ncu --import", "" if output is None else read_csv_text(output, path)
-
-
-def _counted(report: NcuReport, file: NcuFile) -> NcuReport:
-    """Return the report. Add a warning if the file says that it contains a different number of
-    results than were read.
-    """
-    readable = len(report.launches) + report.skipped
-    if readable == file.results:
-        return report
-    text = f"the file counts {file.results} results, {readable} of them could be read"
-    return replace(report, warnings=(*report.warnings, text))
 
 
 def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) -> str | None:
@@ -217,39 +165,10 @@ def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) 
         return read_input(output).decode("utf-8", "replace") if returncode == 0 else None
 
 
-MODULE = "ncu_report"
-EXTRAS = Path("extras", "python", f"{MODULE}.py")
-CHILD = "from profharness.traces.ncu_readers import main; main()"
-# The value of IAction.workload_type() for a kernel. Ranges, command lists and graphs have larger values.
-KERNEL = 0
-STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # values of IMetric.kind()
-# The index of a device or stream must be less than this. A larger value means that -1 was stored in an
-# unsigned field.
-MAX_INDEX = 1 << 31
-MAX_NAMES = 1 << 16  # maximum number of ranges per launch and domain
-
-# A real report of 1.2 MB takes 0.4 s of processor time and 180 MB of memory. The library itself uses
-# 120 MB of them.
-CPU_S, CPU_S_PER_MB = 12.0, 4.0
-# A child that uses ENOUGH_KIB of memory leaves the rest of the report to the next child. MOST_BYTES is
-# the maximum memory of a child.
-ENOUGH_KIB, MOST_BYTES = 240 << 10, 450 << 20
-# Ratio of the limit on wall time to the limit on processor time. A child may sleep, or share its
-# processor with other processes.
-WAITING = 4
-NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
-
-
-class _Launch(msgspec.Struct, array_like=True):
-    """A kernel. The keys of `values` and `texts` are indices into `_Report.names`."""
-
-    name: str
-    device: int
-    stream: int | None
-    values: dict[int, float]
-    texts: dict[int, str]
-    start_end: list[tuple[str, str]]
-    push_pop: list[tuple[str, str]]
+_Launch = tuple[
+    str, int, int | None, dict[int, float], dict[int, str], list[NvtxRange], list[NvtxRange]
+]
+"""The fields of NcuLaunch. The keys of `values` and `texts` are indices into `_Report.names`."""
 
 
 class _Report(msgspec.Struct, array_like=True):
@@ -271,23 +190,12 @@ def has_package() -> bool:
         return False
 
 
-def find_extras(ncu: Path) -> Path | None:
-    """Return the folder of the `ncu_report` module that was installed together with an ncu.
-
-    Return None if there is no such folder.
-    """
-    for folder in ncu.resolve().parents[:5]:
-        if (folder / EXTRAS).is_file():
-            return (folder / EXTRAS).parent
-    return None
-
-
-def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | None:
+def _read_native(path: Path, folder: Path | None = None) -> NcuReport | str | None:
     """Read a report with the installed `ncu_report` module, or with the module in `folder`.
 
-    Return the report. Return None if the module cannot be imported. Return "" if the module finds
-    nothing in the file, which is the case if it does not recognize the file. Return a description of
-    the failure if anything else goes wrong.
+    Return None if the module cannot be imported. Return "" if the module finds nothing in the file,
+    which is the case if it does not recognize the file. Return a description of the failure if
+    anything else goes wrong.
     """
     size = path.stat().st_size
     seconds = math.ceil(CPU_S + CPU_S_PER_MB * size / 1e6)
@@ -301,7 +209,19 @@ def read_native(path: Path, folder: Path | None = None) -> NcuReport | str | Non
         part = _read_part(path, folder, first, left) if left > 0 else _failure(None, seconds)
         if not isinstance(part, _Report):
             return part
-        launches += map(compactor.compact, _unpacked(part, compactor))
+        names = part.names
+        for name, device, stream, values, texts, start_end, push_pop in part.launches:
+            # each child has read the constants of the device again
+            left_out = CONSTANTS if device in compactor.devices else ()
+            kept = {names[at]: v for at, v in values.items() if not names[at].startswith(left_out)}
+            words = {
+                names[at]: sys.intern(text)
+                for at, text in texts.items()
+                if not names[at].startswith(left_out)
+            }
+            ranges = tuple(start_end), tuple(push_pop)
+            launch = NcuLaunch(name, kept, words, device, stream, *ranges)
+            launches.append(compactor.compact(launch))
         units.update(zip(part.names, part.units, strict=True))
         skipped, unreadable = skipped + part.skipped, unreadable + part.unreadable
         first = part.rest
@@ -318,7 +238,7 @@ def _children_s() -> float:
 def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Report | str | None:
     """Let a child read the results from the index `first` on, and return what it has read.
 
-    If that fails, return the same values as `read_native`.
+    If that fails, return the same values as `_read_native`.
     """
     limits = (str(seconds), str(MOST_BYTES), str(first))
     with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as name:
@@ -348,27 +268,6 @@ def _failure(code: int | None, seconds: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
     return f"failed with code {code}"
-
-
-def _unpacked(report: _Report, compactor: LaunchCompactor) -> Iterator[NcuLaunch]:
-    names = report.names
-    for launch in report.launches:
-        # each child has read the constants of the device again
-        left_out = CONSTANTS if compactor.has(launch.device) else ()
-        kept = [place for place in launch.values if not names[place].startswith(left_out)]
-        yield NcuLaunch(
-            name=launch.name,
-            values={names[place]: launch.values[place] for place in kept},
-            texts={
-                names[place]: sys.intern(text)
-                for place, text in launch.texts.items()
-                if not names[place].startswith(left_out)
-            },
-            device=launch.device,
-            stream=launch.stream,
-            start_end=tuple(NvtxRange(*pair) for pair in launch.start_end),
-            push_pop=tuple(NvtxRange(*pair) for pair in launch.push_pop),
-        )
 
 
 def main() -> None:
@@ -402,16 +301,13 @@ def _peak_kib() -> int:
 
 
 class _Reader:
-    """Reads a report with NVIDIA's module.
-
-    `unreadable` counts the names and metrics that the module could not return.
-    """
+    """Reads a report with NVIDIA's module."""
 
     def __init__(self) -> None:
-        self.places: dict[str, int] = {}
-        self.units: list[str] = []
-        self.devices: set[int] = set()
-        self.unreadable = 0
+        self._places: dict[str, int] = {}
+        self._units: list[str] = []
+        self._devices: set[int] = set()
+        self._unreadable = 0  # number of names and metrics that the module could not return
 
     def read(self, context: Any, first: int) -> _Report:
         """Read the results from the index `first` on, until the process uses ENOUGH_KIB of memory."""
@@ -428,41 +324,43 @@ class _Reader:
                 rest = done if done < len(results) else None
                 break
         skipped = done - first - len(launches)
-        return _Report(list(self.places), self.units, launches, skipped, self.unreadable, rest)
+        return _Report(list(self._places), self._units, launches, skipped, self._unreadable, rest)
 
     def _launch(self, action: Any) -> _Launch:
         device = _index(action, "launch__device_id")
         if device is None:
             device = _index(action, "device__attribute_device_index") or 0
-        launch = _Launch("", device, _index(action, "launch__stream_id"), {}, {}, [], [])
-        launch.name = self._text(action.name(action.NameBase_MANGLED)) or ""
-        for name in action.metric_names():
-            if not (device in self.devices and name.startswith(CONSTANTS)):
-                self._add(launch, name, action.metric_by_name(name))
-        self.devices.add(device)
+        values: dict[int, float] = {}
+        texts: dict[int, str] = {}
+        start_end: list[NvtxRange] = []
+        push_pop: list[NvtxRange] = []
+        title = self._text(action.name(action.NameBase_MANGLED)) or ""
+        for raw_name in action.metric_names():
+            if device in self._devices and raw_name.startswith(CONSTANTS):
+                continue
+            name, metric = self._text(raw_name), action.metric_by_name(raw_name)
+            if metric is None or not name:
+                self._unreadable += 1
+                continue
+            place = self._places.setdefault(name, len(self._places))
+            if place == len(self._units):
+                self._units.append(self._text(metric.unit()) or "")
+            kind = metric.kind()
+            if kind == STRING:
+                texts[place] = self._text(metric.as_string()) or ""
+            elif kind in FLOATS or kind in INTEGERS:
+                value = float(metric.as_uint64() if kind in INTEGERS else metric.as_double())
+                if math.isfinite(value):
+                    values[place] = value
+        self._devices.add(device)
         if (state := action.nvtx_state()) is not None:
             for domain in map(state.domain_by_id, sorted(state.domains())):
-                launch.start_end += self._ranges(domain, domain.start_end_ranges())
-                launch.push_pop += self._ranges(domain, domain.push_pop_ranges())
-        return launch
+                start_end += self._ranges(domain, domain.start_end_ranges())
+                push_pop += self._ranges(domain, domain.push_pop_ranges())
+        stream = _index(action, "launch__stream_id")
+        return title, device, stream, values, texts, start_end, push_pop
 
-    def _add(self, launch: _Launch, raw_name: str, metric: Any) -> None:
-        name = self._text(raw_name)
-        if metric is None or not name:
-            self.unreadable += 1
-            return
-        place = self.places.setdefault(name, len(self.places))
-        if place == len(self.units):
-            self.units.append(self._text(metric.unit()) or "")
-        kind = metric.kind()
-        if kind == STRING:
-            launch.texts[place] = self._text(metric.as_string()) or ""
-        elif kind in FLOATS or kind in INTEGERS:
-            value = float(metric.as_uint64() if kind in INTEGERS else metric.as_double())
-            if math.isfinite(value):
-                launch.values[place] = value
-
-    def _ranges(self, domain: Any, names: Any) -> list[tuple[str, str]]:
+    def _ranges(self, domain: Any, names: Any) -> list[NvtxRange]:
         title = self._text(domain.name()) or ""
         return [(title, self._text(name) or "") for name in list(names)[:MAX_NAMES]]
 
@@ -472,7 +370,7 @@ class _Reader:
         SWIG converts bytes that are not UTF-8 to lone surrogates.
         """
         if not isinstance(value, str):
-            self.unreadable += 1
+            self._unreadable += 1
             return None
         return value.encode("utf-8", "replace").decode("utf-8")
 

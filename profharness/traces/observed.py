@@ -40,13 +40,7 @@ _Lengths = tuple[tuple[tuple[int, ...], int], ...]
 class ObservedCall:
     """The calls of one process that have the same template.
 
-    `lengths` contains pairs of (batch, query length, key length) and the number of calls with these
-    lengths. `enabled` contains the names of the backends that the program allows, by priority.
-    `asked` is `auto` if the program allows all backends. Otherwise, it contains the names of the
-    allowed backends, joined by commas. `choice` is the backend that PyTorch selected. `ran` is the
-    backend that computed the call, or `none` if the call raised an error. `mask` is the class of the
-    first call's mask, or `none` if the call has no mask. A field is None or empty if the journal does
-    not record it.
+    A field is None or empty if the journal does not record it.
     """
 
     call: AttentionCall
@@ -54,14 +48,22 @@ class ObservedCall:
     pid: int
     rank: int | None = None
     lengths: _Lengths = ()
+    """Pairs of (batch, query length, key length) and the number of calls with these lengths."""
     file: str | None = None
     line: int | None = None
     function: str | None = None
     asked: str | None = None
+    """`auto` if the program allows all backends. Otherwise, the names of the allowed backends, joined
+    by commas.
+    """
     choice: str | None = None
+    """The backend that PyTorch selected."""
     ran: str | None = None
+    """The backend that computed the call, or `none` if the call raised an error."""
     mask: str | None = None
+    """The class of the first call's mask, or `none` if the call has no mask."""
     enabled: tuple[str, ...] = ()
+    """The names of the backends that the program allows, by priority."""
 
     @property
     def name(self) -> str | None:
@@ -69,16 +71,8 @@ class ObservedCall:
         return self.call.path or next(iter(self.call.modules[-1:]), None) or self.function
 
 
-@dataclass(frozen=True, slots=True)
-class Journals:
-    """The calls of all processes, and warnings.
-
-    There is a warning for each damaged journal, for processes whose last counts are missing, and if
-    the journals contain no calls.
-    """
-
-    calls: tuple[ObservedCall, ...]
-    warnings: tuple[str, ...] = ()
+Journals = tuple[tuple[ObservedCall, ...], list[str]]
+"""The calls of all processes, and warnings."""
 
 
 @dataclass(frozen=True)
@@ -150,41 +144,36 @@ def read_observed(folder: Path) -> tuple[ObservedCall, ...]:
 
     Raise TraceFormatError if a journal cannot be read.
     """
-    return read_journals(folder).calls
+    return read_journals(folder)[0]
 
 
 def read_journals(folder: Path) -> Journals:
     """Return the calls in all journals of a run folder, and warnings.
 
-    Damaged lines are skipped and counted. Raise TraceFormatError if a journal cannot be read.
+    There is a warning for each damaged journal, for processes whose last counts are missing, and if
+    the journals contain no calls. Damaged lines are skipped and counted. Raise TraceFormatError if a
+    journal cannot be read.
     """
     calls: list[ObservedCall] = []
     warnings, cut_short = [], 0
     for path in observed_journals(folder):
-        templates, rank, counts, whole, damaged = _journal(path)
+        found, whole, damaged = _journal(path)
+        calls += found
         cut_short += not whole
-        # If a later process has the same pid, its journal has a name such as `123-2`
-        stem = path.stem.partition("-")[0]
-        pid = int(stem) if stem.isdecimal() else 0
-        for template in templates:
-            count, lengths = counts.get(template.template, (0 if template.compiled else 1, ()))
-            calls_by_lengths = tuple((tuple(key), calls_of) for *key, calls_of in lengths)
-            calls.append(_call(template, count, calls_by_lengths, pid, rank))
         if damaged:
             warnings.append(f"{path.name}: {damaged} line(s) cannot be read and are left out")
     if cut_short:
         warnings.append(CUT_SHORT.format(n=cut_short))
     if not calls:
         warnings.append("no process of the program recorded an attention call")
-    return Journals(tuple(calls), tuple(warnings))
+    return tuple(calls), warnings
 
 
-def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], bool, int]:
-    """Read a journal.
+def _journal(path: Path) -> tuple[list[ObservedCall], bool, int]:
+    """Return the calls in a journal, whether their counts are final, and the number of damaged lines.
 
-    Return the templates, the rank of the process, the count and the lengths for each template,
-    whether the counts are final, and the number of damaged lines. Older recorders did not mark their
-    last counts. The counts in such a journal are assumed to be final.
+    Older recorders did not mark their last counts. The counts in such a journal are assumed to be
+    final.
     """
     templates: list[_Template] = []
     counts: dict[int, Any] = {}
@@ -205,7 +194,15 @@ def _journal(path: Path) -> tuple[list[_Template], int | None, dict[int, Any], b
         elif isinstance(event, _Counts):  # each such line repeats all counts, so the last one wins
             counts = {number: (count, lengths) for number, count, lengths in event.counts}
             whole = whole or event.final
-    return templates, rank, counts, whole, damaged
+    # If a later process has the same pid, its journal has a name such as `123-2`
+    stem = path.stem.partition("-")[0]
+    pid = int(stem) if stem.isdecimal() else 0
+    calls = []
+    for template in templates:
+        count, rows = counts.get(template.template, (0 if template.compiled else 1, ()))
+        lengths = tuple((tuple(key), calls_of) for *key, calls_of in rows)
+        calls.append(_call(template, count, lengths, pid, rank))
+    return calls, whole, damaged
 
 
 def _call(
@@ -214,53 +211,53 @@ def _call(
     given = tuple(_tensor(item, row.autocast) for item in row.tensors[:4])
     tensors = (*given, *(None,) * (4 - len(given)))
     backward = row.grad and any(item and item.requires_grad for item in row.tensors)
-    config, reason = None, _why_no_config(row)
-    if reason is None:
+    is_sdpa = row.kind == "sdpa"
+    config, reason = None, None
+    if row.compiled:
+        reason = COMPILED
+    elif row.raised:
+        reason = RAISED
+    elif not is_sdpa:
+        reason = OTHER_FUNCTION.format(f"{row.kind}_attention")
+    else:
+        flags = {name: getattr(row, name) for name in ("causal", "dropout", "scale", "gqa")}
         try:
-            config = replay_config(
-                tensors,
-                causal=row.causal,
-                dropout=row.dropout,
-                scale=row.scale,
-                gqa=row.gqa,
-                backward=backward,
-            )
+            config = replay_config(tensors, backward=backward, **flags)
         except UsageError as error:
             reason = str(error)
-    allowed = (row.enabled or {}) if row.kind == "sdpa" else {}
+    allowed = (row.enabled or {}) if is_sdpa else {}
     enabled = tuple(name for name in row.priority or tuple(allowed) if allowed.get(name))
-    asked = (AUTO if all(allowed.values()) else ",".join(enabled)) if allowed else None
     mask = row.mask.contents if row.mask else None
-    unmasked = row.masked is False if row.compiled else tensors[3] is None
-    if row.kind == "sdpa" and unmasked:
+    if is_sdpa and (row.masked is False if row.compiled else tensors[3] is None):
         mask = "none"
-    call = AttentionCall(
-        kind=row.kind,
-        op=OUTER if row.kind == "sdpa" else row.kind,
-        sdpa_op=None,
-        compiled=row.compiled,
-        recompute=row.recompute,
-        backward=backward,
-        modules=row.modules,
-        config=config,
-        reason=reason,
-        tensors=tensors,
-        path=row.path,
-        pid=pid,
-    )
-    place = row.file, row.line, row.function
-    ran = NONE_RAN if row.raised else row.ran
     return ObservedCall(
-        call, count, pid, rank, lengths, *place, asked, row.choice, ran, mask, enabled
+        call=AttentionCall(
+            kind=row.kind,
+            op=OUTER if is_sdpa else row.kind,
+            sdpa_op=None,
+            compiled=row.compiled,
+            recompute=row.recompute,
+            backward=backward,
+            modules=row.modules,
+            config=config,
+            reason=reason,
+            tensors=tensors,
+            path=row.path,
+            pid=pid,
+        ),
+        count=count,
+        pid=pid,
+        rank=rank,
+        lengths=lengths,
+        file=row.file,
+        line=row.line,
+        function=row.function,
+        asked=(AUTO if all(allowed.values()) else ",".join(enabled)) if allowed else None,
+        choice=row.choice,
+        ran=NONE_RAN if row.raised else row.ran,
+        mask=mask,
+        enabled=enabled,
     )
-
-
-def _why_no_config(row: _Template) -> str | None:
-    if row.compiled:
-        return COMPILED
-    if row.raised:
-        return RAISED
-    return None if row.kind == "sdpa" else OTHER_FUNCTION.format(f"{row.kind}_attention")
 
 
 def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | None:
@@ -270,17 +267,11 @@ def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | 
     """
     if recorded is None or recorded.dims is None:
         return None
-    dtype = recorded.dtype
+    dims, strides, dtype = tuple(recorded.dims), tuple(recorded.strides or ()), recorded.dtype
     if autocast is not None and dtype == "float32":
         dtype = autocast
-    strides = (
-        recorded.strides
-        if recorded.strides and len(recorded.strides) == len(recorded.dims)
-        else None
-    )
-    return TensorArgument(
-        tuple(recorded.dims), tuple(strides) if strides else None, OF_TORCH.get(dtype, dtype)
-    )
+    known = strides if strides and len(strides) == len(dims) else None
+    return TensorArgument(dims, known, OF_TORCH.get(dtype, dtype))
 
 
 def match_calls(
@@ -327,7 +318,7 @@ def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
         return replace(call, kind=other.kind, compiled=False, config=None, reason=other.reason)
     if call.config is not None or other.config is None:
         return call
-    if length_key(call.tensors) != length_key(other.tensors):
+    if _length_key(call.tensors) != _length_key(other.tensors):
         return call
     return replace(call, config=other.config, reason=other.reason)
 
@@ -349,38 +340,36 @@ def _fits(call: AttentionCall, item: ObservedCall) -> bool:
         given = tuple(tensor and replace(tensor, dtype=None) for tensor in given)
     elif (call.kind, call.compiled) != (other.kind, False):
         return False
-    if call.recompute != other.recompute or not all(map(_like, given, other.tensors[:3])):
+    if call.recompute != other.recompute or not all(map(_is_like, given, other.tensors[:3])):
         return False
     mine, theirs = call.tensors[3], other.tensors[3]
     if (mine is None) != (theirs is None):
         return False
-    if mine and theirs and not (_same_dtype(mine, theirs) and _ones(mine) == _ones(theirs)):
-        return False
+    if mine and theirs:
+        ones = [[size == 1 for size in mask.dims] for mask in (mine, theirs)]
+        if not _has_same_dtype(mine, theirs) or ones[0] != ones[1]:
+            return False
     causal = {one.causal for one in (call.config, other.config) if one}
-    lengths = {key for key, _ in item.lengths} or {length_key(other.tensors)}
-    return len(causal) < 2 and length_key(call.tensors) in lengths
+    lengths = {key for key, _ in item.lengths} or {_length_key(other.tensors)}
+    return len(causal) < 2 and _length_key(call.tensors) in lengths
 
 
-def _like(mine: TensorArgument | None, theirs: TensorArgument | None) -> bool:
+def _is_like(mine: TensorArgument | None, theirs: TensorArgument | None) -> bool:
     """Return whether two tensors have the same number of heads, head dim and dtype.
 
     A dtype that is not recorded matches every dtype.
     """
     if mine is None or theirs is None:
         return mine is theirs
-    same = len(mine.dims) == len(theirs.dims) and _same_dtype(mine, theirs)
+    same = len(mine.dims) == len(theirs.dims) and _has_same_dtype(mine, theirs)
     return same and (mine.dims[-3:-2], mine.dims[-1:]) == (theirs.dims[-3:-2], theirs.dims[-1:])
 
 
-def _same_dtype(mine: TensorArgument, theirs: TensorArgument) -> bool:
+def _has_same_dtype(mine: TensorArgument, theirs: TensorArgument) -> bool:
     return None in (mine.dtype, theirs.dtype) or mine.dtype == theirs.dtype
 
 
-def _ones(mask: TensorArgument) -> list[bool]:
-    return [size == 1 for size in mask.dims]
-
-
-def length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
+def _length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
     """Return the batch size, the query length and the key length, as the recorder counts them.
 
     Return () if the query or the key has fewer than 3 dims.

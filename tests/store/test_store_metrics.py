@@ -14,8 +14,7 @@ from profharness.attention.config import parse_config
 from profharness.run import Cell, Problem, Protocol, Run, TraceFile, write_run
 from profharness.store import ingest_path, open_store, query, to_frame
 from profharness.traces import open_trace
-from profharness.traces.ncu_csv import NcuLaunch, NcuReport, NvtxRange
-from profharness.traces.ncu_readers import write_csv
+from profharness.traces.ncu_csv import NcuLaunch, NcuReport, write_csv
 
 Folder = Callable[..., Path]
 DATA = Path(__file__).parents[1] / "data"
@@ -28,7 +27,7 @@ PROBLEM = Problem("ncu", "no_permission", "not allowed", "run as root", "ERR_NVG
 
 def launch(kernel: str, cell: str | None, ns: float | None, bytes_: float | None) -> NcuLaunch:
     values = {TIME: ns, BYTES: bytes_} | GRID
-    ranges = (NvtxRange("profharness", f"profharness:{cell}"),) if cell else ()
+    ranges = (("profharness", f"profharness:{cell}"),) if cell else ()
     known = {name: value for name, value in values.items() if value is not None}
     return NcuLaunch(kernel, known, {}, start_end=ranges)
 

@@ -17,13 +17,12 @@ from profharness.traces.ncu_csv import (
     START_END,
     NcuLaunch,
     NcuReport,
-    NvtxRange,
     decimal_mark,
     number,
     nvtx_ranges,
     read_csv_text,
+    write_csv,
 )
-from profharness.traces.ncu_readers import write_csv
 
 HEAD = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream"'
 NOW = f'{HEAD},"Block Size","Grid Size","Device","CC"'
@@ -230,11 +229,11 @@ def test_nvtx_cells_of_ncu_are_parsed() -> None:
     tail = "none:none:RGB:0xff00ff00:ASCII"
     stack = f'129325  "<default domain>:run:{tail}:run"  "<default domain>:daxpy:{tail}:daxpy"'
     names = [("<default domain>", "run"), ("<default domain>", "daxpy")]
-    assert [(one.domain, one.name) for one in nvtx_ranges(stack)] == names
+    assert list(nvtx_ranges(stack)) == names
     ours = f'592  "profharness:profharness:c0001:{tail}:profharness:c0001"'
-    assert nvtx_ranges(ours) == (NvtxRange("profharness", "profharness:c0001"),)
+    assert nvtx_ranges(ours) == (("profharness", "profharness:c0001"),)
     plain = f"0:<default domain>:stage:backward:step=4:{tail}:stage:backward:step=4"
-    found = (NvtxRange("<default domain>", "stage:backward:step=4"),)
+    found = (("<default domain>", "stage:backward:step=4"),)
     assert nvtx_ranges(plain, numbered=True) == found
     assert nvtx_ranges(f'"{plain}"', numbered=True) == found
     assert nvtx_ranges("") == () == nvtx_ranges("no range at all")
@@ -247,8 +246,8 @@ def ranged(
         name,
         {"gpu__time_duration.sum": 100.0},
         {},
-        start_end=tuple(NvtxRange(*pair) for pair in start_end),
-        push_pop=tuple(NvtxRange(*pair) for pair in push_pop),
+        start_end=tuple(start_end),
+        push_pop=tuple(push_pop),
     )
 
 

@@ -13,9 +13,15 @@ import pytest
 
 from profharness.errors import TraceFormatError
 from profharness.store import ingest_path
-from profharness.traces import is_trace, open_trace, sniff
+from profharness.traces import (
+    ALWAYS_UNPACKED,
+    MAX_RATIO,
+    is_trace,
+    open_file,
+    open_trace,
+    sniff,
+)
 from profharness.traces.ncu_readers import has_package
-from profharness.traces.packed import ALWAYS_UNPACKED, MAX_RATIO, open_file
 
 DATA = Path(__file__).parents[1] / "data"
 CSV = '"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n"0","k","16"\n'
