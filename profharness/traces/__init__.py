@@ -67,10 +67,7 @@ EXPECTED = (
 
 
 def load_parser(name: str) -> Callable[[Path], Trace]:
-    """Import and return the parser that is registered as `name`.
-
-    Raise KeyError if no parser has that name.
-    """
+    """Import and return the parser that is registered as `name`."""
     module, attribute = PARSERS[name].split(":")
     parser: Callable[[Path], Trace] = getattr(importlib.import_module(module), attribute)
     return parser
@@ -79,8 +76,8 @@ def load_parser(name: str) -> Callable[[Path], Trace]:
 def sniff(path: Path) -> str | None:
     """Return the name of the parser for a file, or None if no parser can read the file.
 
-    The suffix of the file determines the parser. If the suffix is unknown, the first bytes determine
-    it. Raise TraceFormatError if the file cannot be read.
+    The suffix determines the parser, and if it is unknown, the first bytes. Raise TraceFormatError if the
+    file cannot be read.
     """
     lower = path.name.lower()
     head, packed = _first_bytes(path, 64)
@@ -115,8 +112,7 @@ def is_trace(path: Path) -> bool:
 def open_trace(path: Path) -> Trace:
     """Parse a trace file, which may be compressed with gzip.
 
-    Raise TraceFormatError if no parser can read the file. The message contains the path as it was
-    given.
+    Raise TraceFormatError, with the path as it was given, if no parser can read the file.
     """
     name = sniff(path)
     if name is None:
@@ -128,7 +124,6 @@ def open_trace(path: Path) -> Trace:
 
 
 def _is_ncu_csv(path: Path) -> bool:
-    """Return whether the first MiB of a file contains the header line of ncu's CSV."""
     data, _ = _first_bytes(path, SNIFFED)
     text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig", errors="replace")
     return any(map(NCU_HEADER.match, re.split(r"[\n\r]", text)))
@@ -137,8 +132,7 @@ def _is_ncu_csv(path: Path) -> bool:
 def _first_bytes(path: Path, size: int) -> tuple[bytes, bool]:
     """Return the first bytes of the unpacked content of a file, and whether the file is compressed.
 
-    Return fewer bytes if the content is shorter or the file is damaged. Raise TraceFormatError if the
-    file cannot be opened.
+    Return fewer bytes if the content is shorter or the file is damaged.
     """
     file, packed = open_file(path)
     data = b""
@@ -163,8 +157,7 @@ class GzipReader:
     def read(self, size: int) -> bytes:
         """Return up to `size` more bytes. Return no bytes at the end.
 
-        Raise TraceFormatError if the file is damaged, if something other than gzip follows a member,
-        or if the content exceeds MAX_RATIO times the size of the file.
+        Raise TraceFormatError if the file is damaged, or its content exceeds MAX_RATIO times its size.
         """
         data = b""
         while not data:
@@ -195,10 +188,7 @@ class GzipReader:
             raise self._error(f"the gzip stream is damaged {place}: {error}") from None
 
     def _start_member(self) -> bool:
-        """Start to read the next member. Return False at the end of the file.
-
-        The file may be padded with zeros.
-        """
+        """Start to read the next member. Return False at the end, which may be padded with zeros."""
         rest = self._member.unused_data.lstrip(b"\0")
         while len(rest) < len(GZIP) and (more := self._input()):
             rest = (rest + more).lstrip(b"\0")
@@ -242,9 +232,8 @@ def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
 def unpacked(path: Path) -> Iterator[Path]:
     """Yield the path of an unpacked file.
 
-    If the file is not compressed, this is `path` itself. Otherwise, it is a temporary file whose name
-    lacks the `.gz`. Errors that are raised inside the `with` block name `path` instead of the
-    temporary file. Raise TraceFormatError if the file is damaged or cannot be read.
+    This is `path` itself, or a temporary file whose name lacks the `.gz`. Errors that are raised inside
+    the `with` block name `path`. Raise TraceFormatError if the file is damaged or cannot be read.
     """
     file, packed = open_file(path)
     with closing(file), ExitStack() as stack:
@@ -270,10 +259,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def without_room() -> Iterator[None]:
-    """Convert an OSError inside the `with` block to ProfharnessError.
-
-    The block must only write a temporary file. The message suggests another folder for such files.
-    """
+    """Convert an OSError while writing a temporary file to ProfharnessError with a remedy."""
     try:
         yield
     except OSError as error:

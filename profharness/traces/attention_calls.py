@@ -65,8 +65,7 @@ class AttentionCalls:
     def lookup(self, thread: Ints, t: Ints, first: int | None = None) -> Ints:
         """Return the index of the innermost span at each (thread, t), or -1 if there is no span.
 
-        If the lookup is for consecutive launches, `first` is the number of the first launch within
-        the trace.
+        `first` is the number of the first launch, if the lookup is for consecutive launches of the trace.
         """
         rows = np.append(self.intervals.rows, -1)
         spans = rows[self.intervals.innermost(thread, t)]
@@ -78,17 +77,14 @@ class AttentionCalls:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Signature:
-    """The properties that all calls with equal op arguments have in common.
-
-    `unrecorded` says which part of the call the trace does not record, or is None.
-    """
+    """The properties that all calls with equal op arguments have in common."""
 
     kind: str
     op: str
     sdpa_op: str | None
     tensors: tuple[TensorArgument | None, ...]
     flags: dict[str, Any]
-    unrecorded: str | None
+    unrecorded: str | None  # what the trace does not record
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +206,6 @@ class _Forward:
         self._signatures: dict[tuple[Any, ...], _Signature | None] = {}
 
     def calls(self) -> list[_ForwardCall]:
-        """Return the calls, sorted by start."""
         is_root = self._roots()
         inside: dict[int, list[int]] = {at: [] for at, mine in enumerate(is_root) if mine}
         roots: list[int] = []
@@ -224,13 +219,10 @@ class _Forward:
         return sorted(found, key=lambda call: (call.start, call.thread))
 
     def _roots(self) -> list[bool]:
-        """Return for each op whether it is the outermost op of an attention call.
-
-        An op of an encoder layer counts only if the trace does not contain the attention op inside
-        it.
-        """
+        """Return for each op whether it is the outermost op of an attention call."""
         kinds = [_kind(op.name) for op in self._ops]
-        split: set[int] = set()  # fast-path ops that contain the attention op itself
+        # Ops of encoder layers count only if the trace does not contain the attention op inside them
+        split: set[int] = set()
         if "fast_path" in kinds:
             for at, kind in enumerate(kinds):
                 if kind not in (None, "fast_path") or self._ops[at].name == FAST:
@@ -268,11 +260,7 @@ class _Forward:
         return self._call(root, signature, ops[0].end, sequences=sequences)
 
     def _eager(self, taken: set[int]) -> Iterator[_ForwardCall]:
-        """Yield the calls of eager attention, which consists of plain ops.
-
-        The ops are a matrix product, a softmax and another matrix product, which follow each other
-        in the same module of the same thread.
-        """
+        """Yield the calls of eager attention: a product, a softmax and a product in the same module."""
         parts = (*PRODUCTS, *SOFTMAX)
         waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
         for at, op in enumerate(self._ops):
@@ -299,11 +287,7 @@ class _Forward:
 
 
 def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
-    """Describe a call by its ops.
-
-    `ops` starts with the outermost op. `layer` is the name of the encoder layer's op that encloses
-    the ops, or None if there is no such op.
-    """
+    """Describe a call by its ops, outermost first, and by the encoder layer's op around them."""
     kind = _kind(ops[0].name) or "custom"
     # Autocast calls the outer op a second time, with tensors that it has cast. The attention is
     # computed with these tensors.
@@ -339,10 +323,7 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
 
 
 def _eager_signature(scores: HostSpan, output: HostSpan) -> _Signature | None:
-    """Describe eager attention by its two matrix products.
-
-    Return None if the shapes of the products do not match.
-    """
+    """Describe eager attention by its two products. Return None if their shapes do not match."""
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
     if not (query and keys and weights and value):
@@ -427,8 +408,7 @@ def _by_arrows(
 ) -> dict[int, list[HostSpan]]:
     """Return for each call the autograd nodes to which the arrows from its ops lead.
 
-    If arrows from several calls lead to the same node, the node belongs to the call whose arrow
-    starts first.
+    A node to which several calls lead belongs to the call whose arrow starts first.
     """
     spans = [(draft.thread, draft.start, draft.end) for draft in drafts]
     forward = Intervals(*np.array(spans, np.int64).reshape(-1, 3).T)
@@ -473,10 +453,9 @@ def _paths(
 
 
 def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | None, str | None]:
-    """Derive the config that replays a call.
+    """Return whether a call has a backward, the config that replays it or None, and a reason.
 
-    Return whether the call has a backward pass, the config or None, and a text that says why there is
-    no config, or which properties of the call the config does not describe.
+    The reason says why there is no config, or which properties of the call it does not describe.
     """
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
@@ -495,10 +474,7 @@ def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | N
 
 
 def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
-    """Return the calls of outermost modules, sorted by start.
-
-    Calls during a backward pass are left out, because they repeat earlier calls.
-    """
+    """Return the calls of outermost modules, sorted by start, without those in a backward pass."""
     spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
     moments = np.array([(span.thread, span.start) for span in spans], np.int64).reshape(-1, 2).T
     around = evaluations.intervals.innermost(*moments).tolist()
@@ -509,12 +485,10 @@ def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
 def _steps(
     ranges: Sequence[Range], outermost: Sequence[HostSpan], base: int, last: int
 ) -> tuple[ProgramStep, ...]:
-    """Return the steps of a program.
+    """Return the ProfilerStep ranges as steps.
 
-    The steps are the ProfilerStep ranges. If the trace has no such ranges, each step ends with an
-    Optimizer.step range. If there are no such ranges either, a step lasts from one call of an
-    outermost module to the next call. The last step then extends to the last op, because the
-    backward pass runs after the call of the module.
+    If the trace has none, each step ends with an Optimizer.step range. If there are none either, a step
+    lasts from one call of an outermost module to the next call, and the last one to the last op.
     """
     numbered = [row for row in ranges if row.name.startswith("ProfilerStep#")]
     if numbered:

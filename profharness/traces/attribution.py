@@ -43,10 +43,9 @@ Chunk = tuple[GpuRows, LaunchRows, Ints]
 class Attribution:
     """Finds the ranges, the attention calls and the op stacks of launches, and makes a Trace of them.
 
-    `flows` contains an arrow from a forward op to its backward op in each row, sorted by start: a
-    thread and a time at which the forward op runs, then a thread and a time at which the backward op
-    runs. `threads` contains the (pid, tid) of each thread index. `base` is the number of nanoseconds
-    to add to every time of the Trace.
+    Each row of `flows` is an arrow from a forward op to its backward op: a thread and a time at which
+    the forward op runs, then those of the backward op. The rows are sorted by start. `threads` contains
+    the (pid, tid) of each thread index. `base` is added to every time of the Trace.
     """
 
     def __init__(
@@ -75,8 +74,7 @@ class Attribution:
     ) -> Trace:
         """Write the launches to a temporary file, which exists until `stack` is closed.
 
-        `kernels` contains the (kind, name) of each kernel id, and `configs` the launch configuration
-        of each config id. `facts` contains other fields of the Trace.
+        `kernels` contains the (kind, name) of each kernel id. `facts` are other fields of the Trace.
         """
         spool, blocks, count = Spool(stack), list[Block](), 0
         kernel_ids, config_ids, path_ids, api_ids = (Renumber() for _ in range(4))
@@ -122,11 +120,7 @@ class Attribution:
         )
 
     def op_chunks(self) -> Iterator[Chunk]:
-        """Yield chunks of ops whose duration is their own time, instead of launches.
-
-        The ops of a chunk are sorted by end. An op that continues in the next time slice is part of
-        the chunk of that slice.
-        """
+        """Yield ops instead of launches, sorted by end within a chunk. Their duration is their own time."""
         waiting: dict[tuple[int, ...], int] = {}
         for number, border in enumerate([*self.stacks.borders.tolist(), FAR]):
             ops = self.stacks.slice(number)
@@ -185,10 +179,9 @@ class Ranges:
         ]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """Return the range and the cell_range of API calls that start at (thread, t).
+        """Return the range and the cell_range, as in LaunchBatch, of API calls that start at (thread, t).
 
-        LaunchBatch documents both columns. If an API call lies outside all ranges of its thread and
-        outside all cells, the first of these ranges that exists is used:
+        If a call lies outside all ranges of its thread and all cells, the first of these that exists counts:
 
         1. the innermost start/end range of the process
         2. the innermost open range of the process, if only one thread has open ranges
@@ -216,22 +209,16 @@ class Ranges:
 
 
 def _lookup(rows: Ints, group: Ints, start: Ints, stop: Ints) -> Lookup:
-    """Return a function that finds the innermost of the ranges `rows` at each (group, t).
-
-    A group is a thread or a process.
-    """
+    """Return a function that finds the innermost of some ranges at each (thread or process, t)."""
     intervals = Intervals(group[rows], start[rows], stop[rows])
     numbers = np.append(rows[intervals.rows], NONE)  # so that index -1 gives NONE
     return lambda group, t: numbers[intervals.innermost(group, t)]
 
 
 def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
-    """Return a function that counts the threads with an open range at each (process, t).
-
-    A stretch is a time interval in which a thread always has an open range. The count is the number
-    of stretches that have begun minus the number of stretches that have ended.
-    """
-    # The ranges at whose start no earlier range of the thread is open
+    """Return a function that counts the threads with an open range at each (process, t)."""
+    # A stretch is a time interval in which a thread always has an open range. It starts with a range
+    # at whose start no earlier range of the thread is open.
     first = np.flatnonzero(ranges.parent == NONE)
     owner, start = pids[ranges.thread[first]], ranges.start[first]
     stop = np.maximum.reduceat(ranges.stop, first) if len(first) else start
@@ -252,9 +239,7 @@ def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
 
 
 def _forward(evaluations: Intervals, flows: Ints) -> Callable[[Ints, Ints], tuple[Ints, Ints]]:
-    """Return a function that finds the thread and start time of the forward op of the backward op at
-    each (thread, t), or -1 if there is no forward op.
-    """
+    """Return a function that finds the thread and start of the forward op of each backward op."""
     arrows = flows.T
     at = evaluations.innermost(arrows[2], arrows[3])
     origins = np.full((2, len(evaluations.start) + 1), NONE, np.int64)
@@ -272,8 +257,7 @@ def linked_chunks(
 ) -> Iterator[tuple[GpuRows, LaunchRows]]:
     """Yield chunks of GPU rows in file order, with the API call that launched each row.
 
-    If several API calls have the same correlation id, the first one is used, and the rows count as
-    `ambiguous`.
+    If several API calls have the same correlation id, the first counts, and the rows are `ambiguous`.
     """
     for blocks in _groups(tables.gpu, rows):
         gpu = GpuRows(*tables.read(blocks))
@@ -300,7 +284,7 @@ def linked_chunks(
 
 
 def _groups(blocks: Sequence[Block], rows: int) -> Iterator[list[Block]]:
-    """Yield groups of consecutive blocks. A group has at most `rows` rows, or is a single block."""
+    """Yield groups of consecutive blocks with up to `rows` rows, or with a single block."""
     group: list[Block] = []
     count = 0
     for block in blocks:
@@ -335,7 +319,7 @@ class StackIds(dict[tuple[int, ...], int]):
 
     A key consists of the id of the enclosing stack, or -1, and the names of the ops below it,
     outermost first. A stack that is deeper than MAX_DEPTH keeps its outermost ops and its innermost
-    op. `deep` counts the stacks that are incomplete because of this limit.
+    op. `deep` counts such stacks.
     """
 
     def __init__(self) -> None:
@@ -383,10 +367,7 @@ class Stacks:
         return result
 
     def stack_ids(self, ops: OpSlice, at: Ints, t: Ints) -> Ints:
-        """Return the ids of the stacks that end with the ops `at` at the times `t`.
-
-        An index of -1 in `at` gives -1.
-        """
+        """Return the ids of the stacks that end with the ops `at`, or -1, at the times `t`."""
         result = nothing(len(at))
         has = np.flatnonzero(at >= 0)
         nested = ops.intervals.nested[at[has]]
@@ -421,7 +402,6 @@ class Stacks:
             paths[rows] = np.array([self.paths[key] for key in keys], np.int64)[place]
 
     def slice(self, number: int) -> OpSlice:
-        """Return the ops that overlap time slice `number`."""
         if number not in self._cache:
             while len(self._cache) > 1:
                 self._cache.pop(next(iter(self._cache)))
@@ -455,10 +435,7 @@ class Stacks:
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
-    """Return the times that divide the ops into slices in each of which about `rows` ops start.
-
-    All ops of a block are counted at the start of its first op.
-    """
+    """Return the times that divide the ops into slices in each of which about `rows` ops start."""
     borders = set()
     count = 0
     for block in sorted(blocks, key=lambda block: block.low):
@@ -472,14 +449,11 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
 def _own_times(
     ops: OpSlice, border: int, waiting: dict[tuple[int, ...], int]
 ) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
-    """Compute the own times of the ops that end in a time slice.
+    """Return the ops that end in a time slice, their own times in ns, and what the next call needs.
 
-    The own time of an op is its duration minus the time that its children cover. Return the indices
-    of the ops, their own times in ns, and, for each op that continues in the next slice, the time
-    that its children cover so far. The next call receives that time as `waiting`.
-
-    The time of a child is subtracted in the slice in which the child starts. Ops without own time
-    are left out, unless they have no children.
+    The own time of an op is its duration minus the time that its children cover. `waiting` contains
+    that time for each op that continues in the next slice. The time of a child is subtracted in the
+    slice in which the child starts. Ops without own time are left out, unless they have no children.
     """
     intervals = ops.intervals
     columns = (intervals.thread, intervals.start, intervals.stop, ops.names)
@@ -505,14 +479,13 @@ def _own_times(
 
 
 class Renumber:
-    """Assigns new ids in order of first use."""
+    """Assigns new ids in order of first use. An id of -1 stays -1."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
         self._to = nothing(1)  # the last element is never assigned, so that index -1 is NONE
 
     def __call__(self, ids: Ints) -> Ints:
-        """Return the new id of each old id. An id of -1 stays -1."""
         high = int(ids.max(initial=-1)) + 2
         if high > len(self._to):
             self._to = np.append(self._to, nothing(max(high, 2 * len(self._to)) - len(self._to)))

@@ -34,13 +34,10 @@ from profharness.traces.attribution import (
     linked_chunks,
 )
 from profharness.traces.chrome_events import (
-    EXACT_LIMIT,
     MODULE_MARK,
     UNDECODABLE,
     Collector,
     EventColumns,
-    Events,
-    NeedExactTimes,
     whole_characters,
 )
 from profharness.traces.columns import (
@@ -117,21 +114,12 @@ def parse_chrome(
     path = Path(path)
     with closing(Window(path)) as window:
         layout = probe(window)
-    try:
-        exact = abs(float(layout.first_ts)) >= EXACT_LIMIT
-    except ValueError:
-        exact = False
     with ExitStack() as stack:
-        while True:
-            collector = Collector(Events(exact=exact), Spool(stack))
-            try:
-                with closing(Window(path)) as window:
-                    end = FileScanner(window, layout, collector).scan()
-            except NeedExactTimes:
-                exact = True  # scan the file a second time with decimals
-                continue
-            header = read_trailer(path, layout, end)
-            return _assemble(path, collector.tables, header, chunk_rows, slice_rows, stack)
+        collector = Collector(Spool(stack))
+        with closing(Window(path)) as window:
+            end = FileScanner(window, layout, collector).scan()
+        header = read_trailer(path, layout, end)
+        return _assemble(path, collector.tables, header, chunk_rows, slice_rows, stack)
 
 
 def _assemble(
@@ -202,10 +190,7 @@ def _assemble(
 
 
 def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
-    """Return the flows of `Attribution` for the arrows that have both a start and an end, and warnings.
-
-    A warning counts the arrows that have only a start or only an end.
-    """
+    """Return the flows of `Attribution`, and a warning about arrows that have only one end."""
     key, begins, thread, t = np.concatenate([np.empty((4, 0), np.int64), *arrows], axis=1)
     sides = []
     for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
@@ -225,10 +210,7 @@ def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
 
 
 def _environment(header: dict[str, Any]) -> dict[str, object]:
-    """Return the properties of a header that do not identify a person or a machine.
-
-    These are the scalars in KEPT, and the backend, rank and world size of a distributed program.
-    """
+    """Return the properties of a header that do not identify a person or a machine."""
     kept: dict[str, object] = {key: header[key] for key in KEPT if _is_scalar(header.get(key))}
     info = header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
@@ -244,7 +226,6 @@ def _is_scalar(value: object) -> bool:
 
 
 def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
-    """Return the devices in deviceProperties, and warnings. Incomplete entries are left out."""
     rows = header.get("deviceProperties", [])
     given = rows if isinstance(rows, list) else [rows]
     made = [
@@ -263,7 +244,6 @@ def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def _time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of nanoseconds to add to every time in the trace, and warnings."""
     base = header.get("baseTimeNanoseconds", 0)
     if isinstance(base, int) and not isinstance(base, bool) and abs(base) < MAX_NS:
         return base, []
@@ -288,11 +268,7 @@ class FileScanner:
         self._unclosed = 0
 
     def scan(self) -> int:
-        """Collect all events. Return the offset of the bracket that closes the array of events.
-
-        Raise TraceFormatError if there is no such bracket. Raise NeedExactTimes if a double cannot
-        hold a time exactly and the collector does not use decimals.
-        """
+        """Collect all events. Return the offset of the bracket that closes the array of events."""
         window, separator, lead = self._window, self._layout.separator, self._layout.gap + 1
         if self._layout.empty:
             return self._layout.first
@@ -336,7 +312,7 @@ class FileScanner:
         return self._array_end
 
     def _scan_segments(self) -> None:
-        """Collect segments of the file for as long as the compiled scanner consumes all of them."""
+        """Collect segments of the file while the compiled scanner consumes all of them."""
         window, separator, columns = self._window, self._layout.separator, self._columns
         segment = memoryview(self._segment_bytes)
         while columns and (size := window.read_into(segment)):
@@ -350,9 +326,7 @@ class FileScanner:
                 return
 
     def _collect(self, text: bytes, length: int, *, last: bool) -> int:
-        """Collect the events of text[:length]. Return the number of bytes consumed, which is less
-        than `length` if the last event is incomplete.
-        """
+        """Collect the events of text[:length]. Return the number of bytes of whole events."""
         begin = self._columns.collect(text, length) if self._columns else 0
         if begin == length:
             return begin
@@ -417,10 +391,7 @@ class FileScanner:
         return len(segment)
 
     def _lost_end(self, segment: bytes, position: int) -> int:
-        """Find the end of the array if the file ends with a broken event.
-
-        Return the number of bytes consumed.
-        """
+        """Find the end of the array after a broken event. Return the number of bytes consumed."""
         tail = segment[position:].rstrip()
         border = max(tail.rfind(b"}\n  ]"), tail.rfind(b"}]"), tail.rfind(b"}\n ]"))
         if border < 0 or not tail.endswith((b"}", b"]")):
@@ -448,13 +419,12 @@ class Layout:
     """Whether the file consists only of the array of events."""
     empty: bool = False
     header: dict[str, Any] = field(default_factory=dict)
-    first_ts: str = ""
 
 
 class Window:
-    """A window on the uncompressed bytes of a file.
+    """A window on the uncompressed bytes of a file, from offset `base` on.
 
-    `buffer` contains the bytes from offset `base` on.
+    Its methods raise TraceFormatError if the file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -466,14 +436,10 @@ class Window:
 
     @property
     def end(self) -> int:
-        """The offset at which the buffer ends."""
         return self.base + len(self.buffer)
 
     def fill(self, size: int = BLOCK) -> bool:
-        """Append up to `size` bytes to the buffer. Return False at the end of the file.
-
-        Raise TraceFormatError if the file is damaged.
-        """
+        """Append up to `size` bytes to the buffer. Return False at the end of the file."""
         kept = len(self.buffer)
         if 0 < kept < size // 8 and not isinstance(self._file, GzipReader) and not self.eof:
             self._file.seek(self.base)  # reading a few bytes again is faster than joining buffers
@@ -487,7 +453,7 @@ class Window:
         return bool(data)
 
     def read_into(self, segment: memoryview) -> int:
-        """Read the bytes from `base` on into `segment`. The window does not move.
+        """Read the bytes from `base` on into `segment`, without moving the window.
 
         Return the number of bytes read. It is always 0 if the file is compressed.
         """
@@ -502,10 +468,7 @@ class Window:
         return size or 0
 
     def seek(self, offset: int) -> None:
-        """Move the beginning of the window to `offset`, which must not be less than `base`.
-
-        If the file is shorter, the window moves to the end of the file and is empty.
-        """
+        """Move the window to `offset`, which is not before `base`, or to the end of a shorter file."""
         if offset > self.end and not isinstance(self._file, GzipReader):
             offset = min(offset, self._file.seek(0, os.SEEK_END))
             self._file.seek(offset)
@@ -517,10 +480,7 @@ class Window:
         self.base, self.buffer = offset, self.buffer[offset - self.base :]
 
     def rest(self) -> bytes:
-        """Return all bytes from `base` to the end of the file.
-
-        Raise TraceFormatError if there are more than MAX_PIECE bytes.
-        """
+        """Return all bytes from `base` to the end of the file, if they are less than MAX_PIECE."""
         begin = self.end
         while self.fill(max(BLOCK, len(self.buffer))):
             if len(self.buffer) > MAX_PIECE:
@@ -529,14 +489,11 @@ class Window:
         return self.buffer
 
     def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
-        """Return a TraceFormatError that names this file and `offset`, which defaults to the end of
-        the buffer.
-        """
+        """Return an error that names this file and `offset`, by default the end of the buffer."""
         where = self.end if offset is None else offset
         return TraceFormatError(self.path, message, offset=where, expected=expected)
 
     def too_long(self, offset: int) -> TraceFormatError:
-        """Return the error for an event that is longer than MAX_PIECE."""
         message = f"an event of more than {MAX_PIECE >> 20} MiB"
         return self.error(message, offset=offset, expected="an event")
 
@@ -552,10 +509,7 @@ class Window:
 
 
 def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
-    """Return the offset after the JSON object that starts at `start`.
-
-    Return None if the object does not end before `stop`.
-    """
+    """Return the offset after the JSON object at `start`, or None if it does not end before `stop`."""
     depth = 0
     for match in _TOKEN.finditer(data, start, len(data) if stop is None else stop):
         token = data[match.start()]
@@ -571,7 +525,6 @@ def object_end(data: bytes, start: int, stop: int | None = None) -> int | None:
 
 
 def skip_space(data: bytes, position: int) -> int:
-    """Return the index of the first byte from `position` on that is not JSON white space."""
     match = _SPACE.match(data, position)
     return match.end() if match else position
 
@@ -593,7 +546,7 @@ def decode_lenient(data: bytes) -> Any:
 
 
 def probe(window: Window) -> Layout:
-    """Determine the layout of a file. The window must be at the beginning of the file.
+    """Determine the layout of a file from its beginning, where the window must be.
 
     Raise TraceFormatError if the file is not JSON, has no traceEvents or is truncated.
     """
@@ -682,16 +635,11 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
                 raise window.error(message, expected="a whole event")
             break
         size = min(max(BLOCK, len(window.buffer)), MAX_PIECE // 4)
-    time = re.search(rb'"ts"\s*:\s*([-+.\deE]+)', window.buffer[first:end])
-    ts = time[1].decode() if time else ""
-    return Layout(first, b"}" + between + tail, len(between), certain, bare, False, header, ts)
+    return Layout(first, b"}" + between + tail, len(between), certain, bare, header=header)
 
 
 def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
-    """Return the keys before and after the events. The array of events ends at the offset `end`.
-
-    Raise TraceFormatError if the file is truncated or continues after the trace.
-    """
+    """Return the keys before and after the events. The array of events ends at the offset `end`."""
     with closing(Window(path)) as window:
         window.fill()
         window.seek(end + 1)

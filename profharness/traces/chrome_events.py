@@ -7,7 +7,6 @@ instead. The structs below define which fields the decoder reads.
 
 from __future__ import annotations
 
-import math
 import re
 import types
 from collections import deque
@@ -20,7 +19,6 @@ from typing import Any, Union
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from profharness.files import has_too_many_values
 from profharness.traces import Scanner
@@ -55,10 +53,9 @@ Thread = int | str | float | None
 ReadArguments = Callable[[list[int]], "list[tuple[OpArguments, int] | None]"]
 """Returns the arguments and sequence number of the ops in these rows. None means that an op is broken."""
 
-# In microseconds. A double below this limit is precise enough to give the right nanosecond.
-EXACT_LIMIT = float(1 << 43)
+# A double below this limit is precise enough to give the right nanosecond.
+MAX_DURATION_US = float(1 << 43)
 MAX_ARGUMENTS = 4096  # maximum number of distinct op arguments in the cache
-MAX_EXTRA = 256  # maximum number of unknown categories to decode
 MODULE_MARK = f'"{MODULE}'.encode()
 OP = "cpu_op"
 RANGE = "user_annotation"
@@ -87,10 +84,6 @@ _ESCAPE = re.compile(rb"%s|(%s|%s)" % (_PLAIN, _HIGH, _LOW), re.DOTALL)
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ArithmeticError)
 
 
-class NeedExactTimes(Exception):
-    """A double is not precise enough for a timestamp, so the file must be read with decimals."""
-
-
 class GpuArgs(msgspec.Struct, gc=False):
     """The `args` of a kernel, memcpy or memset."""
 
@@ -112,10 +105,7 @@ class LaunchArgs(msgspec.Struct, gc=False):
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """The `args` of an op whose arguments are stored.
-
-    Only the sequence number is decoded at once. The other fields stay text.
-    """
+    """The `args` of an op whose arguments are stored. Most of them are decoded later."""
 
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
@@ -129,96 +119,77 @@ class _Head(msgspec.Struct):
     ph: Any = None
 
 
-_HEAD, _OP_ARGS = msgspec.json.Decoder(_Head), msgspec.json.Decoder(OpArgs)
-_NAME, _GPU_ARGS = msgspec.json.Decoder(str), msgspec.json.Decoder(GpuArgs)
-_THREAD: Any = msgspec.json.Decoder(tuple[Thread, Thread])
+class _Other(msgspec.Struct):
+    """An event of an unknown category."""
+
+    name: str = ""
+    ts: Any = None
+    args: Any = None
+    pid: Thread = None
+    tid: Thread = None
 
 
-class Events:
-    """The event classes and decoders for one file.
+def _structs(categories: Iterable[str], fields: Sequence[Any]) -> list[Any]:
+    """Return a class of events for each category."""
+    return [
+        msgspec.defstruct(
+            "Event_" + re.sub(r"\W", "_", category), fields, tag_field="cat", tag=category, gc=False
+        )
+        for category in categories
+    ]
 
-    If `exact` is True, the decoders read timestamps as Decimal. Otherwise, they read them as float.
+
+_TIMED: list[Any] = [("name", str), ("ts", Decimal), ("dur", float)]
+_THREADED: list[Any] = [("pid", Thread, None), ("tid", Thread, None)]
+CLASSES = {
+    "gpu": _structs(GPU, [*_TIMED, ("args", GpuArgs)]),
+    "launch": _structs(LAUNCH, [*_TIMED[:2], ("args", LaunchArgs), *_THREADED]),
+    "op": _structs([OP], [*_TIMED, *_THREADED, ("args", msgspec.Raw, msgspec.Raw())]),
+    "arrow": _structs(
+        ARROWS, [("ph", str, ""), ("id", Any, None), ("ts", Decimal, Decimal(0)), *_THREADED]
+    ),
+    "range": _structs([RANGE], [*_TIMED, *_THREADED]),
+    "ignored": _structs(IGNORED, []),
+}
+KINDS = dict(zip(CLASSES["gpu"], (name.removeprefix("gpu_") for name in GPU), strict=True))
+KNOWN = {*GPU, *LAUNCH, *ARROWS, OP, RANGE, *IGNORED}
+
+_Event: Any = Union[(*chain.from_iterable(CLASSES.values()),)]
+_EVENT: Any = msgspec.json.Decoder(_Event)
+_EVENTS: Any = msgspec.json.Decoder(types.GenericAlias(list, (_Event,)))
+_MODULE: Any = msgspec.json.Decoder(*_structs([MODULES], [*_TIMED, *_THREADED]))
+_HEAD, _OTHER = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Other)
+_OP_ARGS, _GPU_ARGS = msgspec.json.Decoder(OpArgs), msgspec.json.Decoder(GpuArgs)
+_NAME, _THREAD = msgspec.json.Decoder(str), msgspec.json.Decoder(tuple[Thread, Thread])
+
+
+def _decode_one(data: bytes) -> tuple[Any, bool]:
+    """Decode a single event. Return the event or None, and whether the event is damaged.
+
+    An event without a category, or of a kind that has no duration, gives None but is not damaged. An
+    event of an unknown category may be an API call. Numbers that are not finite are read as null,
+    because Kineto writes `inf` for the bandwidth of a copy that took no time.
     """
-
-    def __init__(self, *, exact: bool) -> None:
-        self.exact = exact
-        self.extra: list[str] = []
-        self.kinds: dict[type, str] = {}  # includes the classes of earlier calls of _build
-        self._build()
-
-    def _build(self) -> None:
-        time = Decimal if self.exact else float
-        timed: list[Any] = [("name", str), ("ts", time), ("dur", float)]
-        thread: list[Any] = [(name, Thread, None) for name in ("pid", "tid")]
-        launch = [("name", str), ("ts", time), ("args", LaunchArgs), *thread]
-        arrow = [("ph", str, ""), ("id", Any, None), ("ts", time, time(0)), *thread]
-        loose = [("name", str, ""), ("ts", Any, None), ("args", Any, None), *thread]
-        self.classes = {
-            "gpu": [_struct(category, [*timed, ("args", GpuArgs)]) for category in GPU],
-            "launch": [_struct(category, launch) for category in LAUNCH],
-            "loose": [_struct(category, loose) for category in self.extra],
-            "op": [_struct(OP, [*timed, *thread, ("args", msgspec.Raw, msgspec.Raw())])],
-            "arrow": [_struct(category, arrow) for category in ARROWS],
-            "module": [_struct(MODULES, [*timed, *thread])],
-            "range": [_struct(RANGE, [*timed, *thread])],
-        }
-        self.ignored = [_struct(category, []) for category in IGNORED]
-        kinds = (category.removeprefix("gpu_") for category in GPU)
-        self.kinds.update(zip(self.classes["gpu"], kinds, strict=True))
-        decoded = (classes for kind, classes in self.classes.items() if kind != "module")
-        union: Any = Union[(*chain.from_iterable(decoded), *self.ignored)]
-        self.many: Any = msgspec.json.Decoder(types.GenericAlias(list, (union,)))
-        self.one: Any = msgspec.json.Decoder(union)
-        self.module: Any = msgspec.json.Decoder(*self.classes["module"])
-        self.known = {*GPU, *LAUNCH, *ARROWS, OP, RANGE, *IGNORED, *self.extra}
-
-    def launch_of(self, event: Any) -> Any | None:
-        """Convert an event of an unknown category to the event of an API call.
-
-        Return None if the event is not an API call.
-        """
-        args = event.args if isinstance(event.args, dict) else {}
-        correlation = args.get("correlation")
-        if not isinstance(correlation, int) or "stream" in args:
-            return None
-        if not isinstance(event.ts, int | float):
-            return None
-        try:
-            time = Decimal(event.ts) if self.exact else float(event.ts)
-        except OverflowError:
-            time = math.inf
-        launch = self.classes["launch"][0]
-        return launch(event.name, time, LaunchArgs(correlation), event.pid, event.tid)
-
-    def decode_one(self, data: bytes) -> tuple[Any, bool]:
-        """Decode a single event. Return the event or None, and whether the event is damaged.
-
-        An event without a category, or of a kind that has no duration, gives None but is not
-        damaged. Numbers that are not finite are read as null, because Kineto writes `inf` for the
-        bandwidth of a copy that took no time.
-        """
-        if has_too_many_values(data):
-            return None, True
-        with suppress(*UNDECODABLE):
-            return _decoded(self.one, data), False
-        try:
-            data = _NOT_FINITE.sub(_null, data)
-            head = _HEAD.decode(data)
-            if not isinstance(head.cat, str) or head.ph not in (None, "X"):
-                return None, False
-            if head.cat not in self.known:
-                if len(self.extra) >= MAX_EXTRA:
-                    return None, False
-                self.extra.append(head.cat)
-                self._build()
-            return _decoded(self.one, data), False
-        except UNDECODABLE:
-            return None, True
-
-
-def _struct(category: str, fields: list[Any]) -> Any:
-    name = "Event_" + re.sub(r"\W", "_", category)
-    return msgspec.defstruct(name, fields, tag_field="cat", tag=category, gc=False)
+    if has_too_many_values(data):
+        return None, True
+    with suppress(*UNDECODABLE):
+        return _decoded(_EVENT, data), False
+    try:
+        data = _NOT_FINITE.sub(_null, data)
+        head = _HEAD.decode(data)
+        if not isinstance(head.cat, str) or head.ph not in (None, "X"):
+            return None, False
+        if head.cat in KNOWN:
+            return _decoded(_EVENT, data), False
+        event = _decoded(_OTHER, data)
+    except UNDECODABLE:
+        return None, True
+    args = event.args if isinstance(event.args, dict) else {}
+    number = args.get("correlation")
+    if not isinstance(number, int) or "stream" in args or not isinstance(event.ts, int | float):
+        return None, False
+    launch = CLASSES["launch"][0]
+    return launch(event.name, Decimal(event.ts), LaunchArgs(number), event.pid, event.tid), False
 
 
 def _null(match: re.Match[bytes]) -> bytes:
@@ -226,10 +197,7 @@ def _null(match: re.Match[bytes]) -> bytes:
 
 
 def _decoded(decoder: Any, data: bytes) -> Any:
-    """Decode an event. Lone surrogates are accepted in fields that the decoder does not read.
-
-    Raise one of the exceptions in UNDECODABLE if the event cannot be decoded.
-    """
+    """Decode an event. Lone surrogates are accepted in fields that the decoder does not read."""
     try:
         return decoder.decode(data)
     except UNDECODABLE:
@@ -243,10 +211,7 @@ def _decoded(decoder: Any, data: bytes) -> Any:
 
 
 def whole_characters(data: bytes) -> bytes:
-    r"""Replace escape sequences of lone surrogates, such as `\ud800`, by U+FFFD.
-
-    No text can contain a lone surrogate.
-    """
+    r"""Replace escape sequences of lone surrogates, such as `\ud800`, by U+FFFD."""
     if not _HALF.search(data):
         return data
     return _ESCAPE.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
@@ -255,25 +220,19 @@ def whole_characters(data: bytes) -> bytes:
 class Collector:
     """Collects decoded events and writes them to the tables as columns."""
 
-    def __init__(self, events: Events, spool: Spool) -> None:
-        self.events = events
+    def __init__(self, spool: Spool) -> None:
         self.tables = Tables(spool)
-        self._pending: dict[str, list[Any]] = {kind: [] for kind in events.classes}
+        self._pending: dict[str, list[Any]] = {kind: [] for kind in (*CLASSES, "module")}
         self._take: dict[type, Callable[[Any], object]] = {}
+        for kind, classes in CLASSES.items():
+            take = deque[Any](maxlen=0).append if kind == "ignored" else self._pending[kind].append
+            self._take.update(dict.fromkeys(classes, take))
         self._texts: list[str] = []  # the names of ops, by id
         self._kept: list[int] = []  # how to store the ops of each name, by the id of the name
         self._arguments: dict[tuple[bytes, ...], OpArguments] = {}
         self._arrow_ids = Ids()
-        self._register()
-
-    def _register(self) -> None:
-        for kind, classes in self.events.classes.items():
-            self._take.update(dict.fromkeys(classes, self._pending[kind].append))
-        drop = deque[Any](maxlen=0).append
-        self._take.update(dict.fromkeys(self.events.ignored, drop))
 
     def add(self, events: Iterable[Any]) -> None:
-        """Append each event to the pending list for its class."""
         take = self._take
         for event in events:
             take[type(event)](event)
@@ -283,7 +242,7 @@ class Collector:
 
         Raise one of the exceptions in UNDECODABLE if an event is broken.
         """
-        events = self.events.many.decode(b"[%b]" % texts)
+        events = _EVENTS.decode(b"[%b]" % texts)
         self.tables.events += len(events)
         self.add(events)
 
@@ -299,11 +258,7 @@ class Collector:
                 self.add_module(text)
 
     def add_text(self, data: bytes) -> None:
-        """Decode and collect an event. A broken event is skipped and counted."""
-        categories = len(self.events.extra)
-        event, bad = self.events.decode_one(data)
-        if len(self.events.extra) != categories:
-            self._register()
+        event, bad = _decode_one(data)
         if bad:
             self.tables.skipped += 1
             return
@@ -314,26 +269,17 @@ class Collector:
     def add_module(self, data: bytes) -> None:
         """Collect an event if it is the call of an nn.Module."""
         with suppress(*UNDECODABLE):
-            event = _decoded(self.events.module, data)
+            event = _decoded(_MODULE, data)
             if event.name.startswith(MODULE):  # the text may also occur in another field
                 self._pending["module"].append(event)
 
     def settle(self) -> None:
-        """Write the pending events if some of them must precede the rows that are added next.
-
-        Call this before you add columns, so that all rows are in the order of the file.
-        """
-        if any(self._pending[kind] for kind in ("op", "launch", "loose", "gpu")):
+        """Write the pending events if they must precede the columns that are added next."""
+        if any(self._pending[kind] for kind in ("op", "launch", "gpu")):
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending events as blocks.
-
-        Raise NeedExactTimes if a double cannot hold a time exactly.
-        """
-        pending = self._pending
-        pending["launch"].extend(filter(None, map(self.events.launch_of, pending["loose"])))
-        pending["loose"].clear()
+        """Write the pending events."""
         writers = {
             "gpu": self._write_gpu,
             "launch": self._write_launches,
@@ -343,18 +289,18 @@ class Collector:
             "module": self._write_modules,
         }
         for kind, write in writers.items():
-            if pending[kind]:
-                write(pending[kind])
-                pending[kind].clear()
+            if pending := self._pending[kind]:
+                write(pending)
+                pending.clear()
 
     def _write_gpu(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)
-        kinds, kernels, configs = self.events.kinds, self.tables.kernels, self.tables.configs
+        kernels, configs = self.tables.kernels, self.tables.configs
         args = [event.args for event in events]
         rows = GpuRows(
             start=start,
             duration=duration,
-            kernel=kernels.column([(kinds[type(e)], e.name) for e in events]),
+            kernel=kernels.column([(KINDS[type(e)], e.name) for e in events]),
             config=configs.column([(a.grid, a.block, a.registers, a.shared) for a in args]),
             device=_checked([a.device for a in args], keep),
             stream=_checked([a.stream for a in args], keep),
@@ -374,7 +320,7 @@ class Collector:
             correlation=_checked([e.args.correlation for e in events], keep),
             api=self.tables.apis.column([e.name for e in events]),
             thread=self._threads(events),
-            start=self._nanoseconds([e.ts for e in events], keep),
+            start=_nanoseconds([e.ts for e in events], keep),
         )
         self._write(rows, keep)
 
@@ -385,10 +331,9 @@ class Collector:
         self.add_ops(rows, lambda rows: [self.decode_arguments(events[r].args) for r in rows], keep)
 
     def add_ops(self, rows: OpRows, read: ReadArguments, keep: Flags | None = None) -> None:
-        """Write ops, and store those whose name requires more than a row in the columns.
+        """Write the ops in `keep`, and store those whose name requires more than a row in the columns.
 
-        Broken ops are skipped and counted. If `keep` is given, only the rows that it marks are
-        written.
+        Broken ops are skipped and counted.
         """
         keep = np.ones(len(rows.start), np.bool_) if keep is None else keep
         new = list(islice(self.tables.names, len(self._kept), None))
@@ -441,7 +386,7 @@ class Collector:
     def _write_arrows(self, events: list[Any]) -> None:
         events = [e for e in events if isinstance(e.id, int | str) and e.ph in ("s", "f")]
         keep = np.ones(len(events), np.bool_)
-        times = self._nanoseconds([e.ts for e in events], keep)
+        times = _nanoseconds([e.ts for e in events], keep)
         begins = np.array([e.ph == "s" for e in events], np.int64)
         # A key that the scanner would not read is replaced by a negative number
         keys = (e.id if whole(e.id) is not None else -1 - self._arrow_ids[e.id] for e in events)
@@ -475,32 +420,20 @@ class Collector:
 
     def _times(self, events: list[Any]) -> tuple[Ints, Ints, Flags]:
         keep = np.ones(len(events), np.bool_)
-        start = self._nanoseconds([e.ts for e in events], keep)
+        start = _nanoseconds([e.ts for e in events], keep)
         micro = np.array([e.dur for e in events], np.float64)
         self.tables.negative += int(np.count_nonzero(micro < 0))
-        keep &= (micro >= 0) & (micro < EXACT_LIMIT)
-        return start, _to_ns(np.where(keep, micro, 0.0)), keep
-
-    def _nanoseconds(self, values: list[Any], keep: Flags) -> Ints:
-        if not self.events.exact:
-            micro = np.array(values, np.float64)
-            if (np.abs(micro) >= EXACT_LIMIT).any():
-                raise NeedExactTimes
-            return _to_ns(micro)
-        result = []
-        for position, value in enumerate(values):
-            # Compare decimals before any arithmetic, which raises for NaN and for too many digits
-            known = value.is_finite() and -MAX_NS < value < MAX_NS
-            exact = round(value * 1000) if known else MAX_NS
-            keep[position] &= abs(exact) < MAX_NS
-            result.append(exact if abs(exact) < MAX_NS else 0)
-        return np.array(result, np.int64)
+        keep &= (micro >= 0) & (micro < MAX_DURATION_US)
+        micro = np.where(keep, micro, 0.0)
+        # Durations have three decimals. A double would differ from the product with 1000 by up to 1 ns
+        units = np.floor(micro)
+        fraction = np.rint((micro - units) * 1000)
+        return start, units.astype(np.int64) * 1000 + fraction.astype(np.int64), keep
 
     def _threads(self, events: list[Any]) -> Ints:
         return self.tables.threads.column([(e.pid, e.tid) for e in events])
 
     def _write(self, rows: GpuRows | LaunchRows | OpRows, keep: Flags) -> None:
-        """Write the rows that are marked in `keep`. Count the other rows as skipped."""
         if not keep.all():
             self.tables.skipped += int((~keep).sum())
             rows = type(rows)(*(column[keep] for column in rows))
@@ -518,16 +451,16 @@ def _decoded_list(text: bytes) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _to_ns(micro: NDArray[np.float64]) -> Ints:
-    """Convert microseconds with three decimals to nanoseconds.
-
-    The result is exact for times below EXACT_LIMIT. The fraction is converted separately, because a
-    double near 2**42 differs from the decimal number by up to 0.49 ns, and multiplying the double by
-    1000 could increase that error to 1 ns.
-    """
-    units = np.floor(micro)
-    fraction = np.rint((micro - units) * 1000)
-    return units.astype(np.int64) * 1000 + fraction.astype(np.int64)
+def _nanoseconds(values: list[Decimal], keep: Flags) -> Ints:
+    """Convert microseconds to nanoseconds. Clear the elements of `keep` of impossible values."""
+    result = []
+    for position, value in enumerate(values):
+        # Compare decimals before any arithmetic, which raises for NaN and for too many digits
+        known = value.is_finite() and -MAX_NS < value < MAX_NS
+        exact = round(value * 1000) if known else MAX_NS
+        keep[position] &= abs(exact) < MAX_NS
+        result.append(exact if abs(exact) < MAX_NS else 0)
+    return np.array(result, np.int64)
 
 
 def _checked(values: list[int], keep: Flags) -> Ints:
@@ -622,7 +555,6 @@ class EventColumns:
 
     @classmethod
     def build(cls, collector: Collector) -> EventColumns | None:
-        """Return a reader, or None if the compiled scanner is not available."""
         return cls(collector) if Scanner is not None else None
 
     def collect(self, text: bytes | memoryview, end: int) -> int:
@@ -642,15 +574,11 @@ class EventColumns:
             begin = used
 
     def _learn(self) -> None:
-        """Assign ids to the texts that the scanner has newly found."""
         if texts := self._scanner.texts(len(self._ids)):
             self._ids = np.append(self._ids, [self._number(text[0], text[1:]) for text in texts])
 
     def _number(self, kind: int, text: bytes) -> int:
-        """Return the id of a text, or -1 if it is unreadable.
-
-        A text that is not a name contains values that are separated by NUL.
-        """
+        """Return the id of a text, or -1 if it is unreadable. NUL separates the values in a text."""
         tables = self._collector.tables
         try:
             if kind == THREADS:
@@ -711,7 +639,6 @@ class EventColumns:
     def _read_arguments(
         self, text: bytes | memoryview, places: Ints
     ) -> list[tuple[OpArguments, int] | None]:
-        """Return the arguments and sequence numbers of ops whose `args` are at `places`."""
         found = np.ascontiguousarray(places)
         spans = found.tolist()
         self._scanner.arguments(text, found)
@@ -727,10 +654,7 @@ class EventColumns:
         ]
 
     def _resolve(self, role: Role, rows: Ints) -> Flags:
-        """Replace the scanner's ids by the ids of the tables.
-
-        Return for each row whether all of its texts are known.
-        """
+        """Replace the scanner's ids by the tables' ids. Return for each row whether all are known."""
         known: Flags = rows[Column.KNOWN].astype(np.bool_)
         if not known.any():
             return known

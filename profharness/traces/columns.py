@@ -76,16 +76,15 @@ class Ids(dict[Any, int]):
         return number
 
     def column(self, values: list[Any]) -> Ints:
-        """Return the id of each value."""
         return np.fromiter(map(self.__getitem__, values), np.int64, len(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of rows in a spool file. It consists of int64 columns, one after the other.
+    """A block of int64 columns in a spool file.
 
-    `low` and `high` are the smallest and the largest correlation in the block. If the rows are ops,
-    they are the earliest start and the latest end.
+    `low` and `high` are the smallest and the largest correlation, or the earliest start and latest end
+    of ops.
     """
 
     offset: int
@@ -105,10 +104,7 @@ class Spool:
         self.size = 0
 
     def write(self, columns: Sequence[Ints], low: int = 0, high: int = 0) -> Block:
-        """Append columns of equal length to the file.
-
-        Raise ProfharnessError if the file cannot be written, for example because the disk is full.
-        """
+        """Append columns of equal length. Raise ProfharnessError if the disk is full."""
         block = Block(self.size, len(columns), len(columns[0]), low, high)
         with without_room():
             for column in columns:
@@ -157,7 +153,6 @@ class Tables:
     negative: int = 0  # number of events that were skipped because their duration is negative
 
     def write(self, rows: GpuRows | LaunchRows | OpRows) -> None:
-        """Append rows as a block."""
         if isinstance(rows, OpRows):
             blocks, low, high = self.ops, rows.start, rows.end
         else:
@@ -177,10 +172,7 @@ def nothing(count: int) -> Ints:
 
 
 def distinct(values: Ints) -> list[int]:
-    """Return the distinct values of an array, in ascending order.
-
-    np.unique is not used, because it would import numpy.ma, which takes 10 ms.
-    """
+    """Return the distinct values, ascending. np.unique would import numpy.ma, which takes 10 ms."""
     ordered = np.sort(values)
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
@@ -196,10 +188,7 @@ def hashed(columns: Iterable[Ints]) -> Ints:
 
 
 def pack(columns: Sequence[Ints]) -> Ints:
-    """Return an int64 key for each row of the columns.
-
-    The keys have the same order as the rows. All values in the columns must be at least -1.
-    """
+    """Return an int64 key for each row, in the order of the rows. All values must be at least -1."""
     key = np.zeros(len(columns[0]), np.int64)
     used = 0
     for column in columns:
@@ -227,8 +216,8 @@ def make_device(
 ) -> tuple[Device | None, list[str]]:
     """Return a Device with the given properties, and warnings about impossible values.
 
-    A property that is missing or impossible becomes None. If the index, the name or one of
-    CORE_FIELDS is missing or impossible, return None in place of the Device.
+    A property that is missing or impossible becomes None. Without an index, a name or one of
+    CORE_FIELDS, there is no Device.
     """
     used: dict[str, Any] = {}
     for key, value in limits.items():

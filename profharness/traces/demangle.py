@@ -32,9 +32,8 @@ _REFERENCE = re.compile(r"S[0-9A-Z]*_|T[0-9]*_")
 def canonical_names(mangled: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Return a dict that maps mangled names to canonical names, and warnings.
 
-    If the back references in a name could make its demangled text huge, the name is demangled in a
-    child process that has limits on time and memory. A name that exceeds these limits stays mangled.
-    A warning counts such names.
+    A name whose back references could make its demangled text huge is demangled in a child process that
+    has limits on time and memory. A name that exceeds these limits stays mangled.
     """
     names = {name: name if _expands(name) else canonical(name) for name in mangled}
     names.update(_demangle_apart([name for name in names if _expands(name)]))
@@ -60,10 +59,7 @@ def _expands(name: str) -> bool:
 
 
 def _demangle_apart(names: list[str]) -> Mapping[str, str]:
-    """Demangle names in child processes.
-
-    If a child dies, the next child continues with the name after the one at which the child died.
-    """
+    """Demangle names in children. If one dies, the next continues after the name at which it died."""
     demangled: dict[str, str] = {}
     rest = [name for name in names if "\n" not in name]
     for _ in range(MAX_CHILDREN):

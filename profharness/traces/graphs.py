@@ -131,10 +131,7 @@ class _ReplayedCalls:
     def add(
         self, replay: _Replay, groups: Iterator[tuple[bool, list[int]]], blank: AttentionCall
     ) -> None:
-        """Add a call for each group of forward kernels.
-
-        A group of backward kernels is assigned to the last call that has no backward yet.
-        """
+        """Add a call for each group of forward kernels. Assign each backward to the last call without one."""
         for backward, places in groups:
             if not backward:
                 self._calls.append(blank)
@@ -154,7 +151,6 @@ class _ReplayedCalls:
         return len(self._spans) - 1
 
     def finish(self) -> AttentionCalls:
-        """Return all calls, sorted by start."""
         order = sorted(range(len(self._calls)), key=lambda at: self._calls[at].start_ns)
         number = {at: place for place, at in enumerate(order)}
         rows = np.concatenate(self._rows)
@@ -213,11 +209,7 @@ def _replays(tables: Tables, launches: LaunchRows) -> list[_Replay]:
 def _captures(
     tables: Tables, calls: AttentionCalls, threads: Sequence[tuple[int, int]]
 ) -> list[_Capture]:
-    """Return the captures in a trace.
-
-    Captures of one process that overlap are left out, because it is unknown which of them recorded
-    a launch.
-    """
+    """Return the captures in a trace."""
     if not calls.calls:
         return []
     pids = np.array([pid for pid, _ in threads], np.int64)
@@ -235,8 +227,9 @@ def _captures(
 
 
 def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[int, int, int]]:
-    """Yield the (begin, end, pid) of each capture that does not overlap another capture of its
-    process.
+    """Yield the (begin, end, pid) of each capture, without those of one process that overlap.
+
+    It is unknown which of these recorded a launch.
     """
     moments = sorted(
         (int(pids[thread]), start, opens)
@@ -260,10 +253,7 @@ def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[i
 def _capture_of(
     replay: _Replay, captures: Sequence[_Capture], calls: AttentionCalls
 ) -> _Capture | None:
-    """Return the capture that recorded the nodes of a replay.
-
-    Return None if no capture fits, or if several captures fit and contain different calls.
-    """
+    """Return the capture that recorded the nodes of a replay, unless several different ones fit."""
     if not replay.ordered:
         return None
 
@@ -283,11 +273,9 @@ def _capture_of(
 
 
 def _groups(tables: Tables, replay: _Replay) -> Iterator[tuple[bool, list[int]]]:
-    """Divide the attention kernels of a replay into groups.
+    """Yield for each group of attention kernels whether it is a backward, and its indices in the replay.
 
-    A group consists of consecutive kernels. All of them belong to the forward or all to the backward,
-    and no kernel occurs twice. Yield for each group whether it is a backward, and the indices of its
-    kernels in the replay.
+    A group consists of consecutive kernels of one direction, and no kernel occurs twice.
     """
     kernels = list(tables.kernels)
     parsed = {at: parse_kernel_name(kernels[at][1]) for at in distinct(replay.kernels)}

@@ -26,12 +26,9 @@ class Intervals:
     """Intervals sorted by thread, start and descending length.
 
     `rows` contains the position of each interval before the sort. `parent` contains the index of the
-    last earlier interval of the thread that encloses the start of the interval, or -1. Following the
-    parents of an interval gives its chain. If an interval encloses t, it is on the chain of the last
-    interval that starts at or before t.
-
-    `nested` is True if the interval and all intervals on its chain end within their parents. Then
-    the whole chain encloses every time that the interval encloses.
+    last earlier interval of the thread that encloses the start of the interval, or -1. The parents of an
+    interval are its chain. An interval that encloses t is on the chain of the last interval that starts
+    at or before t. `nested` is True if all intervals on the chain end within their parents.
     """
 
     def __init__(self, thread: Ints, start: Ints, end: Ints) -> None:
@@ -42,11 +39,7 @@ class Intervals:
         self.nested = _nested(self.parent, self.stop)
 
     def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
-        """Return a row of `depth` indices for each pair of `at` and `t`.
-
-        A row contains the intervals on the chain of `at` that enclose t, innermost first. It is
-        padded with -1.
-        """
+        """Return the `depth` innermost intervals on the chain of each `at` that enclose t, or -1."""
         columns = np.full((depth, len(at)), NONE, np.int64)
         active, at = np.arange(len(at)), self._ending_after(at.copy(), t)
         for column in columns:
@@ -115,12 +108,11 @@ def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
 
 
 def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
-    """Return for each index in `at` the last index up to it whose interval stops after t.
+    """Return for each index in `at` the last index up to it whose interval stops after t, or -1.
 
-    Only intervals of the same thread count. The result is -1 if there is no such interval. `above`
-    contains the index at which to continue from each index. It skips only indices that cannot be the
-    result. `above` may be `at` itself, which every step updates. A few linear steps find nearly all
-    results. A binary search finds the others.
+    Only intervals of the same thread count. `above` contains the index at which to continue from each
+    index. It skips only indices that cannot be the result. `above` may be `at` itself, which every step
+    updates. A few linear steps find nearly all results. A binary search finds the others.
     """
     active = np.flatnonzero(at >= 0)
     for _ in range(STEPS):
@@ -137,8 +129,9 @@ def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
 
 
 def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
-    """Return for each pair of `last` and `limits` the last index up to `last` whose value exceeds the
-    limit, or -1. Search in a binary tree whose nodes contain the maxima of their subtrees.
+    """Return for each `last` and limit the last index up to `last` whose value exceeds the limit, or -1.
+
+    Search in a binary tree whose nodes contain the maxima of their subtrees.
     """
     tree = [values]
     while len(tree[-1]) > 1:
@@ -174,11 +167,10 @@ def _nested(parent: Ints, stop: Ints) -> Flags:
 
 
 class AutogradNodes:
-    """The ops in which autograd evaluates its nodes.
+    """The ops in which autograd evaluates its nodes, made from `Tables.evaluations`.
 
-    A training step has about half as many of them as of all other ops, and only few belong to
-    attention. So they are stored as columns and become objects only when they are needed. `blocks`
-    contains arrays as in `Tables.evaluations`.
+    A training step has half as many of them as of all other ops, and only few belong to attention. So
+    they become objects only when they are needed.
     """
 
     def __init__(self, blocks: Sequence[Ints]) -> None:
@@ -189,7 +181,6 @@ class AutogradNodes:
         self.last = int(end.max(initial=-MAX_NS))
 
     def ops(self, at: Ints) -> list[HostSpan]:
-        """Return the ops at the given indices."""
         rows = self._columns[:, at].T.tolist()
         return [
             HostSpan(EVALUATION, start, end, thread, sequence=sequence)

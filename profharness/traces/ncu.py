@@ -95,10 +95,7 @@ def parse_ncu(path: Path) -> Trace:
 
 
 def nanoseconds(value: float, unit: str) -> int:
-    """Convert a time from ncu's output to nanoseconds, and round it.
-
-    Raise KeyError if the unit is not a unit of time, and OverflowError if the result is infinite.
-    """
+    """Convert a time from ncu's output to nanoseconds, and round it."""
     return round(value * NANOSECONDS[unit])
 
 
@@ -172,10 +169,7 @@ def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
 
 
 def _dims(launch: NcuLaunch, what: str) -> Triple | None:
-    """Return the size of each dimension, or None if the sizes are unknown.
-
-    If the report contains only the product of the sizes, the sizes are known only if it is 1.
-    """
+    """Return the size of each dimension, or None if unknown. A product of 1 determines the sizes."""
     x, y, z = (_whole(launch, f"launch__{what}_dim_{axis}") for axis in "xyz")
     if x is not None and y is not None and z is not None:
         return x, y, z
@@ -206,9 +200,7 @@ def _open_ranges(launch: NcuLaunch) -> list[str]:
 def _ranges(
     launches: list[NcuLaunch], starts: list[int], ends: list[int]
 ) -> tuple[list[Range], list[int], list[int]]:
-    """Return all ranges, and for each launch the index of its innermost range and the index of the
-    range of its cell.
-    """
+    """Return all ranges, and for each launch the indices of its innermost range and of its cell."""
     opened: list[tuple[str, int, int | None]] = []  # name, start and parent of each range
     stops: list[int] = []
     stack: list[int] = []
@@ -236,7 +228,6 @@ def _ranges(
 
 
 def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
-    """Return the GPUs on which the launches ran, and warnings about impossible values."""
     devices: dict[int, Device] = {}
     warnings: dict[str, None] = {}
     for launch in launches:
@@ -254,10 +245,7 @@ def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def _metrics(report: NcuReport, durations: list[int], path: Path) -> HardwareMetrics | None:
-    """Return all numeric metrics except the constants of the machine, sorted by name.
-
-    A kernel whose duration is unknown has no value for the metric of the duration.
-    """
+    """Return all numeric metrics except the constants of the machine, sorted by name."""
     seen = {name for launch in report.launches for name in launch.values}
     names = sorted(name for name in seen if not name.startswith(CONSTANTS))
     if not names:

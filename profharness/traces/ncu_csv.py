@@ -113,8 +113,8 @@ class NcuReport:
 class Values(Mapping[str, float]):
     """A compact mapping of the numeric metrics of a kernel.
 
-    All kernels of a report share a dict that maps the name of a metric to its position in the array of
-    values. NaN in the array means that the kernel has no value for the metric.
+    All kernels of a report share the dict that maps the name of a metric to its position. NaN means that
+    the kernel has no value for the metric.
     """
 
     __slots__ = ("_places", "_row")
@@ -160,10 +160,7 @@ class LaunchCompactor:
             raise TraceFormatError(self._path, message, expected="fewer kernels or metrics")
 
     def compact(self, launch: NcuLaunch) -> NcuLaunch:
-        """Convert a launch to its compact form, unless it is the first on its device.
-
-        Raise TraceFormatError if the report uses too much memory.
-        """
+        """Convert a launch to its compact form, unless it is the first on its device."""
         ranges = len(launch.start_end) + len(launch.push_pop)
         self.allocate(LAUNCH_PLACES + ENTRY_PLACES * len(launch.texts) + RANGE_PLACES * ranges)
         if launch.device not in self.devices:
@@ -176,10 +173,7 @@ class LaunchCompactor:
 
 
 def check_shape(path: Path, kernels: int, metrics: int, filled: int) -> None:
-    """Raise TraceFormatError if a table of kernels and metrics would be nearly empty.
-
-    `filled` is the number of values in the table.
-    """
+    """Raise TraceFormatError if a table with `filled` values would be nearly empty."""
     if kernels * metrics > max(MIN_TABLE_PLACES, PLACES_A_VALUE * filled):
         message = f"{kernels} kernels with {metrics} metrics, but {filled} values"
         raise TraceFormatError(path, message, expected="kernels that have most metrics in common")
@@ -188,7 +182,7 @@ def check_shape(path: Path, kernels: int, metrics: int, filled: int) -> None:
 class TableWarnings(Counter[str]):
     """Counts warnings about a table. `{n}` in a text stands for its count.
 
-    `lines` contains the number of the first line that a warning concerns, counted from the header.
+    `lines` contains the first line that each warning concerns, counted from the header.
     """
 
     def __init__(self) -> None:
@@ -196,12 +190,10 @@ class TableWarnings(Counter[str]):
         self.lines: dict[str, int] = {}
 
     def add(self, text: str, line: int) -> None:
-        """Count a warning about a line."""
         self[text] += 1
         self.lines.setdefault(text, line)
 
     def texts(self) -> Iterator[str]:
-        """Yield the text of each warning, in the order of their first occurrence."""
         for text, count in self.items():
             at = f" (line {self.lines[text]} after the header)" if text in self.lines else ""
             yield text.replace("{n}", str(count)) + at
@@ -210,9 +202,8 @@ class TableWarnings(Counter[str]):
 def read_csv_text(source: str | Path, path: Path) -> NcuReport:
     """Parse the CSV that ncu printed. `source` is the text itself or a file.
 
-    Error messages contain `path`. Raise TraceFormatError if the table is damaged or truncated, if
-    metrics have labels instead of names, if a device is not a number, or if the report needs too much
-    memory.
+    Raise TraceFormatError, which contains `path`, if the table is damaged or truncated, if metrics have
+    labels instead of names, or if the report needs too much memory.
     """
     table = Table(source, path)
     size = len(source) if isinstance(source, str) else source.stat().st_size
@@ -249,18 +240,15 @@ def read_csv_text(source: str | Path, path: Path) -> NcuReport:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a CSV file whose encoding is UTF-8 or UTF-16.
-
-    Raise TraceFormatError if the file cannot be read.
-    """
+    """Return the text of a CSV file whose encoding is UTF-8 or UTF-16."""
     return "".join(_lines_of(path, path))
 
 
 def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of ncu's table. All rows have as many cells as the header.
+    """Return the header and the rows of ncu's table, which have as many cells as the header.
 
-    The first row contains the units and has no ID. The long form has no such row. Raise
-    TraceFormatError if the header, the units or a row are missing or truncated.
+    The first row contains the units and has no ID. The long form has no such row. Raise TraceFormatError
+    if something is missing or truncated.
     """
     table = Table(text, path)
     first = [] if table.is_long else [table.first]
@@ -268,11 +256,7 @@ def read_table(text: str, path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def _lines_of(source: str | Path, path: Path) -> Iterator[str]:
-    """Yield the lines of a text or of a file. Only a line feed ends a line.
-
-    The encoding of the file must be UTF-8 or UTF-16. Raise TraceFormatError if the file cannot be
-    read or a line is longer than MAX_LINE. The message contains `path`.
-    """
+    """Yield the lines of a text or of a file in UTF-8 or UTF-16. Only a line feed ends a line."""
     if isinstance(source, str):
         yield from (match[0] for match in re.finditer(r"[^\n]*\n|[^\n]+", source))
         return
@@ -293,12 +277,10 @@ def _lines_of(source: str | Path, path: Path) -> Iterator[str]:
 class Table:
     """The table that ncu printed, in a text or a file.
 
-    `rows` is an iterator over the rows after the row of units. It reads the file as needed. `profiled`
-    counts the kernels that ncu said it profiled, in the lines read so far. `doubts` contains warnings
-    about lines, and `odd` warnings about the header.
-
-    Raise TraceFormatError if the header or the units are missing or truncated. The iterator raises
-    TraceFormatError if a row is truncated.
+    `rows` iterates over the rows after the row of units and reads the file as needed. `profiled` counts
+    the kernels that ncu said it profiled, in the lines read so far. `doubts` contains warnings about
+    lines, and `odd` warnings about the header. TraceFormatError is raised if the header, the units or a
+    row are truncated.
     """
 
     def __init__(self, source: str | Path, path: Path) -> None:
@@ -327,10 +309,9 @@ class Table:
         self.rows = chain([first], rows) if self.is_long else rows
 
     def units(self) -> tuple[dict[str, str], list[int]]:
-        """Return the units of the metrics, and the positions of their columns.
+        """Return the units of the metrics, and the positions of their columns, not for the long form.
 
-        Call this only for the form that has one kernel per line. If several columns have the same
-        name, the last of them is used.
+        If several columns have the same name, the last of them is used.
         """
         place = {name: index for index, name in enumerate(self.columns)}
         if len(place) < len(self.columns):
@@ -351,11 +332,7 @@ class Table:
                 yield part, ended
 
     def _records(self, lines: Iterator[tuple[str, bool]]) -> Iterator[_Row]:
-        """Yield the row of units and the rows of kernels.
-
-        Other lines are skipped. If a skipped line contains so many cell borders that it may be a row,
-        it is counted as damaged.
-        """
+        """Yield the row of units and the rows of kernels. Count other lines that may be rows as damaged."""
         width = len(self.columns)
         for count, (line, ended) in enumerate(lines, start=1):
             cells = self._row(line, count, ended=ended)
@@ -398,10 +375,7 @@ class Table:
 
 
 def _overwritten(line: str) -> Iterator[str]:
-    """Divide a line at carriage returns, which progress bars write.
-
-    Carriage returns inside quotes do not count.
-    """
+    """Divide a line at carriage returns outside quotes, which progress bars write."""
     parts: list[str] = []
     quotes = 0
     for part in line.split("\r"):
@@ -415,11 +389,7 @@ def _overwritten(line: str) -> Iterator[str]:
 
 
 def _is_open(line: str) -> bool:
-    """Return whether a line ends inside a cell.
-
-    This is the case if a quote is open, or if the line starts with a quote but does not end with a
-    quote.
-    """
+    """Return whether a line ends inside a cell."""
     line = line.rstrip()
     return line.count('"') % 2 == 1 or (line.startswith('"') and not line.endswith('"'))
 
@@ -430,10 +400,9 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
 
 
 def decimal_mark(cells: Iterable[str]) -> str:
-    """Return the decimal mark of the numbers in a file, which is `.` or `,`.
+    """Return the decimal mark of the numbers in a file, `.` or `,`.
 
-    Numbers such as `1.234,5` and `0,25` show which mark the file uses. A number such as `84,480` does
-    not. Return `.` if no number shows the mark.
+    Numbers such as `1.234,5` and `0,25` show the mark, but `84,480` does not.
     """
     marks = Counter(islice(filter(None, map(_mark, cells)), WITNESSES))
     return "," if marks[","] > marks["."] else "."
@@ -456,10 +425,7 @@ def _mark(text: str) -> str | None:
 
 
 def number(text: str, mark: str = ".") -> float | None:
-    """Parse a number with the given decimal mark.
-
-    Return None if the text is not a number or the number is infinite.
-    """
+    """Parse a number with the given decimal mark. Return None if it is no finite number."""
     # Nearly all numbers match here. The other branch takes five times as long.
     if mark != "." or not _PLAIN.fullmatch(text):
         text = text.strip().translate(_NO_MARKS)
@@ -477,7 +443,7 @@ def number(text: str, mark: str = ".") -> float | None:
 def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
     """Return the ranges that an NVTX cell describes, in the order of the cell.
 
-    `numbered` says that the text of each range starts with its id, as for start/end ranges.
+    If `numbered`, the text of each range starts with its id, as for start/end ranges.
     """
     body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
     ranges = []
@@ -491,9 +457,8 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
 def _nvtx_range(parts: list[str]) -> NvtxRange | None:
     """Return the range that an item of an NVTX cell describes, or None if the range has no name.
 
-    `parts` are the parts of the item between colons. The name may contain colons, too. Usually, the
-    message at the end repeats the name, which shows how long the name is. Otherwise, the name is
-    assumed to be as long as possible.
+    `parts` are the parts of the item between colons, which the name may contain, too. Usually, the
+    message at the end repeats the name. Otherwise, the name is assumed to be as long as possible.
     """
     for domain in range(1, min(len(parts) - ITEM_TAIL, MAX_DOMAIN_PARTS + 1)):
         count, odd = divmod(len(parts) - ITEM_TAIL - domain, 2)
@@ -507,10 +472,7 @@ def _nvtx_range(parts: list[str]) -> NvtxRange | None:
 def _distinct_kernels(
     table: Table, rows: Iterable[_Row], places: list[int]
 ) -> Iterator[_KernelCells]:
-    """Yield the kernels of a table that has one kernel per line.
-
-    Exact copies of earlier rows are left out. A file contains copies if it was written twice.
-    """
+    """Yield the kernels of a table with one kernel per line, without copies of a file written twice."""
     own = [(index, name) for index, name in enumerate(table.columns) if name in OWN_COLUMNS]
     names = [table.columns[place] for place in places]
     seen: set[int] = set()
@@ -526,10 +488,7 @@ def _distinct_kernels(
 def _gather(
     table: Table, rows: Iterable[_Row], compactor: LaunchCompactor
 ) -> tuple[dict[str, str], list[_KernelCells]]:
-    """Return the units and the kernels of the long form.
-
-    Rows that have no metric are left out, because they contain ncu's advice to the user.
-    """
+    """Return the units and the kernels of the long form. Rows without a metric contain ncu's advice."""
     place = {name: index for index, name in enumerate(table.columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
     own = [(name, place[name]) for name in table.columns if name in OWN_COLUMNS]
@@ -571,10 +530,7 @@ def _gather(
 
 
 def _doubt_ids(ids: list[int], profiled: int) -> Iterator[str]:
-    """Yield warnings about gaps and repetitions in the IDs of the kernels.
-
-    Also warn if the table contains fewer kernels than ncu profiled.
-    """
+    """Yield warnings about gaps, repetitions and missing kernels in the IDs of the kernels."""
     distinct = set(ids)
     if gaps := max(distinct, default=-1) + 1 - len(distinct):
         yield f"the ids of kernels have gaps: {gaps} are missing"
@@ -592,10 +548,7 @@ def _launch(
     left_out: frozenset[str],
     doubts: TableWarnings,
 ) -> NcuLaunch:
-    """Convert the cells of a kernel to a launch.
-
-    `left_out` contains the metrics to ignore because an earlier launch on the device has them.
-    """
+    """Convert the cells of a kernel to a launch, without the metrics in `left_out`."""
 
     def triple(column: str) -> Triple | None:
         text = own.get(column, "").strip()
@@ -677,8 +630,8 @@ def _dims(launch: NcuLaunch, what: str, triple: Triple | None) -> str:
 def _items(ranges: tuple[NvtxRange, ...], *, numbered: bool = False) -> str:
     """Return the text of an NVTX cell.
 
-    Each range consists of its domain, its name, four fields that are unknown, the type of the
-    message, and the name again.
+    Each range consists of its domain, its name, four unknown fields, the type of the message, and the
+    name again.
     """
     return "  ".join(
         f'"{f"{place}:" if numbered else ""}{domain}:{name}:none:none:none:none:ASCII:{name}"'

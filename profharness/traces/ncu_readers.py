@@ -69,14 +69,12 @@ NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
 
 def report_to_csv(report: Path, output: Path) -> None:
-    """Convert an .ncu-rep to a CSV in the format of ncu.
+    """Convert an .ncu-rep to a CSV, as `ncu --csv --page raw --print-units base
+    --print-kernel-base mangled` does.
 
-    The format is that of `ncu --csv --page raw --print-units base --print-kernel-base mangled`.
-    `parse_ncu` reads the same launches and metrics from the CSV as from the .ncu-rep.
-
-    Doubles are written with all digits, whereas ncu rounds them to two decimals. The ids of processes
-    and the threads of ranges are 0. The names of processes and hosts are empty. Raise the errors of
-    `read_report`.
+    `parse_ncu` reads the same launches and metrics from the CSV as from the .ncu-rep. Doubles have all
+    digits, whereas ncu rounds them to two decimals. The ids of processes and the threads of ranges are
+    0. The names of processes and hosts are empty. Raise the errors of `read_report`.
     """
     write_csv(read_report(report, check_file(report)), output)
 
@@ -99,8 +97,7 @@ class MissingReaderError(MissingExtraError):
 def read_report(path: Path, file: NcuFile) -> NcuReport:
     """Read the kernels of a report. `file` is the result of `check_file`.
 
-    Raise TraceFormatError if no reader can read the report, and MissingReaderError if no reader is
-    available.
+    Raise TraceFormatError if no reader can read the report, and MissingReaderError if there is none.
     """
     if not file.results:
         return NcuReport([], {})
@@ -125,9 +122,9 @@ def read_report(path: Path, file: NcuFile) -> NcuReport:
 
 
 def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
-    """Yield the name of each available reader, and the report or a description of the failure.
+    """Yield the name of each available reader, and the report or the reason why it failed.
 
-    The description is "" if the reader does not recognize the file.
+    The reason is "" if the reader does not recognize the file.
     """
     if has_package() and (report := _read_native(path)) is not None:
         yield "ncu_report", report
@@ -144,10 +141,7 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
 
 
 def import_csv(ncu: Path, report: Path, *, timeout_s: float = IMPORT_TIMEOUT_S) -> str | None:
-    """Return the CSV that `ncu --import` prints, or None if ncu cannot read the report.
-
-    Raise TraceFormatError if ncu does not start or takes longer than `timeout_s`.
-    """
+    """Return the CSV that `ncu --import` prints, or None if ncu cannot read the report."""
     argv = csv_argv(ncu, report.resolve())
     if "--print-kernel-base" not in argv:
         argv += ["--print-kernel-base", "mangled"]
@@ -183,7 +177,7 @@ class _Report(msgspec.Struct, array_like=True):
 
 
 def has_package() -> bool:
-    """Return whether the package `ncu_report` is installed. The package is not imported."""
+    """Return whether the package `ncu_report` is installed, without importing it."""
     try:
         return importlib.util.find_spec(MODULE) is not None
     except (ImportError, ValueError):
@@ -193,9 +187,8 @@ def has_package() -> bool:
 def _read_native(path: Path, folder: Path | None = None) -> NcuReport | str | None:
     """Read a report with the installed `ncu_report` module, or with the module in `folder`.
 
-    Return None if the module cannot be imported. Return "" if the module finds nothing in the file,
-    which is the case if it does not recognize the file. Return a description of the failure if
-    anything else goes wrong.
+    Return None if the module cannot be imported, "" if it does not recognize the file, and a description
+    of any other failure.
     """
     size = path.stat().st_size
     seconds = math.ceil(CPU_S + CPU_S_PER_MB * size / 1e6)
@@ -236,10 +229,7 @@ def _children_s() -> float:
 
 
 def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Report | str | None:
-    """Let a child read the results from the index `first` on, and return what it has read.
-
-    If that fails, return the same values as `_read_native`.
-    """
+    """Return what a child reads from the result `first` on, or a failure as `_read_native` does."""
     limits = (str(seconds), str(MOST_BYTES), str(first))
     with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as name:
         output = Path(name) / "output"
@@ -292,17 +282,12 @@ def main() -> None:
 
 
 def _peak_kib() -> int:
-    """Return the peak memory of this process, in KiB.
-
-    `ru_maxrss` is not used, because it may include the memory of the parent process.
-    """
+    """Return the peak memory of this process. `ru_maxrss` may include that of the parent."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 class _Reader:
-    """Reads a report with NVIDIA's module."""
-
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
         self._units: list[str] = []
@@ -365,10 +350,7 @@ class _Reader:
         return [(title, self._text(name) or "") for name in list(names)[:MAX_NAMES]]
 
     def _text(self, value: object) -> str | None:
-        """Return a text without lone surrogates, or None if the value is not a text.
-
-        SWIG converts bytes that are not UTF-8 to lone surrogates.
-        """
+        """Return a text without lone surrogates, to which SWIG converts bytes that are not UTF-8."""
         if not isinstance(value, str):
             self._unreadable += 1
             return None

@@ -127,12 +127,10 @@ _Row = tuple[Any, ...]
 def parse_nsys(path: Path) -> Trace:
     """Parse an SQLite export of nsys, or a .nsys-rep. The caller must close the returned Trace.
 
-    A .nsys-rep is exported to a temporary file first.
-
-    nsys counts times from the start of the capture. If the export records that start in
-    TARGET_INFO_SESSION_START_TIME.utcEpochNs, the times of the Trace count from 1970. If the file
-    contains no launches, the Trace is empty and its warnings contain nsys's own messages. If the API
-    call of a launch is not in the file, launch_ns, range and cell_range of the launch are NONE.
+    nsys counts times from the start of the capture. If the export records that start, the times of the
+    Trace count from 1970. If the file contains no launches, the Trace is empty and its warnings contain
+    nsys's own messages. If the API call of a launch is not in the file, launch_ns, range and cell_range of
+    the launch are NONE.
 
     Raise TraceFormatError if the file is not an export, or is damaged or incomplete. Also raise the
     errors of `export_report`.
@@ -238,10 +236,6 @@ def _describe(export: Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]
 
 
 def _config(values: _Row) -> LaunchConfig:
-    """Return the launch configuration that a row of CONFIG columns contains.
-
-    Missing and impossible values become None.
-    """
     gx, gy, gz, bx, by, bz, registers, static, dynamic = map(whole, values)
     grid = None if gx is None or gy is None or gz is None else (gx, gy, gz)
     block = None if bx is None or by is None or bz is None else (bx, by, bz)
@@ -252,11 +246,10 @@ def _config(values: _Row) -> LaunchConfig:
 class Reader:
     """Reads one export into tables.
 
-    A variant is a distinct combination of the values that describe an activity. For a kernel, these
-    are its names and its launch configuration. For a memcpy or memset, these are the kinds of
-    memory. The column `kernel` of GpuRows contains an index into `variants`, and the column `config`
-    is always 0. The column `correlation` of GpuRows and LaunchRows contains a key, which
-    PROCESS_SHIFT explains. The rows are sorted by key.
+    A variant is a distinct combination of the values that describe an activity: the names and the launch
+    configuration of a kernel, or the kinds of memory of a memcpy or memset. The column `kernel` of
+    GpuRows contains an index into `variants`, and `config` is always 0. The column `correlation` contains
+    a key, which PROCESS_SHIFT explains. The rows are sorted by key.
     """
 
     def __init__(self, export: Export, tables: Tables) -> None:
@@ -323,10 +316,7 @@ class Reader:
         self._doubt(f"{{n}} rows of {table} could not be read and were skipped", count)
 
     def _read_needed_calls(self) -> None:
-        """Read the API calls that started the activities.
-
-        If it is unknown which calls these are, read all calls.
-        """
+        """Read the API calls that started the activities, or all calls if these are unknown."""
         ids = self._export.strings_like(LAUNCHING)
         if not ids or not self._export.has(RUNTIME, "nameId"):
             self._read_calls("")
@@ -360,7 +350,7 @@ class Reader:
     def _kernel_launches(self) -> list[int]:
         """Return the ids of the names of API calls that must have started a kernel.
 
-        Return [] if a CUDA graph was captured, because then such a call may not start a kernel.
+        If a CUDA graph was captured, such a call may not start a kernel.
         """
         if self._export.strings_like(CAPTURES) or self._export.columns(GRAPHS) is not None:
             return []
@@ -433,15 +423,11 @@ class Reader:
         self._doubt(text, unclear)
 
     def _end_of_trace(self) -> int:
-        """Return the latest end in any table, in ns since the start of the capture."""
         tables = (*VARIANTS, RUNTIME, NVTX)
         return max(min(self._export.largest(table, "end") or 0, MAX_NS - 1) for table in tables)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
-        """Return the prefixes that the names of ranges get, by process and domain id.
-
-        Ranges of the default domain and of the domain `profharness` get no prefix.
-        """
+        """Return the prefixes that the names of ranges get, by process and domain id."""
         prefixes: dict[tuple[int, Any], str] = {}
         columns = ("globalTid", "domainId", "textId", "text")
         for thread, domain, string, text in self._export.rows(NVTX, columns, DOMAINS):
@@ -518,13 +504,11 @@ def _is_time(value: object) -> bool:
 
 
 def read_text(text: str) -> tuple[str, int, str | None, bool] | None:
-    """Parse the text of a range that PyTorch opened.
+    """Parse the text of a range that PyTorch opened. Return None for the text of any other range.
 
     Return the name, the sequence number or -1, the text of the sizes, and whether the range is an op
-    instead of a `record_function` of the user. Return None for the text of any other range.
-
-    The text of every op contains a number (`op_id`). The text of a `record_function` also contains
-    such a number, but neither a sequence number nor the size of a tensor.
+    instead of a `record_function` of the user. The texts of both may contain an `op_id`, but only that
+    of an op contains a sequence number or the size of a tensor.
     """
     match = TAIL.search(text)
     if match is None or not match.start():
@@ -568,10 +552,7 @@ class OpRanges:
         self._numbered = array("q")
 
     def collect(self, text: str, start: int, stop: int, thread: int) -> str | None:
-        """Collect a range if it is an op, and return None. Otherwise, return the name of the range.
-
-        Times are in ns.
-        """
+        """Collect a range if it is an op, and return None. Otherwise, return the name of the range."""
         op = read_text(text)
         if op is None:
             return text
@@ -605,9 +586,9 @@ class OpRanges:
     def finish(self) -> tuple[Ints, int]:
         """Write the pending ops, and match forward ops with backward ops by their sequence numbers.
 
-        Return the flows as described by `Attribution`, and the number of backward ops whose forward
-        op is unknown because several threads used the sequence number. If no op was found, the ranges
-        do not come from PyTorch, so they get their whole texts back as names.
+        Return the flows of `Attribution`, and the number of backward ops whose forward op is unknown because
+        several threads used the sequence number. If no op was found, the ranges do not come from PyTorch, so
+        they get their whole texts back as names.
 
         Autograd numbers the backward ops that each thread prepares. The forward op is the op that
         started last among those with the same number.
@@ -648,8 +629,5 @@ class OpRanges:
 
 
 def _stem(name: str) -> str:
-    """Return the part of a name that a forward op and its autograd node have in common.
-
-    For example, this is `mm` for both `aten::mm` and `MmBackward0`.
-    """
+    """Return the common part of the names of an op and its node: `mm` of `aten::mm` and `MmBackward0`."""
     return NODE.sub("", name.rpartition("::")[2]).replace("_", "").lower()

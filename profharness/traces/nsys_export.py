@@ -112,16 +112,13 @@ _GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *GPU_KEYS.values())
 
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
-    """Return a name such as `Memcpy HtoD (Pinned -> Device)`.
-
-    The arguments are nsys's numbers of the kind of copy and of the kinds of memory.
-    """
+    """Return a name such as `Memcpy HtoD (Pinned -> Device)` for nsys's numbers."""
     start, end = (MEMORY_KINDS.get(kind, "Unknown") for kind in (source, target))
     return f"Memcpy {COPY_KINDS.get(copy, '<unknown>')} ({start} -> {end})"
 
 
 def memset_name(memory: int) -> str:
-    """Return a name such as `Memset (Device)`. `memory` is nsys's number of the kind of memory."""
+    """Return a name such as `Memset (Device)` for nsys's number of the kind of memory."""
     return f"Memset ({MEMORY_KINDS.get(memory, 'Unknown')})"
 
 
@@ -129,8 +126,8 @@ class Export:
     """An open export.
 
     Its methods return rows as tuples, with the columns in the requested order. A column that the
-    table does not have is NULL. `tables` contains the name of each table in the file, quoted for use
-    in SQL, and its columns. Its keys lack version suffixes such as `_V2`.
+    table does not have is NULL. `tables` contains the name of each table, quoted for use in SQL, and its
+    columns. Its keys lack version suffixes such as `_V2`.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -141,20 +138,14 @@ class Export:
         self.tables = self._tables()
 
     def rows(self, name: str, columns: Sequence[str], where: str = "") -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a table in file order. Yield nothing if the table is missing.
-
-        `where` is a condition in SQL. It must not contain text from a file.
-        """
+        """Yield the rows of a table in file order. `where` must not contain text from a file."""
         for batch in self.batches(name, columns, where):
             yield from batch
 
     def batches(
         self, name: str, columns: Sequence[str], where: str = "", *, filled: int = 0
     ) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield the rows of a table in lists of up to FETCH_ROWS rows.
-
-        In the first `filled` columns, NULL is replaced by -1.
-        """
+        """Yield lists of up to FETCH_ROWS rows. In the first `filled` columns, NULL is replaced by -1."""
         if name not in self.tables:
             return
         table, present = self.tables[name]
@@ -171,19 +162,14 @@ class Export:
         return name in self.tables and self.tables[name][1].issuperset(columns)
 
     def columns(self, name: str) -> frozenset[str] | None:
-        """Return the columns of a table, or None if it is missing."""
         return self.tables[name][1] if name in self.tables else None
 
     def count(self, name: str) -> int:
-        """Return the number of rows in a table. The table must exist."""
         sql = f"SELECT count(*) FROM {self.tables[name][0]}"
         return int(self.connection.execute(sql).fetchone()[0])
 
     def text(self, string: int) -> str | None:
-        """Return the first MAX_STRING characters of the text that has an id in StringIds.
-
-        Return None if StringIds does not contain the id.
-        """
+        """Return the first MAX_STRING characters of the text that has an id in StringIds."""
         if not self.has(STRINGS, "id", "value"):
             return None
         sql = f"SELECT substr(value, 1, {MAX_STRING}) FROM {self.tables[STRINGS][0]} WHERE id = ?"
@@ -191,9 +177,9 @@ class Export:
         return row[0] if row and isinstance(row[0], str) else None
 
     def strings_like(self, patterns: Sequence[str]) -> list[int]:
-        """Return the ids of the strings that match at least one of the patterns for SQL's LIKE.
+        """Return the ids of up to MAX_IDS strings that match at least one pattern for SQL's LIKE.
 
-        Return [] if more than MAX_IDS strings match.
+        Return [] if more strings match.
         """
         if not self.has(STRINGS, "id", "value"):
             return []
@@ -213,7 +199,6 @@ class Export:
         return [number for (number,) in self.connection.execute(sql) if isinstance(number, int)]
 
     def largest(self, name: str, column: str) -> int | None:
-        """Return the largest integer in a column, or None if there is no integer."""
         if not self.has(name, column):
             return None
         sql = f'SELECT max("{column}") FROM {self.tables[name][0]}'
@@ -276,9 +261,7 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
 
 
 def _check_file(path: Path, shown: Path) -> None:
-    """Raise TraceFormatError if the header or the size of a file shows that it is not a complete
-    export, or if SQLite's temporary files next to it show that it is still being written.
-    """
+    """Raise TraceFormatError if a file is not a complete export, or is still being written."""
     try:
         with open_input(path) as file:
             size, head = file.size, file.read(100)
@@ -355,10 +338,7 @@ def absent_tables(export: Export) -> list[str]:
 
 
 def environment(export: Export) -> dict[str, object]:
-    """Return the versions of nsys, of the schema, of the CUDA driver API and of NVIDIA's driver.
-
-    Texts that do not look like a version are left out.
-    """
+    """Return the versions of nsys, of the schema, of the CUDA driver API and of NVIDIA's driver."""
     versions: dict[str, object] = {}
     for table, keys in (*((table, PRODUCT) for table in META_TABLES), (SYSTEM_TABLE, SYSTEM)):
         for name, value in export.rows(table, ("name", "value")):
@@ -369,10 +349,7 @@ def environment(export: Export) -> dict[str, object]:
 
 
 def start_time(export: Export) -> tuple[int, list[str]]:
-    """Return the time at which the capture started, in ns since 1970, and warnings.
-
-    Return 0 if the export does not record that time.
-    """
+    """Return the time at which the capture started, in ns since 1970 or 0, and warnings."""
     for (value,) in export.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)):
         if (start := whole(value)) is not None and start < MAX_NS:
             return start, []

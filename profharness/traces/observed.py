@@ -90,10 +90,7 @@ class _Mask:
 
 @dataclass(frozen=True)
 class _Template:
-    """A line of a journal that describes calls with equal properties.
-
-    The recorder that writes the journal documents the fields.
-    """
+    """A line of a journal that describes calls with equal properties, as the recorder documents."""
 
     template: _Number
     compiled: bool
@@ -150,9 +147,8 @@ def read_observed(folder: Path) -> tuple[ObservedCall, ...]:
 def read_journals(folder: Path) -> Journals:
     """Return the calls in all journals of a run folder, and warnings.
 
-    There is a warning for each damaged journal, for processes whose last counts are missing, and if
-    the journals contain no calls. Damaged lines are skipped and counted. Raise TraceFormatError if a
-    journal cannot be read.
+    The warnings count damaged lines, processes whose last counts are missing, and journals without
+    calls. Raise TraceFormatError if a journal cannot be read.
     """
     calls: list[ObservedCall] = []
     warnings, cut_short = [], 0
@@ -172,8 +168,7 @@ def read_journals(folder: Path) -> Journals:
 def _journal(path: Path) -> tuple[list[ObservedCall], bool, int]:
     """Return the calls in a journal, whether their counts are final, and the number of damaged lines.
 
-    Older recorders did not mark their last counts. The counts in such a journal are assumed to be
-    final.
+    Older recorders did not mark their last counts, which are assumed to be final.
     """
     templates: list[_Template] = []
     counts: dict[int, Any] = {}
@@ -261,10 +256,7 @@ def _call(
 
 
 def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | None:
-    """Convert a recorded tensor. Return None if its dims are not recorded.
-
-    If autocast is on, a float32 tensor gets the dtype to which autocast casts it.
-    """
+    """Convert a recorded tensor, with the dtype to which autocast casts it, or None without dims."""
     if recorded is None or recorded.dims is None:
         return None
     dims, strides, dtype = tuple(recorded.dims), tuple(recorded.strides or ()), recorded.dtype
@@ -279,8 +271,7 @@ def match_calls(
 ) -> list[int | None]:
     """Return for each call of a trace the index of the observed call that matches it.
 
-    The index is None if no observed call matches. It is also None if several observed calls match
-    and they contain different information.
+    The index is None if no observed call matches, or several with different information do.
     """
     named: dict[str | None, list[int]] = {}
     for index, item in enumerate(observed):
@@ -308,10 +299,9 @@ def match_calls(
 def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
     """Return a call of a trace, completed with information from the observed call that matches it.
 
-    A trace may lack the dtype, for example if nsys recorded it. In that case the call gets the
-    config of the observed call. That config describes the first call of the template, so only calls
-    with the same lengths get it. Uncompiled flex_attention appears in a trace as eager attention, so
-    its kind is corrected.
+    A trace of nsys lacks the dtype, so the call gets the config of the observed call. That config
+    describes the first call of the template, so only calls with the same lengths get it. Uncompiled
+    flex_attention appears in a trace as eager attention, so its kind is corrected.
     """
     other = item.call
     if _is_unfused(call, other):
@@ -326,14 +316,13 @@ def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
 def _is_unfused(call: AttentionCall, other: AttentionCall) -> bool:
     """Return whether a call of a trace may be uncompiled flex_attention.
 
-    In a trace, uncompiled flex_attention looks like eager attention. Its matrix products have another
-    dtype than the call, and PyTorch marks them as part of a compiled region.
+    In a trace, it looks like eager attention. Its matrix products have another dtype than the call, and
+    PyTorch marks them as part of a compiled region.
     """
     return (call.kind, other.kind, other.compiled) == ("eager", "flex", False)
 
 
 def _fits(call: AttentionCall, item: ObservedCall) -> bool:
-    """Return whether a call of a trace matches an observed call."""
     other = item.call
     given = call.tensors[:3]
     if _is_unfused(call, other):
@@ -355,10 +344,7 @@ def _fits(call: AttentionCall, item: ObservedCall) -> bool:
 
 
 def _is_like(mine: TensorArgument | None, theirs: TensorArgument | None) -> bool:
-    """Return whether two tensors have the same number of heads, head dim and dtype.
-
-    A dtype that is not recorded matches every dtype.
-    """
+    """Return whether two tensors have the same number of heads, head dim and dtype, if recorded."""
     if mine is None or theirs is None:
         return mine is theirs
     same = len(mine.dims) == len(theirs.dims) and _has_same_dtype(mine, theirs)
@@ -370,10 +356,7 @@ def _has_same_dtype(mine: TensorArgument, theirs: TensorArgument) -> bool:
 
 
 def _length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
-    """Return the batch size, the query length and the key length, as the recorder counts them.
-
-    Return () if the query or the key has fewer than 3 dims.
-    """
+    """Return the batch size and the query and key length, as the recorder counts them, or ()."""
     query, key = [item.dims if item else () for item in tensors[:2]]
     if len(query) < 3 or len(key) < 3:
         return ()
@@ -385,8 +368,7 @@ def _nearest(
 ) -> int | None:
     """Return the index of the observed call that matches best, or None.
 
-    If several observed calls match equally well, return the first of them, but only if all of them
-    contain the same information.
+    If several match equally well, return the first, but only if they contain the same information.
     """
     rules: tuple[Callable[[ObservedCall], bool], ...] = (
         lambda item: _order(item.call) == _order(call),
@@ -414,8 +396,6 @@ def _order(call: AttentionCall) -> list[list[int]]:
 
 
 def _information(item: ObservedCall) -> ObservedCall:
-    """Return an observed call without the fields that may differ between calls of a template, such
-    as shapes and counts.
-    """
+    """Return an observed call without the fields that may differ between calls of a template."""
     bare = replace(item.call, config=None, tensors=(), backward=False, reason=None, pid=0)
     return replace(item, call=bare, count=0, lengths=(), pid=0, rank=None)

@@ -83,8 +83,7 @@ OVERLAPS = "{n} calls of modules begin in another and end after it: the layers m
 class OpArguments:
     """The arguments of an op that the trace records, by position.
 
-    Ops that have equal arguments share one object. Objects are compared and hashed by identity, so
-    that they can be the keys of a dict.
+    Ops that have equal arguments share one object. Objects are hashed by identity, to be keys of a dict.
     """
 
     dims: Sequence[Any] = ()
@@ -132,14 +131,11 @@ def is_packed(op: HostSpan) -> bool:
 
 
 def is_unlike_sdpa(reason: str | None) -> bool:
-    """Return whether a reason says that the arguments of a call do not have the form that
-    scaled_dot_product_attention expects.
-    """
+    """Return whether a reason says that the arguments differ from scaled_dot_product_attention's."""
     return reason == VARLEN or bool(reason and reason.endswith(BY_ITSELF.format(op="")))
 
 
 def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
-    """Return the tensor at a position, or None if there is none."""
     dims = sizes(op.arguments.dims, place)
     if not dims:
         return None
@@ -153,10 +149,7 @@ def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
 
 
 def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
-    """Return the integers of the argument at a position.
-
-    Return an empty tuple if the argument is not a list of integers from 0 to 2**62 - 1.
-    """
+    """Return the sizes in the argument at a position, or () if it is not a list of sizes."""
     given = lists[place] if 0 <= place < len(lists) else None
     if not isinstance(given, list | tuple):
         return ()
@@ -165,10 +158,7 @@ def sizes(lists: Sequence[Any], place: int) -> tuple[int, ...]:
 
 
 def flag(op: HostSpan, place: int) -> Any:
-    """Return the value of the argument at a position, as a bool or a float.
-
-    Return None if the argument is None or is not recorded.
-    """
+    """Return the argument at a position as a bool or a float, or None if it is not recorded."""
     text = op.arguments.values[place] if place < len(op.arguments.values) else ""
     if text in ("True", "False"):
         return text == "True"
@@ -181,8 +171,8 @@ def flag(op: HostSpan, place: int) -> Any:
 def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
     """Return why no config can be derived from the recorded arguments of an op, or None.
 
-    `names` and `places` are those in POSITIONS. If only the dims are recorded, as nsys does, return
-    None, because `replay_config` reports that the dtype is missing.
+    `names` and `places` are those in POSITIONS. nsys records only the dims. `replay_config` reports that
+    the dtype is missing.
     """
     given = op.arguments
     if not given.dims:
@@ -211,8 +201,7 @@ def warnings(
 ) -> tuple[str, ...]:
     """Return one warning for each kind of problem, with its count.
 
-    `reasons` has one element for each call. `counted` contains further warnings and their counts.
-    `overlaps` is the number of calls of modules that overlap.
+    `reasons` has one element for each call. `overlaps` is the number of overlapping calls of modules.
     """
     counts = Counter(reasons)
     texts = [
@@ -238,10 +227,9 @@ def replay_config(
     gqa: bool | None = None,
     backward: bool = False,
 ) -> Config:
-    """Return the config that replays a call.
+    """Return the config that replays a call with a query, key, value and mask.
 
-    `tensors` contains the query, key, value and mask. Raise UsageError if no config describes the
-    call.
+    Raise UsageError if no config describes the call.
     """
     query, key, value, mask = tensors
     if query is None or key is None or value is None:

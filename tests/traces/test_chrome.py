@@ -125,7 +125,7 @@ def test_the_scanner_and_the_decoder_agree(
     add = Collector.add
 
     def counted(collector: Collector, events: list[Any]) -> None:
-        left.extend(event for event in events if type(event) in collector.events.classes["op"])
+        left.extend(event for event in events if type(event) in chrome_events.CLASSES["op"])
         add(collector, events)
 
     monkeypatch.setattr(Collector, "add", counted)
