@@ -301,8 +301,9 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
         place = torch_ops.POSITIONS.get(inner.name, ("", {}))[1].get("backward")
         flags["backward"] = place is not None and flag(inner, place)
     unrecorded = torch_ops.doubt(described, letters, places) if outer or inner else None
-    if tensors[0] is None and (packed := next(filter(torch_ops.is_packed, ops), None)):
-        tensors = tuple(tensor_argument(packed, place) if place < 3 else None for place in range(4))
+    packed = (op for op in ops if torch_ops.sizes(op.arguments.dims, torch_ops.CUMULATED))
+    if tensors[0] is None and (first := next(packed, None)):
+        tensors = (*(tensor_argument(first, place) for place in range(3)), None)
         unrecorded = torch_ops.VARLEN
     if kind == "custom":
         unrecorded = (
@@ -360,7 +361,10 @@ def _backward(
     astray = not computing <= taken  # there is a gradient of attention to which no arrow leads
     for call, nodes in arrived.items():
         keys = {node[1:4] for node in nodes}
-        if astray and torch_ops.is_fused(drafts[call].signature.sdpa_op) and not keys & computing:
+        # The backward of a fused op is a single op
+        forward = drafts[call].signature.sdpa_op or ""
+        is_fused = bool(INNER.fullmatch(forward)) and "math" not in forward
+        if astray and is_fused and not keys & computing:
             doubts[torch_ops.CONTRADICTED] += 1
             taken -= keys
             continue
@@ -460,7 +464,10 @@ def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | N
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
     config, reason, why = None, signature.unrecorded, None
-    if signature.kind != "custom" and signature.tensors[0] and not torch_ops.is_unlike_sdpa(reason):
+    by_itself = torch_ops.BY_ITSELF.format(op="")
+    # The arguments of such calls do not have the form that scaled_dot_product_attention expects
+    is_unlike = reason == torch_ops.VARLEN or bool(reason and reason.endswith(by_itself))
+    if signature.kind != "custom" and signature.tensors[0] and not is_unlike:
         try:
             config = torch_ops.replay_config(signature.tensors, backward=backward, **flags)
         except UsageError as error:

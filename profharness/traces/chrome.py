@@ -130,7 +130,10 @@ def _assemble(
     slice_rows: int,
     stack: ExitStack,
 ) -> Trace:
-    base, doubts = _time_base(header)
+    base, doubts = header.get("baseTimeNanoseconds", 0), []
+    if not isinstance(base, int) or isinstance(base, bool) or abs(base) >= MAX_NS:
+        base = 0
+        doubts = ["baseTimeNanoseconds is not a usable number; times count from 0"]
     devices, odd = _devices(header)
     threads = [(_number(pid), _number(tid)) for pid, tid in tables.threads]
     flows, lone = _flows(tables.arrows)
@@ -175,14 +178,13 @@ def _assemble(
     repeated = int(np.count_nonzero(seen[1:] == seen[:-1]))
     if at.stacks.repeated > trace.num_launches * REPEATED_OPS:
         repeated += at.stacks.repeated
+    counts["repeated"] = repeated
     texts = {
-        "have no call with their correlation: thread, range and op are unknown": counts[
-            "unmatched"
-        ],
-        "have several calls with their correlation: the first counts": counts["ambiguous"],
-        "stand in the file twice and count twice": repeated,
+        "unmatched": "have no call with their correlation: thread, range and op are unknown",
+        "ambiguous": "have several calls with their correlation: the first counts",
+        "repeated": "stand in the file twice and count twice",
     }
-    found = [f"{count:,} launches {what}" for what, count in texts.items() if count]
+    found = [f"{counts[key]:,} launches {text}" for key, text in texts.items() if counts[key]]
     if at.stacks.paths.deep:
         found.append(f"stacks of more than {MAX_DEPTH} ops are told in part")
     warnings = (*doubts, *odd, *skipped, *found, *lone, *at.calls.warnings)
@@ -241,13 +243,6 @@ def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
     if len(made) < len(given):
         doubts.append(f"deviceProperties: {len(given) - len(made)} of {len(given)} are no device")
     return tuple(device for device, _ in made if device), doubts
-
-
-def _time_base(header: dict[str, Any]) -> tuple[int, list[str]]:
-    base = header.get("baseTimeNanoseconds", 0)
-    if isinstance(base, int) and not isinstance(base, bool) and abs(base) < MAX_NS:
-        return base, []
-    return 0, ["baseTimeNanoseconds is not a usable number; times count from 0"]
 
 
 def _number(value: Any) -> int:

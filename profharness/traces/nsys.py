@@ -328,7 +328,10 @@ class Reader:
 
     def _read_calls(self, where: str) -> None:
         columns = ("correlationId", "nameId", "globalTid", "start")
-        kernel = self._kernel_launches()
+        # API calls that must have started a kernel, unless a CUDA graph was captured
+        kernel = []
+        if self._export.columns(GRAPHS) is None and not self._export.strings_like(CAPTURES):
+            kernel = self._export.strings_like(KERNEL_LAUNCHES)
         for batch in self._export.batches(RUNTIME, columns, where, filled=4):
             numbers, _ = self._numbers(RUNTIME, batch, 4)
             key = self._to_keys(numbers[0], numbers[2])
@@ -346,15 +349,6 @@ class Reader:
             self._found[at[hit]] = True
             api, thread = _mapped(name[needed], self._api), _mapped(thread[needed], self._thread)
             self._write(LaunchRows(key[needed], api, thread, start[needed]))
-
-    def _kernel_launches(self) -> list[int]:
-        """Return the ids of the names of API calls that must have started a kernel.
-
-        If a CUDA graph was captured, such a call may not start a kernel.
-        """
-        if self._export.strings_like(CAPTURES) or self._export.columns(GRAPHS) is not None:
-            return []
-        return self._export.strings_like(KERNEL_LAUNCHES)
 
     def _read_activities(self, table: str) -> None:
         width, columns = len(NUMBERS), (*NUMBERS, *VARIANTS[table])
@@ -393,7 +387,9 @@ class Reader:
                 self._skip(NVTX, 1)
                 continue
             if end is None and end_of_trace is None:
-                end_of_trace = self._end_of_trace()
+                tables_with_ends = (*VARIANTS, RUNTIME, NVTX)
+                ends = (self._export.largest(table, "end") or 0 for table in tables_with_ends)
+                end_of_trace = min(max(ends), MAX_NS - 1)
             stop = max(end_of_trace or 0, start) if end is None else end
             if stop < start:
                 self._skip(NVTX, 1)
@@ -421,10 +417,6 @@ class Reader:
             "{n} backward ops have a sequence number of several threads; their forward is unknown"
         )
         self._doubt(text, unclear)
-
-    def _end_of_trace(self) -> int:
-        tables = (*VARIANTS, RUNTIME, NVTX)
-        return max(min(self._export.largest(table, "end") or 0, MAX_NS - 1) for table in tables)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
         """Return the prefixes that the names of ranges get, by process and domain id."""

@@ -382,7 +382,18 @@ def _nearest(
     kept = list(near)
     for rule in rules:
         kept = [index for index in kept if rule(observed[index])] or kept
-    contents = {_information(observed[index]) for index in kept}
+    # Fields such as shapes and counts may differ between calls of a template
+    no_shapes: dict[str, Any] = {
+        "config": None,
+        "tensors": (),
+        "backward": False,
+        "reason": None,
+        "pid": 0,
+    }
+    contents = set()
+    for item in (observed[index] for index in kept):
+        call_alone = replace(item.call, **no_shapes)
+        contents.add(replace(item, call=call_alone, count=0, lengths=(), pid=0, rank=None))
     return kept[0] if len(contents) == 1 else None
 
 
@@ -393,9 +404,3 @@ def _order(call: AttentionCall) -> list[list[int]]:
         for item in call.tensors[:3]
         if item
     ]
-
-
-def _information(item: ObservedCall) -> ObservedCall:
-    """Return an observed call without the fields that may differ between calls of a template."""
-    bare = replace(item.call, config=None, tensors=(), backward=False, reason=None, pid=0)
-    return replace(item, call=bare, count=0, lengths=(), pid=0, rank=None)

@@ -120,21 +120,6 @@ def is_detailed(name: str) -> bool:
     return name == LINEAR or bool(REGION.fullmatch(name)) or has_arguments(name)
 
 
-def is_fused(name: str | None) -> bool:
-    """Return whether an op is one of PyTorch's fused attention ops. Their backward is a single op."""
-    return bool(name and INNER.fullmatch(name)) and "math" not in str(name)
-
-
-def is_packed(op: HostSpan) -> bool:
-    """Return whether the tensors of an op contain several sequences of unequal length."""
-    return bool(sizes(op.arguments.dims, CUMULATED))
-
-
-def is_unlike_sdpa(reason: str | None) -> bool:
-    """Return whether a reason says that the arguments differ from scaled_dot_product_attention's."""
-    return reason == VARLEN or bool(reason and reason.endswith(BY_ITSELF.format(op="")))
-
-
 def tensor_argument(op: HostSpan, place: int) -> TensorArgument | None:
     dims = sizes(op.arguments.dims, place)
     if not dims:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ import pytest
 from reference import actual_rows, expected_rows, load, ordered_rows
 
 from profharness.trace import Trace
-from profharness.traces import chrome_events, open_trace
+from profharness.traces import chrome_events
 from profharness.traces.chrome import parse_chrome
 from profharness.traces.chrome_events import Collector
 
@@ -33,7 +31,7 @@ lasting_rows = cache(expected_rows)  # for files that no test changes
 
 @contextmanager
 def parsed(path: Path, **options: Any) -> Iterator[Trace]:
-    with closing(parse_chrome(path, **options)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path, **options)) as trace:
         yield trace
 
 
@@ -75,16 +73,6 @@ def test_h200_equals_the_reference(options: dict[str, int]) -> None:
         assert len(kernels) == 366
         assert all(row[9] is not None and row[6] for row in kernels)
         assert trace.num_launches == len(actual_rows(trace)) == 384
-
-
-def test_the_result_does_not_depend_on_sizes_of_pieces() -> None:
-    def shape(**options: Any) -> tuple[Any, ...]:
-        with parsed(DATA, **options) as trace:
-            tables = trace.kernels, trace.op_paths, trace.apis, trace.launch_configs, trace.ranges
-            return ordered_rows(trace), *tables
-
-    once = shape()
-    assert shape(**SMALL) == once
 
 
 @pytest.mark.parametrize("options", [{}, {**SMALL, "slice_rows": 3}])
@@ -163,14 +151,6 @@ print(Scanner is not None)
     assert done.stdout == "False\n"
 
 
-def test_a_key_that_ends_like_correlation_is_a_different_key(tmp_path: Path) -> None:
-    text = gzip.decompress(DATA.read_bytes())
-    path = tmp_path / "trace.json"
-    path.write_bytes(re.sub(rb'("correlation": \d+)\n', rb'\1, "duration": 1234\n', text))
-    with parsed(path) as trace:
-        assert actual_rows(trace) == lasting_rows(DATA)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_read(layout: str, tmp_path: Path) -> None:
     native = load(DATA)
@@ -233,27 +213,11 @@ def test_an_autograd_thread_falls_back_to_the_cell_of_the_process(tmp_path: Path
 
 @pytest.mark.parametrize("ts", ["9007199254740.993", "98765432109876.543", "4400546794635.281"])
 def test_times_are_exact(ts: str, tmp_path: Path) -> None:
-    events = json.dumps([event("kernel", "k", 1, 1, args={})], indent=1).replace(
-        '"ts": 1', f'"ts": {ts}'
-    )
-    path = tmp_path / "t.json"
-    path.write_text(events)
+    path = write(tmp_path / "t.json", [event("kernel", "k", 1, 1, args={})])
+    path.write_text(path.read_text().replace('"ts": 1', f'"ts": {ts}'))
     with parsed(path) as trace:
         (batch,) = trace.batches()
         assert int(batch.start_ns[0]) == int(ts.replace(".", ""))
-
-
-def test_large_times_late_in_the_file_are_exact(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.json", [event("kernel", "k", 1, 1, args={}) for _ in range(3)])
-    path.write_text(
-        path.read_text()[::-1].replace(
-            '1 :"st"', '399.047452991 7009 :"st"'.replace(" 7009", "7009"), 1
-        )[::-1]
-    )
-    with parsed(path) as trace:
-        (batch,) = trace.batches()
-        assert actual_rows(trace) == expected_rows(path)
-        assert int(batch.start_ns[2]) > 1 << 53
 
 
 def test_an_unknown_category_with_a_correlation_is_a_launch(tmp_path: Path) -> None:
@@ -265,11 +229,3 @@ def test_an_unknown_category_with_a_correlation_is_a_launch(tmp_path: Path) -> N
     with parsed(write(tmp_path / "t.json", events)) as trace:
         assert trace.apis == ["launch"]
         assert trace.skipped == 0
-
-
-def test_open_trace_finds_the_parser(tmp_path: Path) -> None:
-    plain = tmp_path / "no_suffix"
-    plain.write_bytes(gzip.decompress(DATA.read_bytes()))
-    for path in (DATA, plain):
-        with closing(open_trace(path)) as trace:  # type: ignore[type-var]
-            assert trace.num_launches == 384

@@ -51,9 +51,11 @@ ODD = {  # valid events that the columnar scanner could misread
     "five decimals": GOOD.replace(b"5.0", b"5.00049"),
     "before 0": GOOD.replace(b"5.0", b"-5.0"),
     "whole number": GOOD.replace(b"5.0", b"5"),
+    "large": GOOD.replace(b"5.0", b"98765432109876.543"),
     "long": GOOD.replace(b"5.0", b"1234567890123456.125"),
     "float for a number": GOOD.replace(b": 1}", b": 1.0}"),
     "null": GOOD.replace(b": 1}", b': 1, "stream": null, "graph node id": null}'),
+    "similar key": GOOD.replace(b": 1}", b': 1, "duration": 1234}'),
     "node 0": GOOD.replace(b": 1}", b': 1, "graph node id": 0}'),
     "grid of two": GOOD.replace(b": 1}", b': 1, "grid": [1, 2]}'),
     "launch": GOOD.replace(b": 1}", b': 1, "grid": [1, 2, 3], "block": [4, 5, 6], "bytes": 7}'),
@@ -118,15 +120,13 @@ ODD_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("time", [b"5.0", b"98765432109876.543"], ids=["usual", "exact"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", ODD)
 def test_the_scanner_and_the_decoder_agree_on_odd_events(
-    case: str, layout: str, time: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "t.json"
-    good = GOOD.replace(b"5.0", time)
-    path.write_bytes(document([good, ODD[case], good, ODD[case].replace(b"1", b"2")], layout))
+    path.write_bytes(document([GOOD, ODD[case], GOOD, ODD[case].replace(b"1", b"2")], layout))
     scanned = told(path)
     monkeypatch.setattr(chrome_events, "Scanner", None)
     assert told(path) == scanned
@@ -231,12 +231,6 @@ def test_a_file_truncated_after_the_events_is_refused(cut: int, tmp_path: Path) 
     refused(tmp_path / "t.json", gzip.decompress(DATA.read_bytes())[:-cut])
 
 
-def test_a_file_truncated_between_events_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "t.json", b'{"traceEvents": [\n' + GOOD + b",\n" + GOOD)
-    refused(tmp_path / "t.json", b'{"traceEvents": [\n' + GOOD)
-    refused(tmp_path / "t.json", b'{"traceEvents": [')
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -245,17 +239,12 @@ def test_a_file_truncated_between_events_is_refused(tmp_path: Path) -> None:
         b'{"x": ' * 100_000, b'{"a": {"traceEvents": []}}', b'{"a": "\\"traceEvents\\": ["}',
         b"\0" * 1000,
         b"\xff\xfe{\0", b'{"traceEvents": [5]}', b"\x1f\x8b", b"\x1f\x8bgarbage-garbage-garbage",
-        b'{"traceEvents": [], "x": ', b"[] x",
+        b'{"traceEvents": [], "x": ', b"[] x", b'{"traceEvents": [\n' + GOOD + b",\n" + GOOD,
+        b'{"traceEvents": [\n' + GOOD, b'{"traceEvents": [',
     ],
 )  # fmt: skip
-def test_a_foreign_file_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_foreign_or_truncated_file_is_refused(data: bytes, tmp_path: Path) -> None:
     refused(tmp_path / "t.json", data)
-
-
-def test_flipped_bytes_in_gzip_are_refused(tmp_path: Path) -> None:
-    data = bytearray(DATA.read_bytes())
-    data[40_000:40_040] = bytes(40)
-    refused(tmp_path / "t.json.gz", bytes(data))
 
 
 CALL = (
@@ -295,10 +284,10 @@ def test_a_file_without_launches_or_ops_is_refused(tmp_path: Path) -> None:
 def test_doubtful_launches_are_counted(events: list[bytes], warning: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(document(events))
-    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path)) as trace:
         assert any(warning in text for text in trace.warnings)
     path.write_bytes(document([CALL, GOOD, OP, OP.replace(b"4.5", b"7.5")]))
-    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path)) as trace:
         assert trace.warnings == ()
 
 
@@ -313,9 +302,8 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("first", [b"5.0", b"9000000000000.0"], ids=["double", "exact"])
 @pytest.mark.parametrize("event", [GOOD, CALL, UNKNOWN, OP], ids=["gpu", "call", "new", "op"])
-def test_odd_numbers_and_texts_do_not_crash(event: bytes, first: bytes, tmp_path: Path) -> None:
+def test_odd_numbers_and_texts_do_not_crash(event: bytes, tmp_path: Path) -> None:
     fields = json.loads(event)
     events = []
     for name in ("ts", "dur", "pid", "tid", "name", "args"):
@@ -323,7 +311,7 @@ def test_odd_numbers_and_texts_do_not_crash(event: bytes, first: bytes, tmp_path
         events += [odd.replace(b'"@"', value) for value in NUMBERS]
         events += [odd.replace(b'"@"', b'{"correlation": %s}' % value) for value in NUMBERS]
     path = tmp_path / "t.json"
-    path.write_bytes(document([GOOD.replace(b"5.0", first), GOOD, *events, GOOD]))
+    path.write_bytes(document([GOOD, GOOD, *events, GOOD]))
     (result,) = ingest_path(tmp_path / "s.db", path)
     assert result.launches >= 3
     assert any("could not be read" in text for text in result.warnings)
@@ -337,7 +325,7 @@ def test_lone_surrogates_in_the_header_are_replaced(tmp_path: Path) -> None:
         b'{"trace_id": "\\udc00", "deviceProperties": [%s], ' % json.dumps(device).encode()
         + document([CALL, GOOD])[1:]
     )
-    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path)) as trace:
         assert trace.devices[0].name == "\ufffd H200 \U0001f600"
         assert trace.warnings[0] == "device 0: its name holds what is no character"
         assert trace.environment["trace_id"] == "\ufffd"
@@ -353,7 +341,7 @@ def test_damage_in_unread_args_is_counted(lost: int, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     behind = at + lost if lost == 1 else data.index(b"[[", at + lost)
     path.write_bytes(data[:at] + data[behind:])
-    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path)) as trace:
         assert trace.skipped == 1
 
 
@@ -411,7 +399,7 @@ def test_impossible_gpu_properties_are_left_out_with_a_warning(tmp_path: Path) -
     path = tmp_path / "t.json"
     header = {"deviceProperties": [device | odd, device | {"id": 1, "numSms": -1}]}
     path.write_text(json.dumps(header | {"traceEvents": [json.loads(GOOD)]}))
-    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path)) as trace:
         (kept,) = trace.devices
         assert (kept.warp_size, kept.total_memory_bytes, kept.registers_per_block) == (
             32,

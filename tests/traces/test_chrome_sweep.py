@@ -144,7 +144,7 @@ def test_many_overlapping_intervals_take_linear_time(
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [\n' + ",\n".join(lines) + "\n]}")
     before = time.process_time()
-    with closing(parse_chrome(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_chrome(path)) as trace:
         assert trace.num_launches == (count if category == "cpu_op" else count // 8)
         assert any("told in part" in text for text in trace.warnings) == (category == "cpu_op")
         assert max(text.count(";") for text in [*trace.op_paths, ""]) < MAX_DEPTH

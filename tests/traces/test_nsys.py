@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def parsed(path: Path) -> Iterator[Trace]:
-    with closing(parse_nsys(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_nsys(path)) as trace:
         yield trace
 
 
@@ -75,7 +75,7 @@ def startend(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_export_equals_the_kineto_trace_of_the_same_program(h200: Path) -> None:
     """Kineto's program made every call three times, nsys's once."""
-    with parsed(h200) as trace, closing(parse_chrome(DATA / "kineto_h200.json.gz")) as kineto:  # type: ignore[type-var]
+    with parsed(h200) as trace, closing(parse_chrome(DATA / "kineto_h200.json.gz")) as kineto:
         mine = Counter(facts(row) for row in launches(trace) if row["range"])
         theirs = Counter(facts(row) for row in launches(kineto) if row["range"])
         assert sum(mine.values()) == 128
@@ -323,7 +323,7 @@ def test_open_trace_finds_the_parser_by_name_and_by_content(tmp_path: Path) -> N
     other = tmp_path / "capture.db"
     other.write_bytes(path.read_bytes())
     for one in (path, other):
-        with closing(open_trace(one)) as trace:  # type: ignore[type-var]
+        with closing(open_trace(one)) as trace:
             assert trace.profiler == "nsys"
 
 

@@ -63,7 +63,7 @@ def test_ranges_equal_those_of_a_naive_search(
         expected.append(naive(told, t, thread) if known else (None, None))
     path = maker.write(tmp_path_factory.mktemp("made") / "t.sqlite")
     found: dict[int, tuple[str | None, str | None]] = {}
-    with closing(parse_nsys(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_nsys(path)) as trace:
         names = {index: one.name for index, one in enumerate(trace.ranges)}
         for batch in trace.batches():
             for i, stream in enumerate(batch.stream.tolist()):

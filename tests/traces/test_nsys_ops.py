@@ -20,7 +20,7 @@ SECOND = MAIN + 1
 
 @contextmanager
 def parsed(path: Path) -> Iterator[Trace]:
-    with closing(parse_nsys(path)) as trace:  # type: ignore[type-var]
+    with closing(parse_nsys(path)) as trace:
         yield trace
 
 

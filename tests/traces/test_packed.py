@@ -39,7 +39,7 @@ def test_a_gzipped_export_reads_like_the_plain_one(
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     for path in (packed, other):
-        with closing(open_trace(path)) as one, closing(open_trace(plain)) as two:  # type: ignore[type-var]
+        with closing(open_trace(path)) as one, closing(open_trace(plain)) as two:
             assert one.kernels == two.kernels and one.num_launches == two.num_launches > 0
             ours, theirs = next(iter(one.batches())), next(iter(two.batches()))
             assert (ours.start_ns == theirs.start_ns).all()
