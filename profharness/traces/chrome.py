@@ -41,6 +41,7 @@ from profharness.traces.chrome_events import (
     whole_characters,
 )
 from profharness.traces.columns import (
+    KINETO_KEYS,
     MAX_NS,
     MAX_TEXT,
     Ints,
@@ -58,20 +59,6 @@ KEPT = (
     "hip_runtime_version", "hip_driver_version", "rocm_version", "torch_version",
 )  # fmt: skip
 DISTRIBUTED = ("backend", "rank", "world_size")
-DEVICE_KEYS = {
-    "compute_major": "computeMajor",
-    "compute_minor": "computeMinor",
-    "num_sms": "numSms",
-    "total_memory_bytes": "totalGlobalMem",
-    "max_threads_per_block": "maxThreadsPerBlock",
-    "max_threads_per_sm": "maxThreadsPerMultiprocessor",
-    "registers_per_block": "regsPerBlock",
-    "registers_per_sm": "regsPerMultiprocessor",
-    "shared_bytes_per_block": "sharedMemPerBlock",
-    "shared_bytes_per_block_optin": "sharedMemPerBlockOptin",
-    "shared_bytes_per_sm": "sharedMemPerMultiprocessor",
-    "warp_size": "warpSize",
-}
 BLOCK = 128 * 1024  # sizes from 32 to 256 KiB are fastest, because bigger buffers cost page faults
 SEGMENT = 1 << 21  # number of bytes that the compiled scanner reads at once
 MAX_PIECE = 32 << 20  # maximum size of an event, of the header and of the trailer, in bytes
@@ -234,7 +221,7 @@ def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
         make_device(
             row.get("id"),
             row.get("name"),
-            {limit: row.get(key) for limit, key in DEVICE_KEYS.items()},
+            {limit: row.get(key) for limit, key in KINETO_KEYS.items()},
         )
         for row in given
         if isinstance(row, dict)

@@ -26,7 +26,7 @@ from profharness.trace import (
     Trace,
     range_cell,
 )
-from profharness.traces.columns import MAX_NS, Ids, make_device, whole
+from profharness.traces.columns import MAX_NS, NCU_KEYS, Ids, make_device, whole
 from profharness.traces.demangle import canonical_names
 from profharness.traces.ncu_csv import (
     CONSTANTS,
@@ -54,20 +54,6 @@ EXACT_BYTES = ("", "byte", "byte/block")  # values in any other unit of memory a
 MAX_SIZE = 1 << 62  # `whole` accepts only values below this
 SHARED = "launch__shared_mem_per_block"
 SIZES = ("launch__grid_", "launch__block_", "launch__registers_per_thread", SHARED)
-_DEVICE_FIELDS = {
-    "compute_major": "compute_capability_major",
-    "compute_minor": "compute_capability_minor",
-    "num_sms": "multiprocessor_count",
-    "total_memory_bytes": "total_memory",
-    "max_threads_per_block": "max_threads_per_block",
-    "max_threads_per_sm": "max_threads_per_multiprocessor",
-    "registers_per_block": "max_registers_per_block",
-    "registers_per_sm": "max_registers_per_multiprocessor",
-    "shared_bytes_per_block": "max_shared_memory_per_block",
-    "shared_bytes_per_block_optin": "max_shared_memory_per_block_optin",
-    "shared_bytes_per_sm": "max_shared_memory_per_multiprocessor",
-    "warp_size": "warp_size",
-}
 
 
 def parse_ncu(path: Path) -> Trace:
@@ -234,7 +220,7 @@ def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
         if launch.device not in devices:
             limits = {
                 field: _whole(launch, DEVICE_PREFIX + attribute)
-                for field, attribute in _DEVICE_FIELDS.items()
+                for field, attribute in NCU_KEYS.items()
             }
             name = launch.texts.get(f"{DEVICE_PREFIX}display_name") or None
             device, texts = make_device(launch.device, name, limits)

@@ -17,7 +17,14 @@ from typing import Any
 from profharness.devices import Device
 from profharness.errors import TraceFormatError
 from profharness.files import open_input
-from profharness.traces.columns import CORE_FIELDS, MAX_NS, MAX_TEXT, make_device, whole
+from profharness.traces.columns import (
+    CORE_FIELDS,
+    MAX_NS,
+    MAX_TEXT,
+    NSYS_KEYS,
+    make_device,
+    whole,
+)
 
 # Kineto's words for the numbers in nsys's ENUM tables
 COPY_KINDS = {
@@ -95,20 +102,7 @@ _VERSIONED = re.compile(r"(?P<base>.+?)_V(?P<number>\d{1,4})")
 _VERSION = re.compile(r"\d[\w.\-+]{0,63}")
 # Matches a path, an address, an assignment or the name of a host.
 _PRIVATE = re.compile(r"[/\\@=~]|\w\.\w+\.\w")
-GPU_KEYS = {
-    "compute_major": "computeMajor",
-    "compute_minor": "computeMinor",
-    "num_sms": "smCount",
-    "total_memory_bytes": "totalMemory",
-    "max_threads_per_block": "maxThreadsPerBlock",
-    "registers_per_block": "maxRegistersPerBlock",
-    "registers_per_sm": "maxRegistersPerSm",
-    "shared_bytes_per_block": "maxShmemPerBlock",
-    "shared_bytes_per_block_optin": "maxShmemPerBlockOptin",
-    "shared_bytes_per_sm": "maxShmemPerSm",
-    "warp_size": "threadsPerWarp",
-}
-_GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *GPU_KEYS.values())
+_GPU = ("id", "name", "cuDevice", "maxWarpsPerSm", *NSYS_KEYS.values())
 
 
 def memcpy_name(copy: int, source: int, target: int) -> str:
@@ -372,7 +366,7 @@ def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
             by_index.setdefault(row["id"] if row["cuDevice"] is None else row["cuDevice"], row)
     made = []
     for index, row in sorted(by_index.items(), key=lambda pair: str(pair[0])):
-        limits = {field: row[key] for field, key in GPU_KEYS.items()}
+        limits = {field: row[key] for field, key in NSYS_KEYS.items()}
         for field in limits.keys() - CORE_FIELDS:
             limits[field] = limits[field] or None  # nsys writes 0 for unknown values
         warp, warps = whole(limits["warp_size"]), whole(row["maxWarpsPerSm"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from profharness.errors import TraceFormatError
 from profharness.trace import Trace
+from profharness.traces.chrome import parse_chrome
 
 Row = tuple[Any, ...]
 KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
@@ -162,3 +165,14 @@ def ordered_rows(trace: Trace) -> list[Row]:
                 int(b.start_ns[i]), int(b.duration_ns[i]), int(b.bytes[i]),
             ))  # fmt: skip
     return rows
+
+
+def told(path: Path) -> tuple[Any, ...]:
+    """Return the contents of a trace, or the text of the error."""
+    try:
+        trace = parse_chrome(path)
+    except TraceFormatError as error:
+        return (str(error),)
+    with closing(trace):
+        lists = trace.kernels, trace.launch_configs, trace.op_paths, trace.apis, trace.calls
+        return ordered_rows(trace), *lists, trace.ranges, trace.steps, trace.warnings, trace.skipped

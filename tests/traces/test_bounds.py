@@ -10,14 +10,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from test_ncu_csv import METRICS, NOW, START, UNITS
+from test_ncu import same
+from test_ncu_csv import HEADER as TABLE
+from test_ncu_csv import NOW, START
 
 from profharness import files
 from profharness.attention.config import MAX_CONFIGS, expand_configs, parse_config_lines
 from profharness.errors import TraceFormatError, UsageError
 from profharness.recording.profilers import ncu
 from profharness.recording.profilers.ncu import check_file
-from profharness.trace import Trace
 from profharness.traces import chrome, chrome_events, ncu_csv, ncu_readers, open_trace
 from profharness.traces.chrome import parse_chrome
 from profharness.traces.ncu import parse_ncu
@@ -158,7 +159,6 @@ def test_a_lone_surrogate_is_an_error_only_where_it_is_read(
         assert (trace.num_launches, trace.skipped) == (3 - skipped, skipped)
 
 
-TABLE = f"{NOW},{METRICS}\n" + ",".join(['""'] * 11) + f",{UNITS}\n"
 ROW = f'{START},"1.5","168","0","0","x","5.25"\n'
 
 
@@ -232,20 +232,7 @@ def test_children_share_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ncu_readers, "_read_part", lambda *a: started.append(a[2]) or one(*a))
     parts = parse_ncu(path)
     assert started == list(range(whole.num_launches)) and len(started) > 3
-    assert facts(parts) == facts(whole)
-
-
-def facts(trace: Trace) -> list[object]:
-    assert trace.metrics is not None
-    values = [trace.metrics.names, trace.metrics.values.tolist().__repr__()]
-    return [
-        trace.kernels,
-        trace.launch_configs,
-        trace.devices,
-        trace.ranges,
-        trace.warnings,
-        *values,
-    ]
+    same(parts, whole)
 
 
 def test_a_set_of_ranges_counts_toward_the_limit() -> None:

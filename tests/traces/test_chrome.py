@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import actual_rows, expected_rows, load, ordered_rows
+from reference import actual_rows, expected_rows, load, ordered_rows, told
 
 from profharness.trace import Trace
 from profharness.traces import chrome_events
@@ -86,11 +86,6 @@ def test_a_cpu_trace_gives_the_innermost_ops(cpu_trace: Path, options: dict[str,
         assert names.count("profharness:c1") == 1
 
 
-def shape(path: Path, **options: Any) -> tuple[Any, ...]:
-    with parsed(path, **options) as trace:
-        return ordered_rows(trace), trace.ranges, trace.calls, trace.op_paths, trace.warnings
-
-
 def spelled(folder: Path) -> Path:
     """Return a trace in which each event has other white space than the previous one."""
     colons = itertools.cycle([": ", ":", ":  ", "\n:\t"])
@@ -117,10 +112,10 @@ def test_the_scanner_and_the_decoder_agree(
         add(collector, events)
 
     monkeypatch.setattr(Collector, "add", counted)
-    scanned = shape(path)
+    scanned = told(path)
     assert not left  # the scanner was compiled, and read all events
     monkeypatch.setattr(chrome_events, "Scanner", None)
-    assert shape(path) == scanned
+    assert told(path) == scanned
 
 
 def test_the_scanner_works_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +127,9 @@ def test_the_scanner_works_without_avx2(tmp_path: Path, monkeypatch: pytest.Monk
     spec = importlib.util.spec_from_file_location("_scanner", built)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    wide = shape(DATA)
+    wide = told(DATA)
     monkeypatch.setattr(chrome_events, "Scanner", module.Scanner)
-    assert shape(DATA) == wide
+    assert told(DATA) == wide
 
 
 def test_a_scanner_of_an_older_source_is_not_used() -> None:

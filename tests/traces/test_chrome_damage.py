@@ -9,10 +9,9 @@ import json
 import random
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from reference import ordered_rows
+from reference import told
 
 from profharness.errors import TraceFormatError
 from profharness.store import ingest_path
@@ -93,17 +92,6 @@ BROKEN = {
     "quote": GOOD.replace(b"good", b'go"od'),
     "bracket": GOOD.replace(b'"correlation": 1', b'"x": [1], []]'),
 }
-
-
-def told(path: Path) -> tuple[Any, ...]:
-    """Return the contents of a trace, or the text of the error."""
-    try:
-        trace = parse_chrome(path)
-    except TraceFormatError as error:
-        return (str(error),)
-    with closing(trace):
-        lists = trace.kernels, trace.launch_configs, trace.op_paths, trace.apis, trace.calls
-        return ordered_rows(trace), *lists, trace.ranges, trace.steps, trace.warnings, trace.skipped
 
 
 SHAPES = b'"Input Dims": [[1, 2, 128, 64], [1, 2, 128, 64], [1, 2, 128, 64]]'

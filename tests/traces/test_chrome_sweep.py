@@ -46,7 +46,7 @@ def steps(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @given(INTERVALS, st.sampled_from([0, -(1 << 61), 1 << 61]))
-def test_intervals_are_sorted_by_thread_start_and_length(
+def test_intervals_have_an_order_parents_and_enclosing_intervals(
     rows: list[tuple[int, int, int]], far: int
 ) -> None:
     rows = [(0, far, 1), *rows]  # so far from the others that one key cannot represent both columns
@@ -55,6 +55,15 @@ def test_intervals_are_sorted_by_thread_start_and_length(
     # of equal intervals the first stays first
     keys = [(thread, begin, -max(lasts, 1)) for thread, begin, lasts in rows]
     assert built.rows.tolist() == sorted(range(len(rows)), key=keys.__getitem__)
+    enclosing = built.enclosing().tolist()
+    for i, nested in enumerate(built.nested.tolist()):
+        before = [j for j in range(i) if built.thread[j] == built.thread[i]]
+        earlier = [j for j in before if built.stop[j] > built.start[i]]
+        assert built.parent[i] == (earlier[-1] if earlier else -1)
+        around = [j for j in before if built.stop[j] >= built.stop[i]]
+        assert enclosing[i] == (around[-1] if around else -1)
+        stops = [int(built.stop[j]) for j in _ancestors(built, i)]
+        assert nested == (stops == sorted(stops, reverse=True))
 
 
 @given(INTERVALS, st.integers(0, 2), st.integers(-2, 75))
@@ -74,30 +83,6 @@ def test_a_chain_contains_every_enclosing_interval(
         assert chain == _ancestors(built, int(at[0]))
 
 
-@given(INTERVALS)
-def test_nested_covers_every_ancestor(rows: list[tuple[int, int, int]]) -> None:
-    threads, start, dur = columns(rows)
-    built = Intervals(threads, start, start + dur)
-    for i, nested in enumerate(built.nested.tolist()):
-        line = _ancestors(built, i)
-        stops = [int(built.stop[j]) for j in line]
-        assert nested == (stops == sorted(stops, reverse=True))
-
-
-@given(INTERVALS)
-def test_enclosing_is_the_nearest_interval_around_all_of_it(
-    rows: list[tuple[int, int, int]],
-) -> None:
-    threads, start, dur = columns(rows)
-    built = Intervals(threads, start, start + dur)
-    for i, above in enumerate(built.enclosing().tolist()):
-        around = [
-            j for j in range(i)
-            if built.thread[j] == built.thread[i] and built.stop[j] >= built.stop[i]
-        ]  # fmt: skip
-        assert above == (around[-1] if around else -1)
-
-
 def test_a_deep_stack_keeps_its_outermost_ops_and_the_innermost() -> None:
     ids, above = StackIds(), -1
     for name in range(MAX_DEPTH + 5):
@@ -113,18 +98,6 @@ def _ancestors(built: Intervals, at: int) -> list[int]:
         found.append(at)
         at = int(built.parent[at])
     return found[::-1]
-
-
-@given(INTERVALS)
-def test_a_parent_encloses_the_start(rows: list[tuple[int, int, int]]) -> None:
-    threads, start, dur = columns(rows)
-    built = Intervals(threads, start, start + dur)
-    for i, parent in enumerate(built.parent.tolist()):
-        earlier = [
-            j for j in range(i)
-            if built.thread[j] == built.thread[i] and built.stop[j] > built.start[i]
-        ]  # fmt: skip
-        assert parent == (earlier[-1] if earlier else -1)
 
 
 @pytest.mark.parametrize("category", ["user_annotation", "cpu_op"])

@@ -31,6 +31,7 @@ METRICS = (
     '"launch__shared_mem_per_block_static","launch__func_cache_config","sm__throughput.avg.pct"'
 )
 UNITS = '"us","register/thread","byte/block","byte/block","","%"'
+HEADER = f"{NOW},{METRICS}\n" + ",".join(['""'] * 11) + f",{UNITS}\n"
 START = '"0","7","","","flash<int>(float *)","1","7","(128, 1, 1)","(16, 8, 2)","0","9.0"'
 
 
@@ -60,22 +61,11 @@ def value(trace: Trace, name: str, row: int = 0) -> float:
 def test_a_table_is_read_in_any_locale(
     tmp_path: Path, duration: str, shared: str, share: str
 ) -> None:
-    empty = ",".join(['""'] * 11)
-    row = f'{START},"{duration}","168","{shared}","0","PreferNone","{share}"'
-    text = "\n".join(
-        [
-            "loading weights, please wait",
-            "==PROF== Connected to process 7",
-            f"{NOW},{METRICS}",
-            f"{empty},{UNITS}",
-            row,
-            "epoch 1, loss 0.5",
-            row.replace('"0"', '"1"', 1),
-            "==PROF== Disconnected from process 7",
-            "",
-        ]
-    )
-    trace = read(tmp_path, text)
+    row = f'{START},"{duration}","168","{shared}","0","PreferNone","{share}"\n'
+    before = "loading weights, please wait\n==PROF== Connected to process 7\n"
+    between, after = "epoch 1, loss 0.5\n", "==PROF== Disconnected from process 7\n"
+    second = row.replace('"0"', '"1"', 1)
+    trace = read(tmp_path, before + HEADER + row + between + second + after)
     assert trace.num_launches == 2 and trace.kernels == ["flash<int>(float *)"]
     assert trace.launch_configs == [LaunchConfig((16, 8, 2), (128, 1, 1), 168, 0, 134144, 134144)]
     (batch,) = trace.batches()
@@ -110,10 +100,8 @@ def test_the_2022_form_may_lack_a_time(tmp_path: Path) -> None:
 
 
 def test_rounded_shared_memory_is_left_out(tmp_path: Path) -> None:
-    empty = ",".join(['""'] * 11)
-    units = UNITS.replace('"byte/block"', '"Kbyte/block"', 1)
-    row = f'{START},"1.5","168","134.14","0","x","5.25"'
-    trace = read(tmp_path, f"{NOW},{METRICS}\n{empty},{units}\n{row}\n")
+    row = f'{START},"1.5","168","134.14","0","x","5.25"\n'
+    trace = read(tmp_path, HEADER.replace('"byte/block"', '"Kbyte/block"', 1) + row)
     config = trace.launch_configs[0]
     assert (config.dynamic_shared_bytes, config.shared_bytes) == (None, None)
     assert config.static_shared_bytes == 0
@@ -155,11 +143,10 @@ def test_an_ambiguous_long_form_is_refused(tmp_path: Path, rows: str, match: str
 
 
 def test_a_truncated_row_is_refused(tmp_path: Path) -> None:
-    empty = ",".join(['""'] * 11)
     with pytest.raises(TraceFormatError, match=r"line 2 after the header is cut off; copy"):
-        read(tmp_path, f'{NOW},{METRICS}\n{empty},{UNITS}\n{START},"1234\n')
+        read(tmp_path, f'{HEADER}{START},"1234\n')
     with pytest.raises(TraceFormatError, match=r"line 2 after the header has 12 of 17 columns"):
-        read(tmp_path, f'{NOW},{METRICS}\n{empty},{UNITS}\n{START},"1234"\n')
+        read(tmp_path, f'{HEADER}{START},"1234"\n')
     with pytest.raises(TraceFormatError, match="no header"):
         read_csv_text("a,b\n1,2\n", Path("x.csv"))
     with pytest.raises(TraceFormatError, match="cannot be read"):
@@ -167,21 +154,13 @@ def test_a_truncated_row_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_table_without_rows_is_a_trace_without_launches(tmp_path: Path) -> None:
-    empty = ",".join(['""'] * 11)
-    trace = read(tmp_path, f"{NOW},{METRICS}\n{empty},{UNITS}\n==WARNING== nothing\n")
+    trace = read(tmp_path, f"{HEADER}==WARNING== nothing\n")
     assert trace.num_launches == 0 and "no kernel" in trace.warnings[0]
 
 
 NUMBERS = '"1234.5","168","0","0","x ""y"""'
-TABLE = "\n".join(
-    [
-        f"{NOW},{METRICS}",
-        ",".join(['""'] * 11) + f",{UNITS}",
-        f'{START},{NUMBERS},"5.25"',
-        START.replace('"0"', '"1"', 1) + f',{NUMBERS},"16"',
-        "",
-    ]
-)
+ROW = f"{START},{NUMBERS}"
+TABLE = f'{HEADER}{ROW},"5.25"\n' + ROW.replace('"0"', '"1"', 1) + ',"16"\n'
 
 
 def test_a_file_truncated_anywhere_is_refused_or_ends_with_a_row(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from nsys_make import FLASH, FLASH_CANONICAL
 from test_demangle import bomb
-from test_ncu_csv import LONG, METRICS, NOW, START, UNITS, read, value
+from test_ncu_csv import HEADER, LONG, START, read, value
 
 from profharness.errors import TraceFormatError
 from profharness.trace import NONE
 from profharness.traces.ncu_csv import nvtx_ranges
 
 TRACES = Path(__file__).parents[2] / "traces"
-HEADER = f"{NOW},{METRICS}\n" + ",".join(['""'] * 11) + f",{UNITS}\n"
 LAST = '"168","0","0","x","5.25"'
 
 

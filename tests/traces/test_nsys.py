@@ -23,7 +23,6 @@ from nsys_make import (
 )
 
 from profharness.trace import NONE, LaunchConfig, Trace
-from profharness.traces import open_trace
 from profharness.traces.chrome import parse_chrome
 from profharness.traces.nsys import parse_nsys
 
@@ -314,17 +313,6 @@ def test_diagnostics_are_reported_if_there_are_no_kernels(tmp_path: Path) -> Non
             "the export holds no kernel, memcpy or memset",
             "nsys says: No CUDA events collected. Does the process use CUDA?",
         )
-
-
-def test_open_trace_finds_the_parser_by_name_and_by_content(tmp_path: Path) -> None:
-    maker = Maker()
-    maker.launch(200)
-    path = maker.write(tmp_path / "t.sqlite")
-    other = tmp_path / "capture.db"
-    other.write_bytes(path.read_bytes())
-    for one in (path, other):
-        with closing(open_trace(one)) as trace:
-            assert trace.profiler == "nsys"
 
 
 def test_the_file_is_not_changed(tmp_path: Path) -> None:

@@ -180,3 +180,12 @@ def test_a_trace_also_present_as_gzip_is_ingested_once(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(gzip.compress(b""))
     found = [path.name for path in sorted(tmp_path.iterdir()) if is_trace(path)]
     assert found == ["a.sqlite.gz", "b.sqlite", "c.sqlite.gz"]
+
+
+def test_a_trace_without_a_suffix_is_recognized_by_its_content(tmp_path: Path) -> None:
+    names = {"kineto_h200.json": "chrome", "nsys_h200.sqlite": "nsys", "ncu_h200.ncu-rep": "ncu"}
+    for name, parser in names.items():
+        data = gzip.decompress((DATA / f"{name}.gz").read_bytes())
+        (tmp_path / parser).write_bytes(data)
+        (tmp_path / name).write_bytes(data)
+        assert sniff(tmp_path / parser) == sniff(tmp_path / name) == parser
