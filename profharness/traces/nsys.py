@@ -259,7 +259,8 @@ class Reader:
         self._export = export
         self._doubts: Counter[str] = Counter()  # counts by warning; {n} in a warning is its count
         self._processes = Ids()
-        self._keys: dict[bool, list[Ints]] = {True: [nothing(0)], False: [nothing(0)]}
+        # The keys of activities outside and inside of CUDA graphs
+        self._keys = {False: array("q"), True: array("q")}
         self._copies = False  # whether an activity may be repeated
         # The distinct keys of the activities, then a larger number, and whether their call is found
         self._needed, self._found = nothing(0), np.empty(0, np.bool_)
@@ -271,12 +272,14 @@ class Reader:
         for table in VARIANTS:
             if self._export.has(table, "start", "end"):
                 self._read_activities(table)
-        launches, nodes = (np.concatenate(self._keys[node]) for node in (False, True))
-        keys = np.unique(launches)
-        shared = len(launches) - len(keys)
+        self._keys[False].append(MAX_SMALL)
+        launches, nodes = map(np.asarray, self._keys.values())
+        launches.sort()
+        shared = int(np.count_nonzero(launches[1:] == launches[:-1]))
         self._doubt("{n} launches share the id of their API call with an earlier one", shared)
-        self._needed = np.append(np.unique(np.append(keys, nodes)), MAX_SMALL)
-        self._copies |= len(self._needed) - 1 < len(launches) + len(nodes)
+        every = np.sort(np.append(launches, nodes)) if len(nodes) else launches
+        self._needed = every[np.append(True, every[1:] != every[:-1])]
+        self._copies |= len(self._needed) < len(every)
         self._found = self._needed == MAX_SMALL
         self._keys.clear()
         if self._export.has(RUNTIME, "start", "globalTid", "correlationId"):
@@ -364,7 +367,8 @@ class Reader:
             key = self._to_keys(correlation, process)
             self._copies |= bool((key[keep] < 0).any())
             for is_node in (False, True):
-                self._keys[is_node].append(key[keep & (key >= 0) & ((node > 0) == is_node)])
+                mine = key[keep & (key >= 0) & ((node > 0) == is_node)]
+                self._keys[is_node].frombytes(mine.tobytes())
             stream, node, size = (
                 np.where((column >= 0) & (column < MAX_SMALL), column, NONE)
                 for column in (stream, node, size)
