@@ -28,7 +28,8 @@ for table, columns in TABLES.items():
 """
 TABLES = """
 import sqlite3
-from profharness.traces.nsys import LAUNCHING, NUMBERS, VARIANTS
+from profharness.traces.nsys import LAUNCHING, NUMBERS
+from profharness.traces.nsys_export import VARIANTS
 like = " OR ".join(f"value LIKE '{pattern}'" for pattern in LAUNCHING)
 CALLS = f"WHERE nameId IN (SELECT id FROM StringIds WHERE {like})"
 TABLES = {

@@ -33,6 +33,7 @@ from profharness.recording.profilers import require_tool
 from profharness.recording.profilers.nsys import export_report
 from profharness.rows import NSYS
 from profharness.trace import NONE, LaunchConfig, Trace
+from profharness.traces import nsys_export as schema
 from profharness.traces.attribution import MAX_DEPTH, Attribution, Chunk, linked_chunks
 from profharness.traces.columns import (
     MAX_NS,
@@ -51,26 +52,6 @@ from profharness.traces.columns import (
     whole,
 )
 from profharness.traces.demangle import canonical_names
-from profharness.traces.nsys_export import (
-    GRAPHS,
-    KERNEL,
-    MEMCPY,
-    NAMES,
-    NVTX,
-    RUNTIME,
-    STRINGS,
-    VARIANTS,
-    Export,
-    absent_tables,
-    check_schema,
-    devices,
-    diagnostics,
-    environment,
-    memcpy_name,
-    memset_name,
-    opened,
-    start_time,
-)
 from profharness.traces.ops import (
     EVALUATION,
     NO_ARGUMENTS,
@@ -149,14 +130,14 @@ def parse_nsys(path: Path) -> Trace:
 def _parse(path: Path, shown: Path) -> Trace:
     with ExitStack() as stack:
         tables = Tables(Spool(stack))
-        with opened(path, shown) as export:
-            warnings = check_schema(export)
+        with schema.opened(path, shown) as export:
+            warnings = schema.check_schema(export)
             reader = Reader(export, tables)
             reader.read()
             kernels, configs, variants, intricate = _describe(export, reader.variants)
-            versions = environment(export)
-            gpus, odd = devices(export)
-            base, unknown_start = start_time(export)
+            versions = schema.environment(export)
+            gpus, odd = schema.devices(export)
+            base, unknown_start = schema.start_time(export)
             warnings += [*odd, *unknown_start, *intricate, *reader.notes()]
         at = Attribution(tables, reader.flows, list(tables.threads), base)
         doubled, counts = reader.doubled(), Counter[str]()
@@ -195,7 +176,7 @@ def _parse(path: Path, shown: Path) -> Trace:
         of = f"of {trace.num_launches} launches"
         counted = {
             f"{counts['lost']} {of} have no API call in the file and so belong to no range": "lost",
-            f"{counts['nameless']} {of} have no name in {STRINGS}": "nameless",
+            f"{counts['nameless']} {of} have no name in {schema.STRINGS}": "nameless",
             f"{counts['copies']} launches are exact copies of others and are left out": "copies",
         }
         warnings += [text for text, name in counted.items() if counts[name]]
@@ -205,7 +186,7 @@ def _parse(path: Path, shown: Path) -> Trace:
         return replace(trace, close=stack.pop_all().close, warnings=tuple(warnings))
 
 
-def _describe(export: Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]:
+def _describe(export: schema.Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]:
     """Return the (kind, name) of each kernel, the launch configurations, an array and warnings.
 
     Column i of the array contains the ids of the kernel and of the launch configuration of variant i.
@@ -215,8 +196,8 @@ def _describe(export: Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]
     # The first of mangledName, demangledName and shortName whose text is in the export
     texts = {}
     for table, values in variants:
-        if table == KERNEL:
-            ids = values[: len(NAMES)]
+        if table == schema.KERNEL:
+            ids = values[: len(schema.NAMES)]
             filled = filter(None, (string(number) for number in ids if number is not None))
             texts[ids] = next(filled, NO_NAME)
     canonical, warnings = canonical_names(texts.values())
@@ -224,13 +205,13 @@ def _describe(export: Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]
     for table, values in variants:
         config = NO_CONFIG
         kinds = [value if isinstance(value, int) else -1 for value in values]
-        if table == KERNEL:
-            key = ("kernel", canonical[texts[values[: len(NAMES)]]])
-            config = _config(values[len(NAMES) :])
-        elif table == MEMCPY:
-            key = ("memcpy", memcpy_name(*kinds))
+        if table == schema.KERNEL:
+            key = ("kernel", canonical[texts[values[: len(schema.NAMES)]]])
+            config = _config(values[len(schema.NAMES) :])
+        elif table == schema.MEMCPY:
+            key = ("memcpy", schema.memcpy_name(*kinds))
         else:
-            key = ("memset", memset_name(*kinds))
+            key = ("memset", schema.memset_name(*kinds))
         pairs.append((kernels[key], configs[config]))
     return kernels, configs, np.array(pairs, np.int64).reshape(-1, 2).T, warnings
 
@@ -252,7 +233,7 @@ class Reader:
     a key, which PROCESS_SHIFT explains. The rows are sorted by key.
     """
 
-    def __init__(self, export: Export, tables: Tables) -> None:
+    def __init__(self, export: schema.Export, tables: Tables) -> None:
         self.variants = Ids()
         self.flows = np.empty((0, 4), np.int64)  # described by Attribution
         self._tables = tables
@@ -269,7 +250,7 @@ class Reader:
 
     def read(self) -> None:
         """Read all tables. Each step needs the results of the steps before it."""
-        for table in VARIANTS:
+        for table in schema.VARIANTS:
             if self._export.has(table, "start", "end"):
                 self._read_activities(table)
         self._keys[False].append(MAX_SMALL)
@@ -282,7 +263,7 @@ class Reader:
         self._copies |= len(self._needed) < len(every)
         self._found = self._needed == MAX_SMALL
         self._keys.clear()
-        if self._export.has(RUNTIME, "start", "globalTid", "correlationId"):
+        if self._export.has(schema.RUNTIME, "start", "globalTid", "correlationId"):
             self._read_needed_calls()
         self._read_ranges()
         for blocks in (self._tables.gpu, self._tables.launches):
@@ -300,15 +281,15 @@ class Reader:
         """Return warnings about the rows that were read, and those that nsys recorded."""
         notes = [text.replace("{n}", str(count)) for text, count in self._doubts.items()]
         if self._tables.gpu:
-            notes += absent_tables(self._export)
+            notes += schema.absent_tables(self._export)
         else:
             notes.append("the export holds no kernel, memcpy or memset")
-        if graphs := sum(1 for _ in self._export.rows(GRAPHS, ("start",))):
+        if graphs := sum(1 for _ in self._export.rows(schema.GRAPHS, ("start",))):
             notes.append(
                 f"{graphs} launches of CUDA graphs were recorded whole, without their kernels; "
                 "capture with --cuda-graph-trace=node to see them"
             )
-        return notes + diagnostics(self._export)
+        return notes + schema.diagnostics(self._export)
 
     def _doubt(self, text: str, count: int) -> None:
         if count:
@@ -321,7 +302,7 @@ class Reader:
     def _read_needed_calls(self) -> None:
         """Read the API calls that started the activities, or all calls if these are unknown."""
         ids = self._export.strings_like(LAUNCHING)
-        if not ids or not self._export.has(RUNTIME, "nameId"):
+        if not ids or not self._export.has(schema.RUNTIME, "nameId"):
             self._read_calls("")
             return
         listed = ", ".join(map(str, ids))
@@ -333,13 +314,13 @@ class Reader:
         columns = ("correlationId", "nameId", "globalTid", "start")
         # API calls that must have started a kernel, unless a CUDA graph was captured
         kernel = []
-        if self._export.columns(GRAPHS) is None and not self._export.strings_like(CAPTURES):
+        if self._export.columns(schema.GRAPHS) is None and not self._export.strings_like(CAPTURES):
             kernel = self._export.strings_like(KERNEL_LAUNCHES)
-        for batch in self._export.batches(RUNTIME, columns, where, filled=4):
-            numbers, _ = self._numbers(RUNTIME, batch, 4)
+        for batch in self._export.batches(schema.RUNTIME, columns, where, filled=4):
+            numbers, _ = self._numbers(schema.RUNTIME, batch, 4)
             key = self._to_keys(numbers[0], numbers[2])
             keep = (key >= 0) & (numbers[2] != -1) & _is_near(numbers[3])
-            self._skip(RUNTIME, len(key) - int(keep.sum()))
+            self._skip(schema.RUNTIME, len(key) - int(keep.sum()))
             key, (_, name, thread, start) = key[keep], numbers[:, keep]
             at = np.searchsorted(self._needed, key)
             hit = self._needed[at] == key
@@ -347,14 +328,14 @@ class Reader:
             self._doubt("{n} launches of a kernel have no kernel in the export", lone)
             needed = hit & ~self._found[at]
             repeated = int(hit.sum()) - len(distinct(at[needed]))
-            text = f"{{n}} calls in {RUNTIME} have the id of an earlier one, which counts"
+            text = f"{{n}} calls in {schema.RUNTIME} have the id of an earlier one, which counts"
             self._doubt(text, repeated)
             self._found[at[hit]] = True
             api, thread = _mapped(name[needed], self._api), _mapped(thread[needed], self._thread)
             self._write(LaunchRows(key[needed], api, thread, start[needed]))
 
     def _read_activities(self, table: str) -> None:
-        width, columns = len(NUMBERS), (*NUMBERS, *VARIANTS[table])
+        width, columns = len(NUMBERS), (*NUMBERS, *schema.VARIANTS[table])
         for batch in self._export.batches(table, columns, filled=width):
             rows, batch = self._numbers(table, batch, width)
             start, end, device, stream, correlation, process, node, size = rows
@@ -378,25 +359,25 @@ class Reader:
             self._write(GpuRows(*(column[keep] for column in gpu)))
 
     def _read_ranges(self) -> None:
-        if not self._export.has(NVTX, "start", "eventType", "globalTid"):
+        if not self._export.has(schema.NVTX, "start", "eventType", "globalTid"):
             return
         tables, domains, ops = self._tables, self._domains(), OpRanges(self._tables)
         end_of_trace: int | None = None
         columns = ("start", "end", "globalTid", "eventType", "domainId", "textId", "text")
         names: dict[str, str] = {}  # names of ranges that are not ops
         seen: set[int] = set()
-        for row in self._export.rows(NVTX, columns, RANGES):
+        for row in self._export.rows(schema.NVTX, columns, RANGES):
             start, end, thread, kind, domain, string, text = row
             if not (_is_time(start) and (end is None or _is_time(end)) and isinstance(thread, int)):
-                self._skip(NVTX, 1)
+                self._skip(schema.NVTX, 1)
                 continue
             if end is None and end_of_trace is None:
-                tables_with_ends = (*VARIANTS, RUNTIME, NVTX)
-                ends = (self._export.largest(table, "end") or 0 for table in tables_with_ends)
+                with_ends = (*schema.VARIANTS, schema.RUNTIME, schema.NVTX)
+                ends = (self._export.largest(table, "end") or 0 for table in with_ends)
                 end_of_trace = min(max(ends), MAX_NS - 1)
             stop = max(end_of_trace or 0, start) if end is None else end
             if stop < start:
-                self._skip(NVTX, 1)
+                self._skip(schema.NVTX, 1)
                 continue
             message = (text if string is None else self._string(string)) or ""
             self._doubt("{n} ranges have no name in the export", not message)
@@ -426,7 +407,7 @@ class Reader:
         """Return the prefixes that the names of ranges get, by process and domain id."""
         prefixes: dict[tuple[int, Any], str] = {}
         columns = ("globalTid", "domainId", "textId", "text")
-        for thread, domain, string, text in self._export.rows(NVTX, columns, DOMAINS):
+        for thread, domain, string, text in self._export.rows(schema.NVTX, columns, DOMAINS):
             name = text if string is None else self._string(string)
             if isinstance(thread, int) and domain and name and name != OWN_DOMAIN:
                 prefixes[(thread >> 24, domain)] = f"{name}:"
@@ -466,7 +447,7 @@ class Reader:
         name = self._string(string)
         if name is None and string not in self._nameless:
             self._nameless.add(string)
-            self._doubt(f"{{n}} names of API calls are not in {STRINGS}", 1)
+            self._doubt(f"{{n}} names of API calls are not in {schema.STRINGS}", 1)
         return self._tables.apis[_API_VERSION.sub("", name or NO_NAME)]
 
     def _write(self, rows: GpuRows | LaunchRows) -> None:
