@@ -387,18 +387,13 @@ class FileScanner:
 class Layout:
     """The layout of a file."""
 
-    first: int
-    """The offset of the first event, or of the `]` if traceEvents is `[]`."""
-    separator: bytes = b""
-    """The text from the `}` that ends an event to the beginning of the next event."""
-    gap: int = 0
-    """The number of bytes between that `}` and the `{` of the next event."""
+    first: int  # offset of the first event, or of the `]` if traceEvents is `[]`
+    separator: bytes = b""  # from the `}` that ends an event to the beginning of the next event
+    gap: int = 0  # number of bytes between that `}` and the `{` of the next event
+    # Whether the separator contains a newline. A JSON string cannot contain a newline, so every
+    # occurrence of such a separator is an event boundary.
     certain: bool = True
-    """Whether the separator contains a newline. A JSON string cannot contain a newline, so every
-    occurrence of such a separator is an event boundary.
-    """
-    bare: bool = False
-    """Whether the file consists only of the array of events."""
+    bare: bool = False  # whether the file consists only of the array of events
     empty: bool = False
     header: dict[str, Any] = field(default_factory=dict)
 

@@ -158,20 +158,15 @@ class Tables:
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
     range_names: list[str] = field(default_factory=list)
+    # Start, duration and thread of each range, and whether it applies to the whole process
     ranges: array[int] = field(default_factory=lambda: array("q"))
-    """Start, duration and thread of each range, and 1 if it is a start/end range of NVTX, which
-    applies to the whole process.
-    """
     details: list[HostSpan] = field(default_factory=list)
+    # Start, end, thread and sequence number, or -1, of the ops in which autograd evaluates its nodes
     evaluations: list[Ints] = field(default_factory=list)
-    """Arrays with the rows start, end, thread and sequence. They contain the ops in which autograd
-    evaluates its nodes. The sequence number is -1 if it is unknown.
-    """
     modules: list[HostSpan] = field(default_factory=list)
+    # Key, `begins`, thread and time of the ends of arrows. The start, for which `begins` is 1, and the
+    # end of an arrow have the same key.
     arrows: list[Ints] = field(default_factory=list)
-    """Arrays with the rows key, begins, thread and time. An arrow connects two points in time: its
-    start, for which `begins` is 1, and its end have the same key.
-    """
     events: int = 0
     skipped: int = 0
     negative: int = 0  # number of events that were skipped because their duration is negative

@@ -81,21 +81,16 @@ _KernelCells = tuple[int, dict[str, str], Iterable[tuple[str, str]]]
 class NcuLaunch:
     """A profiled kernel."""
 
-    name: str
-    """The mangled name, or the name that ncu demangled if a CSV contains only that."""
+    name: str  # the mangled name, or the name that ncu demangled if a CSV contains only that
+    # The numeric metrics in the units of the report, and the other metrics. Only the first launch on
+    # each device has the constants of the device.
     values: Mapping[str, float]
-    """The numeric metrics in the units of the report. Only the first launch on each device has the
-    constants of the device.
-    """
     texts: dict[str, str]
-    """The other metrics."""
     device: int = 0
     stream: int | None = None
     start_end: tuple[NvtxRange, ...] = ()
-    push_pop: tuple[NvtxRange, ...] = ()
-    """The stack of each domain, outermost range first."""
-    grid: Triple | None = None
-    """The grid in a column of a CSV, or None if the report is not a CSV. Likewise `block`."""
+    push_pop: tuple[NvtxRange, ...] = ()  # the stack of each domain, outermost range first
+    grid: Triple | None = None  # from a column of a CSV, as the block is
     block: Triple | None = None
 
 
@@ -105,8 +100,7 @@ class NcuReport:
 
     launches: list[NcuLaunch]
     units: dict[str, str]
-    skipped: int = 0
-    """Number of results that belong to whole ranges or graphs instead of kernels."""
+    skipped: int = 0  # number of results that belong to whole ranges or graphs instead of kernels
     warnings: tuple[str, ...] = ()
 
 

@@ -47,23 +47,15 @@ class ObservedCall:
     count: int
     pid: int
     rank: int | None = None
-    lengths: _Lengths = ()
-    """Pairs of (batch, query length, key length) and the number of calls with these lengths."""
+    lengths: _Lengths = ()  # (batch, query length, key length) and the number of such calls
     file: str | None = None
     line: int | None = None
     function: str | None = None
-    asked: str | None = None
-    """`auto` if the program allows all backends. Otherwise, the names of the allowed backends, joined
-    by commas.
-    """
-    choice: str | None = None
-    """The backend that PyTorch selected."""
-    ran: str | None = None
-    """The backend that computed the call, or `none` if the call raised an error."""
-    mask: str | None = None
-    """The class of the first call's mask, or `none` if the call has no mask."""
-    enabled: tuple[str, ...] = ()
-    """The names of the backends that the program allows, by priority."""
+    asked: str | None = None  # `auto`, or the allowed backends, joined by commas
+    choice: str | None = None  # the backend that PyTorch selected
+    ran: str | None = None  # the backend that computed the call, or `none` if it raised an error
+    mask: str | None = None  # the class of the first call's mask, or `none` without a mask
+    enabled: tuple[str, ...] = ()  # the allowed backends, by priority
 
     @property
     def name(self) -> str | None:
