@@ -5,7 +5,7 @@ changes. Properties have the names of the grammar.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from typing import Annotated
@@ -66,23 +66,12 @@ def numeric_name(text: str) -> str:
 
 def varying(configs: Sequence[Config]) -> list[str]:
     """Return the properties that differ among configs, numbers first."""
-    return [
-        name
-        for name in distinguishing(configs)
-        if len({get(config, name) for config in configs}) > 1
-    ]
+    return [name for name, values in _values(configs).items() if len(values) > 1]
 
 
-def common(configs: Sequence[Config]) -> tuple[tuple[str, Value], ...]:
-    """Return the properties that all configs share, without default values."""
-    values = {name: {get(config, name) for config in configs} for name in distinguishing(configs)}
-    shared = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
-    return tuple((n, v) for n, v in shared.items() if v != _DEFAULTS[FIELDS[n]])
-
-
-def distinguishing(configs: Sequence[Config]) -> list[str]:
-    """Return the properties that distinguish configs, numbers first. seq is both lengths if they
-    are always equal. kv_heads and head_dim_v are left out if they only follow.
+def _values(configs: Sequence[Config]) -> dict[str, set[Value]]:
+    """Return the values of each property that distinguishes configs, numbers first. seq is both
+    lengths if they are always equal. kv_heads and head_dim_v are left out if they only follow.
     """
     square = all(config.seq_len_q == config.seq_len_kv for config in configs)
     omitted = {"seq_q", "seq_kv"} if square else {"seq"}
@@ -91,7 +80,7 @@ def distinguishing(configs: Sequence[Config]) -> list[str]:
     for name in ("head_dim_v", "kv_batch"):
         if all(getattr(config, name) is None for config in configs):
             omitted.add(name)
-    return [name for name in FIELDS if name not in omitted]
+    return {name: {get(each, name) for each in configs} for name in FIELDS if name not in omitted}
 
 
 @dataclass(frozen=True)
@@ -144,13 +133,17 @@ def draw_maps(
     properties with the most values, in the order of the grammar. `choices` has one choice per
     config. Use `with_edges=False` if these are figures.
     """
-    names = varying(configs)
-    count = {name: len({get(config, name) for config in configs}) for name in names}
-    ranked = sorted(names, key=lambda name: (name not in NUMERIC, -count[name]))
+    values_of = _values(configs)
+    names = [name for name, values in values_of.items() if len(values) > 1]
+    ranked = sorted(names, key=lambda name: (name not in NUMERIC, -len(values_of[name])))
     axes = sorted(ranked[:2], key=names.index) or ["head_dim"]
     rows, columns = axes if len(axes) == 2 else ("", *axes)
     rest = [name for name in names if name not in axes]
-    shared = [(name, value) for name, value in common(configs) if name not in axes]
+    shared = [
+        (name, next(iter(values)))
+        for name, values in values_of.items()
+        if len(values) == 1 and name not in axes and values != {_DEFAULTS[FIELDS[name]]}
+    ]
     groups: dict[tuple[Value, ...], dict[tuple[Value, Value], str]] = {}
     for config, choice in zip(configs, choices, strict=True):
         cells = groups.setdefault(tuple(get(config, name) for name in rest), {})
@@ -160,17 +153,11 @@ def draw_maps(
         row_values = _in_order({row for row, _ in cells})
         column_values = _in_order({column for _, column in cells})
         flipped = {(column, row): choice for (row, column), choice in cells.items()}
-        edges = (
-            []
-            if not with_edges
-            else [
-                *(_edges(rows, row_values, column_values, cells) if rows else ()),
-                *_edges(columns, column_values, row_values, flipped),
-            ]
-        )
+        edges = _edges(rows, row_values, column_values, cells) if rows else []
+        edges += _edges(columns, column_values, row_values, flipped)
         fixed = tuple(zip(rest, values, strict=True))
-        axes_of = (rows, columns, row_values, column_values, cells, tuple(edges))
-        maps.append(Map(fixed, *axes_of, tuple(shared)))
+        axes_of = (rows, columns, row_values, column_values, cells)
+        maps.append(Map(fixed, *axes_of, tuple(edges) if with_edges else (), tuple(shared)))
     return maps
 
 
@@ -282,7 +269,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
         raise UsageError(f"--bisect {name}: no value from {ends[0]} to {ends[1]} fits {base.label}")
     choices: dict[int, str] = {}  # by index into the domain
 
-    def ask(indices: Sequence[int]) -> None:
+    def ask(indices: Iterable[int]) -> None:
         # a live query is slow, so no value is queried twice
         new = sorted(set(indices) - choices.keys())
         configs = [_set(base, name, domain[index]) for index in new]
@@ -298,7 +285,10 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
         for left, right in pairwise(sorted(choices))
         if right - left > 1 and choices[left] != choices[right]
     ]:
-        ask([cut for left, right in gaps for cut in _inner_indices(left, right)])
+        cuts = (
+            left + (right - left) * part // WAYS for left, right in gaps for part in range(1, WAYS)
+        )
+        ask(cuts)
     stretches: list[Stretch] = []
     values = sorted(choices)
     for choice, group in groupby(values, key=choices.__getitem__):
@@ -324,13 +314,6 @@ def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
     near = {mark + step for mark in marks for step in (-1, 0, 1)}
     inside = (value for value in near if low <= value <= high)
     return sorted({min(bisect_left(domain, value), len(domain) - 1) for value in inside})
-
-
-def _inner_indices(left: int, right: int) -> list[int]:
-    """Return up to WAYS - 1 indices strictly between two."""
-    width = right - left
-    cuts = {left + width * part // WAYS for part in range(1, WAYS)} - {left, right}
-    return sorted(cuts) or [left + width // 2]
 
 
 def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:

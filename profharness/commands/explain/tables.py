@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from profharness.attention.config import AUTO, SDPA_BACKENDS, sdpa_setting
@@ -20,7 +20,7 @@ from profharness.attention.dispatch.by_rule import (
     unread,
 )
 from profharness.columns import Column, pick
-from profharness.commands.explain.maps import Bisection, Edge, Map, Stretch, value_text
+from profharness.commands.explain.maps import Bisection, Map, Stretch, value_text
 from profharness.errors import join_few
 from profharness.render.document import Block, Code, Document, Heading, Note, Table
 from profharness.rows import Refusal
@@ -49,67 +49,80 @@ def explain_document(
 
 def answer_blocks(
     answer: Explanation, *, full: bool = False, named: Sequence[str] = ()
-) -> list[Block]:
-    """Return heading, verdict, table, advice and doubts of one config.
+) -> Iterator[Block]:
+    """Yield heading, verdict, table, advice and doubts of one config.
 
     Advice on an eligible backend is shown only if the backend is named or its gain is known.
     """
-    blocks: list[Block] = [Heading(answer.config, environment_text(answer)), Note(verdict(answer))]
+    yield Heading(answer.config, environment_text(answer))
+    yield Note(verdict(answer))
     if answer.prediction is not None:
-        blocks.append(Note(answer.prediction["statement"], "time"))
+        yield Note(answer.prediction["statement"], "time")
     if answer.error:
-        blocks.append(Note(answer.error, "error", "error"))
+        yield Note(answer.error, "error", "error")
     if answer.backends and not _nothing_known(answer):
-        blocks.append(_table(answer.backends))
+        rows: list[tuple[Any, ...]] = []
+        for side in answer.backends:
+            state = {"eligible": _STATES[side.eligible]}
+            if not side.reasons:
+                rows.append((state | NO_REASON, side))
+            for reason in side.reasons:
+                stops = reason is side.reasons[0] and side.eligible is False
+                rows.append((state | {"first": FIRST if stops else ""}, side, reason))
+        yield Table.of(COLUMNS, rows)
     if answer.agree is not None:
-        blocks.append(_witnesses(answer))
-    if full:
-        blocks += [
-            Note(f"{reason.code}: {reason.message}", side.backend)
-            for side in answer.backends
-            for reason in side.reasons
-        ]
+        witnesses = {
+            "the rules predict": answer.predicted,
+            "PyTorch says": answer.choice,
+            "a stored run shows": answer.observed,
+        }
+        text = ", ".join(f"{witness} {choice}" for witness, choice in witnesses.items() if choice)
+        if answer.agree:
+            yield Note(text, "agree")
+        else:
+            yield Note(f"mismatch: {text}", "agree", "warning")
+    for side in answer.backends if full else ():
+        yield from (Note(f"{each.code}: {each.message}", side.backend) for each in side.reasons)
     for side in answer.backends:
         for advice in side.advice:
             if full or side.eligible is not True or side.backend in named or advice.gain:
-                blocks += _advice(side.backend, advice, answer.asked)
-    blocks += [Note(text, "caveat", "warning") for text in answer.caveats]
-    return blocks
+                yield from _advice(side.backend, advice, answer.asked)
+    yield from (Note(text, "caveat", "warning") for text in answer.caveats)
 
 
 def verdict(answer: Explanation) -> str:
     """Return one sentence on what `auto` or the setting runs, why, and why not the others."""
-    choice = chosen(answer)
+    choice, asked = chosen(answer), answer.asked
     if _nothing_known(answer):
-        return f"what {answer.asked} runs is not known, nor which backends take this config."
+        return f"what {asked} runs is not known, nor which backends take this config."
+    setting = sdpa_setting(asked)
+    allowed = SDPA_BACKENDS if setting is None else setting.backends
+    taking = [side.backend for side in answer.backends if side.eligible]
     if choice == "unknown":
-        lead = f"what {answer.asked} runs is not known"
-    elif choice == "none":
-        lead = _why_none(answer)
+        lead = f"what {asked} runs is not known"
+    elif choice != "none":
+        lead = f"{asked} runs {choice}, because {_because(choice, answer, allowed)}"
+    elif taking:
+        takes = "takes" if len(taking) == 1 else "take"
+        lead = f"{asked} raises: PyTorch settles on math, though {_and(taking)} alone {takes} this config"
     else:
-        lead = f"{answer.asked} runs {choice}, because {_because(choice, answer)}"
-    allowed = _permitted(answer)
-    others = [
-        f"{side.backend} would be refused: "
-        + (side.reasons[0].message.rstrip(".") if side.reasons else "no reason given")
-        for side in answer.backends
-        if side.backend != choice
-        and side.eligible is False
-        and (not answer.priority_order or side.backend in answer.priority_order)
-        and side.backend in allowed
-    ]
-    later = [side.backend for side in answer.backends if side.backend != choice and side.eligible]
+        which = "no backend" if asked == AUTO else "no backend of it"
+        lead = f"{asked} raises, because {which} takes this config"
+    parts = [lead]
+    for side in answer.backends:
+        considered = not answer.priority_order or side.backend in answer.priority_order
+        if side.eligible is False and considered and side.backend in set(allowed) - {choice}:
+            reason = side.reasons[0].message.rstrip(".") if side.reasons else "no reason given"
+            parts.append(f"{side.backend} would be refused: {reason}")
+    later = [name for name in taking if name != choice]
     if later and choice not in ("unknown", "none"):
         take, come = ("takes", "comes") if len(later) == 1 else ("take", "come")
-        others.append(f"{_and(later)} {take} it too, but {come} later in the order")
-    others += [
-        f"whether {side.backend} takes it is not known"
-        for side in answer.backends
-        if side.eligible is None
-    ]
+        parts.append(f"{_and(later)} {take} it too, but {come} later in the order")
+    unknown = [side.backend for side in answer.backends if side.eligible is None]
+    parts += [f"whether {name} takes it is not known" for name in unknown]
     if ruled_out := [name for name in SDPA_BACKENDS if name not in allowed]:
-        others.append(f"{_and(ruled_out)} {'is' if len(ruled_out) == 1 else 'are'} not permitted")
-    return "; ".join([lead, *others]) + "."
+        parts.append(f"{_and(ruled_out)} {'is' if len(ruled_out) == 1 else 'are'} not permitted")
+    return "; ".join(parts) + "."
 
 
 def _nothing_known(answer: Explanation) -> bool:
@@ -117,16 +130,7 @@ def _nothing_known(answer: Explanation) -> bool:
     return answer.choice is None and unread([answer]) is not None
 
 
-def _why_none(answer: Explanation) -> str:
-    taking = [side.backend for side in answer.backends if side.eligible]
-    if not taking:
-        which = "no backend" if answer.asked == AUTO else "no backend of it"
-        return f"{answer.asked} raises, because {which} takes this config"
-    takes = "takes" if len(taking) == 1 else "take"
-    return f"{answer.asked} raises: PyTorch settles on math, though {_and(taking)} alone {takes} this config"
-
-
-def _because(choice: str, answer: Explanation) -> str:
+def _because(choice: str, answer: Explanation, allowed: Sequence[str]) -> str:
     order = answer.priority_order
     if choice not in order:
         return "it takes this config"
@@ -136,16 +140,11 @@ def _because(choice: str, answer: Explanation) -> str:
     refused = {side.backend for side in answer.backends if side.eligible is False}
     if not refused.issuperset(before):
         return "PyTorch says so"
-    before = tuple(name for name in before if name in _permitted(answer))
+    before = tuple(name for name in before if name in allowed)
     if not before:
         return "it is the first of them in the priority order and takes this config"
     come, are = ("comes", "is") if len(before) == 1 else ("come", "are")
     return f"{_and(before)}, which {come} before it in the priority order, {are} refused"
-
-
-def _permitted(answer: Explanation) -> tuple[str, ...]:
-    setting = sdpa_setting(answer.asked)
-    return SDPA_BACKENDS if setting is None else setting.backends
 
 
 def _and(names: Sequence[str]) -> str:
@@ -153,30 +152,7 @@ def _and(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _table(backends: Sequence[BackendAnswer]) -> Table:
-    rows: list[tuple[Any, ...]] = []
-    for side in backends:
-        state = {"eligible": _STATES[side.eligible]}
-        if not side.reasons:
-            rows.append((state | NO_REASON, side))
-        for reason in side.reasons:
-            stops = reason is side.reasons[0] and side.eligible is False
-            rows.append((state | {"first": FIRST if stops else ""}, side, reason))
-    return Table.of(COLUMNS, rows)
-
-
-def _witnesses(answer: Explanation) -> Note:
-    """Return a note with the answers of the rules, of PyTorch and of a stored run."""
-    witnesses = {
-        "the rules predict": answer.predicted,
-        "PyTorch says": answer.choice,
-        "a stored run shows": answer.observed,
-    }
-    text = ", ".join(f"{witness} {choice}" for witness, choice in witnesses.items() if choice)
-    return Note(text, "agree") if answer.agree else Note(f"mismatch: {text}", "agree", "warning")
-
-
-def _advice(backend: str, advice: Advice, asked: str) -> list[Block]:
+def _advice(backend: str, advice: Advice, asked: str) -> Iterator[Block]:
     parts = [advice.change.rstrip(".")]
     if advice.verified is not None:
         parts.append(f"asked again: {'eligible' if advice.verified else 'still refused'}")
@@ -187,7 +163,9 @@ def _advice(backend: str, advice: Advice, asked: str) -> list[Block]:
         parts.append(
             f"measured {factor:.2f}x {word} (the call alone, not what prepares its inputs)"
         )
-    return [Note("; ".join(parts), f"for {backend}"), *([Code(advice.code)] if advice.code else ())]
+    yield Note("; ".join(parts), f"for {backend}")
+    if advice.code:
+        yield Code(advice.code)
 
 
 LETTERS: dict[str | None, str] = {
@@ -228,35 +206,30 @@ def matrix_document(
         first = matrix[0].explanation
         where = first.environment.get("gpu") or "CPU"
         asked = "" if first.asked == AUTO else f", {first.asked}"
-        blocks.append(Heading(first.config, f"{where}{asked}"))
         rows, notes = [], []
         for row in matrix:
-            answer = row.explanation
-            release, changes = answer.environment["torch"], "; ".join(row.changes)
-            states = {side.backend: _state(side) for side in answer.backends}
-            mark = FLIP if row.flips else ""
+            answer, changes = row.explanation, "; ".join(row.changes)
+            release, mark = answer.environment["torch"], FLIP if row.flips else ""
+            states = {
+                side.backend: f"no: {side.reasons[0].code}"
+                if side.eligible is False and side.reasons
+                else _STATES[side.eligible]
+                for side in answer.backends
+            }
             rows.append((mark, release, answer.predicted, *map(states.get, shown), changes))
             notes += [Note(f"{release}: {changes}", FLIP)] if row.flips else []
             extra = {"flips": row.flips, "changes": list(row.changes)}
             records.append(explanation_record(answer) | extra)
-        blocks.append(Table(columns, tuple(rows)))
         missing = unread(row.explanation for row in matrix)
         if not notes and not (missing and first.predicted == "unknown"):
             notes.append(Note(f"the choice is {first.predicted} in all of them"))
         errors = dict.fromkeys(row.explanation.error for row in matrix)
-        notes += [Note(error, "caveat", "warning") for error in errors if error]
-        blocks += [*notes, *([Note(missing, "caveat", "warning")] if missing else ())]
+        notes += [Note(text, "caveat", "warning") for text in (*errors, missing) if text]
+        blocks += [Heading(first.config, f"{where}{asked}"), Table(columns, tuple(rows)), *notes]
         if full:
             blocks += [b for row in matrix for b in answer_blocks(row.explanation, full=True)]
     fields = (*FIELDS, "flips", "changes")
     return Document(SCHEMA, "Choice by release", tuple(blocks), fields, tuple(records))
-
-
-def _state(side: BackendAnswer) -> str:
-    """Return `yes`, `unknown`, or the reason for a refusal."""
-    if side.eligible is False and side.reasons:
-        return f"no: {side.reasons[0].code}"
-    return _STATES[side.eligible]
 
 
 def map_document(
@@ -302,36 +275,29 @@ def map_table(drawn: Map, texts: Sequence[Sequence[str | None]]) -> Table:
     return Table((Column("row", drawn.rows, right=True), *columns), rows)
 
 
-def map_blocks(drawn: Map, where: str) -> list[Block]:
-    """Return heading, letters, legend and edges of a map of choices."""
+def map_blocks(drawn: Map, where: str) -> Iterator[Block]:
+    """Yield heading, letters, legend and edges of a map of choices."""
     head = f"{drawn.rows} \\ {drawn.columns}" if drawn.rows else drawn.columns
-    letters = [[LETTERS.get(choice, choice) for choice in line] for line in drawn.choices]
+    yield Heading(f"{head}  {drawn.title}".rstrip(), where)
+    yield map_table(
+        drawn, [[LETTERS.get(choice, choice) for choice in line] for line in drawn.choices]
+    )
     used = sorted(set(drawn.cells.values()))
     legend = (f"{LETTERS.get(choice, choice)} {MEANINGS.get(choice, choice)}" for choice in used)
-    blocks: list[Block] = [
-        Heading(f"{head}  {drawn.title}".rstrip(), where),
-        map_table(drawn, letters),
-        Note(", ".join(legend), "legend"),
-    ]
-    notes = [Note(_edge_text(edge, drawn), "edge") for edge in drawn.edges]
-    left = len(notes) - MAX_EDGES
-    if left > 0:
-        notes[MAX_EDGES:] = [Note(f"{left} more (--format json has them all)", "edge")]
-    if not notes and used != ["unknown"]:
-        notes.append(Note("none: the choice is the same everywhere", "edge"))
-    return [*blocks, *notes]
-
-
-def _edge_text(edge: Edge, drawn: Map) -> str:
-    values = f"{value_text(edge.before)} → {value_text(edge.after)}"
-    text = f"{edge.along} {values}: {edge.choice_before} → {edge.choice_after}"
-    if not drawn.rows:
-        return text
-    other = drawn.columns if edge.along == drawn.rows else drawn.rows
-    if edge.everywhere:
-        return f"{text} at every {other}"
-    places = join_few([value_text(value) for value in edge.at], MAX_VALUES)
-    return f"{text} at {other} {places}"
+    yield Note(", ".join(legend), "legend")
+    for edge in drawn.edges[:MAX_EDGES]:
+        values = f"{value_text(edge.before)} → {value_text(edge.after)}"
+        text = f"{edge.along} {values}: {edge.choice_before} → {edge.choice_after}"
+        other = drawn.columns if edge.along == drawn.rows else drawn.rows
+        if drawn.rows and edge.everywhere:
+            text += f" at every {other}"
+        elif drawn.rows:
+            text += f" at {other} {join_few([value_text(each) for each in edge.at], MAX_VALUES)}"
+        yield Note(text, "edge")
+    if len(drawn.edges) > MAX_EDGES:
+        yield Note(f"{len(drawn.edges) - MAX_EDGES} more (--format json has them all)", "edge")
+    if not drawn.edges and used != ["unknown"]:
+        yield Note("none: the choice is the same everywhere", "edge")
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
@@ -343,10 +309,21 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
     records, probed = [], []
     for bisection in bisections:
         varied = {"config": bisection.config, "property": bisection.name}
+        count, flips = len(bisection.asked), len(bisection.flips)
+        text = (
+            f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"
+        )
+        if count == bisection.possible:
+            text += f"; all {count:,} values were asked"
+        else:
+            text += (
+                f"; asked {count:,} of {bisection.possible:,} values; between two asked values with the "
+                "same choice it is taken to stay the same (--format json lists what was asked)"
+            )
         blocks += [
             Heading(f"{bisection.config}, {bisection.name} varies", where),
-            Table(columns, tuple(_folded([astuple(stretch) for stretch in bisection.stretches]))),
-            Note(_probes_text(bisection)),
+            Table.of(columns, _folded(bisection.stretches)),
+            Note(text),
         ]
         records += [varied | asdict(stretch) for stretch in bisection.stretches]
         probed.append(varied | {"asked": bisection.asked, "possible": bisection.possible})
@@ -360,46 +337,26 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
     )
 
 
-def _folded(rows: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str, str]]:
-    """Return table rows. Two stretches that alternate in equal steps are folded into one pair of
+def _folded(stretches: Sequence[Stretch]) -> Iterator[tuple[dict[str, str], Stretch]]:
+    """Yield table rows. Two stretches that alternate in equal steps are folded into one pair of
     rows.
     """
-    folded = []
     place = 0
-    while place < len(rows):
-        repeats = _repeats(rows, place)
-        width = 2 if repeats >= MIN_REPEATS else 1
-        for offset, (first, last, choice) in enumerate(rows[place : place + width]):
-            again = ""
-            if width == 2:
-                step = rows[place + 2][0] - rows[place][0]
-                again = f"every {step:,} up to {rows[place + offset + 2 * (repeats - 1)][1]:,}"
-            folded.append((first, last, choice, again))
-        place += 2 * repeats if width == 2 else 1
-    return folded
-
-
-def _repeats(rows: Sequence[tuple[int, int, str]], place: int) -> int:
-    """Return how often the two stretches at `place` alternate in equal steps."""
-    count = 1
-    while following := rows[place + 2 * count : place + 2 * count + 2]:
-        move = count * (rows[place + 2][0] - rows[place][0])
-        pair = [
-            (first + move, last + move, choice) for first, last, choice in rows[place : place + 2]
-        ]
-        if following != pair:
-            break
-        count += 1
-    return count
-
-
-def _probes_text(bisection: Bisection) -> str:
-    """Describe how certain the stretches are."""
-    count, flips = len(bisection.asked), len(bisection.flips)
-    exact = f"{flips} flip{'s' if flips != 1 else ''}, exact: the values on both sides were asked"
-    if count == bisection.possible:
-        return f"{exact}; all {count:,} values were asked"
-    return (
-        f"{exact}; asked {count:,} of {bisection.possible:,} values; between two asked values with the "
-        "same choice it is taken to stay the same (--format json lists what was asked)"
-    )
+    while place < len(stretches):
+        pair, count, step = stretches[place : place + 2], 1, 0
+        while following := stretches[place + 2 * count : place + 2 * count + 2]:
+            step = stretches[place + 2].first - pair[0].first
+            move = count * step
+            if following != tuple(
+                Stretch(each.first + move, each.last + move, each.choice) for each in pair
+            ):
+                break
+            count += 1
+        if count < MIN_REPEATS:
+            yield {"again": ""}, pair[0]
+            place += 1
+            continue
+        for offset, each in enumerate(pair):
+            last = stretches[place + offset + 2 * (count - 1)].last
+            yield {"again": f"every {step:,} up to {last:,}"}, each
+        place += 2 * count
