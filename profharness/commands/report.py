@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +32,6 @@ from profharness.commands.bench.tables import (
     gpu_blocks,
     gpu_record,
     latency_charts,
-    lengthless,
     on_several_gpus,
     rate_blocks,
 )
@@ -62,6 +61,7 @@ from profharness.measurements.evaluation import BenchResult, Loss, evaluate_benc
 from profharness.measurements.measurements import BenchRow
 from profharness.program.changes import OF_A_FILE
 from profharness.render.document import (
+    MISSING,
     Block,
     Chart,
     Code,
@@ -74,7 +74,6 @@ from profharness.render.document import (
 )
 from profharness.render.renderers import RENDERERS
 from profharness.rows import CALL_MEASUREMENTS, TRACE_PROFILERS, CellRow, KernelRow
-from profharness.run import Problem
 from profharness.stats import THRESHOLD
 from profharness.store import Store, open_store
 
@@ -161,7 +160,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
     if len(runs) == 2:
         diff = diff_cells(*find_sides(store, runs[0], runs[1]))
-        blocks += [*change_blocks(diff), *diff_blocks(diff)]
+        blocks += [Heading("In short"), *_change_notes(diff), *diff_blocks(diff)]
         extra["diff"] = diff.to_json()
     programs = find_programs(store, runs)
     maps = {each.layers.run: layers_document(each.layers) for each in programs.classes}
@@ -214,15 +213,20 @@ def _run_blocks(
 ) -> list[Block]:
     """Return the sections of one run in reading order, from results to the environment."""
     environment, wrong = store.environment(run), store.wrong(run)
-    name, medians = charted_medians(cells)
-    sentences, code = summarize_run(store, run, cells)
+    name, medians = _charted_medians(cells)
+    sentences, code = _summarize_run(store, run, cells)
     extra["summary"].append({"run": run, "sentences": sentences})
     blocks: list[Block] = [Heading("In short"), *map(Note, sentences)] if sentences else []
     blocks += [*([Code(code)] if code else ()), *latency_charts(medians, name)]
     tf32 = bool(environment.get("tf32"))
     blocks += rate_blocks(medians, name, store.peaks(run), tf32=tf32, wrong=wrong)
-    blocks += [*problem_blocks(store.problems(run)), *selection_blocks(cells)]
-    blocks += [*cell_blocks(cells), *latency_blocks(cells)]
+    problems = store.problems(run)
+    blocks += [Heading("Problems")] if problems else []
+    for each in problems:
+        text = f"{each.message}; {each.remedy}"
+        blocks.append(Note(text, f"{each.profiler} {each.code}", "error"))
+    blocks += selection_blocks(cells)
+    blocks += _cell_blocks(cells)
     if bench is None:
         bench = any(row.run == run and row.kind == "bench" for row in store.runs())
     if bench:
@@ -240,7 +244,7 @@ def _run_blocks(
     # Use the rows of one profiler, because several profilers recorded the same launches.
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
-    blocks += disagreement_blocks(cells, kernels)
+    blocks += _disagreement_blocks(cells, kernels)
     if told := against(cells, [row for row in kernels if row.profiler == best], environment):
         blocks += against_blocks(told)
         extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in told)
@@ -258,17 +262,16 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
-def change_blocks(diff: Diff) -> list[Block]:
-    """Return one sentence per verdict with the number of its rows."""
+def _change_notes(diff: Diff) -> Iterator[Note]:
+    """Yield the number of rows with each verdict, of changed costs, and what can explain them."""
     verdicts = ", ".join(f"{count} {name}" for name, count in diff.verdicts().most_common())
-    sentences = [f"{diff.baseline} → {diff.candidate}: {verdicts or 'nothing pairs'}."]
-    costs = Counter(f"{row.what} {row.verdict}" for row in diff.costs if row.verdict != "same")
+    yield Note(f"{diff.baseline} → {diff.candidate}: {verdicts or 'nothing pairs'}.")
     if diff.costs:
-        told = ", ".join(f"{name} on {count}" for name, count in costs.most_common())
-        sentences.append(f"Peak memory, launches and refusals: {told or 'the same'}.")
+        costs = Counter(f"{row.what} {row.verdict}" for row in diff.costs if row.verdict != "same")
+        counts = ", ".join(f"{name} on {count}" for name, count in costs.most_common())
+        yield Note(f"Peak memory, launches and refusals: {counts or 'the same'}.")
     keys = ", ".join(change.key for change in diff.environment if change.explains)
-    sentences.append(f"Of the environment these can explain it: {keys or 'nothing that is known'}.")
-    return [Heading("In short"), *map(Note, sentences)]
+    yield Note(f"Of the environment these can explain it: {keys or 'nothing that is known'}.")
 
 
 def diff_blocks(diff: Diff) -> list[Block]:
@@ -311,24 +314,22 @@ def latencies(cell: CellRow) -> list[Latency]:
     return rows
 
 
-def cell_blocks(cells: Sequence[CellRow]) -> list[Block]:
-    """Return every cell with its status, the backend that ran, or the reason why it did not."""
+def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
+    """Yield a table of all cells, with the backend that ran or the reason why it did not, and one
+    of all measurements.
+    """
     if not cells:
-        return []
+        return
     counts = Counter(cell.status for cell in cells)
-    detail = ", ".join(f"{count} {status}" for status, count in counts.items())
-    rows = []
+    yield Heading("Cells", ", ".join(f"{count} {status}" for status, count in counts.items()))
+    rows: list[tuple[Any, ...]] = []
     for cell in cells:
         ran, reasons = backend_that_ran(cell), ""
         if cell.status != "ok":
             messages = [cell.message, *(refusal.message for refusal in cell.refusals)]
             ran, reasons = "", "; ".join(dict.fromkeys(filter(None, messages)))
         rows.append(({"ran": ran, "reason": reasons}, cell))
-    return [Heading("Cells", detail), Table.of(CELL_COLUMNS, rows)]
-
-
-def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
-    """Return the table of all measurements."""
+    yield Table.of(CELL_COLUMNS, rows)
     timed = [(cell, row) for cell in cells for row in latencies(cell)]
     fastest: dict[tuple[str, str], float] = {}
     for cell, row in timed:
@@ -339,11 +340,12 @@ def latency_blocks(cells: Sequence[CellRow]) -> list[Block]:
         least = fastest[cell.config, row.measurement]
         # `samples` of the cell are the raw ones
         rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
-    heading = Heading("Latency", "without a profiler, raw samples")
-    return [heading, Table.of(LATENCY_COLUMNS, rows)] if rows else []
+    if rows:
+        yield Heading("Latency", "without a profiler, raw samples")
+        yield Table.of(LATENCY_COLUMNS, rows)
 
 
-def charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
+def _charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
     """Return the measurement that most cells have, and (config, backend, median ns) of those cells."""
     name = max(
         CALL_MEASUREMENTS, key=lambda name: sum(bool(cell.samples.get(name)) for cell in cells)
@@ -367,7 +369,7 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
             {
                 "config": cell.config,
                 "lengths": "×".join(map(str, lengths)),
-                "rest": lengthless(config),
+                "rest": replace(config, seq_len_q=1, seq_len_kv=1).label.replace("-s1-", "-"),
                 "backend": (backend_that_ran(cell) or "unknown")
                 if cell.status == "ok"
                 else cell.status,
@@ -384,68 +386,73 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
     ]
 
 
-def disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> list[Block]:
+def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> list[Block]:
     """Return the cells for which rules, PyTorch, op and kernels do not name the same backend."""
-    by_cell: dict[str | None, list[KernelRow]] = {}
-    for row in rows:
-        by_cell.setdefault(row.cell, []).append(row)
     notes = [
         Note(text, f"{cell.config} {cell.backend}", "warning")
         for cell in cells
-        for text in disagreements(cell, by_cell.get(cell.cell, []))
+        for text in disagreements(cell, [row for row in rows if row.cell == cell.cell])
     ]
-    if not cells:
-        return []
-    notes = notes or [Note("none: all witnesses name the same backend")]
-    return [Heading("Disagreements"), *notes]
-
-
-def problem_blocks(problems: Sequence[Problem]) -> list[Block]:
-    """Return the problems of profilers with their remedies.
-
-    The result is empty if there are no problems.
-    """
-    if not problems:
-        return []
-    notes = [
-        Note(f"{problem.message}; {problem.remedy}", f"{problem.profiler} {problem.code}", "error")
-        for problem in problems
-    ]
-    return [Heading("Problems"), *notes]
+    none = Note("none: all witnesses name the same backend")
+    return [Heading("Disagreements"), *(notes or [none])] if cells else []
 
 
 def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
     """Return all keys of the recorded environment, in its order."""
-    columns = (Column("key", "what"), Column("value", "value"))
-    rows = tuple((key, _plain(value)) for key, value in environment.items() if key not in OF_A_FILE)
+    rows = []
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            value = [f"{name}={item}" for name, item in value.items()]
+        if isinstance(value, list | tuple):
+            value = ", ".join(map(str, value))
+        if key not in OF_A_FILE:
+            rows.append((key, "" if value is None else str(value)))
     if not rows and environment:
         return [Heading("Environment"), Note("the trace does not say where it was recorded")]
-    return [Heading("Environment"), Table(columns, rows)] if rows else []
+    columns = (Column("key", "what"), Column("value", "value"))
+    return [Heading("Environment"), Table(columns, tuple(rows))] if rows else []
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = [f"{key}={item}" for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return "" if value is None else str(value)
-
-
-def summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[list[str], str]:
+def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[list[str], str]:
     """Return sentences in reading order, and code that selects the fastest backend where `auto` cost
     the most. Both are empty for a run without cells.
     """
     if not cells:
         return [], ""
-    sentences = [_what_ran(store, run, cells), *_refused(cells), *_failed(cells)]
+    environment = store.environment(run)
+    backends: dict[str, list[CellRow]] = {}
+    for cell in cells:
+        backends.setdefault(cell.backend, []).append(cell)
+    statuses = Counter(cell.status for cell in cells)
+    sentences = [
+        f"{_count(len({cell.config for cell in cells}), 'config')} on "
+        f"{_count(len(backends), 'backend')} ({', '.join(backends)}) make "
+        f"{_count(len(cells), 'cell')}: "
+        f"{', '.join(f'{count} {status}' for status, count in statuses.most_common())}; "
+        f"{device_name(environment) or 'an unknown device'}, "
+        f"torch {environment.get('torch') or 'of an unknown release'}."
+    ]
+    refusals = []
+    for backend, own in backends.items():
+        refused = [cell for cell in own if cell.status == "refused"]
+        codes = dict.fromkeys(reason.code for cell in refused for reason in cell.refusals)
+        if refused:
+            why = ", ".join(codes) or "no reason told"
+            refusals.append(f"{backend} {len(refused)} of {len(own)} ({why})")
+    if refusals:
+        sentences.append(f"Refused: {'; '.join(refusals)}.")
+    if failed := [cell for cell in cells if cell.status not in ("ok", "refused")]:
+        first = failed[0]
+        sentences.append(
+            f"{_count(len(failed), 'cell')} failed, the first: {first.backend} on {first.config} "
+            f"({first.status})."
+        )
     code = ""
     if any(cell.samples.get(name) for cell in cells for name in CALL_MEASUREMENTS):
         losses = evaluate_bench(store, run).losses
-        real = [loss for loss in losses if loss.real]
-        code = real[0].code if real else ""
-        sentences += _auto(cells, losses)
-    problems = store.problems(run)
-    if problems:
+        code = next((loss.code for loss in losses if loss.real), "")
+        sentences += _cost_of_auto(backends.get("auto", ()), losses)
+    if problems := store.problems(run):
         sentences.append(
             f"{_count(len(problems), 'problem')} of profilers or of the GPU: see below."
         )
@@ -456,51 +463,15 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _what_ran(store: Store, run: str, cells: Sequence[CellRow]) -> str:
-    environment = store.environment(run)
-    configs = dict.fromkeys(cell.config for cell in cells)
-    backends = dict.fromkeys(cell.backend for cell in cells)
-    counts = Counter(cell.status for cell in cells)
-    ended = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    device = device_name(environment) or "an unknown device"
-    what = f"{_count(len(configs), 'config')} on {_count(len(backends), 'backend')}"
-    torch = environment.get("torch") or "of an unknown release"
-    return f"{what} ({', '.join(backends)}) make {_count(len(cells), 'cell')}: {ended}; {device}, torch {torch}."
+def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
+    """Yield auto's choices, their cost relative to the best, and what to change."""
 
+    def named(counts: Counter[str]) -> str:
+        return ", ".join(f"{name} on {_count(n, 'config')}" for name, n in counts.most_common())
 
-def _refused(cells: Sequence[CellRow]) -> Iterator[str]:
-    """Yield one sentence on all refusals, with the codes of their reasons."""
-    parts = []
-    for backend in dict.fromkeys(cell.backend for cell in cells):
-        own = [cell for cell in cells if cell.backend == backend]
-        refused = [cell for cell in own if cell.status == "refused"]
-        codes = dict.fromkeys(reason.code for cell in refused for reason in cell.refusals)
-        if refused:
-            why = ", ".join(codes) or "no reason told"
-            parts.append(f"{backend} {len(refused)} of {len(own)} ({why})")
-    if parts:
-        yield f"Refused: {'; '.join(parts)}."
-
-
-def _failed(cells: Sequence[CellRow]) -> Iterator[str]:
-    failed = [cell for cell in cells if cell.status not in ("ok", "refused")]
-    if failed:
-        first = failed[0]
-        yield (
-            f"{_count(len(failed), 'cell')} failed, the first: {first.backend} on {first.config} "
-            f"({first.status})."
-        )
-
-
-def _auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
-    """Yield auto's choice, its cost relative to the best, and what to change."""
-    took = Counter(
-        backend_that_ran(cell) or "an unknown backend"
-        for cell in cells
-        if cell.backend == "auto" and cell.status == "ok"
-    )
-    if took:
-        yield f"auto took {_named(took)}."
+    ran = [backend_that_ran(cell) for cell in cells if cell.status == "ok"]
+    if ran:
+        yield f"auto took {named(Counter(name or 'an unknown backend' for name in ran))}."
     if not losses:
         return
     real = [loss for loss in losses if loss.real]
@@ -520,19 +491,26 @@ def _auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
         f"{worst.best_ns / 1e3:,.2f}){doubt}."
     )
     yield (
-        f"To change: select {_named(Counter(loss.best for loss in real))}; the code below does it "
+        f"To change: select {named(Counter(loss.best for loss in real))}; the code below does it "
         "where auto cost most."
     )
 
 
-def _named(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} on {_count(n, 'config')}" for name, n in counts.most_common())
-
-
 def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
     """Return the terms that the blocks use, with their meanings. Empty if they use none."""
-    words = words_of("\n".join(_texts(blocks)))
-    notes = [Note(meaning, word) for word, meaning in words.items()]
+    texts: list[str] = []
+    for block in blocks:
+        if isinstance(block, Heading):
+            texts += [block.text, block.detail]
+        elif isinstance(block, Note):
+            texts += [block.label, block.text]
+        elif isinstance(block, Chart):
+            texts += [block.title, block.x_title, block.y_title, block.kind]
+        elif isinstance(block, Table):
+            texts += [column.title for column in block.columns]
+            values = (MISSING if value is None else value for row in block.rows for value in row)
+            texts += [value for value in values if isinstance(value, str)]
+    notes = [Note(meaning, word) for word, meaning in words_of("\n".join(texts)).items()]
     return [Heading("What the words mean"), *notes] if notes else []
 
 
@@ -543,25 +521,6 @@ def words_of(text: str) -> dict[str, str]:
         for word, meaning in GLOSSARY.items()
         if re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", text)
     }
-
-
-def _texts(blocks: Iterable[Block]) -> Iterator[str]:
-    """Yield the texts that people read, except code."""
-    for block in blocks:
-        if isinstance(block, Heading):
-            yield f"{block.text}\n{block.detail}"
-        elif isinstance(block, Note):
-            yield f"{block.label}\n{block.text}"
-        elif isinstance(block, Chart):
-            yield f"{block.title}\n{block.x_title}\n{block.y_title}\n{block.kind}"
-        elif isinstance(block, Table):
-            yield "\n".join(column.title for column in block.columns)
-            yield "\n".join(
-                "-" if value is None else value
-                for row in block.rows
-                for value in row
-                if value is None or isinstance(value, str)
-            )
 
 
 ReportedRuns = Annotated[str, Option(metavar="[RUN]...", complete=complete_runs)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from profharness.attention.config import Config, parse_config
+from profharness.attention.config import parse_config
 from profharness.attention.costs import compulsory_bytes, flops
 from profharness.attention.dispatch.predict import every_refusal
 from profharness.columns import Column, pick
@@ -61,7 +61,7 @@ SHOWN_PAIRS = 24
 """The maximum number of rows in the chart of dtypes."""
 
 
-def axis_blocks(answer: BenchResult) -> Iterator[Block]:
+def _axis_blocks(answer: BenchResult) -> Iterator[Block]:
     """Yield statements on each sweep and on pairs of dtypes."""
     if not answer.sweeps and not answer.dtypes:
         return
@@ -78,36 +78,6 @@ def axis_blocks(answer: BenchResult) -> Iterator[Block]:
             more = f"{len(own) - SHOWN_SWEEPS} more sweeps (--format json has them all)"
             yield Note(more, axis.title)
     yield from (Note(pair.statement, "dtype") for pair in answer.dtypes)
-
-
-def axis_charts(answer: BenchResult) -> Iterator[Chart]:
-    """Yield charts of peak memory over length, and of dtypes side by side."""
-    memory = [
-        {
-            "label": row.config,
-            "backend": row.backend,
-            "MiB": row.peak_memory_bytes / MIB,
-        }
-        for row in answer.figures()
-        if row.peak_memory_bytes and row.ranked
-    ]
-    yield from sweep_charts(memory, "Peak memory", "MiB", "PyTorch's allocator")
-    rows: list[dict[str, Any]] = [
-        {
-            "pair": f"{row.backend}, {family(row.config, DTYPE_TOKEN)}",
-            "dtype": str(parse_config(row.config).dtype),
-            "µs": row.median_ns / 1e3,
-            "label": row.config,
-        }
-        for row in answer.figures()
-        if row.ranked and row.median_ns
-    ]
-    counts = Counter(row["pair"] for row in rows)
-    pairs = [pair for pair, count in counts.items() if count > 1][:SHOWN_PAIRS]
-    shown = tuple(row for row in rows if row["pair"] in pairs)
-    if shown:
-        title = f"Latency by dtype ({answer.ranking})"
-        yield Chart("dumbbell", title, shown, "µs", "pair", "dtype", "µs", label="label")
 
 
 def sweep_charts(
@@ -191,21 +161,25 @@ def bench_document(
     contain the samples.
     """
     environment = answer.environment
-    device = device_name(environment) or "unknown device"
+    facts = [device_name(environment) or "unknown device", f"torch {environment.get('torch')}"]
+    facts += [answer.created[:10], _sample_counts(answer)]
+    if baselines := dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline):
+        facts.append(f"baseline {' or '.join(baselines)}")
+    peaks = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
     blocks: list[Block] = [
-        Heading(f"run {answer.run}", ", ".join(_opening_facts(answer, str(device)))),
+        Heading(f"run {answer.run}", ", ".join(filter(None, facts))),
         _main_table(answer),
         *(_charts(answer) if charts else ()),
         Note(_header(answer), "figures"),
         Note(_measured(answer), "measured"),
-        *_marks(answer),
+        *([Note("; ".join(peaks), "peaks")] if peaks else ()),
+        *([Note(f"against {'; '.join(baselines)}", "speed-up")] if baselines else ()),
         # cells that timed SDPA instead of the requested form
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain),
-        *_warnings(answer),
         *_doubts(answer),
         *_regret(answer),
-        *axis_blocks(answer),
+        *_axis_blocks(answer),
         *([Heading("Conclusion")] if answer.conclusions else ()),
         *(Note(text) for text in answer.conclusions),
     ]
@@ -237,15 +211,14 @@ def bench_document(
 
 
 def _charts(answer: BenchResult) -> Iterator[Block]:
-    """Yield charts of latency and rates over each axis, the roofline, and charts of peak memory.
-    The charts of latency and rates leave out backends whose results are wrong.
+    """Yield charts of latency and rates over each axis without wrong backends, the roofline, and
+    charts of peak memory and of dtypes.
     """
     medians = [
         (row.config, row.backend, row.median_ns)
         for row in answer.ranking_rows()
         if row.median_ns and row.verified is not False
     ]
-    tf32 = bool(answer.environment.get("tf32"))
     intervals = {
         (row.config, row.backend): (row.low_ns, row.high_ns)
         for row in answer.ranking_rows()
@@ -253,8 +226,30 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
     }
     every: dict[str, Any] = {"axes": AXES, "found": answer.sweeps}
     yield from latency_charts(medians, answer.ranking, intervals, **every)
+    tf32 = bool(answer.environment.get("tf32"))
     yield from rate_blocks(medians, answer.ranking, answer.peaks, tf32=tf32, **every)
-    yield from axis_charts(answer)
+    ranked = [row for row in answer.figures() if row.ranked]
+    memory = [
+        {"label": row.config, "backend": row.backend, "MiB": row.peak_memory_bytes / MIB}
+        for row in ranked
+        if row.peak_memory_bytes
+    ]
+    yield from sweep_charts(memory, "Peak memory", "MiB", "PyTorch's allocator")
+    rows: list[dict[str, Any]] = [
+        {
+            "pair": f"{row.backend}, {family(row.config, DTYPE_TOKEN)}",
+            "dtype": str(parse_config(row.config).dtype),
+            "µs": row.median_ns / 1e3,
+            "label": row.config,
+        }
+        for row in ranked
+        if row.median_ns
+    ]
+    counts = Counter(row["pair"] for row in rows)
+    pairs = [pair for pair, count in counts.items() if count > 1][:SHOWN_PAIRS]
+    if shown := tuple(row for row in rows if row["pair"] in pairs):
+        title = f"Latency by dtype ({answer.ranking})"
+        yield Chart("dumbbell", title, shown, "µs", "pair", "dtype", "µs", label="label")
 
 
 def _records(answer: BenchResult, raw: bool) -> Iterator[dict[str, Any]]:
@@ -277,15 +272,6 @@ def _header(answer: BenchResult) -> str:
         f"µs is the median of {answer.ranking} ({means}), ±% half its 95 % interval; FLOPs by the "
         f"convention {answer.convention}, bytes are the compulsory ones; {ceiling}"
     )
-
-
-def _opening_facts(answer: BenchResult, device: str) -> list[str]:
-    """Return the device, the date, the number of samples and the baselines of speed-ups."""
-    facts = [device, f"torch {answer.environment.get('torch')}", answer.created[:10]]
-    facts.append(_sample_counts(answer))
-    baselines = dict.fromkeys(str(row.baseline) for row in answer.figures() if row.baseline)
-    facts += [f"baseline {' or '.join(baselines)}"] if baselines else []
-    return [fact for fact in facts if fact]
 
 
 def _sample_counts(answer: BenchResult) -> str:
@@ -365,50 +351,30 @@ def _doubts(answer: BenchResult) -> Iterator[Note]:
         yield Note("; ".join(texts), f"[{number}] {config} {backend}", "warning")
 
 
-def _marks(answer: BenchResult) -> Iterator[Note]:
-    against = dict.fromkeys(row.against for row in answer.ranking_rows() if row.against)
-    if against:
-        yield Note("; ".join(against), "peaks")
-    baselines = dict.fromkeys(row.baseline for row in answer.ranking_rows() if row.baseline)
-    if baselines:
-        yield Note(f"against {'; '.join(baselines)}", "speed-up")
-
-
 def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
-    """Yield a note for each reason why cells have no figure. If `explain` is set, include every
+    """Yield a note for each reason why cells have no figure, then for each warning of the workers
+    except that about shared cores, which is reported as a doubt. If `explain` is set, include every
     reason for a refusal, even the reasons that only the rules give.
     """
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
-        if cell.status == "ok":
-            continue
-        texts = [_opening(cell.message or cell.status)]
-        if explain and cell.refusals:
+        texts = [] if cell.status == "ok" else [_opening(cell.message or cell.status)]
+        if explain and texts and cell.refusals:
             config = parse_config(cell.config)
             texts = [
                 f"{reason.message} [{reason.code}{', by rule' if reason.source == 'rule' else ''}]"
                 for reason in every_refusal(config, cell.backend, cell.refusals, answer.environment)
             ]
         for text in texts:
-            configs.setdefault((cell.backend, cell.status, text), []).append(cell.config)
-    for (backend, status, text), labels in configs.items():
-        where = labels[0] if len(labels) == 1 else f"{len(labels)} configs"
-        level = "note" if status == "refused" else "error"
-        yield Note(text, f"{backend} {status}, {where}", level)
-
-
-def _warnings(answer: BenchResult) -> Iterator[Note]:
-    """Yield each warning of the workers once per backend. Skip the warning about shared cores,
-    because it is reported as a doubt.
-    """
-    configs: dict[tuple[str, str], list[str]] = {}
+            configs.setdefault((cell.backend, f" {cell.status}", text), []).append(cell.config)
     for cell in answer.cells:
         for text in cell.warnings:
             if text != SHARED_CORES:
-                configs.setdefault((cell.backend, text), []).append(cell.config)
-    for (backend, text), labels in configs.items():
+                configs.setdefault((cell.backend, "", text), []).append(cell.config)
+    for (backend, status, text), labels in configs.items():
         where = labels[0] if len(labels) == 1 else f"{len(labels)} configs"
-        yield Note(text, f"{backend}, {where}", "warning")
+        level = {"": "warning", " refused": "note"}.get(status, "error")
+        yield Note(text, f"{backend}{status}, {where}", level)
 
 
 def _opening(message: str) -> str:
@@ -489,10 +455,6 @@ def roofline_chart(
         return []
     keys = ("intensity", "flops_per_s", "backend", x_title, y_title, caption)
     return [Chart("roofline", title, tuple(rows), *keys, roofs=merged, label="label")]
-
-
-def lengthless(config: Config) -> str:
-    return replace(config, seq_len_q=1, seq_len_kv=1).label.replace("-s1-", "-")
 
 
 def rate_blocks(
