@@ -202,22 +202,17 @@ def _rows(chart: Chart) -> list[dict[str, Any]]:
     for row in rows:
         row["place"] = names.index(row["series"])
         about = f" at {row['label']}" if row["label"] else ""
-        row["text"] = f"{row['series']}{about}: {_figure(row['y'])}, {_figure(row['x'])}"
-        if row["low"] is not None:
-            row["text"] += f", {_figure(row['low'])} to {_figure(row['high'])}"
+        y, x, low, high = (
+            f"{value:,.4g}" if isinstance(value, float) else str(value)
+            for value in (row["y"], row["x"], row["low"], row["high"])
+        )
+        between = "" if row["low"] is None else f", {low} to {high}"
+        row["text"] = f"{row['series']}{about}: {y}, {x}{between}"
     return rows
-
-
-def _figure(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def _names(chart: Chart) -> list[str]:
     return list(dict.fromkeys(row["series"] for row in chart.plain_rows()))
-
-
-def _labels(chart: Chart) -> list[Any]:
-    return list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
 
 
 def _color(chart: Chart) -> Any:
@@ -227,15 +222,6 @@ def _color(chart: Chart) -> Any:
         colors = [color for color, _ in backend_styles(names)]
     scale = alt.Scale(domain=names, range=colors)
     return alt.Color("series:N", title=None, scale=scale)
-
-
-def _shape(chart: Chart) -> Any:
-    """Return the encoding of the series by shape, so that they differ not only by colour."""
-    names = _names(chart)
-    shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
-    if chart.kind in OF_BACKENDS:
-        shapes = [shape for _, shape in backend_styles(names)]
-    return alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
 
 
 def _log(
@@ -263,19 +249,27 @@ def _log(
     )
 
 
-def _rows_axis(chart: Chart) -> Any:
-    return alt.Y("y:N", title=chart.y_title or None, sort=_labels(chart))
+def _label_axis(chart: Chart) -> tuple[Any, int]:
+    """Return the y axis of a chart with labels, and the height of the chart."""
+    labels = list(dict.fromkeys(row["y"] for row in chart.plain_rows()))
+    axis = alt.Y("y:N", title=chart.y_title or None, sort=labels)
+    return axis, STEP * max(len(labels), 2)
 
 
 def _points(chart: Chart, base: Any, size: int, **encoding: Any) -> Any:
-    """Return outlined marks. Those of the first series are the largest, so that marks at the same
-    position are visible inside each other.
+    """Return outlined marks, which differ by colour and by shape. Those of the first series are the
+    largest, so that marks at the same position are visible inside each other.
     """
+    names = _names(chart)
+    shapes = [SHAPES[n % len(SHAPES)] for n in range(len(names))]
+    if chart.kind in OF_BACKENDS:
+        shapes = [shape for _, shape in backend_styles(names)]
+    shape = alt.Shape("series:N", title=None, scale=alt.Scale(domain=names, range=shapes))
     parts = [
         part.mark_point(filled=False, opacity=1, strokeWidth=2, size=size + 50 * behind)
         for part, behind in _by_series(chart, base)
     ]
-    drawn = {"color": _color(chart), "shape": _shape(chart), "description": "text:N"}
+    drawn = {"color": _color(chart), "shape": shape, "description": "text:N"}
     return alt.layer(*(part.encode(**drawn, **encoding) for part in parts))
 
 
@@ -298,17 +292,25 @@ def _intervals(chart: Chart, base: Any, axis: str) -> list[Any]:
 
 
 def _lines(chart: Chart) -> Any:
-    places = sorted({row["x"] for row in chart.plain_rows()})
-    shown = places if len(places) <= 12 else ()
-    axes = {"x": _log("X", "x", chart.x_title, values=shown), "y": _y_axis(chart)}
-    base = alt.Chart(DATA).encode(**axes, color=_color(chart))
+    rows = chart.plain_rows()
+    places = sorted({row["x"] for row in rows})
+    x = _log("X", "x", chart.x_title, values=places if len(places) <= 12 else ())
+    ends = None
+    if chart.marks and rows:
+        # leave space above the points for the texts of marks
+        values = [value for row in rows for value in (row["y"], row["low"], row["high"]) if value]
+        low, high = min(values) / 1.2, max(values) * 1.2
+        share = min((len(chart.marks) + 0.5) * LANE / LINES_HEIGHT, 0.6)
+        ends = low, low * (high / low) ** (1 / (1 - share))
+    y = _log("Y", "y", chart.y_title, ends=ends)
+    base = alt.Chart(DATA).encode(x=x, y=y, color=_color(chart))
     # The dashes leave gaps, in which the lines below are visible.
     lines = [
         part.mark_line(aria=False, strokeDash=[8, 4 * place])
         for place, (part, _) in enumerate(_by_series(chart, base))
     ]
     layers = alt.layer(
-        *_mark_layers(chart, axes["x"], places),
+        *_mark_layers(chart, x, places),
         *lines,
         *_intervals(chart, base, "y"),
         _points(chart, base, 60),
@@ -316,63 +318,42 @@ def _lines(chart: Chart) -> Any:
     return layers.properties(width=WIDTH, height=LINES_HEIGHT)
 
 
-def _y_axis(chart: Chart) -> Any:
-    """Return the y axis of a `lines` chart. It leaves space above the points for the texts of marks."""
-    rows = chart.plain_rows()
-    if not chart.marks or not rows:
-        return _log("Y", "y", chart.y_title)
-    values = [value for row in rows for value in (row["y"], row["low"], row["high"]) if value]
-    low, high = min(values) / 1.2, max(values) * 1.2
-    share = min((len(chart.marks) + 0.5) * LANE / LINES_HEIGHT, 0.6)
-    return _log("Y", "y", chart.y_title, ends=(low, low * (high / low) ** (1 / (1 - share))))
-
-
 def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[Any]:
-    """Yield the layers of each mark: its text, and a dashed line from the text down to the x axis.
-
-    Each text is on a separate line.
+    """Yield the layers of each mark: its text on a separate line, and a dashed line from the text
+    down to the x axis.
     """
     middle = math.sqrt(places[0] * places[-1]) if places else 0.0
     for number, mark in enumerate(chart.marks):
-        top = (number + 0.6) * LANE
-        base = alt.Chart(alt.Data(values=[{"x": mark.x, "mark": mark.text}])).encode(x=axis)
-        right = mark.x <= middle
-        yield base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False).encode(
-            y=alt.value(top), y2=alt.value(LINES_HEIGHT)
-        )
-        yield base.mark_text(
-            color=INK,
-            align="left" if right else "right",
-            dx=5 if right else -5,
-            fontSize=11,
-            aria=False,
-        ).encode(y=alt.value(top), text="mark:N")
+        top = alt.value((number + 0.6) * LANE)
+        base = alt.Chart(alt.Data(values=[{"x": mark.x, "mark": mark.text}])).encode(x=axis, y=top)
+        align, shift = ("left", 5) if mark.x <= middle else ("right", -5)
+        rule = base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False)
+        yield rule.encode(y2=alt.value(LINES_HEIGHT))
+        text = base.mark_text(color=INK, align=align, dx=shift, fontSize=11, aria=False)
+        yield text.encode(text="mark:N")
 
 
 def _dots(chart: Chart) -> Any:
-    axes = {"x": _log("X", "x", chart.x_title), "y": _rows_axis(chart)}
-    base = alt.Chart(DATA).encode(**axes)
+    labels, height = _label_axis(chart)
+    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=labels)
     layers = alt.layer(*_intervals(chart, base, "x"), _points(chart, base, 70))
-    return layers.properties(width=WIDTH, height=_height(chart))
-
-
-def _height(chart: Chart) -> int:
-    return STEP * max(len(_labels(chart)), 2)
+    return layers.properties(width=WIDTH, height=height)
 
 
 def _stack(chart: Chart) -> Any:
+    labels, height = _label_axis(chart)
     return (
         alt.Chart(DATA)
         .mark_bar()
         .encode(
             x=alt.X("x:Q", title=chart.x_title, stack="zero"),
-            y=_rows_axis(chart),
+            y=labels,
             color=_color(chart),
             order=alt.Order("place:Q"),
             description="text:N",
         )
         .transform_calculate(place=f"indexof({_names(chart)!r}, datum.series)")
-        .properties(width=WIDTH, height=_height(chart))
+        .properties(width=WIDTH, height=height)
     )
 
 
@@ -391,7 +372,7 @@ def _map(chart: Chart) -> Any:
     )
     texts = base.mark_text(fontSize=11, color="#ffffff", aria=False).encode(text="series:N")
     width = max(min(WIDTH, 76 * len(places)), 76)
-    return (tiles + texts).properties(width=width, height=_height(chart))
+    return (tiles + texts).properties(width=width, height=_label_axis(chart)[1])
 
 
 def by_number(text: str) -> list[tuple[int, str]]:
@@ -427,10 +408,10 @@ def _roofline(chart: Chart) -> Any:
 
 
 def _dumbbell(chart: Chart) -> Any:
-    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=_rows_axis(chart))
+    labels, height = _label_axis(chart)
+    base = alt.Chart(DATA).encode(x=_log("X", "x", chart.x_title), y=labels)
     bars = base.mark_line(color=INK, strokeWidth=2, opacity=0.5, aria=False).encode(detail="y:N")
-    layers = bars + _points(chart, base, 80)
-    return layers.properties(width=WIDTH, height=_height(chart))
+    return (bars + _points(chart, base, 80)).properties(width=WIDTH, height=height)
 
 
 DRAWERS: dict[str, Callable[[Chart], Any]] = {
