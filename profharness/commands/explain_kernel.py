@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,24 +27,7 @@ FIELDS = (
 )
 
 
-def described(names: Sequence[str]) -> list[Description]:
-    """Return the description of each name. Raise UsageError for an empty one."""
-    if not all(name.strip() for name in names):
-        raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
-    return [describe(name) for name in names]
-
-
-def names_document(descriptions: Sequence[Description]) -> Document:
-    """Return the document of `explain-kernel`: the meaning of the parts of each name, and what they
-    leave open.
-    """
-    blocks = [block for description in descriptions for block in _blocks(description)]
-    records = tuple(map(name_record, descriptions))
-    return Document(SCHEMA, "Kernel names in words", tuple(blocks), FIELDS, records)
-
-
-def name_record(description: Description) -> dict[str, Any]:
-    """Return the JSON record of one name."""
+def _record(description: Description) -> dict[str, Any]:
     kernel = description.kernel
     return {
         "name": kernel.name,
@@ -58,21 +40,6 @@ def name_record(description: Description) -> dict[str, Any]:
         "unknown": list(description.unknown),
         "untold": list(description.untold),
     }
-
-
-def _blocks(description: Description) -> list[Block]:
-    kernel = description.kernel
-    blocks: list[Block] = [Heading(kernel.short, f"family {kernel.family}")]
-    if not description.is_known:
-        return [*blocks, Note(description.meaning, "unknown", "warning")]
-    blocks.append(Note(description.meaning))
-    parts = [replace(part, meaning=part.meaning or "not known") for part in description.parts]
-    if parts:
-        blocks.append(Table.of(pick(NamePart), parts))
-    if description.untold:
-        text = f"{', '.join(description.untold)}: the name does not say"
-        blocks.append(Note(text, "open"))
-    return blocks
 
 
 KernelNames = Annotated[
@@ -88,7 +55,7 @@ KernelNames = Annotated[
 
 
 def _to_frame(descriptions: list[Description]) -> pd.DataFrame:
-    return frame([name_record(description) for description in descriptions])
+    return frame([_record(description) for description in descriptions])
 
 
 @command(
@@ -110,13 +77,31 @@ def explain_kernel(names: KernelNames) -> list[Description]:
       profharness explain-kernel cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64
       profharness explain-kernel fmha_cutlassF_f16_aligned_64x64_rf_sm80 --format json
     """
-    return described([names] if isinstance(names, str) else names)
+    given = [names] if isinstance(names, str) else names
+    if not all(name.strip() for name in given):
+        raise UsageError("NAME is empty; give a kernel's name as `profharness kernels` shows it")
+    return [describe(name) for name in given]
 
 
 @document(explain_kernel)
 def show(descriptions: list[Description]) -> Document:
-    """Return the document."""
-    return names_document(descriptions)
+    """Return the document: the meaning of the parts of each name, and what they leave open."""
+    blocks: list[Block] = []
+    for description in descriptions:
+        kernel = description.kernel
+        blocks.append(Heading(kernel.short, f"family {kernel.family}"))
+        if not description.is_known:
+            blocks.append(Note(description.meaning, "unknown", "warning"))
+            continue
+        blocks.append(Note(description.meaning))
+        parts = [replace(part, meaning=part.meaning or "not known") for part in description.parts]
+        if parts:
+            blocks.append(Table.of(pick(NamePart), parts))
+        if description.untold:
+            text = f"{', '.join(description.untold)}: the name does not say"
+            blocks.append(Note(text, "open"))
+    records = tuple(map(_record, descriptions))
+    return Document(SCHEMA, "Kernel names in words", tuple(blocks), FIELDS, records)
 
 
 DECLARATION = declaration_of(explain_kernel)

@@ -59,25 +59,20 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
     """Return the document of `verify`. With `full`, the table has a row for every check."""
     blocks: list[Block] = []
     for config, group in groupby(rows, key=lambda row: row.asked):
-        blocks += _config_blocks(config, list(group), full)
+        checks = list(group)
+        cases = len({row.case for row in checks})
+        blocks.append(Heading(config, f"{cases} case{'s' if cases != 1 else ''} against fp64"))
+        backends: dict[str, list[VerificationRow]] = {}
+        for row in checks:
+            backends.setdefault(row.backend, []).append(row)
+        blocks.append(Table(SUMMARY, tuple(_summary(*each) for each in backends.items())))
+        if full:
+            lines = [({"passed": VERDICTS[row.passed]}, row) for row in checks]
+            blocks.append(Table.of(pick(VerificationRow), lines))
+        for name, own in backends.items():
+            blocks += _faults(name, failures(own), full)
+        blocks += _remarks(checks)
     return Document(SCHEMA, "Verification", tuple(blocks), FIELDS, tuple(map(record, rows)))
-
-
-def _config_blocks(config: str, rows: list[VerificationRow], full: bool) -> Iterator[Block]:
-    cases = len(dict.fromkeys(row.case for row in rows))
-    yield Heading(config, f"{cases} case{'s' if cases != 1 else ''} against fp64")
-    backends = dict.fromkeys(row.backend for row in rows)
-    yield Table(
-        SUMMARY,
-        tuple(_summary(name, [row for row in rows if row.backend == name]) for name in backends),
-    )
-    if full:
-        yield Table.of(
-            pick(VerificationRow), (({"passed": VERDICTS[row.passed]}, row) for row in rows)
-        )
-    for name in backends:
-        yield from _faults(name, [row for row in failures(rows) if row.backend == name], full)
-    yield from _remarks(rows)
 
 
 def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:

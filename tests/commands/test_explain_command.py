@@ -94,16 +94,6 @@ def test_advice_has_code_that_is_python_and_was_asked_again() -> None:
     assert "auto then runs cudnn" in plain(told(*args))
 
 
-@pytest.mark.parametrize("format_", ["csv", "md", "json", "table"])
-def test_every_format_names_the_config(format_: str) -> None:
-    out = told("--config", "2,8,512,64,bf16", *A6000, "--format", format_)
-    assert "b2-h8-s512-d64-bf16" in out
-    if format_ == "csv":
-        assert out.splitlines()[0].startswith("config,source,environment,priority_order,predicted")
-    if format_ == "json":
-        assert json.loads(out)["schema"] == "profharness.explain/1"
-
-
 def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
     args = ("--config", "2,8,512,64,bf16", "--torch", "2.5..2.15", "--gpu", "H100")
     out = told(*args)
@@ -115,12 +105,6 @@ def test_releases_make_a_matrix_that_marks_where_the_choice_changes() -> None:
     eleventh = next(row for row in found if row["environment"]["torch"] == "2.11.0")  # type: ignore[index]
     assert "choice flash → cudnn" in eleventh["changes"]  # type: ignore[operator]
     assert "cuDNN 91002 → 91900" in eleventh["changes"]  # type: ignore[operator]
-
-
-def test_several_configs_have_a_matrix_each_and_one_that_never_changes_says_so() -> None:
-    out = told("--config", "2,8,512,{64,80},bf16", "--torch", "2.8,2.10", "--gpu", "A100")
-    assert out.count("what changed") == 2
-    assert out.count("the choice is flash in all of them") == 2
 
 
 def test_a_matrix_has_columns_of_the_named_backends_only() -> None:
@@ -257,11 +241,6 @@ def test_one_answer_of_several_is_no_error() -> None:
     assert [row["error"] is None for row in found] == [True, False]
 
 
-def test_the_cpu_is_a_place_too() -> None:
-    (row,) = rows("--config", "2,8,512,64,dropout=0.1", "--torch", "2.13", "--gpu", "cpu")
-    assert (row["predicted"], row["priority_order"]) == ("math", ["flash", "math"])
-
-
 def test_a_stored_run_is_a_witness_and_tells_the_gain(store: Path) -> None:
     args = ("--config", "2,8,512,64,fp16", *ON_H200, "--store", store)
     (row,) = rows(*args)
@@ -362,10 +341,6 @@ def test_why_there_is_no_time_is_told_of_a_gpu_with_an_atlas(
     done = CliRunner().invoke(command, ["--config", "1,16,1024,64,bf16", *place])
     assert done.exit_code == 0
     assert said in done.stderr if said else not done.stderr
-
-
-def test_help_has_examples() -> None:
-    assert told("--help").count("profharness explain --config") == 6
 
 
 def test_live_on_the_cpu_with_the_gain_measured(tmp_path: Path) -> None:

@@ -232,16 +232,6 @@ def test_atlas_of_another_driver_is_not_mixed(
     assert "and driver 1, so there is no time" in none.stderr
 
 
-@pytest.mark.parametrize("format_", ["csv", "jsonl", "md"])
-def test_every_format_names_the_config(format_: str) -> None:
-    assert "b2-h8-s512-d64-fp16" in told("--config", "2,8,512,64", "--format", format_)
-
-
-def test_a_backend_has_rows_of_its_own() -> None:
-    rows = answer("--config", "2,8,512,64,fp16", "--backend", "flash,math")["rows"]
-    assert [row["backend"] for row in rows] == ["flash", "math"]
-
-
 @pytest.mark.parametrize(
     ("args", "text"),
     [

@@ -289,23 +289,11 @@ def test_what_cannot_be_bisected_is_an_error() -> None:
     for name, text in (("dtype", "is a word"), ("sequence", "is no property")):
         with pytest.raises(UsageError, match=text):
             numeric_name(name)
+    names = {"seq_len": "seq", "num_kv_heads": "kv_heads", "seq_len_q": "seq_q"}
+    assert {text: numeric_name(text) for text in names} == names
     unlike = [parse_config("1,2,64,64,seq_q=1")]
     with pytest.raises(UsageError, match="unlike lengths"):
         bisect_all(unlike, "seq", lambda configs: ["flash"] * len(configs))
-
-
-def test_property_may_have_its_table_or_config_name() -> None:
-    names = {
-        "seq_len": "seq",
-        "num_heads": "heads",
-        "num_kv_heads": "kv_heads",
-        "seq_len_q": "seq_q",
-        "seq_len_kv": "seq_kv",
-        "kv_heads": "kv_heads",
-    }
-    assert {text: numeric_name(text) for text in names} == names
-    (found,) = bisect_all([BASE], "seq_len", lambda configs: ["flash"] * len(configs))
-    assert found.name == "seq"
 
 
 def test_short_range_is_evaluated_completely() -> None:

@@ -26,7 +26,7 @@ from profharness.attention.cases import VerificationRow
 from profharness.columns import Column, columns_of, pick
 from profharness.commands.analyze.tables import COLUMNS
 from profharness.commands.diff.compare import DiffRow
-from profharness.commands.kernels.tables import FIELDS, kernels_document
+from profharness.commands.kernels.tables import kernels_document
 from profharness.measurements.measurements import BenchRow
 from profharness.program.changes import EnvChange
 from profharness.program.layer_map import LayerForecast, LayerRow
@@ -38,28 +38,6 @@ from profharness.traces.kernel_names import parse_kernel_name
 
 GOLDEN = Path(__file__).parent / "golden"
 DATA = Path(__file__).parents[1] / "data"
-CONTRACT = [
-    "run",
-    "config",
-    "backend",
-    "profiler",
-    "status",
-    "range",
-    "kernel",
-    "kernel_short",
-    "family",
-    "grid",
-    "block",
-    "registers_per_thread",
-    "static_shared_bytes",
-    "dynamic_shared_bytes",
-    "shared_bytes",
-    "launches",
-    "launches_per_call",
-    "duration_ns",
-    "total_ns",
-    "share",
-]
 
 
 def check_golden(name: str, text: str) -> None:
@@ -76,16 +54,6 @@ def test_kernels_match_the_golden_file(name: str) -> None:
 
 def test_full_names_match_the_golden_file() -> None:
     check_golden("kernels.full.txt", RENDERERS["table"](kernels_document(*sample(), full=True)))
-
-
-def test_json_starts_with_the_keys_of_the_contract() -> None:
-    rows, cells = sample()
-    read = json.loads(RENDERERS["json"](kernels_document(rows, cells)))
-    assert read["schema"] == "profharness.kernels/1"
-    assert [list(row)[: len(CONTRACT)] for row in read["rows"]] == [CONTRACT] * len(rows)
-    assert read["rows"][0]["grid"] == [4, 2, 8]
-    assert read["rows"][0]["static_shared_bytes"] is None
-    assert [cell["status"] for cell in read["cells"]] == ["ok", "ok", "refused", "crashed"]
 
 
 def test_json_has_no_nan() -> None:
@@ -183,11 +151,6 @@ def test_machine_formats_escape_control_characters(text: str) -> None:
     assert json.loads(RENDERERS["jsonl"](_document(text)))["name"] == text
 
 
-def test_numbers_of_a_csv_stay_numbers() -> None:
-    document = Document("t/1", "t", (), ("ratio",), ({"ratio": -1.5},))
-    assert RENDERERS["csv"](document) == "ratio\n-1.5\n"
-
-
 @given(st.text())
 def test_no_text_breaks_a_table_or_controls_the_terminal(text: str) -> None:
     document = _document(text)
@@ -245,13 +208,6 @@ def test_cut_shows_where_names_differ() -> None:
 @given(texts=st.lists(st.text(min_size=1), unique=True), width=st.integers(MIN_SHRUNK, 40))
 def test_cut_never_exceeds_its_width(texts: list[str], width: int) -> None:
     assert all(cell_len(cut) <= width for cut in distinct_cuts(texts, width).values())
-
-
-def test_csv_columns_are_flat() -> None:
-    rows = list(csv.DictReader(io.StringIO(RENDERERS["csv"](kernels_document(*sample())))))
-    assert [rows[0][f"grid_{axis}"] for axis in "xyz"] == ["4", "2", "8"]
-    assert rows[3]["grid_x"] == ""
-    assert len(rows[0]) == len(FIELDS) + 4
 
 
 @pytest.mark.parametrize(

@@ -369,10 +369,5 @@ def test_trace_without_machine_has_no_environment() -> None:
     assert isinstance(table, Table) and table.rows == (("gpu", "H200"),)
 
 
-def test_unknown_run_is_an_error(swept: Path) -> None:
-    with pytest.raises(NotFoundError, match="no run 'nope'"):
-        report(swept, "nope")
-
-
 def test_report_on_both_captured_runs_is_small(captured: Path) -> None:
     assert len(RENDERERS["html"](report(captured, "latest~1", "latest"))) < 2_000_000
