@@ -21,7 +21,6 @@ from profharness.atlas.predictions import (
     predicted_record,
     statement,
 )
-from profharness.atlas.rows import AtlasComparison
 from profharness.attention.config import AUTO, parse_config, split_names
 from profharness.attention.dispatch.advice import call_code
 from profharness.columns import pick
@@ -281,19 +280,6 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
     from profharness.measurements.measurements import AXES
 
     return latency_charts(medians, "kernel time, predicted", intervals, axes=AXES)
-
-
-def against_blocks(rows: Sequence[AtlasComparison]) -> list[Block]:
-    """Return a table of the times of a run's kernels beside those in the atlas of its machine.
-
-    Return no blocks if there is no atlas.
-    """
-    if not rows:
-        return []
-    modelled = [row.inside for row in rows if row.inside is not None]
-    text = f"{sum(modelled)} of {len(modelled)} times that the model tells lie in its 90 % interval"
-    heading = Heading("Against the atlas", "what cells of such a machine took")
-    return [heading, Note(f"{text}."), Table.of(pick(AtlasComparison), rows)]
 
 
 GpuName = Annotated[

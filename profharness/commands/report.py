@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from profharness import stats
-from profharness.atlas.rows import against
+from profharness.atlas.rows import AtlasComparison, against
 from profharness.attention.config import parse_config
 from profharness.columns import Column, column, pick
 from profharness.commands._command import command, declaration_of, document
@@ -50,7 +50,6 @@ from profharness.commands.layers.by_gpu import (
     layers_by_gpu_record,
 )
 from profharness.commands.layers.tables import layers_document
-from profharness.commands.predict import against_blocks
 from profharness.commands.verify import verify_document
 from profharness.device_types import device_name
 from profharness.devices import DeviceFact
@@ -245,9 +244,14 @@ def _run_blocks(
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     blocks += _disagreement_blocks(cells, kernels)
-    if told := against(cells, [row for row in kernels if row.profiler == best], environment):
-        blocks += against_blocks(told)
-        extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in told)
+    if compared := against(cells, [row for row in kernels if row.profiler == best], environment):
+        inside = [row.inside for row in compared if row.inside is not None]
+        text = (
+            f"{sum(inside)} of {len(inside)} times that the model tells lie in its 90 % interval."
+        )
+        blocks += [Heading("Against the atlas", "what cells of such a machine took"), Note(text)]
+        blocks.append(Table.of(pick(AtlasComparison), compared))
+        extra.setdefault("atlas", []).extend({"run": run} | record(row) for row in compared)
     machine = run_machine(store, run, cells=cells)
     if facts := machine.facts():
         blocks += [Heading("Device", machine.name or ""), Table.of(pick(DeviceFact), facts)]

@@ -79,7 +79,7 @@ DATA = alt.NamedData(
 )  # the rows are inserted last, because Altair would copy them dozens of times
 INK = "#0a0b0c"  # placeholder for the text colour of the page
 WIDTH = 620
-LINES_HEIGHT, LANE = 340, 15  # heights of a `lines` chart and of a text in it, in pixels
+LINES_HEIGHT, TEXT_HEIGHT = 340, 15  # heights of a `lines` chart and of a text in it, in pixels
 STEP = 22  # pixels per row of a chart with labels
 MAX_LABEL = 320
 # These fonts have the same widths, so that the text fits on machines that lack the first font.
@@ -300,7 +300,7 @@ def _lines(chart: Chart) -> Any:
         # leave space above the points for the texts of marks
         values = [value for row in rows for value in (row["y"], row["low"], row["high"]) if value]
         low, high = min(values) / 1.2, max(values) * 1.2
-        share = min((len(chart.marks) + 0.5) * LANE / LINES_HEIGHT, 0.6)
+        share = min((len(chart.marks) + 0.5) * TEXT_HEIGHT / LINES_HEIGHT, 0.6)
         ends = low, low * (high / low) ** (1 / (1 - share))
     y = _log("Y", "y", chart.y_title, ends=ends)
     base = alt.Chart(DATA).encode(x=x, y=y, color=_color(chart))
@@ -324,7 +324,7 @@ def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[A
     """
     middle = math.sqrt(places[0] * places[-1]) if places else 0.0
     for number, mark in enumerate(chart.marks):
-        top = alt.value((number + 0.6) * LANE)
+        top = alt.value((number + 0.6) * TEXT_HEIGHT)
         base = alt.Chart(alt.Data(values=[{"x": mark.x, "mark": mark.text}])).encode(x=axis, y=top)
         align, shift = ("left", 5) if mark.x <= middle else ("right", -5)
         rule = base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False)

@@ -18,7 +18,6 @@ from profharness.atlas.data import Atlas, AtlasCell, build_atlas, write_atlas
 from profharness.atlas.rows import PROFILER, against, predicted_rows
 from profharness.cli import find_command
 from profharness.commands.kernels.tables import FIELDS
-from profharness.commands.predict import against_blocks
 from profharness.errors import GateError, UsageError
 
 kernels = find_command("kernels")
@@ -311,11 +310,8 @@ def test_run_is_compared_with_the_atlas_of_its_machine(measured: list[AtlasCell]
         (config.label, "measured") for config in configs
     ]
     assert all(row.same_kernels and abs(row.ratio - 1) < 0.01 for row in found)
-    blocks = against_blocks(found)
-    assert len(blocks) == 3
     for other in ({"gpu": "NVIDIA A100-SXM4-40GB"}, {"device_type": "cpu"}, {"torch": "2.8.0"}):
         assert against(cells, rows, environment | other) == []
-    assert against_blocks([]) == []
 
 
 def test_the_line_on_a_written_file_names_the_machine(tmp_path: Path) -> None:

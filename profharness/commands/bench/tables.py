@@ -382,8 +382,8 @@ def _opening(message: str) -> str:
     the compiler output that follows.
     """
     first, *rest = message.splitlines() or [""]
-    said = [line.strip() for line in rest if line.strip()][:LOG_LINES]
-    return " ".join([first, *said]) if first.endswith(":") else first
+    log = [line.strip() for line in rest if line.strip()][:LOG_LINES]
+    return " ".join([first, *log]) if first.endswith(":") else first
 
 
 def _regret(answer: BenchResult) -> Iterator[Block]:
