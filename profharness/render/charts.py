@@ -190,7 +190,7 @@ def _printable(chart: Chart) -> Chart:
         return draw(value) if isinstance(value, str) else value
 
     texts = {name: draw(getattr(chart, name)) for name in ("title", "x_title", "y_title")}
-    marks = tuple(replace(mark, text=draw(mark.text)) for mark in chart.marks)
+    marks = tuple((x, draw(text)) for x, text in chart.marks)
     rows = tuple({key: clean(value) for key, value in row.items()} for row in chart.rows)
     roofs = tuple(replace(roof, label=draw(roof.label)) for roof in chart.roofs)
     return replace(chart, rows=rows, roofs=roofs, marks=marks, **texts)
@@ -323,10 +323,10 @@ def _mark_layers(chart: Chart, axis: Any, places: Sequence[float]) -> Iterator[A
     down to the x axis.
     """
     middle = math.sqrt(places[0] * places[-1]) if places else 0.0
-    for number, mark in enumerate(chart.marks):
+    for number, (x, mark) in enumerate(chart.marks):
         top = alt.value((number + 0.6) * TEXT_HEIGHT)
-        base = alt.Chart(alt.Data(values=[{"x": mark.x, "mark": mark.text}])).encode(x=axis, y=top)
-        align, shift = ("left", 5) if mark.x <= middle else ("right", -5)
+        base = alt.Chart(alt.Data(values=[{"x": x, "mark": mark}])).encode(x=axis, y=top)
+        align, shift = ("left", 5) if x <= middle else ("right", -5)
         rule = base.mark_rule(color=INK, strokeDash=[2, 4], opacity=0.5, aria=False)
         yield rule.encode(y2=alt.value(LINES_HEIGHT))
         text = base.mark_text(color=INK, align=align, dx=shift, fontSize=11, aria=False)

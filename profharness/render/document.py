@@ -33,14 +33,6 @@ class Roof:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A text at a position on the x axis of `lines`, such as a crossover of two lines."""
-
-    x: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Chart:
     """A chart of rows. Text formats omit charts: a table of the document has their figures.
 
@@ -66,8 +58,8 @@ class Chart:
     """Name of its upper end."""
     label: str = ""
     """Name of the text of a mark. Rows may lack it."""
-    marks: tuple[Mark, ...] = ()
-    """For the kind `lines`."""
+    marks: tuple[tuple[float, str], ...] = ()
+    """For the kind `lines`: texts at positions on the x axis, such as a crossover of two lines."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

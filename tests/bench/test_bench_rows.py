@@ -542,7 +542,7 @@ def test_a_leader_without_a_figure_ends(tmp_path: Path) -> None:
         for block in bench_document(answer_again(tmp_path)).blocks
         if isinstance(block, Chart) and block.title.startswith("Latency over head_dim")
     ]
-    assert [mark.text for mark in chart.marks] == ["flash ends"]
+    assert [text for _, text in chart.marks] == ["flash ends"]
 
 
 def answer_again(folder: Path) -> BenchResult:
@@ -582,9 +582,9 @@ def test_statements_and_charts_of_each_axis_are_shown(swept: BenchResult) -> Non
     assert "batch, h4-s512-d64-fp16" in text
     charts = {block.title: block for block in document.blocks if isinstance(block, Chart)}
     latency = charts["Latency over sequence length, b2-h4-d64-fp16 (graph)"]
-    assert [mark.text for mark in latency.marks] == ["efficient overtakes flash"]
+    assert [text for _, text in latency.marks] == ["efficient overtakes flash"]
     rates = charts["TFLOP/s over sequence length, b2-h4-d64-fp16 (graph)"]
-    assert [(mark.x, mark.text) for mark in rates.marks] == [
+    assert list(rates.marks) == [
         (1024, "auto 15.0x slower than at 512"),
         (1024, "math 3.3x slower than at 512"),
     ]

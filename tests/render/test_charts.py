@@ -31,7 +31,7 @@ from profharness.render.charts import (
     draw_svg,
     series_colors,
 )
-from profharness.render.document import KINDS, Chart, Mark
+from profharness.render.document import KINDS, Chart
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -190,7 +190,7 @@ def test_chart_of_backends_uses_their_colors(kind: str) -> None:
 def test_each_mark_has_a_line_above_all_points() -> None:
     sample = SAMPLES["lines"]
     texts = ("math overtakes flash between 128 and 256", "flash does 3.1x less work at 512")
-    marks = (Mark(181.0, texts[0]), Mark(512, texts[1]))
+    marks = ((181.0, texts[0]), (512, texts[1]))
     svg = draw_svg(replace(sample, marks=marks))
     tree = ElementTree.fromstring(svg)
     shown = [each for each in tree.iter(f"{SVG}text") if (each.text or "") in texts]

@@ -34,7 +34,6 @@ from profharness.render.document import (
     Code,
     Document,
     Heading,
-    Mark,
     Note,
     Roof,
     Table,
@@ -105,7 +104,7 @@ def sweep_charts(
                 row | {axis.key: places[row["label"]]} for row in rows if row["label"] in places
             )
             marks = [
-                Mark(event.place, event.mark)
+                (event.place, event.mark)
                 for sweep in found
                 if (sweep.axis, sweep.name) == (axis.key, name)
                 for event in sweep.events
