@@ -282,10 +282,13 @@ def observe() -> Iterator[AttentionCalls]:
     journal = Journal(None)
     recorder = Recorder(journal, ProfilerWindow(journal, "none", 0, 0))
     install()
+    # the first name of each module, because __main__ may have two
+    names = {id(module): name for name, module in reversed(list(sys.modules.items()))}
     importers = sorted(
         name
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in ("torch", "profharness")
+        if names.get(id(module)) == name
+        and name.partition(".")[0] not in ("torch", "profharness")
         and any(value is sd for value in list(getattr(module, "__dict__", {}).values()))
     )
     if importers:
