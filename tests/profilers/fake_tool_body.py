@@ -15,14 +15,7 @@ from typing import Any
 
 HERE = Path(sys.argv[0]).parent
 NAME = Path(sys.argv[0]).name
-FLAGS = {
-    "--nvtx",
-    "--disable-extra-suffixes",
-    "-f",
-    "--null-stdin",
-    "--csv",
-    "--import-source",
-}
+FLAGS = {"--nvtx", "--disable-extra-suffixes", "-f", "--csv"}
 EMPTY_NCU = b"NVR\0" + bytes(4)  # the magic number, and an empty file header
 STOP: list[int] = []
 
@@ -34,17 +27,8 @@ def options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     while words and words[0].startswith("-"):
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if not equals and word not in FLAGS:
-            value = words.pop(0) if words else ""
-        found[name] = value
+        found[name] = value if equals or word in FLAGS else words.pop(0)
     return found, words
-
-
-def fill(text: str, report: Path) -> str:
-    words = {"{report}": str(report), "{tmpdir}": tempfile.gettempdir(), "{pid}": str(os.getpid())}
-    for blank, word in words.items():
-        text = text.replace(blank, word)
-    return text
 
 
 def write_report(behaviour: dict[str, Any], report: Path) -> None:
@@ -59,6 +43,20 @@ def write_report(behaviour: dict[str, Any], report: Path) -> None:
         shutil.copyfile(behaviour["report_file"], report)
     else:
         report.write_bytes(EMPTY_NCU if NAME == "ncu" else b"a report of the fake nsys")
+
+
+def leave(behaviour: dict[str, Any], report: Path, log: Path | None = None) -> None:
+    """Write the report and the texts."""
+    write_report(behaviour, report)
+    out, err = (
+        behaviour[name].replace("{report}", str(report)).replace("{tmpdir}", tempfile.gettempdir())
+        for name in ("stdout", "stderr")
+    )
+    if log is None:
+        sys.stdout.write(out)
+    else:
+        log.write_text(out)
+    sys.stderr.write(err)
 
 
 def run_target(behaviour: dict[str, Any], command: list[str]) -> int:
@@ -79,47 +77,33 @@ def run_target(behaviour: dict[str, Any], command: list[str]) -> int:
 
 
 def profile(behaviour: dict[str, Any], report: Path, command: list[str], log: Path | None) -> int:
-    take = [] if behaviour["ignore_signals"] else [signal.SIGINT, signal.SIGTERM]
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, (lambda n, _: STOP.append(n)) if number in take else signal.SIG_IGN)
-    if not behaviour["report_after_target"]:
-        write_report(behaviour, report)
+        ignored = behaviour["ignore_signals"]
+        signal.signal(number, signal.SIG_IGN if ignored else lambda n, _: STOP.append(n))
     code = run_target(behaviour, command) if behaviour["run_target"] else 0
     if behaviour["hang"] and "PROFHARNESS_TEST_HANGS" in os.environ:  # see tests/waiting.py
         Path(os.environ["PROFHARNESS_TEST_HANGS"]).write_text(str(os.getpid()))
     while behaviour["hang"] and not STOP:
         time.sleep(0.01)
-    if behaviour["report_after_target"]:
-        write_report(behaviour, report)
-    text = fill(behaviour["stdout"], report)
-    if log is not None:
-        log.write_text(text)
-    else:
-        sys.stdout.write(text)
-    sys.stderr.write(fill(behaviour["stderr"], report))
+    leave(behaviour, report, log)
     if STOP:
         return 128 + STOP[0]
     return code if behaviour["returncode"] is None else int(behaviour["returncode"])
 
 
 def export(behaviour: dict[str, Any], output: Path) -> int:
+    if behaviour["ignore_signals"]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while behaviour["hang"]:
-        if not behaviour["ignore_signals"]:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        else:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(0.01)
-    write_report(behaviour, output)
-    sys.stdout.write(fill(behaviour["stdout"], output))
-    sys.stderr.write(fill(behaviour["stderr"], output))
+    leave(behaviour, output)
     return int(behaviour["returncode"] or 0)
 
 
 def shutdown(found: dict[str, str]) -> int:
     session = HERE / f"session-{found['--session']}"
-    number = signal.SIGKILL if found.get("--kill") == "sigkill" else signal.SIGTERM
     try:
-        os.killpg(int(session.read_text()), number)
+        os.killpg(int(session.read_text()), signal.SIGTERM)
     except (FileNotFoundError, ProcessLookupError):
         sys.stderr.write(f"No such session: {found['--session']}\n")
         return 1
@@ -134,11 +118,9 @@ def nsys(scenario: dict[str, Any], verb: str, words: list[str]) -> int:
         return 0
     if verb == "shutdown":
         return shutdown(found)
-    output = Path((found.get("--output") or found["-o"]).replace("%%", "%"))
+    output = Path(found["--output"].replace("%%", "%"))
     if verb == "export":
         return export(scenario["export"], output)
-    if output.suffix != ".nsys-rep":
-        output = output.with_name(output.name + ".nsys-rep")
     return profile(scenario["nsys"], output, rest, None)
 
 
@@ -152,11 +134,8 @@ def ncu(scenario: dict[str, Any], words: list[str]) -> int:
     if "--import" in found:
         sys.stdout.write(scenario["csv_text"])
         return 0
-    output = Path((found.get("-o") or found["--export"]).replace("%%", "%"))
-    if output.suffix != ".ncu-rep":
-        output = output.with_name(output.name + ".ncu-rep")
-    log = Path(found["--log-file"]) if "--log-file" in found else None
-    return profile(scenario["ncu"], output, rest, log)
+    output = Path(found["-o"].replace("%%", "%"))
+    return profile(scenario["ncu"], output, rest, Path(found["--log-file"]))
 
 
 def main() -> int:

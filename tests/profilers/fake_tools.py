@@ -17,6 +17,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 BODY = Path(__file__).with_name("fake_tool_body.py")
 
@@ -25,7 +26,7 @@ BODY = Path(__file__).with_name("fake_tool_body.py")
 class Behaviour:
     """How one tool behaves when it profiles (or, for `export`, when it exports)."""
 
-    # Printed after the target ended, with {report}, {tmpdir} and {pid} filled in. With `--log-file`,
+    # Printed after the target ended, with {report} and {tmpdir} filled in. With `--log-file`,
     # stdout of ncu goes there.
     stdout: str = ""
     stderr: str = ""
@@ -34,7 +35,6 @@ class Behaviour:
     report: str = "new"
     report_file: str | None = None  # copied as the new report
     run_target: bool = True
-    report_after_target: bool = True  # or before the target runs
     hang: bool = False  # do not end after the target
     ignore_signals: bool = False  # SIGINT and SIGTERM
     kill_self: bool = False  # by SIGKILL, once the target runs
@@ -70,13 +70,15 @@ def install(folder: Path, scenario: Scenario) -> Path:
 
 def invocations(log: Path) -> list[list[str]]:
     """Return the argv of every call so far, including `--version`, in order."""
-    if not log.exists():
-        return []
-    return [json.loads(line)["argv"] for line in log.read_text(encoding="utf-8").splitlines()]
+    return [call["argv"] for call in _calls(log)]
 
 
 def environments(log: Path) -> list[dict[str, str]]:
     """Return the environment of every call, in the order of `invocations`."""
+    return [call["environ"] for call in _calls(log)]
+
+
+def _calls(log: Path) -> list[dict[str, Any]]:
     if not log.exists():
         return []
-    return [json.loads(line)["environ"] for line in log.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]

@@ -28,7 +28,6 @@ LAST_CHARACTERS = 400
 NO_SANDBOX = "profile on a virtual machine or bare metal; `--profiler torch` works without {tool}"
 OWN_TMPDIR = "set TMPDIR to a folder that exists and is writable"
 TOOL_OPTIONS = "install a version from 2022.4 to 2026.2, or see `{tool} --help` for its options"
-LOADER = r"error while loading shared libraries: (?P<library>[^:\s]+)"
 
 
 class ToolError(ProfharnessError):
@@ -61,6 +60,14 @@ class FailureRule:
         blanks = {"report": report.name, **groups}
         message = self.message.format(**blanks) + (quoted(text) if self.quoted else "")
         return Problem(profiler, self.code, message, self.remedy.format(**blanks))
+
+
+LIBRARY_MISSING = FailureRule(
+    "tool_library_missing",
+    r"error while loading shared libraries: (?P<library>[^:\s]+)",
+    "a program did not start for want of the library {library}, and there is no {report}",
+    "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
+)
 
 
 def match_rules(

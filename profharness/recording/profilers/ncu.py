@@ -17,7 +17,7 @@ import signal
 import struct
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +25,7 @@ from profharness.errors import TraceFormatError, UsageError
 from profharness.files import open_input
 from profharness.processes import read_end
 from profharness.recording.profilers.base import (
-    LOADER,
+    LIBRARY_MISSING,
     NO_SANDBOX,
     OWN_TMPDIR,
     TOOL_OPTIONS,
@@ -164,12 +164,7 @@ RULES = (
         "see whether the cells launch kernels at all (`--profiler torch`); a filter needs its name "
         "escaped, a slash at the end for push/pop ranges and none for start/end ranges",
     ),
-    FailureRule(
-        "tool_library_missing",
-        r"\bncu: " + LOADER,
-        "ncu did not start for want of the library {library}",
-        "install the package that has it",
-    ),
+    replace(LIBRARY_MISSING, pattern=r"\bncu: " + LIBRARY_MISSING.pattern),
     FailureRule(
         "killed",
         r"\A(?P<how>signal \d+)$",

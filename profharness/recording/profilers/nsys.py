@@ -20,7 +20,7 @@ from profharness.errors import TraceFormatError
 from profharness.files import open_input
 from profharness.processes import kill, read_end, run_briefly, run_to_end
 from profharness.recording.profilers.base import (
-    LOADER,
+    LIBRARY_MISSING,
     NO_SANDBOX,
     OWN_TMPDIR,
     TOOL_OPTIONS,
@@ -145,12 +145,7 @@ UNWRITTEN_RULES = (
         "nsys could not write {path}: {why}",
         "choose a folder that is writable and has room",
     ),
-    FailureRule(
-        "tool_library_missing",
-        LOADER,
-        "a program did not start for want of the library {library}, and there is no {report}",
-        "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
-    ),
+    LIBRARY_MISSING,
     FailureRule(
         "capture_range_missed",
         r"^Generated:\s*+(?!\S*\.(?:nsys-rep|qdstrm|qdrep))",
@@ -203,12 +198,7 @@ EXPORT_RULES = (
         "the file is not an nsys report, or was cut short",
         "copy it again, or capture again",
     ),
-    FailureRule(
-        "tool_library_missing",
-        LOADER,
-        "nsys did not start for want of the library {library}",
-        "install the package that has it (libelf1 for libelf.so.1, libdw1 for libdw.so.1)",
-    ),
+    LIBRARY_MISSING,
     FailureRule(
         "export_failed",
         r"Exportation error: (?P<words>.*)",
