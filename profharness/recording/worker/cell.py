@@ -114,7 +114,7 @@ def call_sums(trace: bytes, name: str) -> list[int]:
     """
     try:
         events = msgspec.json.decode(trace)["traceEvents"]
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
         return []
     complete = [event for event in events if event.get("ph") == "X"]
     launches = [event for event in complete if event.get("cat") in ON_DEVICE]
