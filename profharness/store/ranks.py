@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from profharness.store.queries import Store
 
 DISTRIBUTED = "distributedInfo"  # name of a section in the header of a Kineto trace
-NUMBERS, KEYS = ("rank", "world_size"), ("host_key", "gpu_key")
+IDENTITY = ("rank", "world_size", "host_key", "gpu_key")
 MAX_RANK = 1 << 24
 _COPIED = ("run", "rank", "host_key", "gpu_key", "created", "device")  # from runs to RankRow
 # file names of tensorboard_trace_handler: HOST_PID.NANOSECONDS.pt.trace.json
@@ -47,24 +47,21 @@ def split_rank(
     in the environment, because environments with different numbers of ranks do differ.
     """
     rest = dict(environment)
-    section = rest.get(DISTRIBUTED)
+    section = rest.pop(DISTRIBUTED, None)
     distributed = dict(section) if isinstance(section, Mapping) else {}
-    values = {key: rest.pop(key, None) for key in (*NUMBERS, *KEYS)}
+    rank, size, host, gpu = (rest.pop(key, None) for key in IDENTITY)
     inner = distributed.pop("rank", None)
     if distributed:
         rest[DISTRIBUTED] = distributed
-    else:
-        rest.pop(DISTRIBUTED, None)
-    rank = rank_number(inner if values["rank"] is None else values["rank"])
-    size = values["world_size"]
+    rank = rank_number(inner if rank is None else rank)
     size = rank_number(distributed.get("world_size") if size is None else size)
-    host, gpu = (str(key) if isinstance(key, str) else None for key in map(values.get, KEYS))
+    host, gpu = (key if isinstance(key, str) else None for key in (host, gpu))
     if name is not None:
         named = NAMED_RANK.findall(name)
         rank = int(named[0]) if rank is None and len(named) == 1 else rank
         made = TENSORBOARD.fullmatch(name)
         host = hashed_key(made["host"]) if host is None and made else host
-    return {"rank": rank, "world_size": size, "host_key": host, "gpu_key": gpu}, rest
+    return dict(zip(IDENTITY, (rank, size, host, gpu), strict=True)), rest
 
 
 def rank_number(value: object) -> int | None:
