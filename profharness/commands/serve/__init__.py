@@ -40,14 +40,9 @@ def serve(*, port: Port = 8001, host: Host = "127.0.0.1", store: Store = None) -
       profharness serve --port 8001
     """
     # loads Datasette, which is in the extra `web`
-    from profharness.commands.serve import server as web
+    from profharness.commands.serve import server
 
-    if host not in web.LOOPBACK:
-        hint(
-            f"warning: --host {host}: whoever reaches this machine can read the whole store without a "
-            "password, host names and paths in it included; nobody can write"
-        )
-    web.serve(store_path(store), host=host, port=port, say=hint)
+    server.serve(store_path(store), host, port)
     hint("stopped")
 
 

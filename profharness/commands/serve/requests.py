@@ -95,35 +95,6 @@ class Pages(Protocol):
         """Process a message that `answer` sent from its process and whose type is not of HTTP."""
 
 
-@dataclass
-class _Answer:
-    """A response on its way to a client."""
-
-    reader: asyncio.StreamReader
-    send: Send
-    learn: Callable[[Message], None]
-    moved: float
-    """The time at which the last part was forwarded."""
-    started: bool = False
-
-    async def pass_on(self) -> None:
-        """Forward all messages of the answering process to the client.
-
-        Raise IncompleteReadError if the process ends before the response is complete.
-        """
-        while True:
-            size = int.from_bytes(await self.reader.readexactly(4), "big")
-            message = pickle.loads(await self.reader.readexactly(size))
-            if not message["type"].startswith("http."):
-                self.learn(message)
-                continue
-            self.started = True
-            await self.send(message)
-            self.moved = asyncio.get_running_loop().time()
-            if is_last(message):
-                return
-
-
 def guarded(pages: Pages, names: tuple[str, ...] | None, free_of_policy: str) -> App:
     """Wrap the pages in an application that only accepts read requests to the given host names.
 
@@ -167,22 +138,13 @@ def _refusal(scope: Scope, names: tuple[str, ...] | None) -> tuple[int, str]:
         return 421, "not a name of this machine"
     if scope["method"] not in ("GET", "HEAD"):
         return 405, "the store is served read-only"
-    if _is_foreign(headers, host) and not _follows_link(headers, scope):
-        return 403, FOREIGN
-    return 0, ""
-
-
-def _is_foreign(headers: dict[bytes, bytes], host: bytes) -> bool:
-    """Return whether the request was caused by a page of another origin."""
     origin = headers.get(b"origin", b"//" + host).partition(b"//")[2]
     site = headers.get(b"sec-fetch-site", b"none")
-    return origin.lower() != host.lower() or site not in (b"same-origin", b"none")
-
-
-def _follows_link(headers: dict[bytes, bytes], scope: Scope) -> bool:
-    """Return whether the request opens a page by a link, and its address has no query."""
+    is_own = origin.lower() == host.lower() and site in (b"same-origin", b"none")
     kind = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
-    return kind == (b"navigate", b"document") and not scope["query_string"]
+    # a page of another origin may open a page by a link, but not with a query
+    follows_link = kind == (b"navigate", b"document") and not scope["query_string"]
+    return (0, "") if is_own or follows_link else (403, FOREIGN)
 
 
 async def _send_text(send: Send, status: int, text: str) -> None:
@@ -216,48 +178,62 @@ async def _answer(pages: Pages, queue: Queue, scope: Scope, receive: Receive, se
         try:
             reader, writer = await asyncio.open_connection(sock=mine)
             with contextlib.closing(writer):
-                moved = asyncio.get_running_loop().time()
-                answer = _Answer(reader, send, pages.learn, moved)
-                failure = await _passed_on(answer, queue, receive)
+                failure = await _forward(reader, pages, queue, receive, send)
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    if failure and not answer.started:
+    if failure:
         await _send_text(send, *failure)
 
 
-async def _passed_on(answer: _Answer, queue: Queue, receive: Receive) -> tuple[int, str] | None:
+async def _forward(
+    reader: asyncio.StreamReader, pages: Pages, queue: Queue, receive: Receive, send: Send
+) -> tuple[int, str] | None:
     """Forward a response to its client.
 
-    Return the status and the text of an error if the response was not completed.
+    Return the status and the text of an error if the process did not start to answer.
     """
-    begun = answer.moved
-    done, gone = tasks = [
-        asyncio.ensure_future(answer.pass_on()),
-        asyncio.ensure_future(_wait_until_left(receive)),
-    ]
+    clock = asyncio.get_running_loop().time
+    begun = moved = clock()
+    started = False
+
+    async def forward() -> None:
+        nonlocal moved, started
+        is_complete = False
+        while not is_complete:
+            size = int.from_bytes(await reader.readexactly(4), "big")
+            message = pickle.loads(await reader.readexactly(size))
+            if message["type"].startswith("http."):
+                started = True
+                await send(message)
+                moved = clock()
+                is_complete = is_last(message)
+            else:
+                pages.learn(message)
+
+    async def wait_until_left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    failure = None
+    tasks = [asyncio.ensure_future(forward()), asyncio.ensure_future(wait_until_left())]
     try:
-        while not done.done() and not gone.done():
+        while failure is None and not any(task.done() for task in tasks):
             await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            now = asyncio.get_running_loop().time()
-            if now - answer.moved > queue.limit_s + GRACE_S:
-                return 504, f"this took more than {queue.limit_s:.0f} s and was ended; ask for less"
-            if queue.waiting and now - begun > queue.fair_s:
-                return (
-                    503,
-                    f"this took more than {queue.fair_s:.0f} s while others waited; try again",
-                )
-        if done.done() and isinstance(done.exception(), asyncio.IncompleteReadError):
-            return 500, ENDED
-        return None
+            now = clock()
+            if now - moved > queue.limit_s + GRACE_S:
+                text = f"this took more than {queue.limit_s:.0f} s and was ended; ask for less"
+                failure = 504, text
+            elif queue.waiting and now - begun > queue.fair_s:
+                text = f"this took more than {queue.fair_s:.0f} s while others waited; try again"
+                failure = 503, text
+        ended = tasks[0].done() and isinstance(tasks[0].exception(), asyncio.IncompleteReadError)
+        if ended and failure is None:
+            failure = 500, ENDED
+        return None if started else failure
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _wait_until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _become_child(
@@ -285,7 +261,7 @@ def _become_child(
 
 
 async def _send_up(message: Message) -> None:
-    """Write a message for `_Answer.pass_on`. A long body is split into several messages."""
+    """Write a message for `_forward`. A long body is split into several messages."""
     body, begin = message.get("body", b""), 0
     while len(body) - begin > FRAME_BYTES:
         part = body[begin : begin + FRAME_BYTES]

@@ -13,13 +13,14 @@ import signal
 import socket
 import sqlite3
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from profharness.commands._output import hint
 from profharness.commands.report import report_document
 from profharness.commands.serve.requests import (
     App,
@@ -154,21 +155,20 @@ class BenchLosses:
         self.computed: dict[str, tuple[object, list[dict[str, Any]]]] = {}
 
     def __call__(self, run: str | None) -> str:
+        losses: list[dict[str, Any]] = []
+        names: list[str] = []
         with open_store(self.path) as store:
-            losses: list[dict[str, Any]] = []
-            for name in self._runs(store, run):
+            if not run or run == "all":
+                names = [row.run for row in store.runs()[:MAX_RUNS]]
+            else:
+                # a query for rows that do not exist returns no rows either
+                with contextlib.suppress(NotFoundError, UsageError):
+                    names = [store.resolve(run)]
+            for name in names:
                 losses += self._losses_of(store, name)
                 if losses and not run:
                     break
         return json.dumps(losses)
-
-    def _runs(self, store: Store, run: str | None) -> list[str]:
-        if not run or run == "all":
-            return [row.run for row in store.runs()[:MAX_RUNS]]
-        try:
-            return [store.resolve(run)]
-        except (NotFoundError, UsageError):
-            return []  # a query for rows that do not exist returns no rows either
 
     def _losses_of(self, store: Store, run: str) -> list[dict[str, Any]]:
         """Return the losses of a run. They are cached until the files of the store change."""
@@ -186,16 +186,17 @@ class BenchLosses:
         return self.computed[run][1]
 
 
-def serve(
-    path: Path, *, host: str = "127.0.0.1", port: int = 8001, say: Callable[[str], None]
-) -> None:
-    """Serve the store until Ctrl-C.
+def serve(path: Path, host: str, port: int) -> None:
+    """Serve the store until Ctrl-C, and print the address once the server is ready.
 
-    `say` is called with the address once the server is ready, and with each error that is not the
-    fault of a client. Raise NotFoundError if the store does not exist, or UsageError if the address
-    is unavailable.
+    Raise NotFoundError if the store does not exist, or UsageError if the address is unavailable.
     """
-    app = application(path, host, say)
+    if host not in LOOPBACK:
+        hint(
+            f"warning: --host {host}: whoever reaches this machine can read the whole store without a "
+            "password, host names and paths in it included; nobody can write"
+        )
+    app = application(path, host)
     with _listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/"
@@ -208,21 +209,29 @@ def serve(
             log_level="critical",
             timeout_graceful_shutdown=0,
         )
-        server = _Server(config)
-        ready = f"serving {path} on {address} (Ctrl-C ends)"
+        server = _Server(config, f"serving {path} on {address} (Ctrl-C ends)")
         try:
-            asyncio.run(_run(server, listener, lambda: say(ready)))
+            asyncio.run(server.serve(sockets=[listener]))
         except KeyboardInterrupt as stop:
             if type(stop) is not KeyboardInterrupt:  # SIGTERM has its own exit code
                 raise
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    """A server that also shuts down cleanly on SIGHUP.
+    """A server that prints a text when it is ready, and also shuts down cleanly on SIGHUP.
 
     The handler of `profharness.cli` would raise an exception inside a request, where uvicorn logs
     and drops any exception.
     """
+
+    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+        super().__init__(config)
+        self.ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            hint(self.ready)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -232,16 +241,6 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
                 yield
             finally:
                 signal.signal(signal.SIGHUP, handler)
-
-
-async def _run(server: Any, listener: socket.socket, started: Callable[[], None]) -> None:
-    task = asyncio.ensure_future(server.serve(sockets=[listener]))
-    # uvicorn has a flag for its start, but no event to wait for.
-    while not server.started and not task.done():
-        await asyncio.sleep(0.02)
-    if server.started:
-        started()
-    await task
 
 
 @contextlib.contextmanager
@@ -262,12 +261,9 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def application(path: Path, host: str, say: Callable[[str], None]) -> App:
-    """Return the web application for a store.
-
-    Raise NotFoundError if the store does not exist, or StoreError if it cannot be read.
-    """
-    return guarded(Site(path, say), LOOPBACK if host in LOOPBACK else None, REPORT)
+def application(path: Path, host: str) -> App:
+    """Return the web application for a store."""
+    return guarded(Site(path), LOOPBACK if host in LOOPBACK else None, REPORT)
 
 
 class StoreFile(Database):  # type: ignore[misc]
@@ -324,8 +320,8 @@ class Site:
     The constructor raises NotFoundError or StoreError if the store cannot be opened.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self.say = path, say
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.queries = Queue(most=6, limit_s=10, fair_s=2, memory_bytes=1 << 30)
         # A report takes a limited time, but longer than a query.
         self.reports = Queue(most=3, limit_s=300, fair_s=300, memory_bytes=4 << 30)
@@ -354,7 +350,10 @@ class Site:
         self._register_plugin()
         self.app = self.datasette.app()
         # The first request loads the templates and the schema, which all later processes inherit.
-        asyncio.run(self.answer(_request(f"/{DATABASE}", b"sql=select+1"), _drop))
+        page = f"/{DATABASE}"
+        scope = {"type": "http", "method": "GET", "scheme": "http", "path": page, "headers": []}
+        more = {"raw_path": page.encode(), "query_string": b"sql=select+1"}
+        asyncio.run(self.answer(scope | more, _drop))
         # Otherwise the garbage collector of each process would scan the loaded modules at exit, which
         # takes long and copies their memory.
         gc.freeze()
@@ -386,21 +385,26 @@ class Site:
         if message["type"] == "losses":
             self.losses.computed = message["losses"]
         else:
-            self.say(f"error: {message['text']}")
+            hint(f"error: {message['text']}")
 
     def _register_plugin(self) -> None:
         """Add `/-/report/RUN` and the error pages to Datasette."""
 
         async def report(request: Any) -> Any:
             run = request.url_vars["run"]
-            page = _report(self.path, run)
-            if page is None:
-                text = f"no run {run!r} is stored; /{DATABASE}/stored_runs lists those that are"
-                return Response.text(text, status=404)
-            return Response.html(page)
-
-        def register_routes() -> list[tuple[str, Any]]:
-            return [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
+            with open_store(self.path) as store:
+                try:
+                    store.resolve(run)
+                except NotFoundError:
+                    text = f"no run {run!r} is stored; /{DATABASE}/stored_runs lists those that are"
+                    return Response.text(text, status=404)
+                document = report_document(store, [run])
+            try:
+                return Response.html(render_html(document))
+            except MissingExtraError as error:  # without the extra, a note replaces the charts
+                note = Note(str(error), level="warning")
+                kept = (block for block in document.blocks if not isinstance(block, Chart))
+                return Response.html(render_html(replace(document, blocks=(note, *kept))))
 
         def handle_exception(exception: Exception) -> Any:
             # Datasette has its own pages for invalid requests.
@@ -409,7 +413,8 @@ class Site:
             return self._failed(exception)
 
         plugin = ModuleType("profharness_site")  # Datasette requires a __name__
-        plugin.register_routes = hookimpl(register_routes)  # type: ignore[attr-defined]
+        routes = [(rf"^{REPORT}(?P<run>[^/]+)$", report)]
+        plugin.register_routes = hookimpl(lambda: routes)  # type: ignore[attr-defined]
         plugin.handle_exception = hookimpl(handle_exception)  # type: ignore[attr-defined]
         # Plugins are global to the process, so an earlier one may still be registered.
         if pm.has_plugin(plugin.__name__):
@@ -420,30 +425,14 @@ class Site:
         """Return the response for an unexpected error. Only the terminal shows its cause."""
         if isinstance(error, MemoryError):
             return Response.text("this takes too much memory; ask for less", status=400)
-        told = str(error) if isinstance(error, ProfharnessError) else _place(error)
-        await self._send({"type": "error", "text": told[:MAX_ERROR]})
+        cause = str(error)
+        if not isinstance(error, ProfharnessError):
+            code = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+            cause = f"{error!r} in {code.co_filename}:{code.co_name}"
+        await self._send({"type": "error", "text": cause[:MAX_ERROR]})
         status = 404 if isinstance(error, NotFoundError) else 500
         text = "this cannot be answered; the terminal in which profharness serve runs tells why"
         return Response.text(text, status=status)
-
-
-def _place(error: BaseException) -> str:
-    """Return the type and the location of an unexpected error."""
-    code = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    return f"{error!r} in {code.co_filename}:{code.co_name}"
-
-
-def _request(path: str, query: bytes = b"") -> Scope:
-    """Return an HTTP request as an ASGI scope."""
-    return {
-        "type": "http",
-        "method": "GET",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": query,
-        "headers": [],
-    }
 
 
 async def _receive() -> Message:
@@ -468,21 +457,3 @@ def _front(path: Path) -> str:
         for name, (title, text, _) in QUERIES.items()
     )
     return f"<h2>Questions</h2><ul>{questions}</ul><h2>Reports</h2><ul>{reports}</ul>"
-
-
-def _report(path: Path, run: str) -> str | None:
-    """Return the report page of a run, or None if the run is not stored.
-
-    If the extra for charts is not installed, the page has a note in place of the charts.
-    """
-    with open_store(path) as store:
-        try:
-            store.resolve(run)
-        except NotFoundError:
-            return None
-        document = report_document(store, [run])
-    try:
-        return render_html(document)
-    except MissingExtraError as error:
-        kept = tuple(block for block in document.blocks if not isinstance(block, Chart))
-        return render_html(replace(document, blocks=(Note(str(error), level="warning"), *kept)))
