@@ -1,9 +1,9 @@
-"""Merge findings and remedies that several configs share. Figures that differ become ranges."""
+"""Compare the analyses of several cells: shared findings, the best backends, and sweeps."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, TypeVar
@@ -38,17 +38,32 @@ def where(members: Members[Item]) -> str:
 
 def common_findings(
     pairs: Iterable[tuple[CellAnalysis, Finding]],
-) -> list[tuple[Finding, Members[Finding]]]:
-    """Return the findings that cells of several configs share, with figures as ranges over them."""
-    return [(_merged_finding([each for _, each in own]), own) for own in _common(pairs, _form)]
+) -> Iterator[tuple[Finding, Members[Finding]]]:
+    """Yield the findings that cells of several configs share, with figures as ranges over them."""
+
+    def form(finding: Finding) -> tuple[object, ...]:
+        """Return a key that is equal for findings that differ only in their figures."""
+        names = tuple((item.name, item.unit, item.source) for item in finding.evidence)
+        sentence = NUMBER.sub("#", finding.sentence)
+        return (finding.code, finding.severity, finding.grade, sentence, names)
+
+    for members in _common(pairs, form):
+        findings = [finding for _, finding in members]
+        evidence = zip(*(each.evidence for each in findings), strict=True)
+        merged = replace(
+            findings[0],
+            sentence=merged_text([each.sentence for each in findings]),
+            evidence=tuple(map(_merged_evidence, evidence)),
+        )
+        yield merged, members
 
 
 def common_remedies(
     pairs: Iterable[tuple[CellAnalysis, Remedy]],
-) -> list[tuple[Remedy, Members[Remedy]]]:
-    """Return the remedies that cells of several configs share, each with its largest gain."""
-    groups = _common(pairs, lambda remedy: (remedy.text, remedy.findings))
-    return [(max((r for _, r in own), key=lambda r: r.factor or 0), own) for own in groups]
+) -> Iterator[tuple[Remedy, Members[Remedy]]]:
+    """Yield the remedies that cells of several configs share, each with its largest gain."""
+    for members in _common(pairs, lambda remedy: (remedy.text, remedy.findings)):
+        yield max((each for _, each in members), key=lambda each: each.factor or 0), members
 
 
 def _common(
@@ -62,38 +77,24 @@ def _common(
             yield group
 
 
-def _form(finding: Finding) -> tuple[object, ...]:
-    """Return a key that is equal for findings that differ only in their figures."""
-    names = tuple((item.name, item.unit, item.source) for item in finding.evidence)
-    return (finding.code, finding.severity, finding.grade, NUMBER.sub("#", finding.sentence), names)
-
-
-def _merged_finding(findings: Sequence[Finding]) -> Finding:
-    evidence = tuple(map(_merged_evidence, zip(*(each.evidence for each in findings), strict=True)))
-    sentence = merged_text([each.sentence for each in findings])
-    return replace(findings[0], sentence=sentence, evidence=evidence)
-
-
 def _merged_evidence(items: tuple[Evidence, ...]) -> Evidence:
     values = [item.value for item in items]
     numbers = [value for value in values if not isinstance(value, str)]
     if len(numbers) < len(values):
-        texts = dict.fromkeys(str(value) for value in values)
-        return replace(items[0], value=", ".join(texts))
+        return replace(items[0], value=", ".join(dict.fromkeys(map(str, values))))
     low, high = min(numbers), max(numbers)
     return replace(items[0], value=low if low == high else f"{low:,.10g} to {high:,.10g}")
 
 
 def merged_text(texts: Sequence[str]) -> str:
     """Merge texts that differ in their figures only. A figure that varies becomes `low to high`."""
-    columns = list(zip(*(NUMBER.findall(text) for text in texts), strict=True))
-    ranges = iter(map(_range, columns))
-    return NUMBER.sub(lambda _: next(ranges), texts[0])
-
-
-def _range(numbers: tuple[str, ...]) -> str:
-    ranked = sorted(numbers, key=lambda number: float(number.replace(",", "")))
-    return ranked[0] if ranked[0] == ranked[-1] else f"{ranked[0]} to {ranked[-1]}"
+    ranges = []
+    for numbers in zip(*(NUMBER.findall(text) for text in texts), strict=True):
+        ranked = sorted(numbers, key=lambda number: float(number.replace(",", "")))
+        low, high = ranked[0], ranked[-1]
+        ranges.append(low if low == high else f"{low} to {high}")
+    merged = iter(ranges)
+    return NUMBER.sub(lambda _: next(merged), texts[0])
 
 
 TIE = 1.03  # two backends tie if the ratio of their medians is smaller
@@ -112,13 +113,6 @@ SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
 """Whether a config belongs to the scenario, and a config to capture if a store has none."""
 LITTLE_MEMORY = "little memory"
 MIB = 1 << 20
-_TIMES: dict[str, Callable[[Figures], float | None]] = {
-    GRAPH: lambda figures: figures.graph_ns,
-    COLD: lambda figures: figures.cold_ns,
-    EVENT: lambda figures: figures.event_ns,
-    EAGER: lambda figures: figures.eager_ns,
-    WALL: lambda figures: figures.wall_ns,
-}
 
 
 def _decodes(config: Config) -> bool:
@@ -148,23 +142,31 @@ class ScenarioChoice:
 
 def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
     """Return the best backends of every config with several backends, by scenario."""
-    groups: dict[tuple[str, Config], list[CellAnalysis]] = {}
-    for analysis in analyses:
+    groups: dict[tuple[str, Config], dict[str, Figures]] = {}
+    for each in analyses:
         # skip `auto`: the backend that it chose has its own cell
-        if not analysis.figures or analysis.module is not None or analysis.wrong:
-            continue
-        if not pytorch_chooses(analysis.backend):
-            groups.setdefault((analysis.run, analysis.config), []).append(analysis)
+        excluded = each.module is not None or each.wrong or pytorch_chooses(each.backend)
+        if each.figures and not excluded:
+            groups.setdefault((each.run, each.config), {})[each.backend] = each.figures
     made: list[ScenarioChoice] = []
     for scenario, (holds, _) in SCENARIOS.items():
         for (run, config), group in groups.items():
-            if holds(config) and (common := _common_times(group)):
-                made += _choice(scenario, run, config, *common)
+            if holds(config):
+                # the first measurement that all backends have
+                for name in (GRAPH, COLD, EVENT, EAGER, WALL):
+                    times = _values(group, f"{name}_ns")
+                    if len(times) == len(group):
+                        made += _choice(scenario, run, config, name, times)
+                        break
     for (run, config), group in groups.items():
-        peaks = {each.backend: each.figures and each.figures.peak_memory_bytes for each in group}
-        known = {backend: float(peak) for backend, peak in peaks.items() if peak}
-        made += _choice(LITTLE_MEMORY, run, config, "peak memory", known)
+        peaks = _values(group, "peak_memory_bytes")
+        made += _choice(LITTLE_MEMORY, run, config, "peak memory", peaks)
     return made
+
+
+def _values(group: Mapping[str, Figures], name: str) -> dict[str, float]:
+    values = {backend: getattr(figures, name) for backend, figures in group.items()}
+    return {backend: float(value) for backend, value in values.items() if value}
 
 
 def missing_scenarios(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
@@ -175,15 +177,6 @@ def missing_scenarios(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
         for scenario, (holds, example) in SCENARIOS.items()
         if not any(map(holds, configs))
     }
-
-
-def _common_times(group: Sequence[CellAnalysis]) -> tuple[str, dict[str, float]] | None:
-    """Return the first measurement that all cells have, with their medians."""
-    for name, time in _TIMES.items():
-        times = {each.backend: each.figures and time(each.figures) for each in group}
-        if all(times.values()):
-            return name, {backend: float(value) for backend, value in times.items() if value}
-    return None
 
 
 def _choice(
