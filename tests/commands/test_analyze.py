@@ -20,8 +20,6 @@ from profharness.commands.analyze.figures import (
     MEASURED,
     SEVERITIES,
     CellAnalysis,
-    Evidence,
-    Finding,
     RunMachine,
     analyze_record,
 )
@@ -41,24 +39,7 @@ from profharness.commands.analyze.several import (
 from profharness.commands.analyze.tables import analyze_document
 from profharness.devices import Device, Peaks, data_sheet
 from profharness.program.counters import read_counters
-from profharness.recording.profilers.ncu import (
-    BANK_CONFLICTS,
-    FMA_PIPE,
-    ISSUE_ACTIVE,
-    L1_HIT_RATE,
-    L2_HIT_RATE,
-    LOAD_REQUESTS,
-    LOAD_SECTORS,
-    PRESETS,
-    SHARED_WAVEFRONTS,
-    STORE_REQUESTS,
-    STORE_SECTORS,
-    TENSOR_INSTRUCTIONS,
-    TENSOR_PIPE,
-    TENSOR_PIPE_OF_ADA,
-    WARP_STATES,
-    warp_state,
-)
+from profharness.recording.profilers import ncu
 from profharness.render.document import Heading, Note
 from profharness.rows import DRAM_READ, DRAM_WRITE, CellRow, KernelRow
 from profharness.store import ingest_path
@@ -72,11 +53,12 @@ DECODE = "b1-h32-kv8-sq1-skv4096-d128-bf16"
 ODD = "b2-h8-s512-d100-fp16"
 BACKWARD = "b2-h8-s1024-d64-fp16-causal-bwd"
 MACHINE = RunMachine(H200, data_sheet("NVIDIA H200"), 62914560)
+Cells = dict[tuple[str, str], CellAnalysis]
 MANY_SMS = replace(MACHINE, device=replace(H200, num_sms=10007))  # never a persistent grid
 
 
 @pytest.fixture(scope="module")
-def h200(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], CellAnalysis]:
+def h200(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """Return every cell of the run with three profilers, by config and backend."""
     path = tmp_path_factory.mktemp("analysis") / "s.db"
     ingest_path(path, TRACES / "h200-torch-nsys-ncu")
@@ -90,7 +72,7 @@ def evidence(each: CellAnalysis, code: str) -> dict[str, float | str]:
     return {item.name: item.value for item in finding.evidence}
 
 
-def test_waves_and_splits_of_flash(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+def test_waves_and_splits_of_flash(h200: Cells) -> None:
     flash = h200[SQUARE, "flash"]
     one = evidence(flash, "one_wave")
     assert (one["blocks"], one["SMs"]) == (256, 132)
@@ -104,11 +86,8 @@ def test_waves_and_splits_of_flash(h200: dict[tuple[str, str], CellAnalysis]) ->
     assert evidence(flash, "kv_reread")["blocks per K/V head"] == 8
 
 
-def test_dram_bytes_of_decode_are_the_compulsory_ones(
-    h200: dict[tuple[str, str], CellAnalysis],
-) -> None:
+def test_dram_bytes_of_decode_are_the_compulsory_ones(h200: Cells) -> None:
     flash = h200[DECODE, "flash"]
-    assert flash.figures is not None
     assert flash.figures.compulsory_bytes == 16793600  # K and V, 8 heads x 4096 x 128 x 2 B each
     found = evidence(flash, "dram_traffic")
     assert 1.0 < float(found["DRAM bytes"]) / 16793600 < 1.05
@@ -122,10 +101,9 @@ def test_dram_bytes_of_decode_are_the_compulsory_ones(
     assert flash.finding("kv_reread") is None  # every block reads its own part
 
 
-def test_rates_of_cudnn_by_hand(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+def test_rates_of_cudnn_by_hand(h200: Cells) -> None:
     cudnn = h200[SQUARE, "cudnn"]
     figures = cudnn.figures
-    assert figures is not None
     assert figures.basis == "kernel"
     assert figures.flops == 4 * 2 * 8 * 512 * 512 * 64
     assert figures.duration_ns is not None
@@ -136,12 +114,11 @@ def test_rates_of_cudnn_by_hand(h200: dict[tuple[str, str], CellAnalysis]) -> No
     blocks = evidence(cudnn, "few_blocks")
     assert (blocks["blocks"], blocks["SMs"]) == (64, 132)
     named = cudnn.finding("bottleneck")
-    assert named is not None
     assert named.grade == DERIVED
     assert named.evidence
 
 
-def test_math_pays_for_its_score_matrices(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+def test_math_pays_for_its_score_matrices(h200: Cells) -> None:
     math_cell = h200[SQUARE, "math"]
     found = evidence(math_cell, "score_traffic")
     assert found["score matrix"] == 16 * 512 * 512 * 4
@@ -157,20 +134,23 @@ def test_math_pays_for_its_score_matrices(h200: dict[tuple[str, str], CellAnalys
     assert softmax.bytes == 2 * 16 * 512 * 512 * 4
 
 
-def test_repeated_heads_of_math_explain_most_of_its_traffic(
-    h200: dict[tuple[str, str], CellAnalysis],
-) -> None:
-    cell = h200[DECODE, "math"]
-    assert cell.figures is not None
-    assert cell.figures.dram_bytes is not None
-    assert cell.phases[0].name == "repeat K and V"
-    predicted = sum(phase.bytes for phase in cell.phases)
-    assert 0.7 < cell.figures.dram_bytes / predicted < 1.2
+def test_math_of_a_decode_step_pays_for_copies_of_its_inputs(h200: Cells) -> None:
+    """K and V are repeated for four heads each and cast to fp32. A score matrix has half a
+    megabyte.
+    """
+    each = h200[DECODE, "math"]
+    assert each.bottleneck == "input copies" and each.phases[0].name == "repeat K and V"
+    assert 0.7 < each.figures.dram_bytes / sum(phase.bytes for phase in each.phases) < 1.2
+    copies, scores = each.finding("input_copies"), each.finding("score_traffic")
+    assert (copies.severity, copies.grade) == ("major", DERIVED)
+    assert "(repeat K and V and casts)" in copies.sentence
+    found = evidence(each, "input_copies")
+    assert found["score matrix"] == 32 * 4096 * 4 and found["bytes of copies"] > 250e6
+    assert scores.severity == "minor"
 
 
-def test_padding_and_launching_are_found(h200: dict[tuple[str, str], CellAnalysis]) -> None:
+def test_padding_and_launching_are_found(h200: Cells) -> None:
     copies = h200[ODD, "flash"].finding("copies")
-    assert copies is not None
     assert "head_dim 100" in copies.sentence
     assert 0.3 < float(evidence(h200[ODD, "flash"], "copies")["share"]) < 0.4
     gap = evidence(h200[BACKWARD, "cudnn"], "launch_gap")
@@ -183,9 +163,7 @@ def test_padding_and_launching_are_found(h200: dict[tuple[str, str], CellAnalysi
     assert h200[ODD, "cudnn"].findings == ()
 
 
-def test_every_finding_has_evidence_and_every_remedy_a_finding(
-    h200: dict[tuple[str, str], CellAnalysis],
-) -> None:
+def test_every_finding_has_evidence_and_every_remedy_a_finding(h200: Cells) -> None:
     assert len(h200) == 24
     for each in h200.values():
         codes = {finding.code for finding in each.findings}
@@ -271,7 +249,6 @@ def test_a_launch_gap_allows_for_the_flushed_l2() -> None:
     slow = analyze_cell(cell(DECODE, event=(40_000,)), [kernel((256, 1, 1), 9_100)], fast)
     assert slow.bottleneck == "launch"
     launch = slow.finding("launch_gap")
-    assert launch is not None
     assert launch.factor == pytest.approx(40_000 / (9_100 + 16793600 / 4.8e3), rel=1e-3)
 
 
@@ -298,9 +275,9 @@ def test_k_and_v_traffic_is_what_the_blocks_read(
     if len(tiles) < 2:
         assert found.finding("kv_reread") is None
         return
-    told = float(evidence(found, "kv_reread")["K and V traffic"])
+    moved = float(evidence(found, "kv_reread")["K and V traffic"])
     last = len(tiles[-1]) == tile  # else the grid does not show where the tiles end
-    assert told == pytest.approx(heads * rows * 2 * 64 * 2, rel=1e-6 if last else 0.5)
+    assert moved == pytest.approx(heads * rows * 2 * 64 * 2, rel=1e-6 if last else 0.5)
 
 
 @pytest.mark.parametrize("graph", [(9_600,), ()])
@@ -313,7 +290,7 @@ def test_a_launch_gap_is_what_an_eager_call_waits_for_the_cpu(graph: tuple[int, 
     assert gap["graph time" if graph else "kernel time"] == busy / 1e3
     assert (gap["eager time"], gap["host time"]) == (24, 23.5)
     launch = found.finding("launch_gap")
-    assert launch is not None and launch.factor == pytest.approx(24_000 / busy)
+    assert launch.factor == pytest.approx(24_000 / busy)
     assert found.bottleneck == "launch"
     hidden = cell(DECODE, **(samples | {"eager": (9_700,)}))
     assert analyze_cell(hidden, [kernel((256, 1, 1), 9_100)], MACHINE).finding("launch_gap") is None
@@ -332,30 +309,12 @@ def test_copies_that_ncu_does_not_see_count_as_busy() -> None:
     gap = evidence(late, "launch_gap")
     assert (gap["cold kernel time"], gap["copies and fills"]) == (8, 2)
     launch = late.finding("launch_gap")
-    assert launch is not None and "at least 50" in launch.sentence
+    assert "at least 50" in launch.sentence
     assert launch.factor == pytest.approx(2)
 
 
-def test_math_of_a_decode_step_pays_for_copies_of_its_inputs(
-    h200: dict[tuple[str, str], CellAnalysis],
-) -> None:
-    """K and V are repeated for four heads each and cast to fp32. A score matrix has half a
-    megabyte.
-    """
-    each = h200["b1-h32-kv8-sq1-skv4096-d128-bf16", "math"]
-    assert each.bottleneck == "input copies"
-    told, scores = each.finding("input_copies"), each.finding("score_traffic")
-    assert told is not None and (told.severity, told.grade) == ("major", DERIVED)
-    assert "(repeat K and V and casts)" in told.sentence
-    found = evidence(each, "input_copies")
-    assert found["score matrix"] == 32 * 4096 * 4 and found["bytes of copies"] > 250e6
-    assert scores is not None and scores.severity == "minor"
-
-
 @pytest.mark.parametrize(("per_step", "hit"), [(0.5, True), (1.2, False)])
-def test_the_l2_is_named_only_where_dram_saw_less(
-    h200: dict[tuple[str, str], CellAnalysis], per_step: float, hit: bool
-) -> None:
+def test_the_l2_is_named_only_where_dram_saw_less(h200: Cells, per_step: float, hit: bool) -> None:
     each = h200[SQUARE, "math"]
     assert each.figures is not None
     steps = sum(phase.bytes for phase in each.phases)
@@ -367,15 +326,12 @@ def test_the_l2_is_named_only_where_dram_saw_less(
 def test_a_figure_above_its_ceiling_is_explained() -> None:
     small = Peaks("a GPU", "measured", 1e11, {"fp16": 1e15}, 50 << 20, 132)
     fits = analyze_cell(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=small))
-    assert fits.figures is not None
     assert fits.figures.bandwidth_share == pytest.approx(4194304 / 10e-6 / 1e11)
     above = fits.finding("bandwidth_above_peak")
-    assert above is not None
     assert "fit in the L2" in above.sentence
     assert fits.bottleneck != "memory"
     tiny = replace(MACHINE, peaks=small, l2_bytes=1 << 20)
     other = analyze_cell(cell(), [kernel((512, 1, 1))], tiny).finding("bandwidth_above_peak")
-    assert other is not None
     assert "peak is too low" in other.sentence
     slow = replace(MACHINE, peaks=replace(small, flops_per_s={"fp16": 1e12}))
     assert analyze_cell(cell(), [kernel((512, 1, 1))], slow).finding("rate_above_peak") is not None
@@ -389,19 +345,16 @@ def test_what_runs_near_a_peak_is_bound_by_it(bandwidth: float, rate: float, wor
     found = analyze_cell(cell(), [kernel((512, 1, 1))], replace(MACHINE, peaks=peaks))
     assert found.bottleneck == word
     named = found.finding("bottleneck")
-    assert named is not None
     assert named.grade == MEASURED
 
 
 def test_without_peaks_device_or_kernels_nothing_is_made_up() -> None:
     bare = analyze_cell(cell(wall=(5_000, 6_000, 7_000)), [], RunMachine())
-    assert bare.figures is not None
     assert (bare.figures.basis, bare.figures.duration_ns) == ("wall", 6_000)
     assert bare.figures.flops_share is None
     assert bare.figures.kernels_ns is None
     assert bare.bottleneck is None
     nothing = analyze_cell(cell(), [], RunMachine())
-    assert nothing.figures is not None
     assert nothing.figures.flops_per_s is None
     assert nothing.findings == ()
 
@@ -514,7 +467,6 @@ def test_one_query_a_block_has_an_intensity_below_1_and_ncu_counts_its_repeats()
     assert counted["L2 bytes"] == round(0.4 * moved)
     assert counted["intensity of it"] == pytest.approx(0.5 / 1.02, abs=1e-3)
     finding = found.finding("cache_traffic")
-    assert finding is not None
     assert (finding.severity, finding.grade) == ("major", MEASURED)
     assert "32.6 times the compulsory 33.6 MB" in finding.sentence
     (remedy,) = [each for each in found.remedies if "more query rows" in each.text]
@@ -537,22 +489,18 @@ def test_what_ncu_did_not_count_is_not_said_to_be_read(part: float) -> None:
     assert found.finding("cache_traffic") is not None
 
 
-def test_without_counters_a_kernel_of_nobodys_is_only_supposed_to_read_again() -> None:
-    row = kernel((64, 4, 1))
-    label = "b1-h4-s64-d8192-fp32"
-    alone = analyze_cell(cell(label), [row], MACHINE)
-    assert alone.finding("cache_traffic") is None
-    supposed = alone.finding("kv_reread")
-    assert supposed is not None
-    assert "--metrics cache` counts it" in supposed.sentence
-    known = analyze_cell(cell(label), [replace(row, family="efficient")], MACHINE).finding(
-        "kv_reread"
-    )
-    assert known is not None
-    assert "counts it" not in known.sentence
-    counted = analyze_cell(cell(label), seen_by_ncu(row, l1=2e9), MACHINE).finding("kv_reread")
-    assert counted is not None
-    assert "counts it" not in counted.sentence
+@pytest.mark.parametrize(
+    ("family", "counters", "supposed"),
+    [("other", {}, True), ("efficient", {}, False), ("other", {"l1": 2e9}, False)],
+)
+def test_without_counters_an_unknown_kernel_is_only_supposed_to_read_again(
+    family: str, counters: dict[str, float], supposed: bool
+) -> None:
+    row = replace(kernel((64, 4, 1)), family=family)
+    rows = seen_by_ncu(row, **counters) if counters else [row]
+    found = analyze_cell(cell("b1-h4-s64-d8192-fp32"), rows, MACHINE)
+    assert ("counts it" in found.finding("kv_reread").sentence) == supposed
+    assert (found.finding("cache_traffic") is not None) == bool(counters)
 
 
 CODES = (
@@ -561,78 +509,71 @@ CODES = (
 )
 
 
-def counted(config: str = "b2-h8-s512-d64-fp16", **metrics: float) -> CellAnalysis:
+def counted(config: str = SQUARE, backend: str = "mine", **metrics: float) -> CellAnalysis:
     """Return the analysis of a cell whose only kernel has these counters."""
     row = kernel((128, 1, 1))
     named = {name: (value, "") for name, value in metrics.items()}
     rows = [row, replace(row, profiler="ncu", metrics=named)]
-    return analyze_cell(cell(config), rows, MACHINE)
-
-
-def test_a_finding_needs_its_counter() -> None:
-    analysis = counted()
-    assert [code for code in CODES if analysis.finding(code)] == []
-    assert analysis.kernels[0].counters == read_counters({})
+    return analyze_cell(cell(config, backend), rows, MACHINE)
 
 
 def test_products_without_tensor_cores_are_told_and_what_runs_instead() -> None:
-    none = {TENSOR_PIPE: 0.0, TENSOR_INSTRUCTIONS: 0.0, FMA_PIPE: 41.0}
+    none = {ncu.TENSOR_PIPE: 0.0, ncu.TENSOR_INSTRUCTIONS: 0.0, ncu.FMA_PIPE: 41.0}
     finding = counted(**none).finding("no_tensor_cores")
-    assert finding is not None and finding.severity == "major" and finding.grade == MEASURED
+    assert finding.severity == "major" and finding.grade == MEASURED
     assert "the FMA pipe is at work in 41.0 %" in finding.sentence
     plain = counted("b2-h8-s512-d64-fp32", **none).finding("no_tensor_cores")
-    assert plain is not None and plain.severity == "note" and "without TF32" in plain.sentence
+    assert plain.severity == "note" and "without TF32" in plain.sentence
     assert plain.sentence.startswith("my_attention multiplies without tensor cores: their pipe")
-    low = counted(**{TENSOR_PIPE: 23.5, TENSOR_INSTRUCTIONS: 1e6})
+    low = counted(**{ncu.TENSOR_PIPE: 23.5, ncu.TENSOR_INSTRUCTIONS: 1e6})
     assert low.finding("no_tensor_cores") is None
     pipe = low.finding("tensor_pipe")
-    assert pipe is not None and "23.5 % of the cycles" in pipe.sentence
-    assert counted(**{TENSOR_PIPE: 75.0}).finding("tensor_pipe") is None
+    assert "23.5 % of the cycles" in pipe.sentence
+    assert counted(**{ncu.TENSOR_PIPE: 75.0}).finding("tensor_pipe") is None
 
 
 def test_on_ada_the_second_name_of_the_tensor_pipe_counts() -> None:
-    metrics = {TENSOR_PIPE: (3.0, "%"), TENSOR_PIPE_OF_ADA: (50.0, "%")}
+    metrics = {ncu.TENSOR_PIPE: (3.0, "%"), ncu.TENSOR_PIPE_OF_ADA: (50.0, "%")}
     assert read_counters(metrics).tensor_pipe == 0.5
 
 
 @pytest.mark.parametrize(
-    ("sectors", "code"),
-    [(32.0, "uncoalesced"), (16.0, None), (4.0, None), (2.0, "narrow_access")],
+    ("metrics", "code", "severity", "text"),
+    [
+        ({}, None, "", ""),
+        ({ncu.LOAD_SECTORS: 32.0, ncu.LOAD_REQUESTS: 100}, "uncoalesced", "major", "32.0 sectors"),
+        ({ncu.LOAD_SECTORS: 16.0, ncu.LOAD_REQUESTS: 100}, None, "", ""),
+        ({ncu.LOAD_SECTORS: 4.0, ncu.LOAD_REQUESTS: 100}, None, "", ""),
+        ({ncu.LOAD_SECTORS: 2.0, ncu.LOAD_REQUESTS: 100}, "narrow_access", "note", "2.0 sectors"),
+        ({ncu.BANK_CONFLICTS: 5, ncu.SHARED_WAVEFRONTS: 100}, None, "", ""),
+        ({ncu.BANK_CONFLICTS: 20, ncu.SHARED_WAVEFRONTS: 100}, "bank_conflicts", "minor", "20.0 %"),
+        ({ncu.BANK_CONFLICTS: 60, ncu.SHARED_WAVEFRONTS: 100}, "bank_conflicts", "major", "60.0 %"),
+        (
+            {ncu.L1_HIT_RATE: 12.5, ncu.L2_HIT_RATE: 40.0},
+            *("hit_rates", "note", "the L1 12.5 % and the L2 40.0 % had"),
+        ),
+    ],
 )
-def test_sectors_of_a_request_tell_scattered_and_narrow_accesses(
-    sectors: float, code: str | None
+def test_a_counter_beyond_its_threshold_makes_a_finding(
+    metrics: dict[str, float], code: str | None, severity: str, text: str
 ) -> None:
-    analysis = counted(**{LOAD_SECTORS: sectors, LOAD_REQUESTS: 100.0})
-    made = [each for each in ("uncoalesced", "narrow_access") if analysis.finding(each)]
-    assert made == ([code] if code else [])
+    analysis = counted(**metrics)
+    assert [name for name in CODES if analysis.finding(name)] == ([code] if code else [])
+    if code:
+        finding = analysis.finding(code)
+        assert finding.severity == severity and text in finding.sentence
 
 
 def test_a_kernel_without_such_requests_has_no_sectors() -> None:
     counters = read_counters(
         {
-            LOAD_SECTORS: (0.0, ""),
-            LOAD_REQUESTS: (0.0, ""),
-            STORE_SECTORS: (math.nan, ""),
-            STORE_REQUESTS: (5.0, ""),
+            ncu.LOAD_SECTORS: (0.0, ""),
+            ncu.LOAD_REQUESTS: (0.0, ""),
+            ncu.STORE_SECTORS: (math.nan, ""),
+            ncu.STORE_REQUESTS: (5.0, ""),
         }
     )
     assert (counters.load_sectors, counters.store_sectors) == (None, None)
-
-
-@pytest.mark.parametrize(("conflicts", "severity"), [(5, None), (20, "minor"), (60, "major")])
-def test_bank_conflicts_are_a_part_of_the_passes(conflicts: float, severity: str | None) -> None:
-    finding = counted(**{BANK_CONFLICTS: conflicts, SHARED_WAVEFRONTS: 100.0}).finding(
-        "bank_conflicts"
-    )
-    assert (finding and finding.severity) == severity
-    if finding:
-        assert f"{conflicts:.1f} %" in finding.sentence
-
-
-def test_hit_rates_are_a_note_for_ncu_starts_with_cold_caches() -> None:
-    finding = counted(**{L1_HIT_RATE: 12.5, L2_HIT_RATE: 40.0}).finding("hit_rates")
-    assert finding is not None and finding.severity == "note"
-    assert "the L1 12.5 % and the L2 40.0 % had" in finding.sentence
 
 
 def test_dram_bytes_are_told_over_the_time_that_ncu_saw() -> None:
@@ -641,41 +582,35 @@ def test_dram_bytes_are_told_over_the_time_that_ncu_saw() -> None:
 
 
 @pytest.mark.parametrize(("backend", "helped"), [("mine", True), ("math", False)])
-def test_only_the_author_of_a_kernel_can_mend_its_bank_conflicts(
-    backend: str, helped: bool
-) -> None:
-    metrics = {BANK_CONFLICTS: (60.0, ""), SHARED_WAVEFRONTS: (100.0, "")}
-    row = kernel((128, 1, 1))
-    rows = [row, replace(row, profiler="ncu", metrics=metrics)]
-    analysis = analyze_cell(cell("b2-h8-s512-d64-fp16", backend), rows, MACHINE)
-    assert analysis.finding("bank_conflicts") is not None
+def test_only_the_author_of_a_kernel_can_fix_its_bank_conflicts(backend: str, helped: bool) -> None:
+    metrics = {ncu.BANK_CONFLICTS: 60.0, ncu.SHARED_WAVEFRONTS: 100.0}
+    analysis = counted(SQUARE, backend, **metrics)
     assert any("swizzle" in remedy.text for remedy in analysis.remedies) == helped
 
 
 def test_the_state_that_most_warps_wait_in_is_named_with_what_helps() -> None:
-    states = {warp_state("long_scoreboard"): 5.0, warp_state("wait"): 2.0}
-    states |= {warp_state("selected"): 1.0, warp_state("barrier"): 2.0}
-    finding = counted(**states, **{ISSUE_ACTIVE: 25.0}).finding("stalls")
-    assert finding is not None
+    states = {ncu.warp_state("long_scoreboard"): 5.0, ncu.warp_state("wait"): 2.0}
+    states |= {ncu.warp_state("selected"): 1.0, ncu.warp_state("barrier"): 2.0}
+    finding = counted(**states, **{ncu.ISSUE_ACTIVE: 25.0}).finding("stalls")
     assert "50.0 % of their time waiting for data from global or local memory" in finding.sentence
     assert "issue in 25.0 % of the cycles" in finding.sentence
-    assert counted(**states, **{ISSUE_ACTIVE: 90.0}).finding("stalls") is None
-    even = {warp_state(name): 1.0 for name in WARP_STATES}
-    assert counted(**even, **{ISSUE_ACTIVE: 25.0}).finding("stalls") is None
+    assert counted(**states, **{ncu.ISSUE_ACTIVE: 90.0}).finding("stalls") is None
+    even = {ncu.warp_state(name): 1.0 for name in ncu.WARP_STATES}
+    assert counted(**even, **{ncu.ISSUE_ACTIVE: 25.0}).finding("stalls") is None
 
 
 def test_every_state_but_the_one_that_issues_has_words() -> None:
-    assert {*WARP_STATE_WORDS} == {*WARP_STATES} - {"selected"}
+    assert {*WARP_STATE_WORDS} == {*ncu.WARP_STATES} - {"selected"}
     assert all(source for _, source in THRESHOLDS.values())
 
 
 def test_every_metric_of_the_presets_is_read() -> None:
     """With all of them every figure of a kernel is known, except those that only Ada has."""
-    names = {name for preset in PRESETS.values() for name in preset}
+    names = {name for preset in ncu.PRESETS.values() for name in preset}
     counters = read_counters(dict.fromkeys(names, (50.0, "")))
     record = analyze_record(counted(**dict.fromkeys(names, 50.0)))["kernels"][0]["counters"]
     assert all(value is not None for value in record.values())
-    assert len(counters.warp_states) == len(WARP_STATES)
+    assert len(counters.warp_states) == len(ncu.WARP_STATES)
     assert sum(counters.warp_states.values()) == pytest.approx(1)
 
 
@@ -719,7 +654,7 @@ def few_blocks(config: str, backend: str, blocks: int) -> CellAnalysis:
     return analyze_cell(row, [kernel((blocks, 1, 1))], MACHINE)
 
 
-def test_like_findings_are_told_once_with_where_they_hold() -> None:
+def test_like_findings_are_reported_once_with_where_they_hold() -> None:
     labels = ["b1-h1-s64-d64-fp16", "b1-h2-s64-d64-fp16", "b1-h4-s64-d64-fp16"]
     analyses = [few_blocks(label, name, 16) for label in labels for name in ("mine", "other")]
     analyses.append(few_blocks(labels[0], "third", 132 * 2))
@@ -728,23 +663,20 @@ def test_like_findings_are_told_once_with_where_they_hold() -> None:
     assert where(members) == "mine, other at 3 configs"
     remedies = common_remedies([(each, item) for each in analyses for item in each.remedies])
     assert {where(members) for _, members in remedies} == {"mine, other at 3 configs"}
-    document = analyze_document(analyses)
-    headings = [block.text for block in document.blocks if isinstance(block, Heading)]
-    assert "In several configs" in headings
-    texts = [block.text for block in document.blocks if isinstance(block, Note)]
-    assert len([text for text in texts if "SMs have nothing to do" in text]) == 1
-    whole = [
-        block.text
-        for block in analyze_document(analyses, full=True).blocks
-        if isinstance(block, Note)
-    ]
-    assert len([text for text in whole if "SMs have nothing to do" in text]) == len(analyses) - 1
+    for full, times in ((False, 1), (True, len(analyses) - 1)):
+        texts = [
+            block.text
+            for block in analyze_document(analyses, full=full).blocks
+            if isinstance(block, Heading | Note)
+        ]
+        assert ("In several configs" in texts) == (not full)
+        assert len([text for text in texts if "SMs have nothing to do" in text]) == times
 
 
 def test_a_finding_of_one_config_stays_at_its_cell() -> None:
-    pairs = [(few_blocks(SQUARE, name, 16),) * 2 for name in ("mine", "other")]
-    finding = Finding("few_blocks", "16 blocks.", "major", "derived", (Evidence("b", 16, "", "x"),))
-    assert not list(common_findings([(analysis, finding) for analysis, _ in pairs]))
+    analyses = [few_blocks(SQUARE, name, 16) for name in ("mine", "other")]
+    pairs = [(each, item) for each in analyses for item in each.findings]
+    assert pairs and not list(common_findings(pairs))
 
 
 def test_idle_warps_beside_missing_blocks_have_one_remedy() -> None:

@@ -199,6 +199,7 @@ ARCHIVE = Path(__file__).parents[2] / "traces" / "counters.tar.xz"
 LIMITS = [
     f"launch__occupancy_limit_{what}" for what in ("blocks", "registers", "shared_mem", "warps")
 ]
+Cells = dict[tuple[str, str], CellAnalysis]
 SQUARE, DECODE = "b2-h8-s512-d64-fp16", "b1-h32-kv8-sq1-skv4096-d128-bf16"
 
 
@@ -215,7 +216,7 @@ def counters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cells(counters: Path) -> dict[tuple[str, str], CellAnalysis]:
+def cells(counters: Path) -> Cells:
     with open_store(counters) as opened:
         runs = [row.run for row in opened.runs()]
     return {
@@ -233,7 +234,7 @@ def counted(analysis: CellAnalysis, part: str) -> KernelFigures:
 
 
 def test_every_preset_metric_is_in_the_report_and_every_figure_is_read(
-    counters: Path, cells: dict[tuple[str, str], CellAnalysis]
+    counters: Path, cells: Cells
 ) -> None:
     with open_store(counters) as opened:
         (row,) = [
@@ -247,9 +248,7 @@ def test_every_preset_metric_is_in_the_report_and_every_figure_is_read(
     assert all(getattr(flash.counters, item.name) is not None for item in fields(Counters))
 
 
-def test_figures_of_fused_kernels_are_those_that_ncu_wrote(
-    cells: dict[tuple[str, str], CellAnalysis],
-) -> None:
+def test_figures_of_fused_kernels_are_those_that_ncu_wrote(cells: Cells) -> None:
     flash = counted(cells[SQUARE, "flash"], "flash_fwd_splitkv_kernel")
     assert flash.counters.tensor_pipe == pytest.approx(0.178, abs=1e-3)
     assert flash.counters.l2_hit_rate == pytest.approx(0.670, abs=1e-3)
@@ -261,25 +260,20 @@ def test_figures_of_fused_kernels_are_those_that_ncu_wrote(
     assert next(iter(cudnn.counters.warp_states)) == "barrier"
 
 
-def test_math_runs_fp32_products_beside_the_tensor_cores(
-    cells: dict[tuple[str, str], CellAnalysis],
-) -> None:
+def test_math_runs_fp32_products_beside_the_tensor_cores(cells: Cells) -> None:
     finding = cells[SQUARE, "math"].finding("no_tensor_cores")
-    assert finding is not None and finding.severity == "major"
+    assert finding.severity == "major"
     assert finding.sentence.startswith("sm80_xmma_gemm_f32")
 
 
-def test_a_combine_kernel_of_few_blocks_waits_for_memory(
-    cells: dict[tuple[str, str], CellAnalysis],
-) -> None:
+def test_a_combine_kernel_of_few_blocks_waits_for_memory(cells: Cells) -> None:
     finding = cells[DECODE, "flash"].finding("stalls")
-    assert finding is not None
     assert "flash_fwd_splitkv_combine<128,m4,split32> spend 82.8 %" in finding.sentence
     assert "issue in 3.4 % of the cycles" in finding.sentence
 
 
 def test_traffic_stands_beside_compulsory_bytes_and_tma_is_not_taken_for_no_traffic(
-    cells: dict[tuple[str, str], CellAnalysis],
+    cells: Cells,
 ) -> None:
     levels = {
         backend: [point["level"] for point in traffic_points(cells[SQUARE, backend])]
@@ -327,15 +321,13 @@ def test_what_shared_memory_leaves_of_the_l1_is_never_less_than_ncu_saw(counters
     assert exact >= 10
 
 
-def test_k_and_v_as_large_as_the_whole_unified_l1_do_not_fit_in_it(
-    cells: dict[tuple[str, str], CellAnalysis],
-) -> None:
+def test_k_and_v_as_large_as_the_whole_unified_l1_do_not_fit_in_it(cells: Cells) -> None:
     analysis = cells["b1-h4-s64-d512-fp32", "single_query"]
-    assert analysis.figures is not None and analysis.figures.kv_head_bytes == 256 * 1024
+    assert analysis.figures.kv_head_bytes == 256 * 1024
     assert analysis.kv_places == ("L2 (61,440 KiB)",)
 
 
-def test_one_table_tells_the_device(cells: dict[tuple[str, str], CellAnalysis]) -> None:
+def test_one_table_tells_the_device(cells: Cells) -> None:
     machine = cells[SQUARE, "flash"].machine
     facts = {fact.name: (fact.value, fact.unit, fact.source) for fact in machine.facts()}
     assert facts["SMs"][0] == 132 and facts["L2"][:2] == (60, "MiB")
