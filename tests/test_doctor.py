@@ -24,7 +24,6 @@ from profharness.commands.doctor import (
     check_importer,
     check_injection,
     check_ncu_driver,
-    check_ncu_reader,
     check_sandbox,
     check_store,
     check_tmpdir,
@@ -235,13 +234,6 @@ def test_the_reader_in_the_folder_of_ncu(clean: Path, tmp_path: Path) -> None:
     assert str(module) in detail()
 
 
-def test_the_reader_here_is_named() -> None:
-    check = check_ncu_reader()
-    assert check.name == "ncu-report"
-    assert check.state in ("ok", "absent")
-    assert bool(check.remedy) == (check.state == "absent")
-
-
 @pytest.mark.parametrize(
     ("text", "privileged", "state"),
     [
@@ -375,8 +367,7 @@ def test_a_missing_nvrtc_has_its_remedy() -> None:
     )
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert "state='absent'" in done.stdout
-    assert "pip install 'profharness[kernels]'" in done.stdout
+    assert "state='absent'" in done.stdout and "profharness[kernels]'" in done.stdout
 
 
 def test_run_checks_without_a_worker(clean: Path, tmp_path: Path) -> None:

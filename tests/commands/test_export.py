@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 from collections import defaultdict
@@ -196,34 +197,32 @@ def test_named_sections_share_no_process_and_no_track() -> None:
     assert starts == [0.0, 0.0]
 
 
+def _spans(trace: dict[str, Any], category: str) -> dict[int, list[tuple[int, int]]]:
+    """Return (start, end) in ns of all events, by track."""
+    tracks = defaultdict(list)
+    for event in complete(trace, category):
+        start = round(event["ts"] * 1000)
+        tracks[event["tid"]].append((start, start + round(event["dur"] * 1000)))
+    return tracks
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))
 def test_ranges_of_a_track_nest(times: list[tuple[int, int]]) -> None:
     ordered = sorted(times, key=lambda each: (each[0], -each[1]))
-    read = complete(written(Section([], [outer(*each) for each in ordered])), "user_annotation")
-    assert len(read) == len(times)
-    for one in read:
-        for other in read:
-            starts, ends = zip(*(_span(each) for each in (one, other)), strict=True)
-            if one["tid"] == other["tid"] and starts[0] < starts[1] < ends[0]:
-                assert ends[1] <= ends[0]
-
-
-def _span(event: dict[str, Any]) -> tuple[int, int]:
-    start = round(event["ts"] * 1000)
-    return start, start + round(event["dur"] * 1000)
+    tracks = _spans(written(Section([], [outer(*each) for each in ordered])), "user_annotation")
+    assert sum(map(len, tracks.values())) == len(times)
+    for track in tracks.values():
+        for (start, end), (other_start, other_end) in itertools.permutations(track, 2):
+            assert not start < other_start < end or other_end <= end
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), max_size=40))
 def test_tracks_are_sorted_and_never_overlap(times: list[tuple[int, int]]) -> None:
     rows = [launch(n, start, duration) for n, (start, duration) in enumerate(times)]
-    kernels = complete(written(Section(rows)), "kernel")
-    assert len(kernels) == len(times)
-    tracks = defaultdict(list)
-    for event in kernels:
-        tracks[event["tid"]].append((round(event["ts"] * 1000), round(event["dur"] * 1000)))
+    tracks = _spans(written(Section(rows)), "kernel")
+    assert sum(map(len, tracks.values())) == len(times)
     for track in tracks.values():
-        ends = [start + duration for start, duration in track]
-        assert all(end <= start for end, (start, _) in zip(ends, track[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(track))
 
 
 def test_rows_are_streamed() -> None:

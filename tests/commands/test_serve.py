@@ -33,6 +33,7 @@ with warnings.catch_warnings():  # Datasette 0.65 leaves connections open when i
 
 TRACES = Path(__file__).parents[2] / "traces" / "h200-torch2.11"
 Answer = tuple[int, str]
+SHORT = f"/{DATABASE}.json?sql=select+1"
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,14 @@ def serving(
     finally:
         process.kill()
         process.communicate()
+
+
+def ended(
+    *args: object, program: tuple[str, str] = ("-m", "profharness")
+) -> subprocess.CompletedProcess[str]:
+    """Run a server that ends by itself."""
+    command = [sys.executable, *program, "serve", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +137,7 @@ def test_store_that_is_gone_is_an_error_without_path(store: Path, tmp_path: Path
     path = tmp_path / "s.db"
     with serving("--store", shutil.copy(store, path)) as (process, address):
         path.rename(tmp_path / "away.db")
-        for page in (
-            "/",
-            "/-/report/latest",
-            f"/{DATABASE}/runs",
-            f"/{DATABASE}.json?sql=select+1",
-        ):
+        for page in ("/", "/-/report/latest", f"/{DATABASE}/runs", SHORT):
             status, text = get(address, page)
             assert (status, str(tmp_path) in text) == (404, False), text
             assert process.stderr is not None
@@ -166,7 +170,7 @@ def test_a_foreign_name_is_not_answered(served: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["[localhost", "localhost]", "a b", "127.0.0.1:x", ""])
-def test_a_name_that_is_none_is_refused(served: str, host: str) -> None:
+def test_an_invalid_host_name_is_refused(served: str, host: str) -> None:
     with closing(http.client.HTTPConnection(served, timeout=PATIENCE_S)) as connection:
         connection.putrequest("GET", "/", skip_host=True)
         connection.putheader("Host", host)
@@ -220,11 +224,7 @@ def test_a_store_on_a_medium_that_is_read_only_is_served(store: Path, tmp_path: 
         shutil.copy(store, medium / "s.db")
         subprocess.run(["mount", "-o", "remount,ro", str(medium)], check=True)
         with serving("--store", medium / "s.db") as (_, address):
-            for path in (
-                "/",
-                f"/{DATABASE}/runs.json",
-                f"/{DATABASE}/slowest_kernels.json?backend=",
-            ):
+            for path in ("/", f"/{DATABASE}/runs.json", SHORT):
                 assert get(address, path)[0] == 200, path
     finally:
         subprocess.run(["umount", "-l", str(medium)], check=True)
@@ -233,23 +233,12 @@ def test_a_store_on_a_medium_that_is_read_only_is_served(store: Path, tmp_path: 
 def test_only_loopback_is_listened_on_and_a_warning_else(store: Path) -> None:
     with serving("--store", store) as (_, address):
         assert address.startswith("127.0.0.1:")
-    command = [
-        sys.executable,
-        "-m",
-        "profharness",
-        "serve",
-        "--host",
-        "192.0.2.1",
-        "--store",
-        str(store),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = ended("--host", "192.0.2.1", "--store", store)
     assert "warning: --host 192.0.2.1" in done.stderr
     assert done.returncode == 2  # no machine has this address
 
 
 ENDLESS = "select instr(printf('%.*c', 8000000, 'a'), printf('%.*c', 4000000, 'a') || 'b')"
-SHORT = f"/{DATABASE}.json?sql=select+1"
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
@@ -330,6 +319,7 @@ def test_signal_ends_the_server_and_all_its_queries(
         process.send_signal(number)
         out, err = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, out, "Traceback" in err) == (code, "", False), err
+        assert number != signal.SIGINT or err == "stopped\n"
         until(lambda: not any(alive(pid) for pid in pids))
 
 
@@ -391,30 +381,10 @@ def test_links_and_own_pages_are_answered(served: str, site: str) -> None:
     assert get(served, SHORT, headers=link)[0] == (403 if site == "cross-site" else 200)
 
 
-def test_ctrl_c_ends_it_cleanly(store: Path) -> None:
-    with serving("--store", store) as (process, address):
-        assert get(address, "/")[0] == 200
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
-        assert (process.returncode, out, err) == (0, "", "stopped\n")
-
-
 def test_a_taken_port_is_an_error(store: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "profharness",
-            "serve",
-            "--port",
-            str(port),
-            "--store",
-            str(store),
-        ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+        done = ended("--port", port, "--store", store)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --host 127.0.0.1 --port {port}: cannot listen there")
     assert "Traceback" not in done.stderr
@@ -422,11 +392,9 @@ def test_a_taken_port_is_an_error(store: Path) -> None:
 
 def test_without_a_store_or_the_extra_it_says_so(store: Path, tmp_path: Path) -> None:
     code = "import sys\nsys.modules['datasette'] = None\nfrom profharness.cli import main\nmain()"
-    command = [sys.executable, "-c", code, "serve", "--store", str(store)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = ended("--store", store, program=("-c", code))
     assert done.returncode == 1 and "pip install 'profharness[web]'" in done.stderr
-    command = [sys.executable, "-m", "profharness", "serve", "--store", str(tmp_path / "no.db")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = ended("--store", tmp_path / "no.db")
     assert done.returncode == 1 and "no store here" in done.stderr
 
 
@@ -439,11 +407,11 @@ def timed(number: int, backend: str, median_ns: int) -> Cell:
     return Cell(f"c{number:04d}", parse_config(LABEL), backend, "ok", samples=samples)
 
 
-def checked(case: str, passed: bool) -> Cell:
-    """A check of `mine` on another problem than the one that was timed."""
+def checked(passed: bool) -> Cell:
+    """Return a check of `mine` on another problem than the one that was timed."""
     other = parse_config("b1-h4-kv1-s16-d16-fp16")
     checks = (Check("out", passed),)
-    return Cell("v00001", other, "mine", "ok", case=case, asked=LABEL, checks=checks)
+    return Cell("v00001", other, "mine", "ok", case="mqa", asked=LABEL, checks=checks)
 
 
 def stored(folder: Path, number: int, cells: list[Cell], environment: dict[str, str]) -> str:
@@ -500,13 +468,13 @@ def test_regret_is_what_bench_says_of_the_same_store(tmp_path: Path) -> None:
         assert f"/-/report/{bench}" in get(address, "/")[1]
         first = same_as_bench(address)
         assert (first["best"], first["regret"]) == ("mine", 1.0)
-        stored(tmp_path, 2, [checked("mqa", False)], ENVIRONMENT | {"gpu": "L4"})
+        stored(tmp_path, 2, [checked(False)], ENVIRONMENT | {"gpu": "L4"})
         assert same_as_bench(address)["best"] == "mine"
         assert "/-/report/run-2" in get(address, "/")[1]
-        stored(tmp_path, 3, [checked("mqa", False)], ENVIRONMENT)
+        stored(tmp_path, 3, [checked(False)], ENVIRONMENT)
         wrong = same_as_bench(address)
         assert (wrong["best"], wrong["regret"], wrong["real"]) == ("flash", 0.5, 1)
-        stored(tmp_path, 4, [checked("mqa", True)], ENVIRONMENT)
+        stored(tmp_path, 4, [checked(True)], ENVIRONMENT)
         assert same_as_bench(address)["best"] == "mine"
 
 

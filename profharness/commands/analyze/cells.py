@@ -318,7 +318,10 @@ def _kernel_rows(
         mean = round(total / launches) if launches else None
         threads = math.prod(kind.block) if kind.block else None
         fit = occupancy(threads, kind.registers_per_thread, kind.shared_bytes, device)
+        same_fields = kind._asdict() | {"launches": launches, "total_ns": total}
+        del same_fields["direction"]
         yield KernelRow(
+            **same_fields,
             run=cell.run,
             config=cell.config,
             backend=cell.backend,
@@ -326,20 +329,10 @@ def _kernel_rows(
             profiler=TORCH,
             status="ok",
             range=None,
-            kernel=kind.kernel,
-            kernel_short=kind.kernel_short,
-            kernel_kind=kind.kernel_kind,
-            family=kind.family,
-            grid=kind.grid,
-            block=kind.block,
-            registers_per_thread=kind.registers_per_thread,
             static_shared_bytes=None,
             dynamic_shared_bytes=None,
-            shared_bytes=kind.shared_bytes,
-            launches=launches,
             launches_per_call=launches / len(calls),
             duration_ns=mean,
-            total_ns=total,
             min_ns=mean,
             max_ns=mean,
             share=total / whole if whole else None,

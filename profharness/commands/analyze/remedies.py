@@ -108,88 +108,69 @@ def _is_math(backend: str) -> bool:
     return backend == "math" or pytorch_chooses(backend)
 
 
-EAGER_REMEDY = (
-    "Call torch.nn.functional.scaled_dot_product_attention (transformers: "
-    "attn_implementation='sdpa'), so that a fused backend takes the call."
-)
-# Codes of findings -> remedy. A remedy for several findings is listed once with all of them.
-REMEDIES: tuple[tuple[tuple[str, ...], Text], ...] = (
-    (
-        ("launch_gap",),
-        lambda config, _: (
-            "Take the launch path out of the call: capture it into a CUDA graph, or compile the "
-            "model with mode='reduce-overhead'"
-            + ("; autograd's own work per node is part of the gap." if config.bwd else ".")
-        ),
-    ),
-    (
-        ("score_traffic", "input_copies", "fp32_products"),
-        lambda _, backend: (
+def _fused(_: Config, backend: str) -> str:
+    if _is_math(backend):
+        return (
             "Let a fused backend take the call; `profharness explain` says what stands in its way."
-            if _is_math(backend)
-            else EAGER_REMEDY
-            if backend == "eager"
-            else "Compute softmax online, tile by tile, so that scores never leave the chip."
-        ),
-    ),
-    (
-        ("fp32_products",),
-        lambda config, backend: (
+        )
+    if backend == "eager":
+        return (
+            "Call torch.nn.functional.scaled_dot_product_attention (transformers: "
+            "attn_implementation='sdpa'), so that a fused backend takes the call."
+        )
+    return "Compute softmax online, tile by tile, so that scores never leave the chip."
+
+
+def _products(config: Config, backend: str) -> str:
+    if _is_math(backend):
+        return (
             "If it must be math: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) "
             "computes in the inputs' dtype, at the price of accuracy."
-            if _is_math(backend)
-            else f"Hand {config.dtype} to the products; tensor cores add them up in fp32."
-        ),
-    ),
-    (
-        ("few_blocks",),
-        lambda config, _: (
+        )
+    return f"Hand {config.dtype} to the products; tensor cores add them up in fp32."
+
+
+def _more_blocks(config: Config, _: str) -> str:
+    if config.seq_len_q * 4 <= config.seq_len_kv:
+        return (
             "Split over the keys (flash's split-KV and cuDNN do so for short queries), or batch "
             "more sequences into one call."
-            if config.seq_len_q * 4 <= config.seq_len_kv
-            else "Batch more sequences or heads into one call, or use a kernel with smaller query "
-            "tiles."
-        ),
+        )
+    return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
+
+
+# Codes of findings -> remedy. A remedy for several findings is listed once with all of them.
+REMEDIES: Mapping[tuple[str, ...], Text] = {
+    ("launch_gap",): lambda config, _: (
+        "Take the launch path out of the call: capture it into a CUDA graph, or compile the model "
+        "with mode='reduce-overhead'"
+        + ("; autograd's own work per node is part of the gap." if config.bwd else ".")
     ),
+    ("score_traffic", "input_copies", "fp32_products"): _fused,
+    ("fp32_products",): _products,
+    ("few_blocks",): _more_blocks,
+    ("tail",): "Change batch, heads or query tiles so that the blocks fill whole waves, or use a "
+    "persistent kernel.",
     (
-        ("tail",),
-        "Change batch, heads or query tiles so that the blocks fill whole waves, or use a "
-        "persistent kernel.",
+        "split_overhead",
+    ): "Use a kernel that does not split here, or fewer splits; longer queries or "
+    "a larger batch fill the device without splitting.",
+    ("copies",): lambda config, _: (
+        f"Pad head_dim {config.head_dim} to a multiple of 8 once, outside of the call, and keep "
+        "inputs contiguous."
+        if config.head_dim % 8 or config.value_dim % 8
+        else "Hand over inputs in the layout that the kernel wants, so that no copy is needed."
     ),
-    (
-        ("split_overhead",),
-        "Use a kernel that does not split here, or fewer splits; longer "
-        "queries or a larger batch fill the device without splitting.",
-    ),
-    (
-        ("copies",),
-        lambda config, _: (
-            f"Pad head_dim {config.head_dim} to a multiple of 8 once, outside of the call, and keep "
-            "inputs contiguous."
-            if config.head_dim % 8 or config.value_dim % 8
-            else "Hand over inputs in the layout that the kernel wants, so that no copy is needed."
-        ),
-    ),
-    (
-        ("kv_reread", "cache_traffic", "unused_shared"),
-        "Give a block more query rows, so that a tile of K and V in shared memory serves all of "
-        "them.",
-    ),
-    (
-        ("no_tensor_cores",),
-        "Compute the products on tensor cores (mma or wgmma in CUDA, tl.dot in Triton).",
-    ),
-    (
-        ("uncoalesced",),
-        "Let neighbouring threads of a warp access neighbouring addresses, 16 bytes each.",
-    ),
-    (
-        ("bank_conflicts",),
-        "Pad or swizzle the tiles in shared memory, so that the threads of a warp meet different "
-        "banks.",
-    ),
-    (("idle_warps",), "Even out the work of the blocks, or give the device more of them."),
-)
+    ("kv_reread", "cache_traffic", "unused_shared"): "Give a block more query rows, so that a tile "
+    "of K and V in shared memory serves all of them.",
+    ("no_tensor_cores",): "Compute the products on tensor cores (mma or wgmma in CUDA, tl.dot in "
+    "Triton).",
+    ("uncoalesced",): "Let neighbouring threads of a warp access neighbouring addresses, 16 bytes "
+    "each.",
+    ("bank_conflicts",): "Pad or swizzle the tiles in shared memory, so that the threads of a warp "
+    "meet different banks.",
+    ("idle_warps",): "Even out the work of the blocks, or give the device more of them.",
+}
 
 BESIDE = {"idle_warps": "few_blocks"}
 """A finding -> the finding whose remedy applies to it too: warps are idle if blocks are missing."""
@@ -202,7 +183,7 @@ def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, 
     relevant = {code for code, finding in findings.items() if finding.severity != "note"}
     of_pytorch = backend in SDP_BACKENDS or pytorch_chooses(backend)
     helpful = []
-    for codes, text in REMEDIES:
+    for codes, text in REMEDIES.items():
         mine = tuple(code for code in codes if code in relevant)
         if codes[0] not in mine or BESIDE.get(codes[0]) in relevant:
             continue

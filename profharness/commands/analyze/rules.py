@@ -24,20 +24,7 @@ from profharness.commands.analyze.figures import (
 )
 from profharness.devices import KIB, l1_bytes
 from profharness.program.roles import FUSED_ROLES, GEMMS
-from profharness.recording.profilers.ncu import (
-    BANK_CONFLICTS,
-    FMA_PIPE,
-    ISSUE_ACTIVE,
-    L1_BYTES,
-    L1_HIT_RATE,
-    L2_BYTES,
-    L2_HIT_RATE,
-    LOAD_SECTORS,
-    STORE_SECTORS,
-    TENSOR_INSTRUCTIONS,
-    TENSOR_PIPE,
-    warp_state,
-)
+from profharness.recording.profilers import ncu
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, HOST, KERNEL
 
 Rule = Callable[[CellAnalysis, Figures], Iterator[Finding]]
@@ -530,8 +517,8 @@ def cache_traffic(_: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     counted = [
         (name, counter, moved)
         for name, counter, moved in (
-            ("L1", L1_BYTES, None if figures.past_l1 else figures.l1_bytes),
-            ("L2", L2_BYTES, figures.l2_bytes),
+            ("L1", ncu.L1_BYTES, None if figures.past_l1 else figures.l1_bytes),
+            ("L2", ncu.L2_BYTES, figures.l2_bytes),
         )
         if moved is not None
     ]
@@ -802,14 +789,14 @@ def tensor_pipe(cell: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
         text += ", as fp32 products without TF32 do not" if plain else ""
     instructions = None
     if count is not None:
-        instructions = Evidence("tensor instructions", count, "", f"ncu {TENSOR_INSTRUCTIONS}")
+        instructions = Evidence("tensor instructions", count, "", f"ncu {ncu.TENSOR_INSTRUCTIONS}")
     yield measured(
         code,
         f"{text}.",
         severity,
-        share("tensor pipe", busy, f"ncu {TENSOR_PIPE}, on Ada its _v2"),
+        share("tensor pipe", busy, f"ncu {ncu.TENSOR_PIPE}, on Ada its _v2"),
         instructions,
-        share("FMA pipe", fma, f"ncu {FMA_PIPE}"),
+        share("FMA pipe", fma, f"ncu {ncu.FMA_PIPE}"),
     )
 
 
@@ -818,8 +805,8 @@ def coalescing(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     sectors mean that the accesses are narrow.
     """
     for what, sectors, name in (
-        ("load", kernel.counters.load_sectors, LOAD_SECTORS),
-        ("store", kernel.counters.store_sectors, STORE_SECTORS),
+        ("load", kernel.counters.load_sectors, ncu.LOAD_SECTORS),
+        ("store", kernel.counters.store_sectors, ncu.STORE_SECTORS),
     ):
         if sectors is None:
             continue
@@ -846,7 +833,7 @@ def bank_conflicts(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
             f"{percent(part)} of the passes of {kernel.kernel} over shared memory are bank "
             "conflicts.",
             "major" if _over("many bank conflicts", part) else "minor",
-            share("bank conflicts", part, f"ncu {BANK_CONFLICTS} / wavefronts"),
+            share("bank conflicts", part, f"ncu {ncu.BANK_CONFLICTS} / wavefronts"),
         )
 
 
@@ -855,8 +842,8 @@ def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
     from a kernel that reads its data once.
     """
     rates = (
-        ("L1", kernel.counters.l1_hit_rate, L1_HIT_RATE),
-        ("L2", kernel.counters.l2_hit_rate, L2_HIT_RATE),
+        ("L1", kernel.counters.l1_hit_rate, ncu.L1_HIT_RATE),
+        ("L2", kernel.counters.l2_hit_rate, ncu.L2_HIT_RATE),
     )
     known = [(name, rate, metric) for name, rate, metric in rates if rate is not None]
     if known:
@@ -885,9 +872,9 @@ def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
         "stalls",
         f"{text}. What helps: {change}.",
         "minor",
-        share(name, part, f"ncu {warp_state(name)} / all of them"),
+        share(name, part, f"ncu {ncu.warp_state(name)} / all of them"),
         *(share(other, of, "the same") for other, of in others[:2]),
-        share("issue slots", issue, f"ncu {ISSUE_ACTIVE}"),
+        share("issue slots", issue, f"ncu {ncu.ISSUE_ACTIVE}"),
     )
 
 
