@@ -310,8 +310,14 @@ def compare(
     if min(map(len, sides)) > 1:
         p_value = max(p_value, _process_test(*sides))
         basis = f" over {len(sides[0])} and {len(sides[1])} processes"
-    verdict, reason = _judge(ratio, p_value, threshold)
-    reason += basis if p_value is not None and "p = " in reason else ""
+    change = f"medians differ by {(ratio - 1) * 100:+.1f} %"
+    verdict: Speed = "slower" if ratio > 1 else "faster"
+    reason = f"{change}, p = {p_value:.2g}{basis}"
+    if not beyond(ratio, threshold):
+        verdict, reason = "same", f"{change}, within the {threshold * 100:g} % threshold"
+    elif p_value >= ALPHA:
+        reason = f"{change}, but not significantly (p = {p_value:.2g}){basis}"
+        verdict = "unknown"
     doubts = _doubt("baseline", baseline, base) + _doubt("candidate", candidate, cand)
     return Comparison(ratio, p_value, verdict, reason + doubts)
 
@@ -319,15 +325,6 @@ def compare(
 def beyond(ratio: float, threshold: float) -> bool:
     """Return whether a ratio or its inverse exceeds 1 by more than `threshold`."""
     return ratio > 1 + threshold or ratio * (1 + threshold) < 1
-
-
-def _judge(ratio: float, p_value: float, threshold: float) -> tuple[Speed, str]:
-    change = f"medians differ by {(ratio - 1) * 100:+.1f} %"
-    if not beyond(ratio, threshold):
-        return "same", f"{change}, within the {threshold * 100:g} % threshold"
-    if p_value >= ALPHA:
-        return "unknown", f"{change}, but not significantly (p = {p_value:.2g})"
-    return ("slower" if ratio > 1 else "faster"), f"{change}, p = {p_value:.2g}"
 
 
 def _rank_test(baseline: Sequence[float], candidate: Sequence[float]) -> float:

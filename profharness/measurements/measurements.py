@@ -642,7 +642,10 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
             if not old.flops_per_s or not new.flops_per_s:
                 continue
             factor = old.flops_per_s / new.flops_per_s
-            like_work = _scaled(samples_of(old), _ns(new) / _ns(old) / factor)
+            # the samples that the new work would have at the old rate
+            samples, work = samples_of(old), _ns(new) / _ns(old) / factor
+            turns = samples.turns if isinstance(samples, stats.Series) else ()
+            like_work = stats.Series.of((round(sample * work) for sample in samples), turns)
             if factor < DROP or stats.compare(like_work, samples_of(new)).verdict != "slower":
                 continue
             took = [ran.get((row.config, backend)) for row in (old, new)]
@@ -652,11 +655,6 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
             text = f"{backend} does {factor:.1f}x less work a second at {after:,} than at {before:,}{why}"
             events.append(AxisEvent("drop", backend, before, after, text, factor=factor))
     return sorted(events, key=lambda event: -(event.factor or 0))
-
-
-def _scaled(samples: Sequence[int], factor: float) -> stats.Series:
-    turns = samples.turns if isinstance(samples, stats.Series) else ()
-    return stats.Series.of((round(sample * factor) for sample in samples), turns)
 
 
 SHOWN_EVENTS = 4

@@ -90,16 +90,11 @@ def environment_changes(
     weighed = []
     for key in (base.keys() | cand.keys()) - OF_A_FILE - OF_ONE_GPU:
         if base.get(key) != cand.get(key):
-            weight, explains = _weight(key)
+            found = (at for at, (pattern, _) in enumerate(EXPLAINS) if pattern.fullmatch(key))
+            weight = next(found, len(EXPLAINS) + bool(UNIMPORTANT.match(key)))
+            explains = EXPLAINS[weight][1] if weight < len(EXPLAINS) else None
             weighed.append((weight, EnvChange(key, base.get(key), cand.get(key), explains)))
     return [change for _, change in sorted(weighed, key=lambda pair: (pair[0], pair[1].key))]
-
-
-def _weight(key: str) -> tuple[int, str | None]:
-    for weight, (pattern, sentence) in enumerate(EXPLAINS):
-        if pattern.fullmatch(key):
-            return weight, sentence
-    return len(EXPLAINS) + bool(UNIMPORTANT.match(key)), None
 
 
 def flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -30,6 +30,16 @@ from profharness.recording.profilers.ncu import (
     warp_state,
 )
 
+SHARES = {
+    "fma_pipe": FMA_PIPE,
+    "sm_throughput": SM_THROUGHPUT,
+    "dram_throughput": DRAM_THROUGHPUT,
+    "l2_throughput": L2_THROUGHPUT,
+    "l1_throughput": L1_THROUGHPUT,
+    "l1_hit_rate": L1_HIT_RATE,
+    "l2_hit_rate": L2_HIT_RATE,
+    "issue_active": ISSUE_ACTIVE,
+}
 Metrics = Mapping[str, tuple[float, str]]
 Value = float | None
 
@@ -72,21 +82,21 @@ class Counters:
 def read_counters(metrics: Metrics) -> Counters:
     """Return the counters of a kernel. The keys of `metrics` are ncu's names."""
     tensor = _share(metrics, TENSOR_PIPE_OF_ADA)
+    conflicts, passes = metric(metrics, BANK_CONFLICTS), metric(metrics, SHARED_WAVEFRONTS)
+    states = {name: value for name in WARP_STATES if (value := metric(metrics, warp_state(name)))}
+    whole = sum(states.values())
+    # without a request, ncu reports 0 sectors per request
+    loads, stores = metric(metrics, LOAD_REQUESTS), metric(metrics, STORE_REQUESTS)
     return Counters(
         tensor_pipe=_share(metrics, TENSOR_PIPE) if tensor is None else tensor,
         tensor_instructions=metric(metrics, TENSOR_INSTRUCTIONS),
-        fma_pipe=_share(metrics, FMA_PIPE),
-        sm_throughput=_share(metrics, SM_THROUGHPUT),
-        dram_throughput=_share(metrics, DRAM_THROUGHPUT),
-        l2_throughput=_share(metrics, L2_THROUGHPUT),
-        l1_throughput=_share(metrics, L1_THROUGHPUT),
-        l1_hit_rate=_share(metrics, L1_HIT_RATE),
-        l2_hit_rate=_share(metrics, L2_HIT_RATE),
-        load_sectors=_of_requests(metrics, LOAD_SECTORS, LOAD_REQUESTS),
-        store_sectors=_of_requests(metrics, STORE_SECTORS, STORE_REQUESTS),
-        bank_conflicts=_ratio(metrics, BANK_CONFLICTS, SHARED_WAVEFRONTS),
-        issue_active=_share(metrics, ISSUE_ACTIVE),
-        warp_states=_warp_states(metrics),
+        load_sectors=metric(metrics, LOAD_SECTORS) if loads else None,
+        store_sectors=metric(metrics, STORE_SECTORS) if stores else None,
+        bank_conflicts=conflicts / passes if conflicts is not None and passes else None,
+        warp_states={
+            name: states[name] / whole for name in sorted(states, key=lambda name: -states[name])
+        },
+        **{name: _share(metrics, own) for name, own in SHARES.items()},
     )
 
 
@@ -99,21 +109,3 @@ def metric(metrics: Metrics, name: str) -> float | None:
 def _share(metrics: Metrics, name: str) -> float | None:
     value = metric(metrics, name)
     return None if value is None else value / 100
-
-
-def _ratio(metrics: Metrics, part: str, whole: str) -> float | None:
-    above, below = metric(metrics, part), metric(metrics, whole)
-    return above / below if above is not None and below else None
-
-
-def _of_requests(metrics: Metrics, name: str, requests: str) -> float | None:
-    """Return the sectors per request, or None without a request, for which ncu reports 0."""
-    return metric(metrics, name) if metric(metrics, requests) else None
-
-
-def _warp_states(metrics: Metrics) -> dict[str, float]:
-    values = {name: metric(metrics, warp_state(name)) for name in WARP_STATES}
-    known = {name: value for name, value in values.items() if value}
-    whole = sum(known.values())
-    ranked = sorted(known, key=lambda name: -known[name])
-    return {name: known[name] / whole for name in ranked}

@@ -192,7 +192,13 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
     """
     doubts = _doubts(baseline, candidate)
     groups = _equal_layers((baseline, candidate))
-    groups.sort(key=lambda group: (not group[1][0], not group[1][1], _position(group)))
+
+    def order(group: _Group) -> tuple[bool, bool, int, int]:
+        _, (left, right) = group
+        first = (left or right)[0]
+        return not left, not right, first.trace, first.call
+
+    groups.sort(key=order)
     rows = []
     for direction, (left, right) in groups:
         if left and right:
@@ -211,11 +217,6 @@ def diff_layers(baseline: Program, candidate: Program, threshold: float) -> tupl
             )
             rows.append(row)
     return tuple(rows)
-
-
-def _position(group: _Group) -> tuple[int, int]:
-    first = next(filter(None, group[1]))[0]
-    return first.trace, first.call
 
 
 def match_layers(programs: Sequence[Program]) -> tuple[MatchedLayers, ...]:
@@ -321,7 +322,9 @@ def _paired(base: list[_Site], cand: list[_Site]) -> tuple[list[_Pair], list[_Si
         left, right = (_by(key or (lambda site: site.core), sites) for sites in (base, cand))
         for value in left.keys() & right.keys():
             sites, others = left[value], right[value]
-            if key is None and not _named_apart(sites[0], others[0]):
+            one, other = sites[0], others[0]
+            comparable = None not in (one.name, other.name) and one.dotted == other.dotted
+            if key is None and comparable:
                 continue
             if len(sites) == len(others):
                 pairs += [([site], [other]) for site, other in zip(sites, others, strict=True)]
@@ -343,11 +346,6 @@ def _by(
     for site in sites:
         groups.setdefault((key(site), site.direction), []).append(site)
     return groups
-
-
-def _named_apart(base: _Site, cand: _Site) -> bool:
-    """Return whether one site has no name, or one name is a path and the other made of classes."""
-    return base.name is None or cand.name is None or base.dotted != cand.dotted
 
 
 def _group_key(program: Program, site: _Site, calls: Sequence[CallRow]) -> Hashable:
@@ -498,13 +496,9 @@ def _doubts(baseline: Program, candidate: Program) -> list[str]:
     devices = baseline.device, candidate.device
     if None not in devices and devices[0] != devices[1]:
         return [f"the GPUs differ ({devices[0]} and {devices[1]})"]
-    on_cpu = [_on_cpu(program) for program in (baseline, candidate)]
-    if None not in on_cpu and on_cpu[0] != on_cpu[1]:
-        return ["kinds of device differ (ops of a CPU and kernels of a GPU)"]
-    return []
-
-
-def _on_cpu(program: Program) -> bool | None:
-    """Return whether a CPU's ops took the place of kernels. Return None if there are neither."""
-    names = [kernel.kernel for call in program.calls for kernel in call.kernels]
-    return all(name.startswith("aten::") for name in names) if names else None
+    on_cpu = set()  # on a CPU, ops take the place of kernels
+    for program in (baseline, candidate):
+        names = [kernel.kernel for call in program.calls for kernel in call.kernels]
+        if names:
+            on_cpu.add(all(name.startswith("aten::") for name in names))
+    return ["kinds of device differ (ops of a CPU and kernels of a GPU)"] if len(on_cpu) > 1 else []

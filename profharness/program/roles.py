@@ -308,7 +308,10 @@ def _name_phase(
     main = [n for n in products if not _SPLIT_K.search(rows[n].kernel)]
     forward = len(names[0]) == 1
     fallback = "qk+pv" if forward else "gemm_bwd"
-    counts = {n: _per_call(rows[n], calls) for n in main}
+    counts = {
+        n: round(rows[n].launches_per_call or (rows[n].launches / calls if calls else 1))
+        for n in main
+    }
     # in a foreign trace, only their number shows whether products belong to attention
     unlike = sum(counts.values()) != sum(map(len, names))
     for n in products:
@@ -338,12 +341,6 @@ def _calls(rows: Sequence[KernelRow], roles: Sequence[str]) -> int | None:
         if n is not None and not rows[n].launches_per_call:
             return rows[n].launches
     return None
-
-
-def _per_call(row: KernelRow, calls: int | None) -> int:
-    if row.launches_per_call:
-        return round(row.launches_per_call)
-    return round(row.launches / calls) if calls else 1
 
 
 def _written_out(rows: Sequence[KernelRow], roles: list[str]) -> None:
