@@ -246,14 +246,19 @@ def layers(
     In Python the result has the rows of the table, with the keys of the JSON. `attrs["layers"]` has the
     maps.
     """
-    path = store_path(store)
-    if len(run) > 1:
-        return _find_several(path, run, torch)
-    one = run[0] if run else None
-    if gpu is None:
-        return LayersFound(path, (_find_map(path, one, step, torch),))
-    places = find_places(gpu, torch, driver, atlas)
-    return LayersFound(path, (forecast(path, one, places, step=step),))
+    path, several = store_path(store), len(run) > 1
+    if gpu is not None and not several:
+        places = find_places(gpu, torch, driver, atlas)
+        return LayersFound(path, (forecast(path, run[0] if run else None, places, step=step),))
+    with open_store(path) as opened:
+        names = [opened.find_run(Selection(each), "attention calls") for each in run or (None,)]
+        if not several:
+            return LayersFound(path, (find_layers(opened, names[0], step=step, torch=torch),))
+        unique = list(dict.fromkeys(names))
+        if len(unique) < 2:
+            raise UsageError(f"{' and '.join(run)} are one run, {names[0]}; name it once")
+        classes = find_layers_by_gpu(opened, unique, torch=torch)
+    return LayersFound(path, tuple(each.layers for each in classes.classes), classes)
 
 
 @usage(layers)
@@ -347,21 +352,6 @@ def check(found: LayersFound, *, fail_on: FailOn = (), expect: Expected = ()) ->
         check_gates(each, gates)
 
 
-def _find_map(store: Path, run: str | None, step: int | None, torch: str | None) -> LayerMap:
-    with open_store(store) as opened:
-        name = opened.find_run(Selection(run), "attention calls")
-        return find_layers(opened, name, step=step, torch=torch)
-
-
-def _find_several(store: Path, runs: Sequence[str], torch: str | None) -> LayersFound:
-    with open_store(store) as opened:
-        names = [opened.find_run(Selection(run), "attention calls") for run in runs]
-        if len(unique := list(dict.fromkeys(names))) < min(len(names), 2):
-            raise UsageError(f"{' and '.join(runs)} are one run, {names[0]}; name it once")
-        classes = find_layers_by_gpu(opened, unique, torch=torch)
-    return LayersFound(store, tuple(each.layers for each in classes.classes), classes)
-
-
 def _show_several(
     found: LayersFound, benches: Sequence[str], gates: Gates, *, full: bool
 ) -> Document:
@@ -379,7 +369,9 @@ def forecast(
     store: Path, run: str | None, places: Sequence[tuple[Place, str]], *, step: int | None = None
 ) -> LayerMap:
     """Return the map of a run with predictions for some places. Raise NotFoundError."""
-    own = _find_map(store, run, step, None)
+    with open_store(store) as opened:
+        name = opened.find_run(Selection(run), "attention calls")
+        own = find_layers(opened, name, step=step)
     for place, doubt in places:
         own = forecast_map(own, place, doubt)
     return own

@@ -146,27 +146,22 @@ def find_benches(store: Store, programs: LayersByGpu, names: Sequence[str]) -> l
             raise UsageError(
                 f"--bench: runs {one.run} and {other.run} were both timed on {_device(one)}; name one a class"
             )
-    found = []
-    if len(programs.classes) == 1:
-        (only,) = programs.classes
-        calls = [row.sides[0] for row in programs.rows]
+    classes = programs.classes
+    matched: list[tuple[int, GpuLayers | None, BenchResult | None]]
+    if len(classes) == 1:
+        (only,) = classes
+        matched = [(0, only if only.layers.gpu == each.gpu else None, each) for each in benches]
+    else:
         for bench in benches:
-            own = only if only.layers.gpu == bench.gpu else None
-            found.append(_bench_class(store, own, bench, benches[0], calls, only.layers.run))
-        return found
-    for bench in benches:
-        if all(bench.gpu != each.layers.gpu for each in programs.classes):
-            raise UsageError(
-                f"run {bench.run} was timed on {_device(bench)}, where none of these programs ran; "
-                "name one program alone, and benches of any GPUs stand beside each other"
-            )
-    by_gpu = {bench.gpu: bench for bench in benches}
-    fitting = [by_gpu.get(program.layers.gpu) for program in programs.classes]
-    first = next(filter(None, fitting))
-    for at, (program, bench_of_gpu) in enumerate(zip(programs.classes, fitting, strict=True)):
-        calls, run = [row.sides[at] for row in programs.rows], program.layers.run
-        found.append(_bench_class(store, program, bench_of_gpu, first, calls, run))
-    return found
+            if all(bench.gpu != each.layers.gpu for each in classes):
+                raise UsageError(
+                    f"run {bench.run} was timed on {_device(bench)}, where none of these programs ran; "
+                    "name one program alone, and benches of any GPUs stand beside each other"
+                )
+        by_gpu = {bench.gpu: bench for bench in benches}
+        matched = [(at, each, by_gpu.get(each.layers.gpu)) for at, each in enumerate(classes)]
+    first = next(bench for _, _, bench in matched if bench)
+    return [_bench_class(store, programs, *each, first) for each in matched]
 
 
 def _evaluate(store: Store, names: Sequence[str]) -> list[BenchResult]:
@@ -187,15 +182,17 @@ def _device(bench: BenchResult) -> str:
 
 def _bench_class(
     store: Store,
+    programs: LayersByGpu,
+    at: int,
     program: GpuLayers | None,
     bench: BenchResult | None,
     first: BenchResult,
-    sides: Sequence[LayerSide | None],
-    run: str,
 ) -> GpuBench:
-    """Return a bench with its times of the layers of `run`. `program` is the program on the GPU of
-    the bench. `first` is the bench whose versions it is compared with.
+    """Return a bench with its times of the layers of the program `at`, and the doubts about it.
+    `program` is that program if it ran on the GPU of the bench. `first` is the bench whose versions
+    it is compared with.
     """
+    sides = [row.sides[at] for row in programs.rows]
     if bench is None:
         assert program is not None
         doubt = f"no bench of {program.device} is named, so none of its times is told"
@@ -205,7 +202,7 @@ def _bench_class(
     calls = tuple(_benched_call(side, bench, times, own=program is not None) for side in sides)
     if all(call.ns is None and call.best_ns is None for call in calls):
         unknown = "; ".join(dict.fromkeys(call.doubt for call in calls if call.doubt))
-        remedy = ""
+        run, remedy = programs.classes[at].layers.run, ""
         if any(call.calls for call in calls):
             remedy = f": bench what `profharness layers {run} --regret --configs` prints"
         raise NotFoundError(
