@@ -248,19 +248,6 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Suggestion:
-    """Why a backend does not support a config, and the first change after which it does."""
-
-    backend: str
-    reason: str
-    advice: Advice | None
-
-    @property
-    def text(self) -> str:
-        return f"{self.backend}: {self.advice.change}" if self.advice else ""
-
-
-@dataclass(frozen=True, slots=True)
 class LayerMap:
     """The map of one run. The rows are in descending order of time."""
 
@@ -603,16 +590,18 @@ def _reasons_and_advice(
     if call.kind == "flex" and not call.compiled:
         return (*reasons, UNFUSED), (FUSE,)
     if ran == "math" and config is not None and platform is not None:
-        for item in suggestions(config, platform):
-            reasons.append(f"{item.backend}: {item.reason}")
-            advice += [item.text] if item.advice else []
+        for backend, refusal, item in suggestions(config, platform):
+            reasons.append(f"{backend}: {refusal}")
+            advice += [f"{backend}: {item.change}"] if item else []
     return tuple(reasons), tuple(advice)
 
 
-def suggestions(config: Config, platform: Platform) -> list[Suggestion]:
-    """Return the backends except math that the rules refuse, with the change that helps each."""
+def suggestions(config: Config, platform: Platform) -> list[tuple[str, str, Advice | None]]:
+    """Return the backends except math that the rules refuse, each with the reason, and the first
+    change after which the backend supports the config.
+    """
     return [
-        Suggestion(side.backend, side.reasons[0].message, next(iter(side.advice), None))
+        (side.backend, side.reasons[0].message, next(iter(side.advice), None))
         for side in explain_by_rule(config, platform).backends
         if side.backend != "math" and side.eligible is False and side.reasons
     ]

@@ -16,10 +16,11 @@ from profharness.attention.config import (
     Config,
     parse_config,
 )
+from profharness.attention.dispatch.advice import Advice
 from profharness.errors import NotFoundError
 from profharness.measurements.agreement import backend_that_ran
 from profharness.measurements.evaluation import BenchResult
-from profharness.program.layer_map import LayerMap, LayerRow, Regret, Suggestion, suggestions
+from profharness.program.layer_map import LayerMap, LayerRow, Regret, suggestions
 from profharness.rows import COLD, KERNEL
 
 # measurements of a bench; the first that is available ranks the backends
@@ -91,7 +92,7 @@ def regret_configs(layers: LayerMap) -> list[Config]:
         if not _timeable(row):
             continue
         labels = [label for label, _ in row.points]
-        labels += [str(item.advice.config) for item in _changes(row, layers) if item.advice]
+        labels += [str(change.config) for _, change in _changes(row, layers)]
         for config in map(parse_config, labels):
             configs[config] = None
             # the savings in the backward pass are the total minus the savings in the forward pass
@@ -130,12 +131,12 @@ def _median(row: LayerRow) -> Config:
     return replace(config, bwd=False) if row.direction == "recompute" else config
 
 
-def _changes(row: LayerRow, layers: LayerMap) -> list[Suggestion]:
+def _changes(row: LayerRow, layers: LayerMap) -> list[tuple[str, Advice]]:
     """Return the changes, if configs express them, after which others support a row of math."""
     if row.ran != "math" or row.config is None or layers.platform is None:
         return []
     changes = suggestions(_median(row), layers.platform)
-    return [item for item in changes if item.advice and item.advice.config]
+    return [(backend, change) for backend, _, change in changes if change and change.config]
 
 
 def regret_map(layers: LayerMap, benched: BenchResult) -> LayerMap:
@@ -235,13 +236,14 @@ def _gains(row: LayerRow, layers: LayerMap, times: BenchTimes) -> list[str]:
     """Return the advice of the rules, with the gain of each change that was timed."""
     calls = sum(weight for _, weight in row.points)
     result = {text: text for text in row.advice}
-    for item in _changes(row, layers):
+    for backend, change in _changes(row, layers):
+        text = f"{backend}: {change.change}"
         before = times.median(_median(row).label, "math")
-        after = times.median(str(item.advice.config), item.backend) if item.advice else None
-        if before and after and item.text in result:
+        after = times.median(str(change.config), backend)
+        if before and after and text in result:
             saved = f", {_saves(layers)} {_time((before - after) * calls)} a step"
             gain = f"{before / after:.2f}x as fast{saved if after < before else ''}"
-            result[item.text] = f"{item.text} ({gain})"
+            result[text] = f"{text} ({gain})"
     return list(result.values())
 
 

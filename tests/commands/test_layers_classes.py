@@ -510,7 +510,9 @@ def test_the_change_that_the_rules_name_has_its_measured_gain(folder: Path) -> N
     place = named_platforms("2.11", "H200")[0]
     layers = the_map(store, gpu="NVIDIA H200", platform=place)
     config = parse_config(str(layers.rows[0].config))
-    advice = tuple(item.text for item in suggestions(config, place) if item.advice)
+    advice = tuple(
+        f"{name}: {change.change}" for name, _, change in suggestions(config, place) if change
+    )
     layers = replace(layers, rows=(replace(layers.rows[0], advice=advice),))
     changed = [each for each in regret_configs(layers) if each.dtype == "bf16" and each.bwd]
     times = times_of(the_map(store)) | {
