@@ -61,7 +61,7 @@ def apart() -> list[Cell]:
     ]
 
 
-def test_what_is_not_proven_is_neither_as_fast_nor_slower_nor_fastest(tmp_path: Path) -> None:
+def test_undecided_comparisons_have_no_verdict(tmp_path: Path) -> None:
     found = answer(tmp_path, apart())
     said = " / ".join(found.conclusions)
     for text in ("is as fast", "x slower than", "is fastest", "is slower"):
@@ -80,7 +80,7 @@ def test_what_is_not_proven_is_neither_as_fast_nor_slower_nor_fastest(tmp_path: 
     assert "not told apart: too few samples" in table
 
 
-def test_samples_that_overlap_are_the_reason_where_there_are_enough(tmp_path: Path) -> None:
+def test_overlapping_samples_are_the_reason_of_an_open_comparison(tmp_path: Path) -> None:
     cells = [
         cell("1,1,64,64,fp16", "auto", {"event": [100_000, 110_000, 120_000, 90_000, 140_000]}),
         cell("1,1,64,64,fp16", "math", {"event": [100_000, 105_000, 130_000, 95_000, 90_000]}),
@@ -92,14 +92,14 @@ def test_samples_that_overlap_are_the_reason_where_there_are_enough(tmp_path: Pa
     assert not any("as fast as" in text for text in found.conclusions)
 
 
-def test_proven_losses_and_open_ones_are_told_side_by_side(tmp_path: Path) -> None:
+def test_proven_and_open_losses_are_counted_separately(tmp_path: Path) -> None:
     found = answer(tmp_path, [*regretful(), *apart()])
     said = " / ".join(found.conclusions)
     assert "another correct backend on 2 of 5 config(s); most on b1-h1-s128-d64-fp16" in said
     assert "the fastest other backend on 1 of 5 config(s): too few samples" in said
 
 
-def test_a_bench_says_what_it_takes_to_measure_it_again(tmp_path: Path) -> None:
+def test_bench_prints_how_it_was_measured(tmp_path: Path) -> None:
     found = answer(tmp_path, timed("1,1,64,64,fp16", math=50_000))
     text = RENDERERS["md"](bench_document(found))
     line = next(line for line in text.splitlines() if line.startswith("- **measured**"))
@@ -128,7 +128,7 @@ def test_of_two_cells_with_one_config_and_backend_the_first_counts(tmp_path: Pat
     assert told["rows"][0]["samples_ns"] == steady(80_000)
 
 
-def test_a_stored_run_answers_for_the_configs_and_backends_asked(tmp_path: Path) -> None:
+def test_configs_and_backends_of_a_stored_run_are_selected(tmp_path: Path) -> None:
     asked = parse_config("1,1,64,64")
     found = answer(tmp_path, regretful(), configs=[asked], backends=["flash"])
     assert [(row.config, row.backend) for row in found.rows] == [
@@ -145,7 +145,7 @@ def test_a_stored_run_answers_for_the_configs_and_backends_asked(tmp_path: Path)
             evaluate_bench(store, configs=[asked], backends=["math"])
 
 
-def test_words_for_many_backends_and_dtypes_mean_what_the_run_has(tmp_path: Path) -> None:
+def test_all_selects_the_backends_and_dtypes_of_the_run(tmp_path: Path) -> None:
     found = answer(tmp_path, [*regretful(), cell("1,1,8,64,bf16", "mine.py", {"event": [9] * 9})])
     with open_store(tmp_path / "store.db") as store:
         named = stored_backends(store, found.run, ["all", "mine.py"])
@@ -188,7 +188,7 @@ def test_figures_are_counted_in_one_way(tmp_path: Path) -> None:
     assert "[~] 1 of 2 figures" in RENDERERS["table"](bench_document(found), width=160)
 
 
-def test_a_config_is_asked_once_whatever_its_dtype_is_called() -> None:
+def test_a_config_with_its_default_dtype_is_no_duplicate() -> None:
     asked, baseline = [parse_config("1,2,64,16")], parse_config("1,2,64,16,fp32")
     assert bench_configs(asked, (), baseline, "cpu") == [baseline]
     assert bench_configs(asked, (), baseline, "cuda") == [baseline, *asked]
@@ -198,7 +198,7 @@ def test_a_config_is_asked_once_whatever_its_dtype_is_called() -> None:
     ]  # fmt: skip
 
 
-def test_a_backend_that_sdpa_replaced_is_named_with_its_configs(tmp_path: Path) -> None:
+def test_replaced_backends_are_listed_with_their_configs(tmp_path: Path) -> None:
     times = {"naive": 11_400, "naive-compiled": 107_000}
     configs = ("1,1,16,8192,fp16", "1,1,32,64,fp16")
     found = answer(tmp_path, [each for config in configs for each in timed(config, **times)])
@@ -216,7 +216,7 @@ def test_a_backend_that_sdpa_replaced_is_named_with_its_configs(tmp_path: Path) 
     ]
 
 
-def test_what_a_compiler_said_is_told(tmp_path: Path) -> None:
+def test_messages_of_compilers_are_shown(tmp_path: Path) -> None:
     log = (
         'k.cu does not compile for sm_90a:\nk.cu(3): error: identifier "x" is undefined\n\n1 error'
     )
@@ -246,7 +246,7 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
         assert "no speed-up" not in " ".join(evaluate_bench(store).conclusions)
 
 
-def test_one_backend_measured_twice_is_not_called_as_fast(tmp_path: Path) -> None:
+def test_a_backend_measured_twice_is_not_compared_with_itself(tmp_path: Path) -> None:
     found = answer(tmp_path, regretful()[-2:])  # auto chose flash, and is 20 % slower than it
     assert found.losses[0].regret > 0.19
     assert found.conclusions[-1] == (

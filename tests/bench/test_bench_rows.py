@@ -38,7 +38,7 @@ from profharness.rows import COLD, CPU_WAIT, NAIVE_COMPILED, REPLACEMENTS, SHARE
 from profharness.store import ingest_path, open_store, query
 
 
-def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
+def test_figures_equal_those_computed_by_hand(tmp_path: Path) -> None:
     found = answer(tmp_path, timed(STUDY, auto=80_000))
     row = row_of(found, "auto")
     assert (row.median_ns, row.samples, row.measurement) == (80_000, 40, "event")
@@ -51,7 +51,7 @@ def test_figures_are_those_reckoned_by_hand(tmp_path: Path) -> None:
     assert row.doubts == ()
 
 
-def test_a_compute_bound_config_is_held_against_the_matrix_rate(tmp_path: Path) -> None:
+def test_a_compute_bound_config_is_compared_with_the_matrix_rate(tmp_path: Path) -> None:
     found = answer(tmp_path, timed("1,8,4096,128,fp16", auto=1_000_000))
     row = row_of(found, "auto")
     flops = 4 * 8 * 4096 * 4096 * 128
@@ -61,7 +61,7 @@ def test_a_compute_bound_config_is_held_against_the_matrix_rate(tmp_path: Path) 
     )
 
 
-def test_lanes_on_the_same_cores_cast_doubt_on_times_with_the_host_in_them(tmp_path: Path) -> None:
+def test_times_with_host_time_are_doubtful_if_lanes_share_cores(tmp_path: Path) -> None:
     times = {"eager": steady(80_000), "graph": steady(80_000)}
     shared = replace(cell(STUDY, "auto", times), warnings=(SHARED_CORES,))
     rows = answer(tmp_path, [shared, cell(STUDY, "math", times)]).rows
@@ -70,7 +70,7 @@ def test_lanes_on_the_same_cores_cast_doubt_on_times_with_the_host_in_them(tmp_p
 
 
 @pytest.mark.parametrize(("share", "busy"), [(0.02, False), (0.43, True)])
-def test_a_busy_cpu_casts_doubt_on_times_with_the_host_in_them(
+def test_times_with_host_time_are_doubtful_if_the_cpu_is_busy(
     tmp_path: Path, share: float, busy: bool
 ) -> None:
     times = {"eager": steady(80_000), "graph": steady(80_000)}
@@ -111,7 +111,7 @@ def test_an_interval_wider_than_its_median_is_shown_as_busy(tmp_path: Path, plac
     ("measurement", "reason"),
     [("graph", "so this is not the rate of the memory"), ("event", "the output may stay there")],
 )
-def test_more_than_the_memory_can_is_explained_by_l2(
+def test_a_rate_above_that_of_the_memory_is_explained_by_l2(
     tmp_path: Path, measurement: str, reason: str
 ) -> None:
     found = answer(tmp_path, [cell(STUDY, "auto", {measurement: steady(40_000)})])
@@ -239,7 +239,7 @@ def test_speed_up_against_a_backend_on_each_config(tmp_path: Path) -> None:
     assert "sequences/s" in RENDERERS["table"](document)
 
 
-def test_a_baseline_backend_stays_beside_the_ones_asked_for(tmp_path: Path) -> None:
+def test_a_baseline_backend_is_added_to_the_selected_ones(tmp_path: Path) -> None:
     cells = timed(STUDY, "graph", auto=50_000, flash=50_000, math=50_000)
     found = answer(tmp_path, cells, baseline="auto", backends=["math"])
     assert [row.backend for row in found.rows] == ["auto", "math"]
@@ -261,7 +261,7 @@ def test_a_baseline_is_a_config_or_a_backend(text: str, kind: type) -> None:
         parse_baseline("nonsense")
 
 
-def test_a_baseline_that_was_not_timed_is_told(tmp_path: Path) -> None:
+def test_a_baseline_that_was_not_timed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no cell of the baseline b1-h1-s8-d8"):
         answer(tmp_path, timed(STUDY, auto=1000), baseline=parse_config("1,1,8,8"))
 
@@ -287,7 +287,7 @@ def test_codes_of_winners_run() -> None:
     assert torch.allclose(names["out"], expected, atol=1e-5)
 
 
-def test_what_is_wrong_is_shown_and_never_ranked() -> None:
+def test_bench_shows_wrong_backends_but_does_not_rank_them() -> None:
     right = BenchRow("r", "b1-h1-s8-d8-fp16", "math", "ok", None, "event", 9, 100.0)
     wrong = replace(right, backend="mine.py", median_ns=10.0, verified=False)
     rows = with_regret(with_speedup([right, wrong]))
@@ -295,7 +295,7 @@ def test_what_is_wrong_is_shown_and_never_ranked() -> None:
     assert (rows[1].regret, rows[1].speedup, rows[1].median_ns) == (None, None, 10.0)
 
 
-def test_failed_cells_are_rows_that_say_why(tmp_path: Path) -> None:
+def test_failed_cells_are_rows_with_the_reason(tmp_path: Path) -> None:
     refused = cell(
         STUDY, "flash", {}, status="refused", message="head_dim",
         refusals=(Refusal("head_dim", "up to 256"), Refusal("dtype", "half only")),
@@ -311,7 +311,7 @@ def test_failed_cells_are_rows_that_say_why(tmp_path: Path) -> None:
     assert "up to 256 \\[head_dim\\]" in full and "half only \\[dtype\\]" in full
 
 
-def test_explain_has_the_reasons_that_pytorch_did_not_get_to(tmp_path: Path) -> None:
+def test_explain_adds_the_refusals_by_rule(tmp_path: Path) -> None:
     refused = cell(
         "1,1,16,8192,fp32", "flash", {}, status="refused", message="head_dim",
         refusals=(Refusal("head_dim", "up to 256"),),
@@ -336,12 +336,12 @@ def test_records_have_the_rows_keys_and_raw_adds_samples(tmp_path: Path) -> None
     assert "samples_ns" not in json.loads(RENDERERS["json"](bench_document(found)))["rows"][0]
 
 
-def test_the_measurement_asked_for_first_ranks(tmp_path: Path) -> None:
+def test_the_first_requested_measurement_ranks(tmp_path: Path) -> None:
     cells = [cell(STUDY, "auto", {"event": steady(80_000), "graph": steady(70_000)})]
     assert answer(tmp_path, cells, rank_by=("graph", "event")).ranking == "graph"
 
 
-def test_a_host_bound_call_tells_the_hosts_time_beside_its_own(tmp_path: Path) -> None:
+def test_a_host_bound_call_has_the_time_of_the_host(tmp_path: Path) -> None:
     samples = {"cold": steady(9_000), "eager": steady(20_000), "host": steady(19_000)}
     found = answer(tmp_path, [cell(STUDY, "auto", samples)])
     assert found.ranking == "cold"
@@ -396,7 +396,7 @@ def test_kernel_times_of_a_captured_h200_run_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("counted", "said"), [(1, True), (0, False)])
-def test_a_bench_without_a_trace_says_what_torch_compile_replaced(
+def test_a_bench_without_a_trace_reports_replacements_of_torch_compile(
     counted: int, said: bool, tmp_path: Path
 ) -> None:
     samples = {"graph": steady(80_000)}
@@ -412,7 +412,7 @@ def on(folder: Path, gpu: str, **times: int) -> BenchResult:
     return replace(found, run=f"run-{gpu}")
 
 
-def test_each_class_is_a_column_and_another_fastest_backend_is_told(tmp_path: Path) -> None:
+def test_each_gpu_is_a_column_and_other_fastest_backends_are_reported(tmp_path: Path) -> None:
     old = on(tmp_path / "a", "H100", flash=80_000, cudnn=60_000, math=900_000)
     new = on(tmp_path / "b", "H200", flash=40_000, cudnn=50_000)
     document = benches_by_gpu_document([old, new])
@@ -497,7 +497,7 @@ def test_configs_are_alike_but_for_one_axis() -> None:
     }
 
 
-def test_what_overtakes_and_what_drops_along_the_length(swept: BenchResult) -> None:
+def test_sweeps_find_crossovers_and_drops_along_the_length(swept: BenchResult) -> None:
     length = of(swept, "seq_len")
     assert (length.name, length.values) == ("b2-h4-d64-fp16", tuple(TIMES))
     (crossing,) = [event for event in length.events if event.kind == "crossover"]
@@ -564,7 +564,7 @@ def test_memory_grows_by_an_order_with_its_doubt(swept: BenchResult, tmp_path: P
     assert sweep.growth[0].text == "math S^2.00 by two points alone, 1 to 4 MiB"
 
 
-def test_a_dtype_is_held_against_another(swept: BenchResult) -> None:
+def test_dtypes_are_compared(swept: BenchResult) -> None:
     (pair,) = swept.dtypes
     assert (pair.dtype, pair.other) == ("bf16", "fp16")
     assert pair.counts == {"same": 1, "slower": 1, "unknown": 1}
@@ -596,7 +596,7 @@ def test_statements_and_charts_of_each_axis_are_shown(swept: BenchResult) -> Non
     assert document.extra["dtypes"][0]["counts"]["same"] == 1
 
 
-def test_auto_leads_where_what_it_took_was_not_timed_itself(tmp_path: Path) -> None:
+def test_auto_leads_if_its_choice_was_not_timed(tmp_path: Path) -> None:
     cells = [
         cell(f"2,4,{length},64,fp16", backend, {"graph": steady(ns)}, choice=took)
         for length, backend, ns, took in (
@@ -611,7 +611,7 @@ def test_auto_leads_where_what_it_took_was_not_timed_itself(tmp_path: Path) -> N
     assert f"the best rate goes from {rate:,.4g} TFLOP/s at 256" in sweep.statement
 
 
-def test_a_drop_that_samples_do_not_show_is_not_told(tmp_path: Path) -> None:
+def test_a_drop_that_samples_do_not_show_is_not_reported(tmp_path: Path) -> None:
     times = {256: [20_000, 21_000, 400_000], 512: [70_000, 650_000, 700_000]}
     cells = [
         cell(f"2,4,{length},64,fp16", "math", {"graph": samples * 2})

@@ -75,7 +75,7 @@ def test_all_four_agree_in_every_cell_of_the_h200_run(h200: Path) -> None:
             assert each.predicted in ("refused", "none")
 
 
-def test_a_chosen_backend_that_raises_is_told(tmp_path: Path) -> None:
+def test_a_chosen_backend_that_raises_is_a_disagreement(tmp_path: Path) -> None:
     failed = Cell("c0", parse_config(EXPANDED), "auto", "error", "RuntimeError: The stride for …")
     (found,) = stored(tmp_path, (replace(failed, choice="cudnn"),))
     assert found.predicted == "cudnn"
@@ -160,7 +160,7 @@ def test_a_release_whose_rules_are_not_known_has_no_prediction(tmp_path: Path) -
 @pytest.mark.parametrize(
     "missing", [{"torch": None}, {"device_type": None}, {"capability": "0.0"}, {"torch": "nightly"}]
 )
-def test_an_environment_that_says_too_little_has_no_machine(missing: dict[str, str]) -> None:
+def test_an_incomplete_environment_has_no_machine(missing: dict[str, str]) -> None:
     told = read_run(H200).environment
     assert rules_know(told)
     assert not rules_know(told | missing)
@@ -174,7 +174,7 @@ def test_a_setting_against_cudnn_counts(tmp_path: Path, environment: dict[str, o
     assert stored(tmp_path, (ran,), **environment)[0].predicted == "flash"
 
 
-def test_json_cells_and_notes_carry_it(h200: Path) -> None:
+def test_json_and_notes_contain_predictions(h200: Path) -> None:
     with open_store(h200) as store:
         cells, rows = with_predictions(store, store.cells()), store.kernels()
     document = kernels_document(rows, cells)
@@ -255,7 +255,7 @@ RANGES = [
         ("flash", [], [cell(sdpa_op=None)], "neither an op nor a kernel"),
     ],
 )
-def test_what_ran_is_compared_with_what_was_expected(
+def test_expect_compares_what_ran_with_the_expected_backend(
     expected: str, rows: list[KernelRow], cells: list[CellRow], text: str | None
 ) -> None:
     lines = unmet_expectations(expected.split(","), rows, cells)

@@ -110,7 +110,7 @@ def test_programs_read_the_same_figures(store: dict[str, str]) -> None:
     assert {"classes", "layers"}.isdisjoint(alone)
 
 
-def test_another_backend_and_config_are_told(store: dict[str, str]) -> None:
+def test_other_backends_and_configs_are_reported(store: dict[str, str]) -> None:
     text = ask(store, "llama", "eager", "train").stdout
     text = text[text.index("classes  3 of them") :]
     assert f"{H100} ({store['eager']}) ran" in text  # two runs of one device
@@ -121,7 +121,7 @@ def test_another_backend_and_config_are_told(store: dict[str, str]) -> None:
     assert "not each class has a backward, so that times are of forward alone" in text
 
 
-def test_layers_that_a_class_lacks_are_rows(store: dict[str, str]) -> None:
+def test_layers_of_one_gpu_alone_have_rows(store: dict[str, str]) -> None:
     told = answer(store, "whisper", "eager")
     there = [tuple(side is not None for side in row["sides"]) for row in told["layers"]]
     assert sorted(there) == [(False, True), *[(True, False)] * 3]
@@ -136,7 +136,7 @@ def test_runs_without_a_common_layer_are_not_compared(store: dict[str, str]) -> 
     assert "another backend" not in text
 
 
-def test_gates_hold_for_each_run(store: dict[str, str]) -> None:
+def test_gates_apply_to_each_run(store: dict[str, str]) -> None:
     assert ask(store, "llama", "whisper", "--fail-on", "eager-attention").exit_code == 0
     done = ask(store, "llama", "eager", "--fail-on", "eager-attention")
     assert isinstance(done.exception, GateError)
@@ -155,7 +155,7 @@ def test_gates_hold_for_each_run(store: dict[str, str]) -> None:
         (("whisper", "--gpu", "H200,,H100"), "has no name"),
     ],
 )
-def test_what_says_nothing_is_wrong_usage(
+def test_layers_refuses_runs_and_options_that_exclude_each_other(
     store: dict[str, str], words: tuple[str, ...], message: str
 ) -> None:
     error = ask(store, *words).exception
@@ -163,14 +163,14 @@ def test_what_says_nothing_is_wrong_usage(
     assert message in str(error)
 
 
-def test_a_capture_is_told_from_a_program(store: dict[str, str]) -> None:
+def test_layers_refuses_a_captured_run(store: dict[str, str]) -> None:
     for words in (("configs",), ("configs", "--gpu", "H100,H200")):
         error = ask(store, *words).exception
         assert isinstance(error, NotFoundError)
         assert f"it is of configs (profharness kernels --run {store['configs']})" in str(error)
 
 
-def test_predicted_classes_stand_beside_what_was_measured(store: dict[str, str]) -> None:
+def test_predictions_and_measured_times_share_a_table(store: dict[str, str]) -> None:
     done = ask(store, "whisper", "--gpu", "H200,B200")
     text = done.stdout[done.stdout.index("classes  2 of them") :]
     for title in (f"measured {H200} ran", " H200 takes", "B200 takes", "speed-up of B200"):
@@ -186,7 +186,7 @@ def test_predicted_classes_stand_beside_what_was_measured(store: dict[str, str])
     assert one == told["classes"][0]["gpu"]
 
 
-def test_traces_of_two_classes_have_ratios_and_no_verdict_on_times(store: dict[str, str]) -> None:
+def test_diff_of_two_gpus_has_ratios_but_no_verdict_on_times(store: dict[str, str]) -> None:
     runs = store["slower"], store["whisper"], "--store", store["store"]
     done = CliRunner().invoke(cli, ["diff", *runs, "--format", "json"])
     told = json.loads(done.stdout)
@@ -252,7 +252,7 @@ def benches(store: dict[str, str]) -> dict[str, str]:
     return {**store, **runs, "both": f"{runs['b100']},{runs['b200']}"}
 
 
-def test_benches_of_one_program_stand_beside_each_other(benches: dict[str, str]) -> None:
+def test_benches_of_one_program_have_a_column_each(benches: dict[str, str]) -> None:
     text = ask(benches, "whisper", "--bench", "both").stdout
     assert "12.0 µs a step" in text  # of its own GPU what the fastest saves
     table = text[text.index("classes in benches") :]
@@ -278,7 +278,7 @@ def test_benches_of_one_program_stand_beside_each_other(benches: dict[str, str])
         assert [call["ns"] for call in layer["calls"]] == [45 * US, 36 * US]
 
 
-def test_what_is_recomputed_is_timed_as_a_forward(tmp_path: Path) -> None:
+def test_recomputed_calls_are_timed_as_forward_calls(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     store = {"store": str(path)}
     ingest_path(path, TRACES / "models" / "llama_checkpoint.json.gz")
@@ -312,7 +312,7 @@ def test_each_of_several_programs_has_the_bench_of_its_gpu(
     assert done.exit_code == 0 and f"{H200} best µs" in page.read_text()
 
 
-def test_what_benches_do_not_tell_is_said(benches: dict[str, str]) -> None:
+def test_missing_and_different_measurements_are_reported(benches: dict[str, str]) -> None:
     text = " ".join(
         ask(benches, "whisper", "--bench", f"{benches['both']},{benches['b40s']}").stdout.split()
     )
@@ -344,7 +344,7 @@ def test_what_benches_do_not_tell_is_said(benches: dict[str, str]) -> None:
         (("whisper", "--bench", "b200", "--gpu", "H100"), "without --gpu: --bench RUN,RUN"),
     ],
 )
-def test_benches_that_say_nothing_are_refused(
+def test_layers_refuses_benches_of_other_layers_or_gpus(
     benches: dict[str, str], words: tuple[str, ...], message: str
 ) -> None:
     error = ask(benches, *words).exception
@@ -465,7 +465,7 @@ def test_regret_of_a_stored_bench(folder: Path) -> None:
     assert "under the profiler" in text
 
 
-def test_what_is_as_fast_or_wrong_or_unclear_is_not_advised(folder: Path) -> None:
+def test_regret_advises_no_equal_wrong_or_undecided_backend(folder: Path) -> None:
     store = folder / "math.db"
     layers = the_map(store)
     times = times_of(layers)
@@ -489,7 +489,7 @@ def test_what_is_as_fast_or_wrong_or_unclear_is_not_advised(folder: Path) -> Non
     assert any("its output is wrong" in text for text in told.regret.conclusions)
 
 
-def test_a_step_that_waits_for_the_cpu_saves_at_most_that(folder: Path) -> None:
+def test_regret_is_an_upper_bound_for_launch_bound_steps(folder: Path) -> None:
     """The trace is the CPU's; only where the rest of a GPU's would stand is filled in."""
     store = folder / "math.db"
     layers = the_map(store, gpu="NVIDIA H200")
@@ -504,7 +504,7 @@ def test_a_step_that_waits_for_the_cpu_saves_at_most_that(folder: Path) -> None:
         assert any("launches too" in text for text in told.conclusions)  # event is no kernel time
 
 
-def test_the_change_that_the_rules_name_has_its_measured_gain(folder: Path) -> None:
+def test_advice_of_the_rules_has_its_measured_gain(folder: Path) -> None:
     """Float32 on a GPU of torch 2.11: flash wants another dtype."""
     store = folder / "math.db"
     place = named_platforms("2.11", "H200")[0]
@@ -536,7 +536,7 @@ def test_decoding_is_timed_at_three_lengths(folder: Path) -> None:
     assert lengths == [16, 24, 48]
 
 
-def test_what_is_recomputed_saves_a_forward_alone(tmp_path: Path) -> None:
+def test_recomputed_calls_save_forward_time_only(tmp_path: Path) -> None:
     store = tmp_path / "s.db"
     ingest_path(store, ROOT / "traces" / "models" / "llama_checkpoint.json.gz")
     layers = the_map(store)
@@ -552,7 +552,7 @@ def test_what_is_recomputed_saves_a_forward_alone(tmp_path: Path) -> None:
     assert saves == {"forward": (180 * US, 150 * US), "recompute": (30 * US, None)}
 
 
-def test_bench_answers_only_for_what_it_has(folder: Path) -> None:
+def test_regret_needs_times_of_the_backend_that_ran(folder: Path) -> None:
     store = folder / "math.db"
     layers = the_map(store)
     times = times_of(layers)
@@ -602,7 +602,7 @@ def test_gates(folder: Path) -> None:
         check_gates(replace(half, rows=both), parse_gates(["math-fallback"], []))
 
 
-def test_a_gate_on_what_nothing_tells_is_not_green(folder: Path) -> None:
+def test_a_gate_fails_if_no_backend_is_known(folder: Path) -> None:
     half = the_map(folder / "half.db")
     unseen = replace(half, rows=tuple(replace(row, ran=None) for row in half.rows))
     for gate in ("math-fallback", "backend-changed"):
@@ -613,7 +613,7 @@ def test_a_gate_on_what_nothing_tells_is_not_green(folder: Path) -> None:
     check_gates(unseen, parse_gates(["eager-attention"], []))  # a call of SDPA is none
 
 
-def test_gates_of_what_only_an_observed_program_tells(folder: Path) -> None:
+def test_gates_on_masks_and_requests_need_an_observed_program(folder: Path) -> None:
     half = the_map(folder / "half.db")
     for name in ("noop-mask", "asked-not-ran"):
         with pytest.raises(UsageError, match=f"--fail-on {name}: .* does not tell it"):
@@ -643,7 +643,7 @@ def test_gates_of_the_command(folder: Path) -> None:
     assert isinstance(refused.exception, UsageError) and not refused.stdout
 
 
-def test_a_trace_of_a_gpu_that_is_not_here_is_not_timed(
+def test_regret_refuses_to_time_on_another_gpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "gpu_name", lambda: "NVIDIA L4")
@@ -652,7 +652,7 @@ def test_a_trace_of_a_gpu_that_is_not_here_is_not_timed(
         recording.time_layers(layers, BenchOptions(), folder / "math.db")
 
 
-def test_the_script_that_holds_predictions_against_savings(tmp_path: Path) -> None:
+def test_check_regret_compares_predictions_with_savings(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = subprocess.run(
         [

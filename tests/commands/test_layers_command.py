@@ -49,7 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "s.db"
 
 
-def test_a_line_is_a_group_of_like_layers(store: Path) -> None:
+def test_equal_layers_are_one_line(store: Path) -> None:
     with open_store(store) as opened:
         train = next(row.run for row in reversed(opened.runs()))
     answer = json.loads(run("layers", train, "--format", "json", "--store", store))
@@ -64,7 +64,7 @@ def test_a_line_is_a_group_of_like_layers(store: Path) -> None:
     assert "Model_0.Attention_{0-1}" in text and "flash" in text
 
 
-def test_eager_attention_is_named_with_what_helps(store: Path) -> None:
+def test_eager_attention_has_advice(store: Path) -> None:
     text = run("layers", "--store", store)
     assert "eager" in text and "scaled_dot_product_attention" in text
     message = run("layers", "--configs", "--store", store, code=1)
@@ -72,7 +72,7 @@ def test_eager_attention_is_named_with_what_helps(store: Path) -> None:
     assert "no kernels recorded, times are of CPU ops, attention" in text and "GPU busy" not in text
 
 
-def test_its_configs_are_what_capture_takes(store: Path, tmp_path: Path) -> None:
+def test_capture_accepts_the_printed_configs(store: Path, tmp_path: Path) -> None:
     with open_store(store) as opened:
         train = next(row.run for row in reversed(opened.runs()))
     lines = run("layers", train, "--configs", "--store", store)
@@ -91,7 +91,7 @@ def test_its_configs_are_what_capture_takes(store: Path, tmp_path: Path) -> None
         assert opened.rows(Selection(configs=[parse_config(f"{LABEL}-bwd")]))[1]
 
 
-def test_what_is_not_there_is_named(store: Path, tmp_path: Path) -> None:
+def test_layers_names_what_is_missing(store: Path, tmp_path: Path) -> None:
     x, layer = torch.randn(2, 8), torch.nn.Linear(8, 8)
     run("ingest", record(tmp_path / "t.json", lambda: layer(x)), "--store", tmp_path / "s.db")
     for arguments, error in (
@@ -118,7 +118,7 @@ def test_numbers_of_layers_are_joined(names: list[str], text: str) -> None:
     assert merge_numbered(names) == text
 
 
-def test_a_call_that_is_no_config_is_shown_with_its_dims(tmp_path: Path) -> None:
+def test_a_call_without_a_config_is_shown_with_its_dims(tmp_path: Path) -> None:
     """nsys tells sizes and no dtype."""
     report = Path(__file__).parents[1] / "data" / "llama_train.nsys.sqlite.gz"
     store = ("--store", tmp_path / "s.db")
@@ -208,14 +208,14 @@ def test_another_dtype_pairs_and_changes_no_backend(programs: dict[str, str]) ->
     assert any("-fp32-" in text and "-bf16-" in text for text in row["reasons"])
 
 
-def test_a_trace_without_modules_pairs_by_the_calls_place(programs: dict[str, str]) -> None:
+def test_a_trace_without_modules_pairs_calls_by_position(programs: dict[str, str]) -> None:
     for left, right in (("sdpa", "bare"), ("bare", "sdpa"), ("bare", "bare")):
         rows = layers(programs, left, right)
         assert [row["baseline"]["ran"] for row in rows] == ["flash"], rows
         assert sum(row["baseline"]["calls"] for row in rows) in (2, 2 * STEPS)
 
 
-def test_forward_alone_is_compared_where_one_side_has_a_backward(programs: dict[str, str]) -> None:
+def test_diff_compares_forward_times_if_one_side_has_no_backward(programs: dict[str, str]) -> None:
     (row,) = layers(programs, "sdpa", "train")
     assert row["basis"] == "forward" and row["candidate"]["backward_ns"] > 0
     assert "only the candidate has a backward" in row["reasons"]
@@ -237,7 +237,7 @@ def test_a_program_against_itself_is_the_same(programs: dict[str, str]) -> None:
     )
 
 
-def test_gates_hold_for_layers(programs: dict[str, str]) -> None:
+def test_gates_apply_to_layers(programs: dict[str, str]) -> None:
     for gate in ("backend-changed", "changed"):
         failed = diff(programs, "sdpa", "eager", "--fail-on", gate).exception
         assert isinstance(failed, GateError) and failed.exit_code == 3
@@ -335,7 +335,7 @@ def test_rates_are_of_the_kernels_of_a_call_and_its_backward(runs: dict[str, str
     assert "achieved" in {finding["code"] for finding in row["findings"]}
 
 
-def test_written_out_attention_is_told_its_own_findings(runs: dict[str, str]) -> None:
+def test_eager_attention_has_its_own_findings(runs: dict[str, str]) -> None:
     (row,) = rows(runs, "eager")
     codes = {finding["code"] for finding in row["findings"]}
     assert row["backend"] == "eager" and "score_traffic" in codes and "fp32_products" not in codes
@@ -343,14 +343,14 @@ def test_written_out_attention_is_told_its_own_findings(runs: dict[str, str]) ->
     assert any("scaled_dot_product_attention" in remedy["text"] for remedy in row["remedies"])
 
 
-def test_math_is_taken_apart_as_math(runs: dict[str, str]) -> None:
+def test_analyze_has_the_roles_of_math_kernels(runs: dict[str, str]) -> None:
     (row,) = rows(runs, "math")
     assert row["backend"] == "math" and row["phases"]
     assert {"qk+pv", "softmax"} <= {kernel["role"] for kernel in row["kernels"]}
     assert "score_traffic" in {finding["code"] for finding in row["findings"]}
 
 
-def test_the_latest_program_answers_where_no_run_has_configs(runs: dict[str, str]) -> None:
+def test_analyze_uses_the_latest_program_if_no_run_has_configs(runs: dict[str, str]) -> None:
     result = invoke(runs, "analyze")
     assert result.exit_code == 0 and "Model_0.Attention_{0-1}" in result.stdout
     table = invoke(runs, "analyze", "--format", "csv").stdout
@@ -370,7 +370,7 @@ def test_a_trace_without_attention_is_refused(runs: dict[str, str]) -> None:
     assert isinstance(failed, NotFoundError) and "record_shapes=True" in str(failed)
 
 
-def test_calls_whose_config_is_not_known_are_named(tmp_path: Path) -> None:
+def test_analyze_names_calls_without_a_config(tmp_path: Path) -> None:
     x, model = torch.randn(3, 16, 32), Model()
     trace = record(tmp_path / "t.json", lambda: model(x), record_shapes=False)
     run = ingest_path(tmp_path / "s.db", trace)[0].run
@@ -384,7 +384,7 @@ def test_the_python_interface_analyzes_programs(runs: dict[str, str]) -> None:
     assert frame["module"].tolist() == ["Model_0.Attention_{0-1}"]
 
 
-def test_kernels_names_the_map_of_a_program_alone(runs: dict[str, str]) -> None:
+def test_kernels_suggests_layers_for_programs_only(runs: dict[str, str]) -> None:
     program = invoke(runs, "kernels", "--run", runs["train"])
     assert f"profharness layers {runs['train']}" in program.stderr
     plain = invoke(runs, "kernels", "--run", runs["plain"])

@@ -62,7 +62,7 @@ def test_backward_of_math_names_each_product() -> None:
     assert {"scale_bwd", "cast_bwd", "grad_init", "grad_accumulate"} <= set(count)
 
 
-def test_products_are_told_apart_by_order_where_no_op_stack_was_recorded() -> None:
+def test_products_without_an_op_stack_are_distinguished_by_order() -> None:
     rows = rows_of(TRAIN, "math")
     bare = assign_roles(replace(row, op_path=None) for row in rows)
     products = {"qk", "pv", "dV", "dP", "dK", "dQ", "softmax"}
@@ -151,7 +151,7 @@ def test_the_layers_around_attention_have_their_own_names() -> None:
     ]
 
 
-def test_attention_that_somebody_wrote_out_is_known_by_its_batched_products() -> None:
+def test_eager_attention_is_recognized_by_its_batched_products() -> None:
     rows = [
         op("aten::bmm", "aten::matmul", 1, 1),
         op("aten::_softmax", "aten::softmax", 1, 2),
@@ -216,7 +216,7 @@ def test_kernels_of_the_implementations_that_come_with_profharness() -> None:
     assert [name for name, _ in assign_roles(tiled)] == ["attention", "combine"]
 
 
-def test_softmax_that_inductor_wrote_tells_the_products_apart() -> None:
+def test_softmax_of_inductor_distinguishes_the_products() -> None:
     (product,) = bare("gemm", "sm90_xmma_gemm_f16f16")
     (softmax,) = bare("triton", "triton_per_fused__softmax_mul_0")
     rows = [product, softmax, replace(product, kernel="sm90_xmma_gemm_bf16")]
@@ -228,7 +228,7 @@ def test_softmax_that_inductor_wrote_tells_the_products_apart() -> None:
     assert role(replace(softmax, kernel="triton_poi_fused_mul_0")) == "helper"
 
 
-def test_steps_that_a_backend_writes_out_are_known_by_their_ops() -> None:
+def test_steps_of_a_plain_backend_are_recognized_by_their_ops() -> None:
     """Use the ops of kernels/naive.py with grouped heads and causal."""
     first = rows_of(SQUARE, "flash")[0]
     launches = (
