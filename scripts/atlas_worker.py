@@ -28,7 +28,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from profharness.attention.backends import find_backend
-from profharness.attention.backends.inputs import Inputs, build_inputs
+from profharness.attention.backends.base import Inputs, build_inputs
 from profharness.attention.config import Config, parse_config
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.recording.worker.attention import fused_choice, make_call, torch_dtype

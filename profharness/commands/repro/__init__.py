@@ -1,6 +1,6 @@
 """`profharness repro`: write a cell as a Python script that needs only torch.
 
-The script makes the same inputs and call as a capture, by the operations of backends/inputs.py.
+The script makes the same inputs and call as a capture, by the operations of backends/base.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import click
 
 from profharness import __version__
 from profharness.attention.backends import find_backend, stored_names
-from profharness.attention.backends.base import Backend, outside_contract
-from profharness.attention.backends.inputs import (
+from profharness.attention.backends.base import (
+    Backend,
     build_inputs,
     call_arguments,
     choice_arguments,
     leaf_names,
+    outside_contract,
 )
 from profharness.attention.backends.sources import find_implementation, fingerprint, parts_of
 from profharness.attention.config import Config, parse_config, sdpa_setting, split_names

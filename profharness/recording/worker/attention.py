@@ -19,15 +19,13 @@ import torch.nn.attention as torch_attention
 from profharness.attention.backends.base import (
     Attention,
     ImplementationError,
-    RefusedError,
-    needs_module,
-)
-from profharness.attention.backends.inputs import (
     Inputs,
+    RefusedError,
     build_inputs,
     call_arguments,
     choice_arguments,
     leaf_names,
+    needs_module,
     output_shape,
 )
 from profharness.attention.backends.sources import find_implementation

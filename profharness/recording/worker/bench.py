@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from profharness import stats
-from profharness.attention.backends.inputs import Inputs
+from profharness.attention.backends.base import Inputs
 from profharness.attention.config import Config
 from profharness.device_types import is_gpu
 from profharness.recording.worker import timing

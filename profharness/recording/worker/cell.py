@@ -24,9 +24,9 @@ from profharness.attention.backends.base import (
     Attention,
     Backend,
     ImplementationError,
+    Inputs,
     RefusedError,
 )
-from profharness.attention.backends.inputs import Inputs
 from profharness.device_types import CUDA, is_gpu
 from profharness.recording.worker import timing
 from profharness.recording.worker.attention import (

@@ -20,8 +20,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profharness.attention.backends import find_backend
-from profharness.attention.backends.base import Attention, Backend, RefusedError
-from profharness.attention.backends.inputs import Inputs, output_shape
+from profharness.attention.backends.base import (
+    Attention,
+    Backend,
+    Inputs,
+    RefusedError,
+    output_shape,
+)
 from profharness.attention.cases import values_of
 from profharness.attention.config import Config
 from profharness.device_types import CUDA, is_gpu
