@@ -176,12 +176,11 @@ def nvrtc_version() -> str:
     """
     try:
         from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise RefusedError(
-            "absent", f"CUDA sources need the package cuda-bindings ({REMEDY})"
-        ) from error
-    try:
+
         status, major, minor = nvrtc.nvrtcVersion()
+    except ImportError as error:
+        text = f"CUDA sources need the package cuda-bindings ({REMEDY})"
+        raise RefusedError("absent", text) from error
     except Exception as error:
         text = f"CUDA sources need NVRTC, which cannot be loaded ({REMEDY}): {error}"
         raise RefusedError("absent", text) from error

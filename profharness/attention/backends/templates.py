@@ -4,7 +4,8 @@ attention and has a test.
 
 from __future__ import annotations
 
-CUDA_IMPLEMENTATION = '''"""{name}: forward attention as a CUDA kernel that is compiled at the first call; one warp per
+# In the content of `NAME.py`, `{name}` and `{signature}` are placeholders.
+_CUDA = '''"""{name}: forward attention as a CUDA kernel that is compiled at the first call; one warp per
 query row, sums in fp32."""
 
 from __future__ import annotations
@@ -94,10 +95,7 @@ def supports(config: Config) -> str | None:
         return "takes one head_dim up to 256"
     return None
 '''
-"""The content of `NAME.py`. `{name}` and `{signature}` are placeholders."""
-
-
-CUDA_CHECK = """
+_CUDA_CHECK = """
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_it_compiles_without_a_gpu(arch):
@@ -106,8 +104,6 @@ def test_it_compiles_without_a_gpu(arch):
     names = list(implementation["KERNELS"].values())
     assert set(implementation["SOURCE"].cubin(names, arch).names) == set(names)
 """
-"""Additional content of the test of a CUDA implementation."""
-KINDS = ("torch", "triton", "cuda")
 _SIGNATURE = '''def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -295,16 +291,13 @@ DEVICE = "cpu"
 """
 _CUDA_MARKS = """@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 """
-_KERNELS = {"torch": _TORCH, "triton": _TRITON, "cuda": CUDA_IMPLEMENTATION}
+_KERNELS = {"torch": _TORCH, "triton": _TRITON, "cuda": _CUDA}
+KINDS = tuple(_KERNELS)
+# The imports, the device, the marks and the additional content of a test.
 _TEST_PARTS = {
-    "torch": {"imports": "", "device": 'DEVICE = "cpu"\n', "marks": "", "more": ""},
-    "triton": {"imports": _TRITON_IMPORTS, "device": _TRITON_DEVICE, "marks": "", "more": ""},
-    "cuda": {
-        "imports": "",
-        "device": 'DEVICE = "cuda"\n',
-        "marks": _CUDA_MARKS,
-        "more": CUDA_CHECK,
-    },
+    "torch": ("", 'DEVICE = "cpu"\n', "", ""),
+    "triton": (_TRITON_IMPORTS, _TRITON_DEVICE, "", ""),
+    "cuda": ("", 'DEVICE = "cuda"\n', _CUDA_MARKS, _CUDA_CHECK),
 }
 
 
@@ -314,7 +307,8 @@ def kernel_text(name: str, kind: str) -> str:
 
 
 def check_text(name: str, kind: str, file: str) -> str:
-    """Return the content of `test_NAME.py`. `file` is the implementation's path relative to the
-    test's folder.
-    """
-    return _TEST.format(name=name, file=file, **_TEST_PARTS[kind])
+    """Return the content of `test_NAME.py`. `file` is relative to the folder of the test."""
+    imports, device, marks, more = _TEST_PARTS[kind]
+    return _TEST.format(
+        name=name, file=file, imports=imports, device=device, marks=marks, more=more
+    )

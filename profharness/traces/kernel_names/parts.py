@@ -209,8 +209,6 @@ WORDS["fa3"] = _words(
 SHORT_LIBRARIES = {"flash2": "flash2_any", "efficient": "efficient_any"}
 CAMEL = frozenset({"fa3", "trtllm"})  # libraries whose words begin with a capital letter
 _FLASH = r"flash_|FlashAttn"
-
-
 _ATTENTION_WORDS = _words(
     (r"(?P<tile_m>\d+)x(?P<tile_n>\d+)", _SIZES),
     (r"w(?P<warps>\d+)", "{1} warps a block"),
