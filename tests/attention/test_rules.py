@@ -24,7 +24,6 @@ from profharness.attention.dispatch.predict import (
     judge,
     predict,
     predict_cell,
-    priority_order,
     raises_later,
     undecided,
 )
@@ -33,6 +32,10 @@ from profharness.devices import GPUS
 PLAIN = AttentionParams(2, 8, 8, 512, 512, 64)
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 FLASH_FIRST = ("flash", "efficient", "math", "cudnn")
+
+
+def priority_order(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
+    return predict(params, machine).priority_order
 
 
 def codes(

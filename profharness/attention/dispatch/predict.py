@@ -221,12 +221,6 @@ def raises_later(verdict: Eligibility) -> bool:
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
-def priority_order(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the backends in the order in which PyTorch tries them, or () if it is unknown."""
-    orders = _orders(params, machine)
-    return orders[0] if len(orders) == 1 else ()
-
-
 def predict(params: AttentionParams, machine: Machine) -> Prediction:
     """Predict the result of torch._fused_sdp_choice. This needs neither torch nor a GPU."""
     verdicts = {backend: judge(backend, params, machine) for backend in SDPA_BACKENDS}
