@@ -181,7 +181,6 @@ def _config_blocks(
 
 
 def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
-    """Yield what `auto` loses over all configs, and where the figures come from."""
     autos = [answer[0] for answer in answers]
     sources = Counter(row.source for row in autos)
     known = [row for row in autos if row.regret is not None]

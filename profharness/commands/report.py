@@ -210,7 +210,6 @@ def _run_blocks(
     extra: dict[str, Any],
     bench: bool | None,
 ) -> list[Block]:
-    """Return the sections of one run in reading order, from results to the environment."""
     environment, wrong = store.environment(run), store.wrong(run)
     name, medians = _charted_medians(cells)
     sentences, code = _summarize_run(store, run, cells)
@@ -468,7 +467,6 @@ def _count(number: int, what: str) -> str:
 
 
 def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[str]:
-    """Yield auto's choices, their cost relative to the best, and what to change."""
 
     def named(counts: Counter[str]) -> str:
         return ", ".join(f"{name} on {_count(n, 'config')}" for name, n in counts.most_common())
@@ -555,7 +553,6 @@ class Report:
 
 
 def _write_text(made: Report) -> str:
-    """Write the report to its file, if it has one, and return it as text."""
     chosen = chosen_format(made.format, made.path) if made.format or made.path else "html"
     text = RENDERERS[chosen](made.document)
     if made.path is not None:

@@ -76,7 +76,6 @@ def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> D
 
 
 def _faults(backend: str, rows: list[VerificationRow], full: bool) -> Iterator[Note]:
-    """Yield notes on the faults of a backend: the first failed check of each case in full."""
     cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: row.case)]
     shown = cases if full else cases[:SHOWN]
     for case, (first, *others) in shown:

@@ -197,7 +197,6 @@ def _printable(chart: Chart) -> Chart:
 
 
 def _rows(chart: Chart) -> list[dict[str, Any]]:
-    """Return a row for each mark, with the text that is shown for the mark."""
     rows, names = chart.plain_rows(), _names(chart)
     for row in rows:
         row["place"] = names.index(row["series"])

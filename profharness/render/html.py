@@ -90,7 +90,6 @@ def _asset(name: str) -> str:
 
 
 def _text(value: str) -> str:
-    """Escape a text for an element or a quoted attribute."""
     return escape(one_line(value), quote=True)
 
 

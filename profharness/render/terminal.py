@@ -172,7 +172,6 @@ def _from_difference(text: str, group: Sequence[str], width: int) -> str:
 
 
 def _fitting(text: str, width: int) -> str:
-    """Return the longest start of the text that fits `width` columns."""
     end = min(len(text), max(width, 0))
     while cell_len(text[:end]) > width:
         end -= 1

@@ -576,7 +576,6 @@ def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
 
 
 def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
-    """Return a sentence per further GPU about the configs whose fastest backend differs there."""
     best = [{winner.config: winner for winner in answer.winners} for answer in answers]
     texts = []
     for answer, each in zip(answers[1:], best[1:], strict=True):

@@ -346,7 +346,6 @@ def _judged_by(layer: LayerDiff) -> set[str]:
 
 
 def _contents(side: Side) -> str:
-    """Describe which data a side has, and for which configs."""
     cells = [cell for cell in side.cells if side.backend in (None, cell.backend)]
     rows = [row for row in side.kernels if side.backend in (None, row.backend)]
     labels = dict.fromkeys([cell.config for cell in cells] or [str(row.range) for row in rows])
@@ -557,7 +556,6 @@ def _calls(rows: Kernels) -> int:
 
 
 def _incomparable(sides: tuple[Side, Side], cells: tuple[_Cell, _Cell]) -> tuple[str, ...]:
-    """Return the reasons why the times of the two sides cannot be compared, if there are any."""
     base, cand = (side.environment for side in sides)
     reasons = []
     for key, text in (("device_type", "kinds of device differ"), ("gpu", "the GPUs differ")):
@@ -625,7 +623,6 @@ def _timed_row(
     doubts: tuple[str, ...],
     threshold: float,
 ) -> DiffRow:
-    """Compare the samples of a measurement that both sides have, and add the verdict to the row."""
     base, cand = baseline[basis], candidate[basis]
     compared = stats.compare(base, cand, threshold=threshold)
     return replace(

@@ -36,12 +36,21 @@ LAST = (*pick(KernelRow, "duration_ns"), *pick(DiffRow, "ratio", "verdict"))
 COLUMNS = (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *LAST)
 FULL_COLUMNS = (*pick(DiffRow, "role"), SIDE, *LAUNCH, *LAST, *pick(KernelRow, "kernel"))
 NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
+
+SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
+    "calls": "{:g}".format,
+    "program_calls": "{:,}".format,
+    "asked": str,
+    "ran": str,
+    "forward_ns": lambda ns: f"{ns / 1e3:,.2f}",
+    "backward_ns": lambda ns: f"{ns / 1e3:,.2f}",
+}
+"""How the values of a side are formatted in the table of layers."""
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
-    *pick(LayerSide, "calls", "program_calls", "asked", "ran", "forward_ns", "backward_ns"),
+    *pick(LayerSide, *SIDE_TEXTS),
     *pick(LayerDiff, "ratio", "verdict"),
 )
-
 # distinct from the names of roles
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
 UNTOLD = "is not told: a side does not name its PyTorch"
@@ -77,10 +86,10 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     ]
     for key, rows in groups.items():
         if not changed_first or key not in same:
-            blocks += [*_config_blocks(rows, full), *map(_cost_note, costs.get(key, ()))]
+            blocks += _config_blocks(rows, costs.get(key, ()), full)
     if changed_first and same:
         blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
-        blocks += [Note(_pair_text(*key)) for key in same]
+        blocks += [Note(f"{config} {_backends(*names)}") for config, *names in same]
     plain = diff.to_json()
     return Document(
         schema=plain["schema"],
@@ -102,81 +111,57 @@ def cost_text(cost: Cost) -> str:
     return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
 
 
-def _cost_note(cost: Cost) -> Note:
-    return Note(
-        cost_text(cost), COST_NAMES[cost.what], "warning" if cost.verdict == "more" else "note"
-    )
-
-
 def layer_text(row: LayerDiff) -> str:
     """Format the verdict on a layer, the verdict on its times, and the backends that ran."""
-    verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
-    return f"{', '.join(verdicts)}: {_both(row, lambda side: side.ran) or 'what ran is not told'}"
+    return f"{_verdicts(row)}: {_both(row, 'ran') or 'what ran is not told'}"
 
 
-def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> list[Block]:
-    """Return attention layer by layer, with `before → after` if the sides differ."""
-    if not layers:
-        return []
-    counts = Counter(row.verdict for row in layers).most_common()
-    detail = ", ".join(f"{count} {verdict}" for verdict, count in counts)
-    lines = [_layer_line(row, full) for row in layers]
-    columns = filled_columns(LAYER_COLUMNS, lines)
-    blocks: list[Block] = [Heading("Attention by layer", detail), Table.of(columns, lines)]
-    for row, line in zip(layers, lines, strict=True):
-        if row.verdict != "same" or len(row.reasons) > 1:
-            level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
-            text = f"{layer_text(row)}; {'; '.join(row.reasons)}"
-            blocks.append(Note(text, str(line["name"]), level))
-    return blocks
+def _verdicts(row: LayerDiff) -> str:
+    return f"{row.verdict}, {row.speed}" if row.changed else row.verdict
 
 
-def _layer_line(row: LayerDiff, full: bool) -> dict[str, Any]:
-    side = row.baseline or row.candidate
-    module = side.module if side else None
-    name = row.name if full else short_module(module) or row.name
-    verdicts = (row.verdict, row.speed) if row.changed else (row.verdict,)
-    return {
-        "name": name if row.direction == "forward" else f"{name} ({row.direction})",
-        "calls": _both(row, lambda side: None if side.calls is None else f"{side.calls:g}"),
-        "program_calls": _both(
-            row, lambda side: None if side.program_calls is None else f"{side.program_calls:,}"
-        ),
-        "asked": _both(row, lambda side: side.asked),
-        "ran": _both(row, lambda side: side.ran),
-        "forward_ns": _both(row, lambda side: _us(side.forward_ns)),
-        "backward_ns": _both(row, lambda side: _us(side.backward_ns)),
-        "ratio": row.ratio,
-        "verdict": ", ".join(verdicts),
-    }
-
-
-def _both(row: LayerDiff, value: Callable[[LayerSide], str | None]) -> str | None:
+def _both(row: LayerDiff, name: str) -> str | None:
     """Return `before → after`, or a single value if both are equal, or None if both are unknown."""
-    before, after = (value(side) if side else None for side in (row.baseline, row.candidate))
+    values = (getattr(side, name, None) for side in (row.baseline, row.candidate))
+    before, after = (None if each is None else SIDE_TEXTS[name](each) for each in values)
     return before if before == after else f"{before or MISSING} → {after or MISSING}"
 
 
-def _us(time_ns: float | None) -> str | None:
-    return None if time_ns is None else f"{time_ns / 1e3:,.2f}"
+def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
+    if not layers:
+        return
+    lines, notes = [], []
+    for row in layers:
+        side = row.baseline or row.candidate
+        name = row.name if full else short_module(side.module if side else None) or row.name
+        name = name if row.direction == "forward" else f"{name} ({row.direction})"
+        texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
+        lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
+        if row.verdict != "same" or len(row.reasons) > 1:
+            level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
+            notes.append(Note(f"{layer_text(row)}; {'; '.join(row.reasons)}", name, level))
+    counts = Counter(row.verdict for row in layers).most_common()
+    yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
+    yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
+    yield from notes
 
 
-def _pair_text(config: str, *backends: str | None) -> str:
-    return " ".join([config, " → ".join(dict.fromkeys(filter(None, backends)))])
+def _backends(*backends: str | None) -> str:
+    return " → ".join(dict.fromkeys(filter(None, backends)))
 
 
-def _config_blocks(rows: list[DiffRow], full: bool) -> list[Block]:
+def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> Iterator[Block]:
     first = rows[0]
-    names = [name for name in (first.backend_baseline, first.backend_candidate) if name]
-    detail = " → ".join(dict.fromkeys(names))
+    yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
     lines = [line for row in rows for line in _lines(row)]
-    notes = []
+    yield Table.of(FULL_COLUMNS if full else COLUMNS, lines)
     for row in rows:
         if row.reasons and row.verdict != "same":
             level = "warning" if row.verdict in ("slower", "unknown") else "note"
-            notes.append(Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, level))
-    table = Table.of(FULL_COLUMNS if full else COLUMNS, lines)
-    return [Heading(first.config, detail), table, *notes]
+            yield Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, level)
+    for cost in costs:
+        level = "warning" if cost.verdict == "more" else "note"
+        yield Note(cost_text(cost), COST_NAMES[cost.what], level)
 
 
 def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:

@@ -374,7 +374,6 @@ def _bisected(question: Question, name: str) -> Document:
 
 
 def _measure(answers: Sequence[Explanation], question: Question) -> None:
-    """Capture the configs on `auto`, and the configs of the advice on their backends."""
     # loads what runs workers, which only --measure needs
     from profharness.jobs.into_store import capture_into_store
 

@@ -309,7 +309,6 @@ def first_indices(domain: Sequence[int]) -> list[int]:
 
 
 def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
-    """Return the indices of some values and of their neighbours."""
     low, high = domain[0], domain[-1]
     near = {mark + step for mark in marks for step in (-1, 0, 1)}
     inside = (value for value in near if low <= value <= high)
