@@ -18,6 +18,7 @@ import click
 from profharness.atlas.predictions import Predicted
 from profharness.atlas.rows import AtlasComparison
 from profharness.attention.cases import VerificationRow
+from profharness.attention.dispatch.by_rule import Explanation
 from profharness.cli import COMMANDS, find_command
 from profharness.columns import Column, columns_of
 from profharness.commands.analyze.figures import (
@@ -121,6 +122,7 @@ def page() -> str:
     parts += row_lines("Differences (`diff`)", of_fields(DiffRow))
     title = "Differences of the environment (`diff`, key `environment`)"
     parts += row_lines(title, dict(columns_of(EnvChange)))
+    parts += row_lines("Explanations (`explain`)", dict(columns_of(Explanation)))
     parts += row_lines("Predictions (`predict`)", dict(columns_of(Predicted)))
     parts += row_lines(
         "Comparisons with an atlas (`report`, key `atlas`)", of_fields(AtlasComparison)

@@ -23,6 +23,7 @@ from view_rows import kernel, sample
 from profharness.atlas.predictions import Predicted
 from profharness.atlas.rows import AtlasComparison
 from profharness.attention.cases import VerificationRow
+from profharness.attention.dispatch.by_rule import Explanation
 from profharness.columns import Column, columns_of, pick
 from profharness.commands.analyze.tables import COLUMNS
 from profharness.commands.diff.compare import DiffRow
@@ -250,7 +251,7 @@ def test_field_declares_its_column() -> None:
     "row_type",
     [
         *(RunRow, CellRow, KernelRow, LayerRow, LayerForecast, BenchRow, DiffRow, EnvChange),
-        *(Predicted, AtlasComparison, VerificationRow),
+        *(Predicted, AtlasComparison, VerificationRow, Explanation),
     ],
 )
 def test_every_field_has_a_meaning(row_type: type) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,6 +37,7 @@ from profharness.attention.dispatch.machine import (
     release_text,
 )
 from profharness.attention.dispatch.predict import CPU_ORDER, Prediction, predict, undecided
+from profharness.columns import column
 from profharness.device_types import CPU, CUDA, is_gpu
 from profharness.devices import GPUS, find_gpu
 from profharness.environment import gpu_name
@@ -51,20 +52,33 @@ class Explanation:
     a backend, `none` (PyTorch raises) or `unknown`.
     """
 
-    config: str
-    source: str  # `live` if PyTorch was queried, else `rules`
-    environment: dict[str, Any]
-    priority_order: tuple[str, ...]  # empty if the order is unknown
-    predicted: str | None  # the backend that the rules predict
-    choice: str | None = None  # the backend that PyTorch reports; None if PyTorch was not queried
-    observed: str | None = None  # the backend that the op or the kernels of a stored run show
-    agree: bool | None = None  # whether those of the three that are known are equal
-    backends: tuple[BackendAnswer, ...]
-    caveats: tuple[str, ...] = ()  # sentences that say why the explanation may be wrong
-    error: str | None = None
-    asked: str = AUTO  # `auto`, or the set or order of backends that the call allows
-    # the time and the best backend that the atlas of the machine predicts
-    prediction: dict[str, Any] | None = None
+    config: Annotated[str, column(meaning="label of the attention problem")]
+    source: Annotated[str, column(meaning="`live` if PyTorch was queried, else `rules`")]
+    environment: Annotated[dict[str, Any], column(meaning="what the choice depends on")]
+    priority_order: Annotated[
+        tuple[str, ...], column(meaning="the backends in PyTorch's order; empty if unknown")
+    ]
+    predicted: Annotated[str | None, column(meaning="the backend that the rules predict")]
+    choice: Annotated[
+        str | None, column(meaning="the backend that PyTorch reports; null if it was not queried")
+    ] = None
+    observed: Annotated[
+        str | None, column(meaning="the backend that op or kernels of a stored run show")
+    ] = None
+    agree: Annotated[
+        bool | None, column(meaning="whether those of the three that are known are equal")
+    ] = None
+    backends: Annotated[
+        tuple[BackendAnswer, ...], column(meaning="eligibility, reasons and advice per backend")
+    ]
+    caveats: Annotated[tuple[str, ...], column(meaning="why the explanation may be wrong")] = ()
+    error: Annotated[str | None, column(meaning="why PyTorch did not answer")] = None
+    asked: Annotated[
+        str, column(meaning="`auto`, or the set or order of backends that the call allows")
+    ] = AUTO
+    prediction: Annotated[
+        dict[str, Any] | None, column(meaning="time and best backend by the atlas of the machine")
+    ] = None
 
 
 FIELDS = tuple(field.name for field in fields(Explanation))
