@@ -35,8 +35,8 @@ from profharness.commands.bench.tables import (
     on_several_gpus,
     rate_blocks,
 )
+from profharness.commands.diff import diff_document
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
-from profharness.commands.diff.tables import diff_document
 from profharness.commands.kernels.steps import math_blocks
 from profharness.commands.kernels.tables import (
     cell_record,

@@ -16,7 +16,7 @@ import pytest
 from profharness.attention.backends import BACKENDS
 from profharness.attention.config import parse_config
 from profharness.attention.dispatch.by_rule import explain_by_rule, named_platforms
-from profharness.commands.explain.explanations import with_store
+from profharness.commands.explain import with_store
 from profharness.commands.kernels.tables import cell_notes
 from profharness.measurements.agreement import replaced_by, replacement_notes
 from profharness.rows import NAIVE_COMPILED, REPLACEMENTS, CellRow, KernelRow

@@ -19,7 +19,7 @@ from profharness.attention.config import (
 from profharness.attention.dispatch.by_rule import explain_by_rule, named_platforms
 from profharness.attention.dispatch.predict import predict_cell
 from profharness.cli import cli
-from profharness.commands.explain.explanations import explain_live
+from profharness.commands.explain import explain_live
 from profharness.commands.repro import repro_script
 from profharness.errors import UsageError
 from profharness.measurements.agreement import disagreements, with_predictions

@@ -14,7 +14,7 @@ from profharness.attention.config import Config
 from profharness.attention.dispatch.advice import blockers, rule_oracle
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.machine import machine_of, with_flags
-from profharness.commands.explain.explanations import explain_live
+from profharness.commands.explain import explain_live
 from profharness.dtypes import CONFIG_DTYPES
 from profharness.jobs.into_store import default_backends
 

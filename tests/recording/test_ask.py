@@ -19,8 +19,7 @@ from profharness.attention.dispatch.advice import BackendAnswer, blockers, rule_
 from profharness.attention.dispatch.by_rule import Explanation
 from profharness.attention.dispatch.machine import from_config, machine_of, with_flags
 from profharness.attention.dispatch.predict import judge
-from profharness.commands.explain import explanations
-from profharness.commands.explain.explanations import explain_live
+from profharness.commands.explain import explain_live, explanations
 from profharness.recording import probe
 from profharness.recording.probe import ask_argv
 from profharness.run import PLAN_FILE, Plan, Protocol

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from view_rows import CONFIG, cell, kernel
 
+from profharness.commands.diff import diff_document
 from profharness.commands.diff.compare import Change, Cost, Diff, DiffRow
-from profharness.commands.diff.tables import diff_document
 from profharness.commands.kernels.steps import find_steps, steps_document
 from profharness.commands.kernels.tables import kernel_record, kernels_document, witness_document
 from profharness.program.changes import EnvChange

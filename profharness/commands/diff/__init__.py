@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any
 
 from profharness import stats
 from profharness.attention.config import split_names
+from profharness.columns import Column, pick
 from profharness.commands._command import command, declaration_of, document, gate
 from profharness.commands._options import Option, one_of
 from profharness.commands._output import hint
@@ -20,20 +25,191 @@ from profharness.commands._types import (
 from profharness.commands.diff.compare import (
     BACKEND_CHANGED,
     COSTS,
+    LAUNCHES,
+    MEMORY,
+    REFUSED,
+    Cost,
     Diff,
+    DiffRow,
     Side,
     diff_cells,
     find_sides,
     nothing_compared,
 )
-from profharness.commands.diff.tables import FIELDS, cost_text, diff_document, layer_text
 from profharness.errors import GateError, NotFoundError
-from profharness.program.changes import VERDICTS
-from profharness.render.document import Document
+from profharness.program.changes import VERDICTS, EnvChange
+from profharness.program.layer_map import short_module
+from profharness.program.matching import LayerDiff, LayerSide
+from profharness.render.document import (
+    FORMATS,
+    MISSING,
+    Block,
+    Document,
+    Heading,
+    Note,
+    Table,
+    field_names,
+    filled_columns,
+)
+from profharness.rows import KernelRow
 from profharness.store import frame, open_store
 
 if TYPE_CHECKING:
     import pandas as pd
+
+FIELDS = field_names(DiffRow)
+SIDE = Column("side", "")
+OF_A_KERNEL = ("grid", "shared_bytes", "registers_per_thread", "launches_per_call")
+LAUNCH = pick(KernelRow, *OF_A_KERNEL)
+LAST = (*pick(KernelRow, "duration_ns"), *pick(DiffRow, "ratio", "verdict"))
+COLUMNS = (*pick(DiffRow, "role"), SIDE, *pick(KernelRow, "kernel_short"), *LAUNCH, *LAST)
+FULL_COLUMNS = (*pick(DiffRow, "role"), SIDE, *LAUNCH, *LAST, *pick(KernelRow, "kernel"))
+NO_KERNEL = dict.fromkeys(("side", "kernel", "kernel_short", "duration_ns", *OF_A_KERNEL), "")
+
+SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
+    "calls": "{:g}".format,
+    "program_calls": "{:,}".format,
+    "asked": str,
+    "ran": str,
+    "forward_ns": lambda ns: f"{ns / 1e3:,.2f}",
+    "backward_ns": lambda ns: f"{ns / 1e3:,.2f}",
+}
+"""How the values of a side are formatted in the table of layers."""
+LAYER_COLUMNS = (
+    *pick(LayerDiff, "name"),
+    *pick(LayerSide, *SIDE_TEXTS),
+    *pick(LayerDiff, "ratio", "verdict"),
+)
+# distinct from the names of roles
+COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
+UNTOLD = "is not told: a side does not name its PyTorch"
+
+
+def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
+    """Return the document of `diff`. `-` marks the baseline and `+` the candidate.
+
+    If `full` is set, kernel names are not shortened. If `changed_first` is set, configs that do not
+    differ come last, in one line each.
+    """
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
+    blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
+    if diff.environment:
+        blocks.append(Table.of(pick(EnvChange), diff.environment))
+    elif diff.environment_told:
+        blocks.append(Note("the environments are the same"))
+    if not diff.environment_told:
+        what = "what else differs" if diff.environment else "whether the environments are the same"
+        blocks.append(Note(f"{what} {UNTOLD}", "", "warning"))
+    blocks += _layer_blocks(diff.layers, full)
+    pair = attrgetter("config", "backend_baseline", "backend_candidate")
+    groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
+    costs: dict[tuple[str, ...], list[Cost]] = {}
+    for cost in diff.costs:
+        # a refusal is shown in the row on how the cells ended
+        if cost.verdict != "same" and cost.what != REFUSED:
+            costs.setdefault(pair(cost), []).append(cost)
+    same = [
+        key
+        for key, rows in groups.items()
+        if all(row.verdict == "same" and not row.changed for row in rows) and key not in costs
+    ]
+    for key, rows in groups.items():
+        if not changed_first or key not in same:
+            blocks += _config_blocks(rows, costs.get(key, ()), full)
+    if changed_first and same:
+        blocks.append(Heading("The same on both sides", f"{len(same)} of {len(groups)}"))
+        blocks += [Note(f"{config} {_backends(*names)}") for config, *names in same]
+    plain = diff.to_json()
+    return Document(
+        schema=plain["schema"],
+        title=f"Diff of {diff.baseline} and {diff.candidate}",
+        blocks=tuple(blocks),
+        fields=FIELDS,
+        records=tuple(plain["rows"]),
+        extra={key: value for key, value in plain.items() if key not in ("schema", "rows")},
+    )
+
+
+def cost_text(cost: Cost) -> str:
+    """Format the verdict on a cost with the values of both sides."""
+    if cost.what == REFUSED:
+        return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
+    kind, unit = ("kib", " KiB at the peak") if cost.what == MEMORY else ("count", " a call")
+    before, after = (FORMATS[kind](value) for value in (cost.baseline, cost.candidate))
+    ratio = "" if cost.ratio is None else f", {cost.ratio:.2f}x"
+    return f"{cost.verdict}: {before} → {after}{unit}{ratio}"
+
+
+def layer_text(row: LayerDiff) -> str:
+    """Format the verdict on a layer, the verdict on its times, and the backends that ran."""
+    return f"{_verdicts(row)}: {_both(row, 'ran') or 'what ran is not told'}"
+
+
+def _verdicts(row: LayerDiff) -> str:
+    return f"{row.verdict}, {row.speed}" if row.changed else row.verdict
+
+
+def _both(row: LayerDiff, name: str) -> str | None:
+    """Return `before → after`, or a single value if both are equal, or None if both are unknown."""
+    values = (getattr(side, name, None) for side in (row.baseline, row.candidate))
+    before, after = (None if each is None else SIDE_TEXTS[name](each) for each in values)
+    return before if before == after else f"{before or MISSING} → {after or MISSING}"
+
+
+def _layer_blocks(layers: Sequence[LayerDiff], full: bool) -> Iterator[Block]:
+    if not layers:
+        return
+    lines, notes = [], []
+    for row in layers:
+        side = row.baseline or row.candidate
+        name = row.name if full else short_module(side.module if side else None) or row.name
+        name = name if row.direction == "forward" else f"{name} ({row.direction})"
+        texts: dict[str, Any] = {key: _both(row, key) for key in SIDE_TEXTS}
+        lines.append(texts | {"name": name, "ratio": row.ratio, "verdict": _verdicts(row)})
+        if row.verdict != "same" or len(row.reasons) > 1:
+            level = "warning" if {row.verdict, row.speed} & {"slower", "removed"} else "note"
+            notes.append(Note(f"{layer_text(row)}; {'; '.join(row.reasons)}", name, level))
+    counts = Counter(row.verdict for row in layers).most_common()
+    yield Heading("Attention by layer", ", ".join(f"{count} {name}" for name, count in counts))
+    yield Table.of(filled_columns(LAYER_COLUMNS, lines), lines)
+    yield from notes
+
+
+def _backends(*backends: str | None) -> str:
+    return " → ".join(dict.fromkeys(filter(None, backends)))
+
+
+def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> Iterator[Block]:
+    first = rows[0]
+    yield Heading(first.config, _backends(first.backend_baseline, first.backend_candidate))
+    lines = [line for row in rows for line in _lines(row)]
+    yield Table.of(FULL_COLUMNS if full else COLUMNS, lines)
+    for row in rows:
+        if row.reasons and row.verdict != "same":
+            level = "warning" if row.verdict in ("slower", "unknown") else "note"
+            yield Note(f"{row.verdict}: {'; '.join(row.reasons)}", row.role, level)
+    for cost in costs:
+        level = "warning" if cost.verdict == "more" else "note"
+        yield Note(cost_text(cost), COST_NAMES[cost.what], level)
+
+
+def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
+    """Yield a line per kernel and side. The first line of a row shows the ratio and the verdict."""
+    first: dict[str, Any] = {}
+    for mark, kernels, time_ns in (
+        ("-", row.baseline, row.baseline_ns),
+        ("+", row.candidate, row.candidate_ns),
+    ):
+        for kernel in kernels:
+            yield {"side": mark} | first, kernel, row
+            first = {"ratio": "", "verdict": ""}
+        if not kernels and time_ns is not None:
+            times = {"kernel": row.basis, "kernel_short": row.basis, "duration_ns": time_ns}
+            yield NO_KERNEL | {"side": mark} | times | first, row
+            first = {"ratio": "", "verdict": ""}
+    if not first:
+        yield NO_KERNEL, row
+
 
 Baseline = Annotated[
     str,
