@@ -139,21 +139,11 @@ def test_files_of_a_folder_are_not_overwritten(folder: Path) -> None:
 
 
 def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> None:
+    slow = ("--processes", "1", "--precision", "0.0001%", "--max-time", "20s", "--device", "cpu")
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "profharness", "bench", "--config", "1,4,{8,2048},64"),
-            *(
-                "--backend",
-                "auto",
-                "--device",
-                "cpu",
-                "--processes",
-                "1",
-                "--precision",
-                "0.0001%",
-                "--max-time",
-                "20s",
-            ),
+            *("--backend", "auto", *slow),
         ],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
