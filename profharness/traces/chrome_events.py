@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -223,10 +222,9 @@ class Collector:
     def __init__(self, spool: Spool) -> None:
         self.tables = Tables(spool)
         self._pending: dict[str, list[Any]] = {kind: [] for kind in (*CLASSES, "module")}
-        self._take: dict[type, Callable[[Any], object]] = {}
-        for kind, classes in CLASSES.items():
-            take = deque[Any](maxlen=0).append if kind == "ignored" else self._pending[kind].append
-            self._take.update(dict.fromkeys(classes, take))
+        self._take = {
+            one: self._pending[kind].append for kind, classes in CLASSES.items() for one in classes
+        }
         self._texts: list[str] = []  # the names of ops, by id
         self._kept: list[int] = []  # how to store the ops of each name, by the id of the name
         self._arguments: dict[tuple[bytes, ...], OpArguments] = {}
@@ -273,13 +271,8 @@ class Collector:
             if event.name.startswith(MODULE):  # the text may also occur in another field
                 self._pending["module"].append(event)
 
-    def settle(self) -> None:
-        """Write the pending events if they must precede the columns that are added next."""
-        if any(self._pending[kind] for kind in ("op", "launch", "gpu")):
-            self.flush()
-
     def flush(self) -> None:
-        """Write the pending events."""
+        """Write the pending events. Call this before you add columns, to keep the order of the file."""
         writers = {
             "gpu": self._write_gpu,
             "launch": self._write_launches,
@@ -289,9 +282,10 @@ class Collector:
             "module": self._write_modules,
         }
         for kind, write in writers.items():
-            if pending := self._pending[kind]:
-                write(pending)
-                pending.clear()
+            if self._pending[kind]:
+                write(self._pending[kind])
+        for pending in self._pending.values():
+            pending.clear()
 
     def _write_gpu(self, events: list[Any]) -> None:
         start, duration, keep = self._times(events)
@@ -617,7 +611,7 @@ class EventColumns:
                 left.append(rows[role][:, ~known])
                 rows[role] = rows[role][:, known]
         add, tables = self._collector, self._collector.tables
-        add.settle()
+        add.flush()
         ops, modules = rows[Role.OP], rows[Role.FRAME]
         arguments = ops[[Column.ARGS_BEGIN, Column.ARGS_END]].T
         start, duration, thread, name = ops[_SPAN]
