@@ -31,28 +31,25 @@ MAX_NS = 1 << 61
 MAX_TEXT = 200  # maximum number of characters of a text from a header
 # The names of a GPU's properties in Kineto, nsys and ncu. nsys has no threads per multiprocessor.
 _DEVICE_KEYS = {
-    "compute_major": ("computeMajor", "computeMajor", "compute_capability_major"),
-    "compute_minor": ("computeMinor", "computeMinor", "compute_capability_minor"),
-    "num_sms": ("numSms", "smCount", "multiprocessor_count"),
-    "total_memory_bytes": ("totalGlobalMem", "totalMemory", "total_memory"),
-    "max_threads_per_block": (
-        "maxThreadsPerBlock", "maxThreadsPerBlock", "max_threads_per_block"),
-    "max_threads_per_sm": (
-        "maxThreadsPerMultiprocessor", "", "max_threads_per_multiprocessor"),
-    "registers_per_block": ("regsPerBlock", "maxRegistersPerBlock", "max_registers_per_block"),
-    "registers_per_sm": (
-        "regsPerMultiprocessor", "maxRegistersPerSm", "max_registers_per_multiprocessor"),
-    "shared_bytes_per_block": (
-        "sharedMemPerBlock", "maxShmemPerBlock", "max_shared_memory_per_block"),
-    "shared_bytes_per_block_optin": (
-        "sharedMemPerBlockOptin", "maxShmemPerBlockOptin", "max_shared_memory_per_block_optin"),
-    "shared_bytes_per_sm": (
-        "sharedMemPerMultiprocessor", "maxShmemPerSm", "max_shared_memory_per_multiprocessor"),
-    "warp_size": ("warpSize", "threadsPerWarp", "warp_size"),
+    "compute_major": "computeMajor computeMajor compute_capability_major",
+    "compute_minor": "computeMinor computeMinor compute_capability_minor",
+    "num_sms": "numSms smCount multiprocessor_count",
+    "total_memory_bytes": "totalGlobalMem totalMemory total_memory",
+    "max_threads_per_block": "maxThreadsPerBlock maxThreadsPerBlock max_threads_per_block",
+    "max_threads_per_sm": "maxThreadsPerMultiprocessor - max_threads_per_multiprocessor",
+    "registers_per_block": "regsPerBlock maxRegistersPerBlock max_registers_per_block",
+    "registers_per_sm": "regsPerMultiprocessor maxRegistersPerSm max_registers_per_multiprocessor",
+    "shared_bytes_per_block": "sharedMemPerBlock maxShmemPerBlock max_shared_memory_per_block",
+    "shared_bytes_per_block_optin":
+        "sharedMemPerBlockOptin maxShmemPerBlockOptin max_shared_memory_per_block_optin",
+    "shared_bytes_per_sm":
+        "sharedMemPerMultiprocessor maxShmemPerSm max_shared_memory_per_multiprocessor",
+    "warp_size": "warpSize threadsPerWarp warp_size",
 }  # fmt: skip
 KINETO_KEYS, NSYS_KEYS, NCU_KEYS = (
-    {field: keys[tool] for field, keys in _DEVICE_KEYS.items() if keys[tool]} for tool in range(3)
+    {field: keys.split()[tool] for field, keys in _DEVICE_KEYS.items()} for tool in range(3)
 )
+del NSYS_KEYS["max_threads_per_sm"]
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
 LARGEST_OF_OTHERS = 1 << 24
