@@ -507,12 +507,6 @@ def narrowed(values: Array) -> Array:
     return values.astype(next(f"<i{n}" for n in (1, 2, 4, 8) if largest < 1 << (8 * n - 1)))
 
 
-class _Header(msgspec.Struct):
-    version: int
-    machine: dict[str, Any]
-    tables: dict[str, list[Any]]
-
-
 def read_atlas(path: Path) -> Atlas:
     """Read an atlas.
 
@@ -531,16 +525,16 @@ def read_atlas(path: Path) -> Atlas:
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}; give the path of an atlas") from None
     try:
-        header = decode_json(arrays.pop("header").tobytes(), _Header)
-        if header.version == VERSION:
-            machine = msgspec.convert(header.machine, Machine)
+        header = decode_json(arrays.pop("header").tobytes(), dict[str, Any])
+        if header["version"] == VERSION:
+            machine = msgspec.convert(header["machine"], Machine)
             machine.require_gpu_and_release(name)
-            tables = _checked_tables(header.tables)
+            tables = _checked_tables(header["tables"])
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, *NOT_A_RECORD):
         raise ProfharnessError(f"{name}: the header of the atlas is forged; get it again") from None
-    if header.version != VERSION:
+    if header["version"] != VERSION:
         raise UsageError(
-            f"{name}: an atlas of version {header.version}; this profharness reads version {VERSION}"
+            f"{name}: an atlas of version {header['version']}; this profharness reads version {VERSION}"
         )
     _check_columns(arrays, tables, name)
     # pop() frees each array as soon as it is converted to a column

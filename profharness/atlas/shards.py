@@ -77,11 +77,10 @@ class _Line(msgspec.Struct):
                 raise UsageError(f"config {self.config!r}: a size is not positive")
 
 
-class XzReader(io.RawIOBase):
-    """A stream of the unpacked content of an .xz file.
+class _XzReader(io.RawIOBase):
+    """The unpacked content of an .xz file.
 
-    Reading raises LZMAError if the file is damaged or unpacks to more than MAX_RATIO times its
-    size.
+    Reading raises LZMAError if the file is damaged or unpacks to more than MAX_RATIO times its size.
     """
 
     def __init__(self, file: InputFile) -> None:
@@ -90,11 +89,9 @@ class XzReader(io.RawIOBase):
         self._left = max(ALWAYS_UNPACKED, MAX_RATIO * file.size)
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer."""
         data = b""
         while not data and not self._decoder.eof:
             packed = self._file.read(1 << 16) if self._decoder.needs_input else b""
@@ -157,7 +154,7 @@ def _sources(path: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
         for each in sorted(path.glob("shard-*.jsonl")):
             yield printable_path(each), read_lines(each)
     elif path.name.endswith(".tar.xz"):
-        with open_input(path) as file, io.BufferedReader(XzReader(file), 1 << 20) as plain:
+        with open_input(path) as file, io.BufferedReader(_XzReader(file), 1 << 20) as plain:
             yield from _members(path, cast("IO[bytes]", plain))
     else:
         yield printable_path(path), read_lines(path)
@@ -182,7 +179,6 @@ def _members(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Iterator[bytes]
 
 
 def _lines(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """Yield the lines of the next `size` bytes."""
     while size > 0:
         line = file.readline(min(size, LINE_BYTES))
         if not line:

@@ -39,8 +39,6 @@ from profharness.store import to_frame
 if TYPE_CHECKING:
     import pandas as pd
 
-    from profharness.jobs.into_store import Verified
-
 
 SCHEMA = "profharness.verify/1"
 FIELDS = field_names(VerificationRow)
@@ -138,8 +136,8 @@ Timeout = Annotated[float, timeout_option("Time limit of one case on one backend
 Full = Annotated[bool, Option(("--full",), help="Show every check, with its figures.")]
 
 
-def _to_frame(verified: Verified) -> pd.DataFrame:
-    return to_frame(verified.rows, VerificationRow)
+def _to_frame(rows: list[VerificationRow]) -> pd.DataFrame:
+    return to_frame(rows, VerificationRow)
 
 
 @command("verify", frame=_to_frame)
@@ -158,7 +156,7 @@ def verify(
     out: OutFolder = RUNS_FOLDER,
     store: Store = None,
     progress: ShowProgress = None,
-) -> Verified:
+) -> list[VerificationRow]:
     """Check backends and implementations against an fp64 reference.
 
     The allowed error of a result is twice the error of plain attention in the same dtype on the same
@@ -198,19 +196,20 @@ def verify(
 
 
 @document(verify)
-def show(verified: Verified, *, full: Full = False) -> Document:
+def show(rows: list[VerificationRow], *, full: Full = False) -> Document:
     """Return the document."""
-    keep_measured("report", verified.run)
-    return verify_document(verified.rows, full=full)
+    if rows:
+        keep_measured("report", rows[0].run)
+    return verify_document(rows, full=full)
 
 
 @gate(verify)
-def check(verified: Verified) -> None:
+def check(rows: list[VerificationRow]) -> None:
     """Raise GateError if any check failed."""
-    wrong = failures(verified.rows)
+    wrong = failures(rows)
     if wrong:
         backends = ", ".join(dict.fromkeys(row.backend for row in wrong))
-        raise GateError(f"{len(wrong)} of {len(verified.rows)} checks failed; wrong: {backends}")
+        raise GateError(f"{len(wrong)} of {len(rows)} checks failed; wrong: {backends}")
 
 
 DECLARATION = declaration_of(verify)

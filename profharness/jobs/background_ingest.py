@@ -27,12 +27,11 @@ LOWEST = 19  # the lowest priority of a thread
 
 
 class BackgroundIngest:
-    """A thread that runs during a capture.
+    """A thread that creates the store and then parses traces into `parsed` during a capture.
 
-    It creates the store, which takes as long as a cell because of the imports and the schema. Then
-    it parses the traces of finished cells and groups into `parsed`. That is in memory, so a killed
-    process leaves nothing behind. Errors are ignored here, because ingesting the complete run folder
-    reports them.
+    Creating the store takes as long as a cell because of the imports and the schema. Parsed traces
+    are in memory, so a killed process leaves nothing behind. Errors are ignored here, because
+    ingesting the complete run folder reports them.
     """
 
     def __init__(self, store: Path) -> None:
@@ -48,8 +47,7 @@ class BackgroundIngest:
     def wrap_progress(self, progress: Progress | None) -> Progress:
         """Return a progress callback that forwards each step and queues the traces of its cell.
 
-        Only the traces of cells that were timed on a GPU are queued. Parsing would disturb times that
-        the CPU measures.
+        Cells that were timed on the CPU are not queued, because parsing would disturb their times.
         """
 
         def forward(step: Step) -> None:
@@ -62,10 +60,7 @@ class BackgroundIngest:
         return forward
 
     def lanes(self, descriptions: Sequence[dict[str, Any]]) -> None:
-        """Give lanes priority over the thread.
-
-        The thread then avoids the cores that lanes are bound to, if there are other cores.
-        """
+        """Give lanes priority over the thread, and keep it off their cores if there are others."""
         self._lane_cpus = frozenset(cpu for lane in descriptions for cpu in lane.get("cpus") or ())
 
     def group(self, folder: Path) -> None:
@@ -74,11 +69,8 @@ class BackgroundIngest:
             self._ended.put(folder)
 
     def finish(self) -> None:
-        """Wait until the store is created and all traces are parsed. Interrupts are raised.
-
-        The calling thread parses the remaining traces, because the other thread may have a low
-        priority.
-        """
+        """Wait until the store is created and all traces are parsed. Interrupts are raised."""
+        # this thread parses the remaining traces, because the other may have a low priority
         with contextlib.suppress(queue.Empty):
             while (path := self._ended.get_nowait()) is not None:
                 self._parse(path)
@@ -117,14 +109,11 @@ class BackgroundIngest:
 
 
 def _traces_of(group: Path) -> list[Path]:
-    """Return the traces of a group if any of its cells was timed on a GPU.
-
-    Traces of profilers that wrap the worker are omitted, because reading these traces runs the tools
-    of the profilers.
-    """
+    """Return the traces of a group if any of its cells was timed on a GPU."""
     with contextlib.suppress(ProfharnessError, OSError):
         run = read_run(group)
         if any(ON_GPU & cell.samples.keys() for cell in run.cells):
+            # reading the traces of profilers that wrap the worker runs the tools of the profilers
             inside = {name for name, profiler in PROFILERS.items() if profiler.session is None}
             return [group / trace.path for trace in run.traces if trace.profiler in inside]
     return []
@@ -132,11 +121,8 @@ def _traces_of(group: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_background_ingest(store: Path) -> Iterator[BackgroundIngest]:
-    """Ingest in the background while the block runs.
-
-    Signals are deferred, because an exception during an import would leave a lock that the thread
-    waits for.
-    """
+    """Ingest in the background while the block runs."""
+    # an exception during an import would leave a lock that the thread waits for
     with defer_signals():
         background = BackgroundIngest(store)
         try:

@@ -117,7 +117,13 @@ def cut_groups(
             # the cells of a group are in the order of the run
             gathered.sort(key=lambda cell: cell.cell)
             names = tuple(cell.cell for cell in gathered)
-            groups.append(Group(_hash(gathered, run, code, gpu), names, round(seconds, 3)))
+            # groups of the same work on the same code have the same name
+            work = [(cell.config.label, cell.backend, cell.case) for cell in gathered]
+            used = sorted(code.keys() & {cell.backend for cell in gathered})
+            asked = work, {each: code[each] for each in used}, run.profilers, run.protocol
+            key = msgspec.json.encode((*asked, run.bench, run.kind, gpu))
+            name = xxhash.xxh3_128_hexdigest(key)[:16]
+            groups.append(Group(name, names, round(seconds, 3)))
             gathered, seconds = [], 0.0
     return sorted(groups, key=lambda group: -group.seconds)
 
@@ -137,14 +143,6 @@ def _estimate_s(cell: Cell, run: Run) -> float:
     wrapped = sum(profiler.session is not None for profiler in find_profilers(run.profilers))
     own = PREPARED_S[kind] + CALLS.get(kind, calls) * call
     return own * protocol.processes + WRAPPED_S * wrapped
-
-
-def _hash(cells: Sequence[Cell], run: Run, code: dict[str, str], gpu: str | None) -> str:
-    """Hash the configs, cases, backends, code, options and GPU class of a group."""
-    work = [(cell.config.label, cell.backend, cell.case) for cell in cells]
-    used = {name: code[name] for name in sorted({cell.backend for cell in cells} & code.keys())}
-    asked = work, used, run.profilers, run.protocol, run.bench, run.kind, gpu
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked))[:16]
 
 
 def write_campaign(folder: Path, campaign: Campaign) -> None:

@@ -7,7 +7,6 @@ Functions of `lane` are sent by name, with text and plain dicts as arguments and
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import itertools
 import json
 import logging
@@ -40,7 +39,7 @@ FAILURES = (OSError, TimeoutError, AttributeError, ValueError)
 CONNECT_S = 10.0
 LOOK_S = 1.0  # minimum time between two queries for the list of workers
 ANSWER_S = 30.0  # maximum time to wait for the scheduler, and for the first descriptions of workers
-LOOPBACK = "localhost"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EXAMPLE = "as in tls://head:8786"
 TLS_SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TLS__CA_FILE": "tls_ca_file",
@@ -228,10 +227,9 @@ class Cluster:
         return str(campaign / CAMPAIGN_FILE)
 
     def _call(self, function: Callable[..., Any], address: str, *given: Any) -> object:
-        """Run a function on a worker, even while it runs a group, and return the result.
+        """Run a function on a worker, even while it runs a group. Call this in a thread.
 
-        The result may be an exception, or None if the worker is gone. This method may block forever,
-        so call it in a thread.
+        Return its result or exception, or None if the worker is gone. It may block forever.
         """
         try:
             answers: dict[str, object] = self._client.run(
@@ -258,18 +256,11 @@ def check_address(url: str, *, insecure: bool) -> None:
     # Dask would resolve all of user@host as a host name
     if parts.scheme not in ("tls", "tcp") or not host or port is None or "@" in parts.netloc:
         raise UsageError(f"--scheduler {url}: give host and port, {EXAMPLE}")
-    if parts.scheme == "tcp" and not insecure and not _is_loopback(host):
+    if parts.scheme == "tcp" and not insecure and host not in LOOPBACK:
         raise UsageError(
             f"--scheduler {url}: whoever reaches that port can run programs on the lanes; use tls://, "
             "for which docs/scale.md shows how to make the certificates, or pass --insecure"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == LOOPBACK or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _connect(url: str) -> Client:
@@ -302,10 +293,7 @@ def _in_thread(work: Callable[[], object]) -> None:
 
 
 def _with_timeout(call: Callable[[], T]) -> T:
-    """Return the result of a call.
-
-    Raise TimeoutError if it takes longer than ANSWER_S. Also raise the exceptions of the call.
-    """
+    """Return the result of a call. Raise TimeoutError if it takes longer than ANSWER_S."""
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:

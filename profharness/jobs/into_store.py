@@ -237,10 +237,10 @@ def observe_into_store(
 
 
 def find_run_folder(text: str, out: Path) -> Path:
-    """Return the run folder to resume.
+    """Return the run folder to resume. Raise NotFoundError if there is none.
 
-    `text` is a path, the id of a run in the folder `out`, or a unique prefix of such an id. `latest`
-    stands for the newest folder that can be resumed. Raise NotFoundError if there is no such folder.
+    `text` is a path, the id of a run in the folder `out`, a unique prefix of such an id, or `latest`
+    for the newest folder that can be resumed.
     """
     for exact in (Path(text), out / text):
         if (exact / RUN_FILE).exists():
@@ -312,16 +312,14 @@ def resume_into_store(
 
 
 def require_store(path: Path) -> None:
-    """Raise StoreError if the store cannot be written to. This is called before anything runs.
-
-    A new store is not created yet, because that takes as long as a cell.
-    """
+    """Raise StoreError if the store cannot be written to. This is called before anything runs."""
     refuse_network(path)
-    place = path if path.exists() else path.parent
-    if place == path or not place.is_dir():
+    written = path if path.exists() else path.parent
+    # creating a new store takes as long as a cell
+    if written == path or not written.is_dir():
         open_store(path, write=True).close()
-    if not os.access(place, os.W_OK):
-        raise StoreError(f"{path}: {place} cannot be written; name another --store")
+    if not os.access(written, os.W_OK):
+        raise StoreError(f"{path}: {written} cannot be written; name another --store")
 
 
 def _ingest_run_folder(
@@ -333,30 +331,25 @@ def _ingest_run_folder(
         return Captured(done.folder, done.run, ingested)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """The result of a verification."""
-
-    run: str  # the run of the first GPU class
-    rows: tuple[VerificationRow, ...]
-
-
 def verify_into_store(
     configs: Sequence[Config],
     backends: Sequence[str],
     store: Path,
     options: CaptureOptions,
     progress: Progress | None = None,
-) -> Verified:
-    """Verify backends on `options.cases` and ingest the run. The default is `all,kernels`.
+) -> list[VerificationRow]:
+    """Verify backends on `options.cases`, ingest the run, and return its rows.
 
-    A backend with wrong results is reported in a row and is not an error. Raise UsageError for
-    unknown names, and CaptureError if no worker starts.
+    The default backends are `all,kernels`. A backend with wrong results is not an error. Raise
+    UsageError for unknown names, and CaptureError if no worker starts.
     """
     first = capture_into_store(configs, backends or (ALL, KERNELS), store, options, progress)
-    runs = [captured.run.run for captured in (first, *first.others)]
     with open_store(store) as opened:
-        return Verified(runs[0], tuple(row for run in runs for row in opened.verifications(run)))
+        return [
+            row
+            for captured in (first, *first.others)
+            for row in opened.verifications(captured.run.run)
+        ]
 
 
 def capture_missing(store: Path, selection: Selection, listener: Listener = SILENT) -> Selection:
@@ -464,9 +457,9 @@ def time_layers(
 
 
 def _timed_run(store: Store, options: BenchOptions) -> str:
-    """Return the selected run that has the configs.
+    """Return the selected run that has the configs, or else the selected run.
 
-    If no run has them, return the selected run, so that an error can list its configs.
+    An error about missing configs can then list those of the run.
     """
     with contextlib.suppress(NotFoundError):
         return store.find_run(Selection(options.run, options.configs), *evaluation.TIMED)

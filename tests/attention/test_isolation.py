@@ -252,10 +252,10 @@ def test_a_verification_calls_the_backend(tmp_path: Path) -> None:
     options = CaptureOptions(out=tmp_path / "runs", protocol=QUICK, cases=("none",))
     names = [str(tmp_path / "own.py"), *OWN]
     verified = verify_into_store([CONFIG], names, tmp_path / "store.db", options)
-    assert all(row.passed for row in verified.rows)
+    assert all(row.passed for row in verified)
 
     def messages(backend: str) -> list[str]:
-        rows: list[VerificationRow] = [row for row in verified.rows if row.backend == backend]
+        rows: list[VerificationRow] = [row for row in verified if row.backend == backend]
         return [row.message for row in rows if row.message]
 
     (message,) = messages("own.py")

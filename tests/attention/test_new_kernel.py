@@ -148,4 +148,4 @@ def test_a_triton_kernel_that_cannot_run_is_refused_and_not_wrong(tmp_path: Path
     assert "profharness does not run flex on cpu" in told["flex"][1]
     checks = CaptureOptions(out=tmp_path / "runs", protocol=protocol, cases=("none",))
     verified = verify_into_store(config, names[:1], tmp_path / "s.db", checks)
-    assert {row.passed for row in verified.rows} == {None}
+    assert {row.passed for row in verified} == {None}

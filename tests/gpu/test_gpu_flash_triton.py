@@ -63,11 +63,11 @@ def test_is_right_in_every_case(tmp_path: Path) -> None:
     )
     configs = [each for text in CONFIGS for each in expand_configs(text)]
     done = verify_into_store(configs, [str(path)], tmp_path / "store.db", options)
-    wrong = failures(done.rows)
+    wrong = failures(done)
     assert not wrong, "\n".join(f"{row.case} {row.what}: {row.message}" for row in wrong)
-    checked = {(row.asked, row.case) for row in done.rows if row.passed is True}
+    checked = {(row.asked, row.case) for row in done if row.passed is True}
     assert len(checked) == 3 * len(CONFIGS)
-    assert {row.what for row in done.rows if row.passed} >= {"out", "dq", "dk", "dv"}
+    assert {row.what for row in done if row.passed} >= {"out", "dq", "dk", "dv"}
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def rows_of(folder: Path, config: str, backends: list[str], cases: str) -> list[
         grad=True,
     )
     configs = expand_configs(config)
-    return list(verify_into_store(configs, backends, folder / "store.db", options).rows)
+    return verify_into_store(configs, backends, folder / "store.db", options)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

@@ -393,20 +393,17 @@ def test_finished_groups_are_not_repeated(tmp_path: Path) -> None:
     assert (made.folders[0] / "run.json").read_bytes() == record
 
 
-@pytest.mark.parametrize("what", ["run", "campaign", "output", "archive"])
+@pytest.mark.parametrize("what", ["run", "output", "archive"])
 def test_hosts_with_equal_process_ids_can_share_a_folder(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = window(tmp_path, Lanes("a"), 1)
     (folder,) = made.folders
-    recorded, groups = read_run(folder), campaign.read_campaign(folder)
-    data = pack(folder)
+    recorded, data = read_run(folder), pack(folder)
 
     def write() -> None:
         if what == "run":
             write_run(folder, recorded)
-        elif what == "campaign":
-            write_campaign(folder, groups)
         elif what == "output":
             with atomic_file(folder / "report.html", force=True) as output:
                 output.write(b"<html>")

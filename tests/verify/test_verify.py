@@ -43,7 +43,7 @@ def rows_of(
     names = [name if name in ("auto", "flash", "math", "naive") else f"{WRONG}:{name}"
              for name in backends]  # fmt: skip
     store = folder / "store.db"
-    return list(verify_into_store(expand_configs(config), names, store, options).rows)
+    return verify_into_store(expand_configs(config), names, store, options)
 
 
 def named(rows: list[VerificationRow], backend: str) -> dict[str, VerificationRow]:
