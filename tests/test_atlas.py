@@ -104,18 +104,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def started(folder: Path, cells: int) -> subprocess.Popen[bytes]:
-    words = (
-        "--device",
-        "cpu",
-        "--longest",
-        "5.2",
-        "--workers",
-        "1",
-        "--batch",
-        "6",
-        "--cells",
-        str(cells),
-    )
+    words = f"--device cpu --longest 5.2 --workers 1 --batch 6 --cells {cells}".split()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder.parent)}
     argv = [sys.executable, str(ROOT / "scripts" / "make_atlas.py"), "measure", str(folder)]
     return subprocess.Popen(

@@ -302,25 +302,25 @@ class Atlas:
 
     def cell(self, row: int) -> AtlasCell:
         """Return one cell."""
-        texts = {
-            name: self.tables[TABLES[name]][self.columns[name][row]]
-            for name in ("backend", "regime", "status", "choice", "message")
-        }
-        numbers = {
-            name: None if (value := int(self.columns[name][row])) == NOTHING else value
-            for name in ("kernel_ns", "graph_ns", "peak_bytes")
-        }
+
+        def text(name: str) -> str:
+            return str(self.tables[TABLES[name]][self.columns[name][row]])
+
+        def number(name: str) -> int | None:
+            value = int(self.columns[name][row])
+            return None if value == NOTHING else value
+
         return AtlasCell(
             config=self.config(row),
-            backend=texts["backend"],
-            regime=texts["regime"],
-            status=texts["status"],
-            choice=texts["choice"] or None,
+            backend=text("backend"),
+            regime=text("regime"),
+            status=text("status"),
+            choice=text("choice") or None,
             launches=self.launches(row),
-            kernel_us=_us(numbers["kernel_ns"]),
-            graph_us=_us(numbers["graph_ns"]),
-            peak_bytes=numbers["peak_bytes"],
-            message=texts["message"] or None,
+            kernel_us=_us(number("kernel_ns")),
+            graph_us=_us(number("graph_ns")),
+            peak_bytes=number("peak_bytes"),
+            message=text("message") or None,
         )
 
     def launches(self, row: int) -> tuple[Launch, ...]:
@@ -549,17 +549,12 @@ def read_atlas(path: Path) -> Atlas:
 def _checked_tables(tables: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
     allowed = {"backends": BACKENDS, "statuses": STATUSES, "choices": (*CHOICES, "")}
     checked = {name: tuple(tables[name]) for name in TABLES.values()}
-    for name, table in checked.items():
-        if name == "variants":
-            for variant in table:
-                if not variant.keys() <= set(VARIANT):
-                    raise ValueError
-                config = msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config)
-                parse_label(config.label)
-        elif not all(isinstance(each, str) for each in table) or not set(table) <= set(
-            allowed.get(name, table)
-        ):
-            raise ValueError
+    for variant in checked["variants"]:
+        _require(variant.keys() <= set(VARIANT))
+        parse_label(msgspec.convert(dict.fromkeys(NUMBERS, 1) | variant, Config).label)
+    for name in checked.keys() - {"variants"}:
+        _require(all(isinstance(each, str) for each in checked[name]))
+        _require(set(checked[name]) <= set(allowed.get(name, checked[name])))
     return checked
 
 
@@ -646,6 +641,6 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -
         return np.frombuffer(file.read(left), dtype).reshape(shape)
 
 
-def _require(holds: bool) -> None:
-    if not holds:
+def _require(condition: bool) -> None:
+    if not condition:
         raise ValueError

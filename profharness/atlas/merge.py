@@ -178,9 +178,9 @@ def _cell(cell: CellRow, launches: Iterable[LaunchRow]) -> AtlasCell:
     """
     ordered = sorted(launches, key=lambda launch: (launch.iteration or 0, launch.start_ns))
     calls = [list(call) for _, call in groupby(ordered, key=lambda launch: launch.iteration)]
-    sequences = Counter(tuple(map(_kind, call)) for call in calls)
-    usual = sequences.most_common(1)[0][0] if sequences else ()
-    same = [call for call in calls if tuple(map(_kind, call)) == usual]
+    sequences = [tuple(map(_kind, call)) for call in calls]
+    usual = Counter(sequences).most_common(1)[0][0] if calls else ()
+    same = [call for call, kinds in zip(calls, sequences, strict=True) if kinds == usual]
     times = [[each.duration_ns for each in call if each.duration_ns is not None] for call in same]
     known = bool(usual) and all(len(each) == len(usual) for each in times)
     medians = [median(each) / 1e3 for each in zip(*times, strict=True)] if known else []
