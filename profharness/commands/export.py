@@ -203,7 +203,7 @@ class Section:
 
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
-    name: str | None = None  # a named section has processes of its own
+    name: str | None = None  # a named section has its own processes
     counters: Counters | None = None  # metrics (value and unit) by launch id
 
 

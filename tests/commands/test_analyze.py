@@ -21,7 +21,6 @@ from profharness.commands.analyze.figures import (
     SEVERITIES,
     CellAnalysis,
     RunMachine,
-    analyze_record,
 )
 from profharness.commands.analyze.rules import THRESHOLDS, WARP_STATE_WORDS, score_traffic
 from profharness.commands.analyze.several import (
@@ -602,16 +601,6 @@ def test_the_state_that_most_warps_wait_in_is_named_with_what_helps() -> None:
 def test_every_state_but_the_one_that_issues_has_words() -> None:
     assert {*WARP_STATE_WORDS} == {*ncu.WARP_STATES} - {"selected"}
     assert all(source for _, source in THRESHOLDS.values())
-
-
-def test_every_metric_of_the_presets_is_read() -> None:
-    """With all of them every figure of a kernel is known, except those that only Ada has."""
-    names = {name for preset in ncu.PRESETS.values() for name in preset}
-    counters = read_counters(dict.fromkeys(names, (50.0, "")))
-    record = analyze_record(counted(**dict.fromkeys(names, 50.0)))["kernels"][0]["counters"]
-    assert all(value is not None for value in record.values())
-    assert len(counters.warp_states) == len(ncu.WARP_STATES)
-    assert sum(counters.warp_states.values()) == pytest.approx(1)
 
 
 TRAINING = "b2-h8-s512-d64-fp16-causal-bwd"

@@ -71,16 +71,19 @@ def profilers_of(found: list[dict[str, Any]]) -> set[str]:
     return {event["args"]["profiler"] for event in found if event.get("cat") == "kernel"}
 
 
-def test_torch_is_chosen_and_said(watched: Path) -> None:
-    result = export(watched)
-    assert profilers_of(events(result)) == {"torch"}
-    assert result.stderr == "this is what torch saw; --profiler nsys|all for more\n"
-
-
-def test_one_profiler_is_written_alone(watched: Path) -> None:
-    result = export(watched, "--profiler", "nsys")
-    assert profilers_of(events(result)) == {"nsys"}
-    assert result.stderr == ""
+@pytest.mark.parametrize(
+    ("options", "profiler", "hint"),
+    [
+        ((), "torch", "this is what torch saw; --profiler nsys|all for more\n"),
+        (("--profiler", "nsys"), "nsys", ""),
+    ],
+)
+def test_one_profiler_is_written(
+    watched: Path, options: tuple[str, ...], profiler: str, hint: str
+) -> None:
+    result = export(watched, *options)
+    assert profilers_of(events(result)) == {profiler}
+    assert result.stderr == hint
 
 
 def test_all_profilers_stand_apart_and_begin_at_zero(watched: Path) -> None:

@@ -145,19 +145,18 @@ def test_a_script_tells_what_was_stored(captured: Path) -> None:
     assert str(captured) not in done.stdout
 
 
-def test_without_a_run_the_script_chooses_the_device() -> None:
-    done = invoke("--config", "1,2,8,16", "--backend", "cudnn")
-    compile(done.stdout, "repro.py", "exec")
-    assert "if torch.cuda.is_available() else" in done.stdout
-    assert "SDPBackend.CUDNN_ATTENTION" in done.stdout
-    assert "import profharness" not in done.stdout
-
-
-@pytest.mark.parametrize("backend", ["fa3", "fa4", "flex", "flex-flash", "naive-compiled", "tiled"])
-def test_every_script_compiles(backend: str) -> None:
-    done = invoke("--config", "1,2,8,16,causal,fp16", "--backend", backend, "--device", "cuda")
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("cudnn", "SDPBackend.CUDNN_ATTENTION"),
+        *((name, "") for name in ("fa3", "fa4", "flex", "flex-flash", "naive-compiled", "tiled")),
+    ],
+)
+def test_every_script_compiles_and_chooses_its_device(backend: str, text: str) -> None:
+    done = invoke("--config", "1,2,8,16,causal,fp16", "--backend", backend)
     assert done.exit_code == 0, done.output
     compile(done.stdout, "repro.py", "exec")
+    assert "if torch.cuda.is_available() else" in done.stdout and text in done.stdout
 
 
 @pytest.mark.parametrize(

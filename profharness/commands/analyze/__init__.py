@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from profharness.attention.config import split_names
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
-from profharness.commands._output import hint, is_command_line
 from profharness.commands._types import (
     Backends,
     Configs,
@@ -92,8 +90,7 @@ def analyze(
     source = DATA_SHEET if peaks == "data-sheet" else None
     if program is not None:
         prepare_peaks(path, [program], peaks)
-        say = hint if is_command_line() else warnings.warn
-        return analyze_program(path, program, selection, source, say)
+        return analyze_program(path, program, selection, source)
     rows, cells = find_rows(path, selection, needs=ANALYZED)
     if not cells:
         raise NotFoundError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -229,11 +230,10 @@ def analyze_program(
     run: str,
     selection: Selection,
     source: str | None,
-    say: Callable[[str], None],
 ) -> list[CellAnalysis]:
     """Analyze groups of a program's calls that match the selected configs and backends. `source` is
-    that of the peaks, or None to prefer measured ones. Call `say` with the reason if some calls have
-    no figures. Raise NotFoundError if none have.
+    that of the peaks, or None to prefer measured ones. Warn if some calls have no figures. Raise
+    NotFoundError if none have.
     """
     configs, backends = selection.configs, selection.backends
     with open_store(path) as store:
@@ -271,7 +271,10 @@ def analyze_program(
         why = "; ".join(left_out) or "`profharness layers` lists those there are"
         raise NotFoundError(f"run {run} has no attention call{criteria} to analyze: {why}")
     for text in left_out:
-        say(text)
+        if is_command_line():
+            hint(text)
+        else:
+            warnings.warn(text, stacklevel=2)
     return analyses
 
 

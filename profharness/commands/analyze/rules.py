@@ -316,45 +316,46 @@ def full_precision(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 
 def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
     """Report the share of time that the combine kernel takes if the keys are split."""
-    combines = [kernel for kernel in cell.kernels if kernel.role == "combine"]
-    part = cell.share_of("combine")
-    if not combines or part < SPLIT_MINOR:
-        return
-    time_ns = sum(kernel.call_ns or 0 for kernel in combines)
-    yield measured(
-        "split_overhead",
-        f"Splitting over the keys costs a second kernel: {combines[0].kernel} takes {percent(part)} "
-        f"of the kernel time ({time_ns / 1e3:.1f} µs) to put the parts together.",
-        _severity(part, SPLIT_MAJOR),
-        us("combine time", time_ns, "trace"),
-        us("kernel time", figures.kernels_ns or 0, BASIS_SOURCE[KERNEL]),
-        share("share", part, "trace"),
-        factor=1 / (1 - part) if part < 1 else None,
-    )
+    kernels, part, time_ns = _time_of(cell, "combine")
+    if kernels and part >= SPLIT_MINOR:
+        text = (
+            f"Splitting over the keys costs a second kernel: {kernels[0]} takes {percent(part)} of "
+            f"the kernel time ({time_ns / 1e3:.1f} µs) to put the parts together."
+        )
+        evidence = (
+            us("combine time", time_ns, "trace"),
+            us("kernel time", figures.kernels_ns or 0, BASIS_SOURCE[KERNEL]),
+            share("share", part, "trace"),
+        )
+        severity = _severity(part, SPLIT_MAJOR)
+        yield measured("split_overhead", text, severity, *evidence, factor=_gain(part))
 
 
 def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
     """Report the time that copies, padding and casts take beside a fused kernel."""
-    part = cell.share_of(*COPIES)
-    if part < HELPERS_MINOR or not any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
-        return
-    copies = [kernel for kernel in cell.kernels if kernel.role in COPIES]
-    time_ns = sum(kernel.call_ns or 0 for kernel in copies)
-    text = (
-        f"Copies around the attention kernel take {percent(part)} of the kernel time "
-        f"({time_ns / 1e3:.1f} µs): {', '.join(sorted({kernel.kernel for kernel in copies}))}"
-    )
-    dims = (cell.config.head_dim, cell.config.value_dim)
-    if any(dim % 8 for dim in dims):
-        text += f"; head_dim {max(dims)} is no multiple of 8, so the inputs are padded"
-    yield measured(
-        "copies",
-        f"{text}.",
-        _severity(part, HELPERS_MAJOR),
-        us("copy time", time_ns, "trace"),
-        share("share", part, "trace"),
-        factor=1 / (1 - part) if part < 1 else None,
-    )
+    kernels, part, time_ns = _time_of(cell, *COPIES)
+    if part >= HELPERS_MINOR and any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
+        text = (
+            f"Copies around the attention kernel take {percent(part)} of the kernel time "
+            f"({time_ns / 1e3:.1f} µs): {', '.join(sorted(set(kernels)))}"
+        )
+        dims = (cell.config.head_dim, cell.config.value_dim)
+        if any(dim % 8 for dim in dims):
+            text += f"; head_dim {max(dims)} is no multiple of 8, so the inputs are padded"
+        evidence = (us("copy time", time_ns, "trace"), share("share", part, "trace"))
+        severity = _severity(part, HELPERS_MAJOR)
+        yield measured("copies", f"{text}.", severity, *evidence, factor=_gain(part))
+
+
+def _time_of(cell: CellAnalysis, *roles: str) -> tuple[list[str], float, float]:
+    """Return the names of the kernels of these roles, their share of the time, and their time."""
+    kernels = [kernel for kernel in cell.kernels if kernel.role in roles]
+    time_ns = sum(kernel.call_ns or 0 for kernel in kernels)
+    return [kernel.kernel for kernel in kernels], cell.share_of(*roles), time_ns
+
+
+def _gain(part: float) -> float | None:
+    return 1 / (1 - part) if part < 1 else None
 
 
 def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
