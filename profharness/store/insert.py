@@ -143,34 +143,38 @@ def insert_trace(
         (result.launches, result.dropped, first_id, first_id + result.launches - 1, trace_id),
     )
     if cells is not None:
-        seen_cells = {range_cell(item.name) for item in trace.ranges} - {None}
-        result.unknown_cells = tuple(sorted(str(cell) for cell in seen_cells if cell not in cells))
+        seen = {range_cell(item.name) for item in trace.ranges} - {None}
+        result.unknown_cells = tuple(sorted(str(cell) for cell in seen if cell not in cells))
         for cell, call in calls.items():
-            counts = [0] * (max(call.values()) + 1)
-            for iteration, number in connection.execute(
-                "SELECT iteration, count(*) FROM launches WHERE cell_id = ? AND id BETWEEN ? AND ? "
-                "GROUP BY iteration",
-                (cells[cell], first_id, first_id + result.launches - 1),
-            ):
-                counts[iteration] = number
-            row = {
-                "trace_id": trace_id,
-                "cell_id": cells[cell],
-                "calls": len(counts),
-                "start_ns": trace.ranges[next(iter(call))].start_ns,
-                "launches": sum(counts),
-            }
-            insert_row(connection, "trace_cells", row)
-            # the forward op with the most launches, else a backward op; then by name
-            op = connection.execute(
-                "SELECT o.sdpa_op FROM launch_groups g JOIN op_paths o ON o.id = g.op_path_id "
-                "WHERE g.trace_id = ? AND g.by_op = 1 AND g.cell_id = ? AND o.sdpa_op IS NOT NULL "
-                "GROUP BY o.sdpa_op ORDER BY o.sdpa_op LIKE '%backward', sum(g.launches) DESC, 1 "
-                "LIMIT 1",
-                (trace_id, cells[cell]),
-            ).fetchone()
-            result.cells[cell] = counts, op[0] if op else None
+            start_ns = trace.ranges[next(iter(call))].start_ns
+            row = {"trace_id": trace_id, "cell_id": cells[cell], "start_ns": start_ns}
+            result.cells[cell] = _insert_trace_cell(connection, row, max(call.values()) + 1)
     return result
+
+
+def _insert_trace_cell(
+    connection: sqlite3.Connection, row: Mapping[str, int], calls: int
+) -> tuple[list[int], str | None]:
+    """Insert a row of `trace_cells`. Return the launches in each call, and the op that implements SDPA.
+
+    A forward op is preferred to a backward op, then the op with the most launches.
+    """
+    launches = [0] * calls
+    for iteration, number in connection.execute(
+        "SELECT iteration, count(*) FROM launches WHERE cell_id = :cell_id AND trace_id = :trace_id "
+        "GROUP BY iteration",
+        row,
+    ):
+        launches[iteration] = number
+    insert_row(connection, "trace_cells", {**row, "calls": calls, "launches": sum(launches)})
+    op = connection.execute(
+        "SELECT o.sdpa_op FROM launch_groups g JOIN op_paths o ON o.id = g.op_path_id "
+        "WHERE g.trace_id = :trace_id AND g.by_op = 1 AND g.cell_id = :cell_id "
+        "AND o.sdpa_op IS NOT NULL GROUP BY o.sdpa_op "
+        "ORDER BY o.sdpa_op LIKE '%backward', sum(g.launches) DESC, o.sdpa_op LIMIT 1",
+        row,
+    ).fetchone()
+    return launches, op[0] if op else None
 
 
 def _pieces(batch: LaunchBatch) -> Iterator[LaunchBatch]:
