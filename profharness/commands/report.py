@@ -542,21 +542,15 @@ Images = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Report:
-    """A report with its output file and format."""
-
-    document: Document
-    path: Path | None
-    format: str | None
-    force: bool
+Report = tuple[Document, Path | None, str | None, bool]
+"""The document, the output file, the format, and whether the file may be overwritten."""
 
 
 def _write_text(made: Report) -> str:
-    chosen = chosen_format(made.format, made.path) if made.format or made.path else "html"
-    text = RENDERERS[chosen](made.document)
-    if made.path is not None:
-        with atomic_file(made.path, force=made.force) as file:
+    page, path, format, force = made
+    text = RENDERERS[chosen_format(format, path) if format or path else "html"](page)
+    if path is not None:
+        with atomic_file(path, force=force) as file:
             file.write(text.encode())
     return text
 
@@ -591,19 +585,19 @@ def report(
         check_output(Path(path), force=force)
     with open_store(store_path(store)) as opened:
         made = report_document(opened, runs or ("latest",), bench=bench)
-    return Report(made, None if path is None else Path(path), format, force)
+    return made, None if path is None else Path(path), format, force
 
 
 @document(report)
 def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -> None:
     """Write the report to stdout or the file, with its charts beside a Markdown file."""
-    page = made.document
+    page, path, format, force = made
     if no_charts:
         kept = tuple(block for block in page.blocks if not isinstance(block, Chart))
         page = replace(page, blocks=kept)
     named = ", ".join(entry["run"] for entry in page.extra["runs"])
     about = f"run {named}" if len(page.extra["runs"]) == 1 else f"runs {named}"
-    emit(replace(page, about=about), made.format, made.path, force=made.force, images=images)
+    emit(replace(page, about=about), format, path, force=force, images=images)
 
 
 DECLARATION = declaration_of(report)

@@ -182,12 +182,18 @@ def bench_document(
         *([Heading("Conclusion")] if answer.conclusions else ()),
         *(Note(text) for text in answer.conclusions),
     ]
+    records = [record(row) for row in answer.rows]
+    for plain in records if raw else ():
+        samples = answer.samples.get((plain["config"], plain["backend"]), {})
+        values = samples.get(str(plain["measurement"]), ())
+        plain[RAW] = list(values)
+        plain[TURNS] = list(map(list, getattr(values, "turns", ())))
     return Document(
         SCHEMA,
         f"Bench of run {answer.run}",
         tuple(blocks),
         (*FIELDS, RAW, TURNS) if raw else FIELDS,
-        tuple(_records(answer, raw)),
+        tuple(records),
         {
             "run": answer.run,
             "ranking": answer.ranking,
@@ -249,17 +255,6 @@ def _charts(answer: BenchResult) -> Iterator[Block]:
     if shown := tuple(row for row in rows if row["pair"] in pairs):
         title = f"Latency by dtype ({answer.ranking})"
         yield Chart("dumbbell", title, shown, "µs", "pair", "dtype", "µs", label="label")
-
-
-def _records(answer: BenchResult, raw: bool) -> Iterator[dict[str, Any]]:
-    for row in answer.rows:
-        plain = record(row)
-        if raw:
-            samples = answer.samples.get((row.config, row.backend), {})
-            values = samples.get(str(row.measurement), ())
-            plain[RAW] = list(values)
-            plain[TURNS] = list(map(list, getattr(values, "turns", ())))
-        yield plain
 
 
 def _header(answer: BenchResult) -> str:
