@@ -192,6 +192,7 @@ class Store(RunFinder):
         The store must be opened with `write`.
         """
         row = asdict(peaks) | {"created": created, "environment": environment}
+        row["flops_per_s"] = json.dumps(peaks.flops_per_s)  # in the order of the measurement
         del row["source"]  # only measured peaks are stored
         with transaction(self.connection):
             insert_row(self.connection, "peaks", row)
