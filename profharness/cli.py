@@ -127,7 +127,7 @@ def main() -> None:
     """Run the command line.
 
     Exit codes: 0 done, 1 an error with its remedy, 2 wrong usage, 3 a gate was not met, 130
-    interrupted, 143 ended by SIGTERM.
+    interrupted, 143 ended by SIGTERM, 129 by SIGHUP.
     """
     _open_streams()
     _end_in_order()
