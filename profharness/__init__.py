@@ -7,7 +7,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# function of the Python interface -> the module of `profharness.commands` that declares it
+# Maps each function of the Python interface to its module in `profharness.commands`.
 _FUNCTIONS = {
     "analyze": "analyze",
     "bench": "bench",
@@ -40,7 +40,7 @@ __all__ = [*_FUNCTIONS, "__version__"]
 def __getattr__(name: str) -> Any:
     """Import a function of the Python interface on first use.
 
-    Therefore importing the package loads neither torch nor pandas.
+    So `import profharness` loads neither torch nor pandas.
     """
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

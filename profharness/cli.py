@@ -18,7 +18,7 @@ import click
 from profharness import __version__
 from profharness.errors import Interrupted, ProfharnessError, printable
 
-# name -> (module with a `command`, help line); the module is imported when the command is used.
+# Maps each command to (its module, its help line). The module is imported when the command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "capture": (
         "profharness.commands.capture",
@@ -72,16 +72,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXIT_INTERRUPTED = 130
 STDOUT = "stdout"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Error message of Click if a shell has expanded the braces of an unquoted config.
+# Matches Click's error message if the shell has expanded the braces of an unquoted config.
 _TORN_CONFIG = re.compile(r"unexpected extra argument.*\d+(,[\w=.:*+]+){3,}")
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-LATE_S = 0.01  # time until a lost interrupt is raised again, after the callback has ended
+LATE_S = 0.01  # time in seconds after which a lost interrupt is raised again
 
 
 class TerminatedError(KeyboardInterrupt):
-    """The process received SIGTERM or SIGHUP, and ends in the same way as after Ctrl-C.
+    """Raised on SIGTERM and SIGHUP, so that the process ends in the same way as after Ctrl-C.
 
-    `args` contains the number of the signal.
+    `args` contains the signal number.
     """
 
     @property
@@ -126,8 +126,8 @@ def cli() -> None:
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 done, 1 an error with its remedy, 2 wrong usage, 3 a gate was not met, 130
-    interrupted, 143 ended by SIGTERM, 129 by SIGHUP.
+    Exit codes: 0 success, 1 error, 2 wrong usage, 3 a gate was not met, 130 interrupted by Ctrl-C,
+    143 ended by SIGTERM, 129 ended by SIGHUP.
     """
     _open_streams()
     _end_in_order()
@@ -138,7 +138,7 @@ def main() -> None:
     try:
         sys.stderr.flush()
     except OSError:
-        _silence(sys.stderr)  # what it still contains would change the exit code
+        _silence(sys.stderr)  # another error when stderr is closed would change the exit code
     sys.exit(code)
 
 
@@ -148,9 +148,9 @@ def _run() -> int:
     Raise OSError if the system reports an error, such as a full disk.
     """
     try:
-        # Click would print errors in its own format, and exit with 1 on an interrupt
+        # In standalone mode, Click would print errors itself and exit with 1 on an interrupt.
         code = cli.main(standalone_mode=False)
-        # a full disk raises here, while the exit code can still report it
+        # Flush now, so that an error, such as a full disk, still changes the exit code.
         sys.stdout.flush()
     except click.ClickException as error:
         shown = io.StringIO()
@@ -163,7 +163,7 @@ def _run() -> int:
         _say("interrupted")
         return _interrupted(stop)
     except BrokenPipeError:
-        _silence(sys.stdout)  # the reader of the output has closed it
+        _silence(sys.stdout)  # the reader, such as `head`, has closed the pipe
         return 0
     except ProfharnessError as error:
         _say(f"error: {error}")
@@ -180,8 +180,9 @@ def _say(text: str) -> None:
 
 
 def _open_streams() -> None:
-    """Open the standard streams that are closed, so that no other file gets their descriptors.
+    """Replace stdout and stderr with streams that escape control characters.
 
+    Closed standard streams are opened on /dev/null, so that no other file gets their descriptors.
     Writing to a closed stdout still raises an error. Output to a closed stderr is discarded.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
@@ -191,7 +192,7 @@ def _open_streams() -> None:
             os.open(os.devnull, mode)  # open() returns the lowest free number, which is this number
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    kinds = io.BufferedWriter | io.FileIO  # it is a FileIO if PYTHONUNBUFFERED is set
+    kinds = io.BufferedWriter | io.FileIO  # FileIO if PYTHONUNBUFFERED is set
     if isinstance(getattr(sys.stderr, "buffer", None), kinds):
         screen = sys.stderr
         file = io.BufferedWriter(io.FileIO(screen.fileno(), "w", closefd=False))
@@ -199,12 +200,12 @@ def _open_streams() -> None:
         sys.stderr.screen = screen
     old = sys.stdout
     if old is not None and not isinstance(getattr(old, "buffer", None), kinds):
-        return  # replaced by the caller
-    # opened for reading, so that writing to a closed stdout raises
+        return  # the caller has replaced stdout
+    # /dev/null is opened for reading only, so that writing to a closed stdout raises an error.
     number = os.open(os.devnull, os.O_RDONLY) if old is None else old.fileno()
     at_once = bool(old and (old.line_buffering or getattr(old, "write_through", False)))
     sys.stdout = _Printable(
-        # the old stream, to which sys.__stdout__ refers, closes the descriptor
+        # The old stream (`sys.__stdout__`) closes the descriptor.
         io.BufferedWriter(_Stdout(number, "w", closefd=False)),
         encoding=old.encoding if old else "utf-8",
         errors=old.errors if old else "replace",
@@ -213,7 +214,7 @@ def _open_streams() -> None:
 
 
 class _Stdout(io.FileIO):
-    """The file below stdout. Its errors contain the name `stdout`."""
+    """The unbuffered file of stdout. Errors of writing have `stdout` as their `filename`."""
 
     def write(self, data: Any) -> int:
         try:
@@ -226,7 +227,7 @@ class _Stdout(io.FileIO):
 class _Printable(io.TextIOWrapper):
     """A text stream that escapes control characters, for example in warnings and logs of libraries.
 
-    `screen` is the original stream, for output that moves the cursor on purpose.
+    `screen` is the original stream. Progress bars need it, because they move the cursor.
     """
 
     screen: TextIO
@@ -245,9 +246,9 @@ def _silence(stream: TextIO) -> None:
 
 
 def _failed(error: OSError) -> int:
-    """Print an error of the system, and return the exit code.
+    """Print an error of the operating system, and return the exit code.
 
-    The message names the place that failed: stdout, the working folder, a file or TMPDIR.
+    The message names the file that caused the error, stdout, or the working folder.
     """
     why = error.strerror or str(error)
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
@@ -273,7 +274,7 @@ def _folder_is_there() -> bool:
 def _interrupted(stop: BaseException) -> int:
     """Return the exit code of an interrupt. If a run was interrupted, print how to resume it.
 
-    Click stores the original exception as the cause of its own exception.
+    Click raises `Abort` with the original exception as its cause.
     """
     code = EXIT_INTERRUPTED
     cause: BaseException | None = stop
@@ -287,8 +288,8 @@ def _interrupted(stop: BaseException) -> int:
 
 
 def _next_steps(stop: Interrupted) -> str:
-    """Return what is kept of an interrupted run, and which command finishes the run."""
-    # loaded only after an interrupt
+    """Return a message about the kept results of an interrupted run, and how to continue the run."""
+    # imported here because only interrupted commands need them
     from profharness.files import DEFAULT_STORE, shell_command
     from profharness.run import CAMPAIGN_FILE, read_run
 
@@ -312,9 +313,9 @@ def _next_steps(stop: Interrupted) -> str:
 def _end_in_order() -> None:
     """Raise an exception on SIGTERM and SIGHUP, so that child processes are ended first.
 
-    A signal that is ignored, for example because of nohup, is still ignored. Python drops exceptions
-    in callbacks of weak references, such as the callbacks of its import locks. An interrupt that was
-    lost in this way is raised again a moment later.
+    A signal that is ignored, for example because of nohup, stays ignored. If an exception is raised
+    in a callback of a weak reference, such as in Python's import locks, Python only reports it. A
+    timer raises an interrupt again if it was lost in this way.
     """
     report = sys.unraisablehook
 

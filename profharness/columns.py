@@ -1,4 +1,4 @@
-"""Columns, which declare how the fields of a result row are titled, formatted and explained.
+"""Declare the title, the format and the description of each field of a result row.
 
 A row's dataclass declares each field once, as `Annotated[int | None, column("µs", "us", meaning="…")]`.
 Tables, CSV, JSON, pages, the glossary and docs/reference.md are derived from these declarations.
@@ -25,7 +25,7 @@ class Column:
     key: str  # name of the attribute or dict key that contains the value
     title: str = ""  # heading in tables, empty for a field that only JSON and CSV contain
     format: str = "text"  # a key of `profharness.render.document.FORMATS`
-    right: bool = False  # whether to align right; columns of numeric formats always are
+    right: bool = False  # whether to align right; always true for numeric formats
     shrink: bool = False  # whether the values may be cut in a narrow terminal
     repeat: bool = True  # whether to print a value that is equal to the value above it
     optional: bool = False  # whether tables omit the column if no row has a value
@@ -38,12 +38,12 @@ class Column:
 
 
 column = functools.partial(Column, "")
-"""Describe a field of a row in its annotation. The field's name becomes the key."""
+"""Creates a column for the annotation of a field. `columns_of` uses the field's name as the key."""
 
 
 @functools.cache
 def columns_of(row_type: Any) -> Mapping[str, Column]:
-    """Return the declared columns of a row type by key: its fields in order, then its properties."""
+    """Return the declared columns of a row type by key. Properties follow the fields."""
     hints = get_type_hints(row_type, include_extras=True)
     names = [each.name for each in fields(row_type)] if is_dataclass(row_type) else row_type._fields
     found = {name: hints[name] for name in names}
@@ -59,7 +59,7 @@ def columns_of(row_type: Any) -> Mapping[str, Column]:
 
 
 def pick(row_type: Any, *names: str) -> tuple[Column, ...]:
-    """Return the named columns of a row type in this order, by default all that have a title."""
+    """Return the named columns in this order. Without names, return all columns with a title."""
     declared = columns_of(row_type)
     return tuple(
         declared[name] for name in names or (key for key in declared if declared[key].title)

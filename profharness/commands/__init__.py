@@ -1,1 +1,1 @@
-"""The commands, one module each: declaration, answer, document and gates."""
+"""The commands. Each module declares one command, its output and its gates."""

@@ -1,9 +1,10 @@
 """Build a Click command, a Python function and an MCP tool from one typed function.
 
-A command module declares its function with `command`. Its parameters carry an `Option` in their
-annotations. `document` registers the function that shows the answer, `gate` the one that makes the
-command exit with 3. Further parameters of these two are options of the command line only. `usage`
-registers the function that refuses options that exclude each other, before anything is read.
+A command module decorates its function with `command`. The annotation of each parameter contains an
+`Option`. The decorator `document` registers the function that displays the result, and `gate` the
+function that makes the command exit with 3. If these functions have additional parameters, the
+Python function lacks these options. `usage` registers the function that rejects options that
+exclude each other, before anything is read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ IN_PYTHON = "\n\nIn Python "
 
 @dataclass
 class Declaration:
-    """A command: its function, how to show the answer, and its gate."""
+    """The declaration of a command, from which its Click command and MCP tool are built."""
 
     name: str
     run: Callable[..., Any]
@@ -56,12 +57,12 @@ class Declaration:
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Return the parameters of the function."""
+        """Return the parameters of `run`."""
         return tuple(option_parameters(self.run))
 
     @functools.cached_property
     def shown_parameters(self) -> tuple[Parameter, ...]:
-        """Return the parameters of `document` and `gate` that the function lacks."""
+        """Return the parameters of `document` and `gate` that `run` does not have."""
         own = {each.name for each in self.parameters}
         found = [
             each
@@ -73,14 +74,14 @@ class Declaration:
 
     @property
     def makes_document(self) -> bool:
-        """Return whether the answer is shown as a document, in one of the formats."""
+        """Return whether the answer is displayed as a `Document`, which has several formats."""
         if self.document is None:
             return False
         returned = evaluated(self.document, inspect.signature(self.document).return_annotation)
         return Document in (returned, *typing.get_args(returned))
 
     def check_values(self, values: Mapping[str, Any]) -> None:
-        """Raise UsageError for values that the command cannot take, alone or together."""
+        """Raise UsageError for an invalid value, and for values that exclude each other."""
         for parameter in (*self.parameters, *self.shown_parameters):
             if parameter.name in values:
                 parameter.require_valid(values[parameter.name])
@@ -88,7 +89,7 @@ class Declaration:
             self.usage(**_accepted(self.usage, values))
 
     def answer(self, values: Mapping[str, Any]) -> Any:
-        """Call the function with these values."""
+        """Call `run` with these values."""
         positional: list[Any] = []
         named = {}
         for parameter in self.parameters:
@@ -110,7 +111,6 @@ class Declaration:
             self.gate(answer, **_accepted(self.gate, values))
 
     def click_command(self) -> click.Command:
-        """Build the Click command."""
         order = [*self.parameters, *self.shown_parameters]
         last = [each for each in order if each.name == "store"]
         parameters = [each for each in order if each not in last]
@@ -163,10 +163,10 @@ def command(
 ) -> Callable[[Callable[P, A]], Callable[P, R]]:
     """Declare a function as a command.
 
-    The decorated function is the Python interface: it returns `frame` of the answer. `tool` describes
-    what the MCP tool is for; without it there is no tool. `tool_required` names the tool's required
-    parameters. `fill` replaces names in braces in the docstring. The help text of the command line is
-    the docstring up to the paragraph on Python; `epilog` follows the options.
+    The decorated function belongs to the Python interface and returns `frame(answer)`. `tool` is the
+    description of the MCP tool, or empty if there is none. `tool_required` names the parameters that
+    only the tool requires. `fill` replaces names in braces in the docstring. The help text of the
+    command line consists of the docstring up to the paragraph "In Python", the options and `epilog`.
     """
 
     def decorate(function: Callable[P, A]) -> Callable[P, R]:
@@ -197,7 +197,7 @@ def declaration_of(function: Callable[..., Any]) -> Declaration:
 def document(
     of: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[A, Q], T]], Callable[Concatenate[A, Q], T]]:
-    """Register the function that turns a command's answer into a Document, or prints it itself."""
+    """Register the function that converts a command's answer to a Document or prints the answer."""
 
     def register(function: Callable[Concatenate[A, Q], T]) -> Callable[Concatenate[A, Q], T]:
         declaration_of(of).document = function
@@ -209,7 +209,7 @@ def document(
 def gate(
     of: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[A, Q], None]], Callable[Concatenate[A, Q], None]]:
-    """Register the function that raises GateError after a command's answer was shown."""
+    """Register the function that raises GateError if a gate is not met. It runs after the output."""
 
     def register(function: Callable[Concatenate[A, Q], None]) -> Callable[Concatenate[A, Q], None]:
         declaration_of(of).gate = function
@@ -221,8 +221,7 @@ def gate(
 def usage(of: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the function that raises UsageError for options that exclude each other.
 
-    Its keyword parameters are those options of the command that it checks, with the same names and
-    defaults.
+    The parameters of this function have the names and the defaults of the options that it checks.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -234,24 +233,23 @@ def usage(of: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..
 
 @dataclass(frozen=True)
 class CommandGroup:
-    """Commands below one name, such as `atlas list`."""
+    """The subcommands of a command, such as `list` and `merge` of `atlas`."""
 
     name: str
     help: str
     commands: tuple[Declaration, ...]
 
     def click_command(self) -> click.Command:
-        """Build the Click group."""
         commands = [each.click_command() for each in self.commands]
         return click.Group(self.name, help=inspect.cleandoc(self.help), commands=commands)
 
 
 def as_is(answer: A) -> A:
-    """Return the answer. For commands whose Python function returns it unchanged."""
+    """Return the answer unchanged. This is the `frame` of commands that do not return a DataFrame."""
     return answer
 
 
 def _accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values for which a function has parameters."""
+    """Return only the values for which the function has a parameter."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in names}

@@ -1,4 +1,4 @@
-"""The MCP server: the commands that only read, as tools on stdio.
+"""The MCP server, which offers read-only commands as tools on stdio.
 
 Importing this module raises MissingExtraError without the extra `mcp`.
 """
@@ -31,7 +31,7 @@ try:
 except ImportError:
     raise MissingExtraError("`profharness mcp`", "mcp") from None
 
-MAX_ANSWER_BYTES = 1 << 20  # a model reads some 100 kB at best
+MAX_ANSWER_BYTES = 1 << 20  # ten times what a model can usually read at once
 TOOLS = ("runs", "kernels", "layers", "predict", "explain", "diff", "explain-kernel")
 GRAMMAR = "\n  ".join(grammar_lines())
 INSTRUCTIONS = f"""\
@@ -48,7 +48,7 @@ Times are nanoseconds. null means that it is not known.
 
 @cache
 def declared(name: str) -> Declaration:
-    """Return the declaration of a tool. Raise UsageError for an unknown one."""
+    """Return the declaration of a tool. Raise UsageError if there is no such tool."""
     if name not in TOOLS:
         raise UsageError(f"no tool {name!r}; there are {', '.join(TOOLS)}")
     declaration: Declaration = import_module(
@@ -91,7 +91,7 @@ def _field(
 
 
 def _limits(parameter: Parameter) -> dict[str, Any]:
-    """Return the limits of a number as arguments of Meta."""
+    """Return the allowed range of a number as arguments of `msgspec.Meta`."""
     kind = parameter.range
     if kind is None:
         return {}
@@ -99,7 +99,7 @@ def _limits(parameter: Parameter) -> dict[str, Any]:
 
 
 def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
-    """Return the JSON that the command prints. Raise ProfharnessError, also for an invalid argument."""
+    """Run a command and return its JSON. Raise ProfharnessError, also for an invalid argument."""
     declaration, offered = declared(name), _offered(declared(name))
     try:
         given = msgspec.structs.asdict(msgspec.convert(arguments, arguments_type(name)))
@@ -112,7 +112,7 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
         if isinstance(value, str) and not value.strip():
             if parameter.required or key in declaration.tool_required:
                 raise UsageError(f"{name}: {key} is empty")
-            continue  # not given
+            continue  # an empty text means that the argument is missing
         convert = parameter.option.tool_value
         values[parameter.name] = convert(value) if convert else value
     declaration.check_values(values)
@@ -126,8 +126,9 @@ def answer(name: str, arguments: dict[str, Any], store: Path) -> str:
 
 
 def serve(store: Path) -> None:
-    """Answer on stdin and stdout until stdin ends."""
-    # An orderly exit would wait for the thread that reads stdin. Nothing is half-written here.
+    """Answer the requests on stdin until it is closed."""
+    # Signals end the process at once, because an orderly exit would wait for the thread that reads
+    # stdin. The tools only read, so no file remains incomplete.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     with on_terminal(False):

@@ -1,4 +1,4 @@
-"""The options of commands, as the annotations of parameters contain them."""
+"""Options of commands, which are declared in the annotations of function parameters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from profharness.run import require_number
 
 @dataclass(frozen=True)
 class Option:
-    """The option or argument of a parameter on the command line and of an MCP tool.
+    """Declares how a parameter appears on the command line and in the MCP tool.
 
-    `click` has further settings of Click, such as `{"is_eager": True}`.
+    `click` contains more arguments of `click.Option`, such as `{"is_eager": True}`.
     """
 
     flags: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Option:
     help: str = ""
     metavar: str | None = None
     type: click.ParamType[Any] | None = None
-    """If None, it is derived from the annotation."""
+    """If None, the type is derived from the annotation."""
     complete: Callable[..., list[str]] | None = None
     multiple: bool = False
     file_flag: str = ""
@@ -37,26 +37,26 @@ class Option:
     file_help: str = ""
     read_file: Callable[[Path], list[Any]] | None = None
     check: Callable[[Any], object] | None = None
-    """Raise UsageError for a value that the command cannot take. Not called for None."""
+    """Called with the value unless it is None. Raises UsageError if the value is invalid."""
     tool: str = ""
-    """The description of the MCP tool's parameter. If empty, the tool lacks the parameter."""
+    """Description of the parameter in the MCP tool. If empty, the tool has no such parameter."""
     tool_name: str = ""
-    """If empty, the name on the command line."""
+    """Name of the parameter in the MCP tool. If empty, the name on the command line is used."""
     tool_examples: tuple[str, ...] = ()
     tool_value: Callable[[str], Any] | None = None
-    """Convert the text that an MCP client sends."""
+    """Converts a text from an MCP client to a value of the parameter."""
     click: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Return the name on the command line, without dashes; empty for an argument."""
+        """Return the long option name without dashes, or an empty text for an argument."""
         long = [flag for flag in self.flags if flag.startswith("--")]
         return long[0].removeprefix("--").partition("/")[0] if long else ""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a command's function. `base` is its type without None and the `Option`."""
+    """A parameter of a command's function. `base` is its type without `None` and `Annotated`."""
 
     name: str
     base: Any
@@ -73,7 +73,7 @@ class Parameter:
         return self.option.tool_name or self.option.name or self.name
 
     def click_parameters(self) -> Iterator[click.Parameter]:
-        """Yield the Click parameters that set this one."""
+        """Yield the Click parameters that provide the value of this parameter."""
         settings = {"shell_complete": self.option.complete, **self.option.click}
         kind = self.option.type or _click_type(self.base)
         if not self.option.flags:
@@ -111,9 +111,9 @@ class Parameter:
         return kind if isinstance(kind, click.IntRange | click.FloatRange) else None
 
     def value(self, given: dict[str, Any]) -> Any:
-        """Remove the value from what Click parsed, and return it.
+        """Remove the value from the parsed arguments of Click, and return it.
 
-        A repeatable option that is missing has the function's default, or None if it is required.
+        If a repeatable option is missing, return the function's default, or None if there is none.
         """
         value = given.pop(self.name)
         if self.option.file_flag:
@@ -126,9 +126,9 @@ class Parameter:
         return value
 
     def require_valid(self, value: Any) -> None:
-        """Raise UsageError for a value that the command cannot take.
+        """Raise UsageError if the value is invalid.
 
-        An empty sequence is valid only where it is the default.
+        For a repeatable option, an empty sequence is valid only if it is the default.
         """
         if value is None:
             return
@@ -139,7 +139,7 @@ class Parameter:
             known = ", ".join(self.choices)
             raise UsageError(f"{self.name} {value!r} is not one of {known}")
         if (kind := self.range) is not None:
-            # a number of numpy or pandas
+            # convert numbers of numpy and pandas to Python numbers
             number = value.item() if hasattr(value, "item") else value
             whole, above = isinstance(kind, click.IntRange), kind.min_open
             low = -math.inf if kind.min is None else kind.min
@@ -150,7 +150,7 @@ class Parameter:
 
 
 def option_parameters(function: Callable[..., Any], skip: int = 0) -> Iterator[Parameter]:
-    """Yield the parameters that carry an `Option`."""
+    """Yield the parameters with an `Option` in their annotation, except the first `skip`."""
     for parameter in list(inspect.signature(function).parameters.values())[skip:]:
         annotation = evaluated(function, parameter.annotation)
         option = next(
@@ -164,7 +164,7 @@ def option_parameters(function: Callable[..., Any], skip: int = 0) -> Iterator[P
 
 
 def evaluated(function: Callable[..., Any], annotation: Any) -> Any:
-    """Evaluate an annotation that may be a string."""
+    """Return the annotation. If it is a string, evaluate it."""
     return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
 
 
@@ -191,8 +191,8 @@ def _click_type(base: Any) -> click.ParamType[Any] | None:
 
 
 def one_of(known: Iterable[str], flag: str) -> Callable[[Any], None]:
-    """Return a check that raises UsageError for unknown names, separated by commas or repeated."""
-    from profharness.attention.config import split_names  # parses numbers of configs too
+    """Return a function that raises UsageError if any of the given names is not in `known`."""
+    from profharness.attention.config import split_names  # also loads the parser of configs
 
     names = tuple(known)
 

@@ -1,7 +1,7 @@
 """Write the output of commands: results to stdout or a file, hints and progress to stderr.
 
-Commands called as Python functions or by the MCP server print nothing, since only the command line
-enters `on_terminal`.
+Python functions and MCP tools print no hints, because only the command line enables them with
+`on_terminal`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FORMATS = ("table", "json", "jsonl", "csv", "md", "html")
 SUFFIX_FORMATS = {**{f".{name}": name for name in FORMATS[1:]}, ".htm": "html", ".txt": "table"}
 STDOUT = Path("-")
-DEFAULT_WIDTH = 100  # also the maximum number of characters of `progress_line`
+DEFAULT_WIDTH = 100  # also the maximum length of the line of `progress_line`
 MEASURED = "profharness.measured"
 HINTS = "profharness.hints"
 _terminal = [False]
@@ -59,13 +59,13 @@ def on_terminal(shown: bool = True) -> Iterator[None]:
 
 
 def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> Path | None:
-    """Return the file of -o, None for `-`.
+    """Return the output file of -o, or None if it is `-`.
 
-    Raise UsageError before any work if the file could not be written, or if its name has no known
-    suffix.
+    Raise UsageError if the file cannot be written, or if neither --format nor the suffix of the file
+    determines the format.
     """
     if ctx.resilient_parsing or ctx.params.get("deleted"):
-        return output  # nothing will be written
+        return output  # shell completion and `runs --delete` write no file
     if output == STDOUT:
         return None
     if output is not None:
@@ -79,7 +79,7 @@ def check_file(ctx: click.Context, _: click.Parameter, output: Path | None) -> P
 
 
 def check_suffix(output: Path) -> None:
-    """Raise UsageError for a file whose suffix is not that of a format."""
+    """Raise UsageError if no output format has the suffix of the file."""
     if output.suffix.lower() not in SUFFIX_FORMATS:
         suffixes = " ".join(SUFFIX_FORMATS)
         raise UsageError(f"-o {output}: no format has this suffix; use --format, or {suffixes}")
@@ -89,7 +89,7 @@ FORMAT_OPTION = Option(
     ("--format",),
     type=click.Choice(FORMATS),
     help="Format of the result.  [default: that of the suffix of -o, else table]",
-    click={"is_eager": True},  # -o is checked against it
+    click={"is_eager": True},  # parsed before -o, because `check_file` reads it
 )
 OUTPUT_OPTION = Option(
     ("-o", "--output"),
@@ -101,14 +101,14 @@ OUTPUT_OPTION = Option(
 FORCE_OPTION = Option(
     ("--force",),
     help="Overwrite the output file if it exists.",
-    click={"is_eager": True},  # the callback of -o reads it
+    click={"is_eager": True},  # parsed before -o, because `check_file` reads it
 )
 OUTPUT_PARAMETERS = (
     Parameter("format", str, None, FORMAT_OPTION),
     Parameter("output", Path, None, OUTPUT_OPTION),
     Parameter("force", bool, False, FORCE_OPTION),
 )
-"""The parameters of each command that shows a document."""
+"""The output options of every command that displays a document."""
 
 
 def echo(text: str) -> None:
@@ -117,14 +117,14 @@ def echo(text: str) -> None:
 
 
 def hint(text: str) -> None:
-    """Print a line to stderr on the command line. A stderr that cannot be written to is ignored."""
+    """Print a line to stderr, but only on the command line. Errors of writing are ignored."""
     if is_command_line():
         with contextlib.suppress(OSError):
             click.echo(printable(text), err=True)
 
 
 def hint_after(text: str) -> None:
-    """Print a line to stderr after the result, on the command line."""
+    """Print a line to stderr after the result, but only on the command line."""
     if is_command_line():
         click.get_current_context().meta.setdefault(HINTS, []).append(text)
 
@@ -140,19 +140,19 @@ def _screen() -> IO[str]:
 
 
 def is_command_line() -> bool:
-    """Return whether the command line runs this, not Python code or an MCP tool."""
+    """Return whether the command line runs the command, and not Python code or an MCP tool."""
     return _terminal[0]
 
 
 def chosen_format(format_: str | None, output: Path | None) -> str:
-    """Return the format of --format, else that of the suffix of -o, else `table`."""
+    """Return the --format. Without it, derive the format from the suffix of -o, or use `table`."""
     return format_ or SUFFIX_FORMATS.get(output.suffix.lower() if output else "", "table")
 
 
 def require_charts(format_: str | None, output: Path | None) -> None:
-    """Raise MissingExtraError if the format needs charts and they cannot be drawn.
+    """Raise MissingExtraError if the format has charts and the extra `report` is not installed.
 
-    Called before anything is measured.
+    Commands call this before they measure anything.
     """
     chosen = chosen_format(format_, output)
     if missing_packages("report") and (chosen == "html" or (chosen == "md" and output is not None)):
@@ -161,9 +161,9 @@ def require_charts(format_: str | None, output: Path | None) -> None:
 
 @contextlib.contextmanager
 def measured(*show: str) -> Iterator[None]:
-    """Wrap the output of a new measurement. On an error, first report that the result is stored.
+    """Output a new measurement. If this fails, print that it is stored and how to display it.
 
-    `show` has the arguments that print the result again, without --store.
+    `show` contains the arguments that display the measurement again, without --store.
     """
     try:
         yield
@@ -174,18 +174,18 @@ def measured(*show: str) -> Iterator[None]:
 
 
 def keep_measured(*show: str) -> None:
-    """Make the command report, if it cannot print its result, that the measurement is stored.
+    """Apply `measured` to the output of the current command.
 
-    `show` has the arguments that print the result again, without --store.
+    `show` contains the arguments that display the measurement again, without --store.
     """
     if is_command_line():
         click.get_current_context().meta[MEASURED] = show
 
 
 def store_arguments() -> list[str]:
-    """Return `--store FILE` if the command was called with it."""
+    """Return `--store` and its value if the user passed this option, otherwise an empty list."""
     context = click.get_current_context()
-    # the default and the environment variable also apply to the printed command
+    # The default and the environment variable also apply when the user runs the printed command.
     if context.get_parameter_source("store") is not ParameterSource.COMMANDLINE:
         return []
     return ["--store", str(context.params["store"])]
@@ -199,10 +199,10 @@ def emit(
     force: bool = False,
     images: str = "svg",
 ) -> None:
-    """Render the document to the file, or to stdout without one.
+    """Render the document to the file, or to stdout if `output` is None.
 
-    Without a format the file's suffix decides; the default is `table`. `images` is the format of the
-    charts beside a Markdown file, `svg` or `png`.
+    If `format` is None, the suffix of the file determines the format. The default is `table`. A
+    Markdown file has its charts in separate files, whose format is `images` (`svg` or `png`).
     """
     chosen = chosen_format(format, output)
     detail = f": {document.about}" if document.about else ""
@@ -215,10 +215,10 @@ def emit(
         from profharness.render.terminal import render_table
 
         on_terminal = output is None and sys.stdout.isatty()
-        # https://no-color.org: any value that is not empty counts
+        # Any value that is not empty disables colours (https://no-color.org).
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
-        # a file or a pipe gets no escape codes
+        # escape codes are only for terminals
         color = on_terminal and not plain
         text = render_table(document, width=width, cut=on_terminal, color=color)
     else:
@@ -231,24 +231,24 @@ def emit(
     # A table uses the terminal's encoding. The other formats are for programs and are UTF-8.
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8") if chosen == "table" else "utf-8"
     with quiet_stdout() as stream:
-        # a character that the encoding lacks must not lose the whole answer
+        # replace characters that the encoding lacks, because an error would lose the whole output
         stream.write(text.encode(encoding, "replace"))
 
 
 def _write_markdown(document: Document, output: Path, images: str, *, force: bool) -> int:
-    """Write the page and one picture for each chart beside it. Return the number of pictures."""
+    """Write a Markdown file, and each chart as an image beside it. Return the number of images."""
     charts = [block for block in document.blocks if isinstance(block, Chart)]
     paths = [
         output.with_name(f"{output.stem}-{number}.{images}") for number in range(1, len(charts) + 1)
     ]
-    # check all of them first: an existing picture found half-way would leave a partial page
+    # Check all images first, so that an existing file does not leave the output incomplete.
     for path in paths:
         check_output(path, force=force)
     for number, (path, chart) in enumerate(zip(paths, charts, strict=True), start=1):
         content = _picture(chart, number, images)
         with atomic_file(path, force=force) as file:
             file.write(content)
-    # write the page last, so that it never refers to a missing picture
+    # Write the Markdown file last, so that it never refers to a missing image.
     with atomic_file(output, force=force) as file:
         file.write(render_markdown(document, images=[path.name for path in paths]).encode())
     return len(paths)
@@ -262,14 +262,14 @@ def _picture(chart: Chart, number: int, kind: str) -> bytes:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[IO[bytes]]:
-    """Return binary stdout for a result. Ignore a reader that closes the pipe early (`| head`)."""
+    """Yield stdout for bytes. Ignore the error if the reader closes the pipe early (`| head`)."""
     sys.stdout.flush()
     stream = sys.stdout.buffer
     try:
         yield stream
         stream.flush()
     except BrokenPipeError:
-        # Buffered output would raise again when the interpreter closes stdout.
+        # Otherwise the buffered output would raise the error again when stdout is closed.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
@@ -277,11 +277,11 @@ def quiet_stdout() -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def capture_progress() -> Iterator[Progress]:
-    """Return a `Progress` for `capture`: a bar if stderr is a terminal."""
+    """Yield a callback that shows the progress as a bar on a terminal, otherwise as lines."""
     if not sys.stderr.isatty():
         yield _line
         return
-    # rich is only loaded for a terminal
+    # imported here because only terminals need rich
     from rich import console, progress
 
     columns = (
@@ -312,8 +312,11 @@ def capture_progress() -> Iterator[Progress]:
 
 
 def run_listener(progress: bool | None) -> Listener:
-    """Return the listener of a job: hints and a bar on the command line, else a line of progress."""
-    from profharness.jobs.into_store import Listener  # loads what runs workers
+    """Return a listener that shows hints and the progress of a job on the command line.
+
+    In Python code, it shows one line of progress. See `progress_line` for the values of `progress`.
+    """
+    from profharness.jobs.into_store import Listener  # loads the code that runs workers
 
     if is_command_line():
         return Listener(hint, capture_progress)
@@ -354,13 +357,13 @@ def _line(step: Step) -> None:
     cell = step.cell
     if step.notice is not None:
         hint(step.notice)
-    # a log gets one line per finished cell
+    # Without a terminal, print one line for each finished cell.
     elif cell.status != "pending" and step.stage == cell.status:
         lane = f"{step.lane}: " if step.lane else ""
         hint(f"[{step.done}/{step.total}] {lane}{_place(cell)}: {step.stage}")
 
 
 def _place(cell: Cell) -> str:
-    """Return config, backend and, for a check of `verify`, the case."""
+    """Return the config and the backend of a cell, and the case if the cell belongs to `verify`."""
     case = f" ({cell.case})" if cell.case else ""
     return f"{cell.config} {cell.backend}{case}"

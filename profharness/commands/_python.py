@@ -26,15 +26,16 @@ from profharness.store import open_store
 if TYPE_CHECKING:
     import pandas as pd
 
-OBSERVER = "profharness.recording.observer.wrapper"  # by name: nothing of the package imports it
+# a string, because no module of the package may import the observer
+OBSERVER = "profharness.recording.observer.wrapper"
 
 
 def observe() -> contextlib.AbstractContextManager[Any]:
-    """Record the attention calls of a `with` block in this process. Loads torch.
+    """Return a context manager that records the attention calls made in its block. Loads torch.
 
-    The context manager yields an object. Its `calls` has one dict per kind of call, its `backends` is
-    the set of backends that ran. A name imported from torch.nn.functional before the first such block
-    keeps the builtin function, whose calls are not recorded.
+    It yields an object with `calls`, which has one dict per kind of call, and `backends`, the set of
+    backends that ran. Calls of a function that was imported by name from torch.nn.functional before
+    the first such block are not recorded.
     """
     block: contextlib.AbstractContextManager[Any] = import_module(OBSERVER).observe()
     return block
@@ -47,10 +48,10 @@ def cells(
     backends: Names | None = None,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
-    """Return one row per cell of a run: status, reasons, latency samples.
+    """Return one row per cell of a run, with status, refusals and latency samples.
 
-    `run` is an id, a unique prefix, latest, latest~1 or all. None means the latest. Raise UsageError
-    for empty `configs` or `backends`.
+    `run` is a run id, a unique prefix of one, `latest`, `latest~1` or `all`. None means the latest
+    run. Raise UsageError if `configs` or `backends` is empty.
     """
     chosen = config_list(configs) or None
     names = None if backends is None else split_names(backends)
@@ -68,10 +69,10 @@ def launches(
     profiler: str | None = None,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
-    """Return every launch of a run, in order of its start.
+    """Return all launches of a run, ordered by start time.
 
-    `profiler` is torch, nsys, ncu or all. None means the first of them that the run has. Raise
-    UsageError for an unknown profiler.
+    `profiler` is `torch`, `nsys`, `ncu` or `all`. None means the first profiler in this list that
+    recorded launches in the run. Raise UsageError for an unknown profiler.
     """
     watched = None if profiler in (None, EVERY_PROFILER) else str(profiler)
     require_profilers(watched or ())
@@ -86,9 +87,9 @@ def query(
     *,
     store: PathLike | None = None,
 ) -> pd.DataFrame:
-    """Return the result of a SELECT on the store, such as on the views kernel_launches and kernel_summary.
+    """Return the result of a SELECT statement on the store. Raise UsageError for any other SQL.
 
-    Raise UsageError for other SQL.
+    Besides its tables, the store has views such as `kernel_launches` and `kernel_summary`.
     """
     with open_store(store_path(store)) as opened:
         return stores.query(opened, sql, params)

@@ -33,13 +33,13 @@ from profharness.stats import THRESHOLD
 PathLike = str | os.PathLike[str]
 Names = str | Sequence[str]
 ConfigLike = str | Config | Iterable[str | Config] | None
-CONFIGS_BYTES = 10_000_000  # of a file of configs
-MAX_TOOL_CONFIGS = 1000  # per call of an MCP tool
+CONFIGS_BYTES = 10_000_000  # maximum size of a file of configs
+MAX_TOOL_CONFIGS = 1000  # maximum number of configs in a call of an MCP tool
 EVERY_PROFILER = "all"
 
 
 def complete_backends(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    """Return the backends that complete the last name, after a comma."""
+    """Complete the last name in a list of backends that are separated by commas."""
     # every command imports this file, but only completion needs these names
     from profharness.attention.backends import ALL, BACKENDS, KERNELS
     from profharness.attention.backends.sources import implementation_names
@@ -54,20 +54,20 @@ def complete_runs(ctx: click.Context, _: click.Parameter, incomplete: str) -> li
     from profharness.store import open_store
 
     names = ["latest"]
-    # output would appear in the line that the user is typing
+    # Suppress errors, because a traceback would appear in the line that the user is typing.
     with contextlib.suppress(Exception), open_store(store_path(ctx.params.get("store"))) as opened:
         names += [row.run for row in opened.runs()]
     return [name for name in names if name.startswith(incomplete)]
 
 
 def complete_sides(ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
-    """Return the runs and backends that complete a side of a diff."""
+    """Complete an argument of `diff`, which is a run or a backend."""
     runs = complete_runs(ctx, option, incomplete)
     return runs + complete_backends(ctx, option, incomplete)
 
 
 def store_path(store: PathLike | None) -> Path:
-    """Return the path of the store. None means the environment variable, else the working directory."""
+    """Return the path of the store. None means $PROFHARNESS_STORE, or the default if it is unset."""
     return Path(store if store is not None else os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
 
 
@@ -91,7 +91,7 @@ def config_list(configs: ConfigLike) -> list[Config]:
 
 
 def read_config_file(path: Path) -> list[Config]:
-    """Return the configs of a file, one per line. Raise UsageError that names the invalid line."""
+    """Return the configs in a file, one per line. Raise UsageError if a line is invalid."""
     try:
         # Windows editors put a byte order mark before the first config
         text = read_input(path, limit=CONFIGS_BYTES).decode("utf-8-sig")
@@ -106,7 +106,7 @@ def read_config_file(path: Path) -> list[Config]:
 
 
 def tool_configs(text: str) -> list[Config]:
-    """Return the configs of a text, one per line. Raise UsageError for more than MAX_TOOL_CONFIGS."""
+    """Return the configs in a text, one per line. Raise UsageError if there are too many configs."""
     configs = parse_config_lines(text.splitlines(), "config")
     if len(configs) > MAX_TOOL_CONFIGS:
         raise UsageError(
@@ -116,7 +116,7 @@ def tool_configs(text: str) -> list[Config]:
 
 
 def require_profilers(names: Names) -> None:
-    """Raise UsageError for a profiler that records no launches."""
+    """Raise UsageError for a name that is neither `all` nor a profiler that records launches."""
     for name in split_names(names):
         if name not in (*TRACE_PROFILERS, EVERY_PROFILER):
             known = ", ".join((*TRACE_PROFILERS, EVERY_PROFILER))
@@ -124,11 +124,11 @@ def require_profilers(names: Names) -> None:
 
 
 def tool_backends(text: str) -> tuple[str, ...]:
-    """Return the backends that an MCP client names. Raise UsageError for a file or a module.
+    """Return the backends that an MCP client named. Raise UsageError for a file or a module.
 
-    A client must not choose which files the server looks up.
+    Otherwise a client could choose which files the server reads.
     """
-    # most commands have no backends
+    # imported here because most commands have no backends
     from profharness.attention.backends.sources import is_source_name
 
     names = split_names(text)
@@ -158,7 +158,7 @@ class PositiveNumber(FiniteRange):
 
 
 def config_option(repeat: str = " Repeatable.") -> Option:
-    """Return the option for configs. `repeat` is the help sentence on giving it several times."""
+    """Return the option --config. Its help text ends with `repeat`."""
     return Option(
         ("--config",),
         metavar="CONFIG",
@@ -299,11 +299,11 @@ Processes = Annotated[
     ),
 ]
 ShowProgress = bool | None
-"""Whether a Python function shows progress. None means only on a terminal or in a notebook."""
+"""Whether a Python function shows its progress. None means only on terminals and in notebooks."""
 
 
 def threshold_option(text: str, tool: str = "") -> Option:
-    """Return the option for the smallest relative difference that counts."""
+    """Return the option --threshold, the smallest relative difference that counts as a change."""
     return Option(
         ("--threshold",),
         type=PositiveNumber(),
@@ -320,5 +320,5 @@ def timeout_option(text: str) -> Option:
 
 
 def fleet(scheduler: str | None, gpu: Names = (), insecure: bool = False) -> Fleet:
-    """Return where the cells run. Raise UsageError for a GPU class that is named twice."""
+    """Return the scheduler and GPU classes of a run. Raise UsageError for a class named twice."""
     return Fleet(scheduler, gpu_classes(gpu), insecure)
