@@ -1,1 +1,1 @@
-"""The profiled program, started as a process: `python -m profharness.recording.worker FOLDER`."""
+"""The worker process, which runs cells: `python -m profharness.recording.worker FOLDER`."""

@@ -1,7 +1,8 @@
-"""Run one program of the worker: `python -m profharness.recording.worker [MODULE [ARGUMENT ...]] FOLDER`.
+"""Run a worker: `python -m profharness.recording.worker [MODULE [ARGUMENT ...]] FOLDER`
 
-Without a module, run the cells of plan.json one after another. Without any argument, load torch,
-then run the arguments that arrive on the socket at stdin.
+MODULE is one of the modules with a `body` function; the default is `cell`, which measures the cells
+of plan.json. Without any argument, the process loads torch while it waits on stdin, a socket, for a
+message with these arguments.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ MOST_DESCRIPTORS = 8
 
 
 class Order(threading.Thread):
-    """A thread that receives the arguments which another worker gets on its command line.
+    """A thread that receives the worker's arguments on a socket while the main thread loads torch.
 
-    It starts CUDA for a plan that needs it while torch loads. Without a parent it ends the process.
+    If the plan needs CUDA, the thread also starts CUDA. If the parent process closes the socket
+    without sending arguments, the thread ends the process.
     """
 
     arguments: Sequence[str] = ()
@@ -35,7 +37,8 @@ class Order(threading.Thread):
 
     def run(self) -> None:
         with socket.socket(fileno=os.dup(0)) as line:
-            # the descriptors after the log's stay open: a lock that lasts as long as this process
+            # The first descriptor is the log. The others stay open because they hold locks until
+            # this process exits.
             text, descriptors, *_ = socket.recv_fds(line, MOST_BYTES, MOST_DESCRIPTORS)
         if not text:
             os._exit(0)
@@ -57,5 +60,5 @@ if __name__ == "__main__":
     try:
         import torch  # noqa: F401
     finally:
-        order.join()  # the error is then written to the log of the run
+        order.join()  # after it, stderr is the log of the run, which then contains import errors
     run_arguments(order.arguments, order.warmup)

@@ -1,5 +1,7 @@
-"""A program of the worker that queries PyTorch about each config: its choice of a backend, why it
-refuses the others, and what would help. Inputs are never written, and no kernel is launched.
+"""A program of the worker that queries PyTorch about each config.
+
+It records which backend PyTorch chooses, why PyTorch refuses the other backends, and which changes
+of the config would make PyTorch accept them. No kernel is launched.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ from profharness.run import Cell
 
 NO_ADVICE = "--no-advice"
 
-# The form of the C++ logger: [W121 10:00:00.0 sdp_utils.cpp:98] Warning: … (function …)
+# A warning of PyTorch's C++ logger: [W121 10:00:00.0 sdp_utils.cpp:98] Warning: … (function …)
 _STDERR = re.compile(
     r"^(?:\[W[^\]]*\]\s*)?Warning: (.*?)(?:\s*\(function [^()]*(?:\(\))?\))?$", re.M
 )
 
 
 def body(workspace: Workspace) -> None:
-    """Answer every cell with one line of JSON."""
+    """Append one line of JSON with PyTorch's decisions to the answers file for every cell."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     answers = os.open(workspace.folder / ANSWERS_FILE, flags, 0o644)
     dispatch = LiveDispatch(workspace.device, workspace.environment, NO_ADVICE not in sys.argv[1:])
@@ -78,7 +80,10 @@ class LiveDispatch:
         self.stderr = StderrTap()
 
     def answer(self, cell: Cell) -> LiveAnswer:
-        """Return all decisions about one config. An exception becomes its `error`."""
+        """Return PyTorch's decisions about the config of a cell.
+
+        If an exception occurs, the answer contains only an `error`.
+        """
         config, asked = cell.config.resolve(self.device), find_backend(cell.backend)
         if reason := asked.absent():
             return LiveAnswer(cell.cell, config.label, error=reason)
@@ -88,7 +93,7 @@ class LiveDispatch:
             choice = self.choose(config, asked)
             order: tuple[str, ...] = CPU_ORDER
             if is_gpu(self.device):
-                with asked.context():  # its order is valid after a first choice
+                with asked.context():  # PyTorch sets its priority order at the first choice
                     order = tuple(name for name in priority_order() or () if name in SDPA_BACKENDS)
             advised = [name for name in permitted if name != "math" or choice == "none"]
             backends = tuple(
@@ -102,7 +107,7 @@ class LiveDispatch:
             return LiveAnswer(cell.cell, config.label, error=_failure(error, config))
 
     def _backend(self, config: Config, name: str, asked: Backend, *, advice: bool) -> BackendAnswer:
-        oracle = cache(self.ask)  # blockers and advice query many of the same configs
+        oracle = cache(self.ask)  # `blockers` and `advise` query many configs twice
         eligible = oracle(config, name).eligible
 
         def choose(changed: Config) -> str:
@@ -119,15 +124,18 @@ class LiveDispatch:
         return BackendAnswer(name, eligible, tuple(reasons), advised, can_use)
 
     def choose(self, config: Config, asked: Backend = BACKENDS[AUTO]) -> str:
-        """Return the backend that `auto` or a setting selects, or `none` if PyTorch refuses the call.
+        """Return the SDPA backend that PyTorch chooses among those that `asked` permits.
 
-        Raise other errors.
+        Return `none` if PyTorch refuses the call.
         """
         with _deterministic(config), recorded_warnings([]), asked.context():
             return self._fused_choice(config) or "none"
 
     def ask(self, config: Config, backend: str) -> Eligibility:
-        """Return whether PyTorch accepts `backend` alone, or None if inputs cannot be created."""
+        """Return whether PyTorch accepts the config when only `backend` is enabled, and why not.
+
+        The answer is None if PyTorch raises another error, for example because memory is short.
+        """
         if self.environment.get(f"sdp_{backend}") is False:
             return Eligibility(False, (_disabled(backend),))
         warnings: list[str] = []
@@ -156,7 +164,10 @@ class LiveDispatch:
         return Eligibility(False, refusals)
 
     def can_use(self, config: Config, backend: str) -> tuple[bool | None, list[str]]:
-        """Return the result of `can_use_*_attention`, and the texts of a refusal."""
+        """Return the result of torch's `can_use_BACKEND_attention`, and its reasons if it is False.
+
+        The result is None if torch has no such function or the function raises.
+        """
         ask = getattr(torch.backends.cuda, f"can_use_{backend}_attention", None)
         if ask is None:
             return None, []
@@ -184,14 +195,17 @@ class LiveDispatch:
 
 
 class StderrTap:
-    """Collect the warnings that C++ writes to file descriptor 2."""
+    """Collects the warnings that PyTorch's C++ code writes to file descriptor 2 (stderr)."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - stays open until the process exits
 
     @contextlib.contextmanager
     def into(self, texts: list[str]) -> Iterator[None]:
-        """Collect the warnings written inside the block. Write other output to stderr afterwards."""
+        """Append the warnings that are written inside the block to `texts`.
+
+        Write all other output to stderr when the block ends.
+        """
         sys.stderr.flush()
         kept = os.dup(2)
         os.dup2(self._file.fileno(), 2)
@@ -212,7 +226,10 @@ class StderrTap:
 
 @contextlib.contextmanager
 def _deterministic(config: Config) -> Iterator[None]:
-    """Set the config's deterministic mode, without filling new tensors, which launches a kernel."""
+    """Set the config's deterministic mode inside the block.
+
+    Deterministic mode normally fills new tensors, which launches kernels, so disable that.
+    """
     torch.utils.deterministic.fill_uninitialized_memory = False
     set_deterministic(config.deterministic)
     try:

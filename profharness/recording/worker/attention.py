@@ -1,5 +1,7 @@
-"""The inputs of a config, the attention call on them, and PyTorch's other ways to call attention, to
-which `backends/__init__.py` refers by name.
+"""Create the inputs of a config, and the attention call that is measured on them.
+
+This module also has adapters for the other attention functions of PyTorch, such as flex_attention.
+`attention/backends/__init__.py` refers to the adapters by name.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
-    """Return normally distributed inputs in the config's dtype and layout, reproducible by seed.
+    """Return random inputs in the dtype and memory layout of the config.
 
-    With a seed of None they are not written, so no kernel is launched; `grad` is then None.
+    Values are normally distributed and depend only on `seed`. If `seed` is None, the tensors stay
+    uninitialized, so that no kernel is launched, and `grad` is None.
     """
     dtype = torch_dtype(str(config.dtype))
     generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
@@ -70,7 +73,10 @@ def make_inputs(config: Config, device: str, seed: int | None) -> Inputs:
 def make_forward(
     config: Config, inputs: Inputs, attention: Attention | None = None
 ) -> Callable[[], Any]:
-    """Return the forward call of `scaled_dot_product_attention` or of an `Attention`."""
+    """Return a function that runs the forward pass of `attention`.
+
+    The default is PyTorch's `scaled_dot_product_attention`.
+    """
     tensors = (inputs.query, inputs.key, inputs.value)
     arguments = call_arguments(config, inputs.mask, own=attention is not None)
     function = attention or torch.nn.functional.scaled_dot_product_attention
@@ -84,19 +90,25 @@ def make_forward(
 def make_call(
     config: Config, inputs: Inputs, attention: Attention | None = None
 ) -> Callable[[], Any]:
-    """Return the call to profile and time: forward, and with `bwd` also the gradients."""
+    """Return the function to profile and time.
+
+    It runs the forward pass. If the config has `bwd`, it also computes the gradients.
+    """
     leaves = [getattr(inputs, name) for name in leaf_names(config)]
     forward = make_forward(config, inputs, attention)
 
     def forward_and_backward() -> Any:
-        # autograd.grad, not backward(): accumulating into .grad would add kernels that are not attention's
+        # not backward(), which launches extra kernels to accumulate into .grad
         return torch.autograd.grad(forward(), leaves, inputs.grad)
 
     return forward_and_backward if config.bwd else forward
 
 
 def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None:
-    """Raise ImplementationError if the output of the named backend is not a tensor like SDPA's."""
+    """Raise ImplementationError unless the output has the type, shape, dtype and device of SDPA's.
+
+    `name` is the name of the backend.
+    """
     if not isinstance(output, torch.Tensor):
         raise ImplementationError(f"{name} returned {type(output).__name__}, not a tensor")
     shape = output_shape(config)
@@ -113,9 +125,10 @@ def check_output(name: str, config: Config, inputs: Inputs, output: Any) -> None
 
 
 def fused_choice(config: Config, inputs: Inputs) -> int:
-    """Return PyTorch's choice without a launch.
+    """Return the number of the SDPBackend that PyTorch chooses. No kernel is launched.
 
-    Raise RuntimeError if no backend accepts the call, or if math is chosen but would raise.
+    Raise RuntimeError if no backend accepts the call, or if PyTorch chooses math but math would
+    raise because the config has both a causal and an explicit mask.
     """
     tensors = (inputs.query, inputs.key, inputs.value)
     choice = torch._fused_sdp_choice(*tensors, **choice_arguments(config, inputs.mask))
@@ -129,10 +142,10 @@ def fused_choice(config: Config, inputs: Inputs) -> int:
 
 
 def only(setting: SdpaSetting) -> AbstractContextManager[None]:
-    """Limit SDPA to these backends, in their order if the setting has one.
+    """Return a context in which SDPA may use only the backends of `setting`.
 
-    On CUDA, the process must have made a choice before (`environment.collect` does), because the
-    first choice replaces the order.
+    If the setting is ordered, SDPA also prefers the backends in that order. On CUDA, call
+    `environment.collect` first, because PyTorch resets the order at the first choice in a process.
     """
     members = [getattr(torch_attention.SDPBackend, SDP_BACKENDS[name]) for name in setting.backends]
     order = {"set_priority": True} if setting.ordered else {}
@@ -140,7 +153,7 @@ def only(setting: SdpaSetting) -> AbstractContextManager[None]:
 
 
 def priority_absent() -> str | None:
-    """Return why this torch's sdpa_kernel cannot set an order, or None."""
+    """Return why `sdpa_kernel` of this torch cannot set an order of backends, or None if it can."""
     if "set_priority" in inspect.signature(torch_attention.sdpa_kernel).parameters:
         return None
     return (
@@ -151,7 +164,10 @@ def priority_absent() -> str | None:
 
 @contextlib.contextmanager
 def legacy_all_disabled() -> Iterator[None]:
-    """Open the deprecated context with its three flags off. It does not disable cuDNN."""
+    """Disable flash, efficient and math in the block by the deprecated `sdp_kernel`.
+
+    cuDNN stays enabled because `sdp_kernel` is called without its flag.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         context = torch.backends.cuda.sdp_kernel(
@@ -163,7 +179,7 @@ def legacy_all_disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def activated(impl: str) -> Iterator[None]:
-    """Limit SDPA to flash with the implementation `impl` instead of FA2, for the block."""
+    """Limit SDPA to flash attention in the block, and replace FA2 by the implementation `impl`."""
     before = torch_attention.current_flash_attention_impl()
     try:
         torch_attention.activate_flash_attention_impl(impl)
@@ -180,13 +196,16 @@ def activated(impl: str) -> Iterator[None]:
 
 
 def sdpa() -> Attention:
-    """Return scaled_dot_product_attention."""
     attention: Attention = torch.nn.functional.scaled_dot_product_attention
     return attention
 
 
 def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ...]) -> str | None:
-    """Return why `impl` cannot replace FA2, or None."""
+    """Return why `impl` cannot replace FA2 in PyTorch, or None if it can.
+
+    The arguments `module` and `remedy` are the Python package of `impl` and how to install it. The
+    argument `majors` lists the major compute capabilities that `impl` supports.
+    """
     if not hasattr(torch_attention, "restore_flash_attention_impl"):
         return f"choosing {impl} for SDPA needs torch >= 2.11; this is {torch.__version__}"
     if impl not in torch_attention.list_flash_attention_impls():
@@ -195,7 +214,10 @@ def flash_impl_absent(impl: str, module: str, remedy: str, majors: tuple[int, ..
 
 
 def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
-    """Return why this GPU has none of the compute capabilities that `name` needs, or None."""
+    """Return a message if the GPU's major compute capability is not in `majors`, otherwise None.
+
+    The message says that the backend `name` needs another GPU.
+    """
     if not torch.cuda.is_available():
         return f"{name} needs an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability()
@@ -206,16 +228,16 @@ def capability_reason(name: str, majors: tuple[int, ...]) -> str | None:
 
 
 def naive_compiled_absent() -> str | None:
-    """Return why naive attention cannot be compiled, or None."""
+    """Return why naive attention cannot be compiled, or None if it can."""
     return PLAIN_MISSING if find_implementation("naive") is None else needs_triton()
 
 
 def naive_compiled() -> Attention:
-    """Return torch.compile(naive, dynamic=False, fullgraph=True), compiled again for each load.
+    """Return the attention of kernels/naive.py, compiled anew by torch.compile.
 
-    Its function `tuning` returns how often Inductor's pattern matcher replaced attention in the
-    graph by scaled_dot_product_attention (`counters["inductor"]["fuse_attention"]` of
-    torch._dynamo.utils). Raise RefusedError without kernels/naive.py.
+    The function has an attribute `tuning`, a function that returns how often Inductor's pattern
+    matcher replaced naive attention in the graph by `scaled_dot_product_attention`. Raise
+    RefusedError if kernels/naive.py does not exist.
     """
     plain = find_implementation("naive")
     if plain is None or plain.load is None:
@@ -226,7 +248,8 @@ def naive_compiled() -> Attention:
         copy_function(plain.load()),
         dynamic=False,
         fullgraph=True,
-        # A graph from the disk cache skips the pattern matcher, so it would not be counted.
+        # Inductor does not run the pattern matcher on a graph from the disk cache, so
+        # replacements in that graph would not be counted.
         options={"fx_graph_cache": False},
     )
 
@@ -241,10 +264,10 @@ def naive_compiled() -> Attention:
 
 
 def copy_function(function: Any) -> Any:
-    """Copy a function with a new code object.
+    """Return a copy of a function with a new code object.
 
-    Dynamo counts recompiles and stores graphs per code object. Unlike torch._dynamo.reset(), a copy
-    leaves the graphs of other backends.
+    Dynamo stores graphs and counts recompiles per code object, so Dynamo compiles the copy anew.
+    Unlike torch._dynamo.reset(), this keeps the compiled graphs of other backends.
     """
     code = function.__code__.replace()
     new = FunctionType(
@@ -255,7 +278,7 @@ def copy_function(function: Any) -> Any:
 
 
 def flex_flash_absent() -> str | None:
-    """Return why flex_attention cannot run FA4's kernels, or None."""
+    """Return why flex_attention cannot run the kernels of FA4, or None if it can."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         return f"kernel_options BACKEND needs torch >= 2.10; this is {torch.__version__}"
     reason = needs_module("flash_attn.cute", FA4_REMEDY)()
@@ -263,10 +286,10 @@ def flex_flash_absent() -> str | None:
 
 
 def flex(kernel_options: dict[str, Any] | None) -> Attention:
-    """Return an adapter of flex_attention, with a block mask for causal."""
+    """Return an adapter for flex_attention. For a causal config it passes a causal block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Beyond Dynamo's recompile limit the function would run uncompiled.
+    # Copy the function because, after too many recompiles, Dynamo would run it uncompiled.
     compiled = torch.compile(copy_function(flex_attention), dynamic=False, fullgraph=True)
 
     def causal(_batch: Any, _head: Any, row: Any, column: Any) -> Any:
@@ -285,15 +308,15 @@ def flex(kernel_options: dict[str, Any] | None) -> Attention:
 
 
 def varlen_absent() -> str | None:
-    """Return why there is no varlen_attn, or None."""
+    """Return why this torch has no varlen_attn, or None if it has."""
     absent = needs_module("torch.nn.attention.varlen", "")()
     return "torch.nn.attention.varlen needs torch >= 2.10" if absent else None
 
 
 def varlen() -> Attention:
-    """Return an adapter of varlen_attn, which takes packed tensors [B * S, H, D].
+    """Return an adapter for varlen_attn, whose arguments are packed tensors `[B * S, H, D]`.
 
-    Packing copies contiguous inputs. With layout=bshd, packed tensors are views.
+    If the config has `layout=bshd`, packing makes views. Packing copies contiguous inputs.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -311,7 +334,7 @@ def varlen() -> Attention:
             options["window_size"] = (-1, 0 if is_causal else -1)
         elif is_causal:
             options["is_causal"] = True
-        # earlier versions accept fewer key heads without this option
+        # earlier versions without this option accept fewer key heads than query heads anyway
         if "enable_gqa" in parameters:
             options["enable_gqa"] = enable_gqa
         if scale is not None and "scale" not in parameters:

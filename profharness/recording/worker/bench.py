@@ -1,5 +1,7 @@
-"""A program of the worker that times the backends of each config in turns, so that drift of clocks
-and temperature affects all of them alike.
+"""A program of the worker that benchmarks the backends of each config.
+
+The backends are timed alternately, a few samples per turn, so that changes of the GPU's clocks and
+temperature affect all backends alike.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from profharness.recording.worker.timing import Workspace, Write, over_time
 from profharness.rows import COLD, EAGER, GRAPH, KERNEL, TORCH, WALL
 from profharness.run import BenchPlan, Cell, JournalEntry, read_record, turn_order
 
-MIN_SAMPLES = 20  # minimum before the confidence interval is computed
-FEWEST = 5  # minimum number of samples of a call that has reached its time limit
-MAX_SAMPLES = 2000  # with more samples, the interval narrows too slowly
-GROWTH = 1.5  # factor on the number of samples between two checks of the interval
+MIN_SAMPLES = 20  # minimum number of samples before the confidence interval is computed
+FEWEST = 5  # minimum number of samples for a cell that has reached its time limit
+MAX_SAMPLES = 2000  # beyond this number, more samples hardly narrow the confidence interval
+GROWTH = 1.5  # the interval is checked again after the number of samples has grown by this factor
 TURN_NS = 20_000_000  # intended duration of a turn
 TURN_MAX = 10  # maximum number of samples in a turn
-MIN_TURNS = 3  # minimum before the interval is computed, because turns differ
-DISCARD_MAX_NS = 50_000_000  # the first round of slower calls is not discarded
+MIN_TURNS = 3  # minimum number of turns before the interval is computed, because turns differ
+DISCARD_MAX_NS = 50_000_000  # keep the first round of calls that are slower than this
 WARMUP_MAX_S = 5.0
 COPIES_MAX = 8
 COPIES_BYTES = 2 << 30  # maximum size of all copies of the inputs
@@ -42,7 +44,7 @@ CPU_CACHE_BYTES = 64 << 20
 
 
 def body(workspace: Workspace) -> None:
-    """Benchmark the cells, config by config."""
+    """Benchmark the cells of one config after another."""
     workspace.open_clocks()
     plan = read_record(workspace.folder).bench or BenchPlan()
     if workspace.cells:
@@ -62,20 +64,20 @@ class TimedCell:
     context: Callable[[], Any]
     call: Callable[[], Any]
     expected_ns: int
-    samplers: dict[str, timing.Sampler]  # by measurement; they sample in ns
+    samplers: dict[str, timing.Sampler]  # one per measurement; samples are in ns
     samples: dict[str, list[int]] = field(default_factory=dict)
     turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     spent_s: float = 0.0
-    cost_ns: dict[str, int] = field(default_factory=dict)  # per sample of the last turn
+    cost_ns: dict[str, int] = field(default_factory=dict)  # time per sample
     next_look: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     readings: list[dict[str, Any]] = field(default_factory=list)
     cpu_wait: timing.CpuWait = field(default_factory=timing.CpuWait)
-    # From the begin of the first kept turn to the end of the last one, in time.perf_counter.
+    # perf_counter times of the start of the first kept turn and the end of the last kept turn
     span: tuple[float, float] | None = None
 
     def samples_wanted(self, name: str, plan: BenchPlan) -> int:
-        """Return the number of samples for the next turn, 0 if the measurement is done."""
+        """Return how many samples to take in the next turn, or 0 if the measurement is done."""
         if name in self.done:
             return 0
         cost_ns = self.cost_ns.get(name, self.expected_ns)
@@ -84,7 +86,7 @@ class TimedCell:
         return turn if plan.iterations is None else min(turn, plan.iterations - have)
 
     def sample(self, name: str, plan: BenchPlan) -> dict[str, list[int]]:
-        """Return the samples of a turn, with the garbage collector disabled."""
+        """Take the samples of one turn while the garbage collector is disabled."""
         gc.disable()
         try:
             with self.context(), self.cpu_wait:
@@ -95,7 +97,10 @@ class TimedCell:
     def add_samples(
         self, name: str, samples: dict[str, list[int]], plan: BenchPlan, turn: int
     ) -> None:
-        """Store the samples of a measurement and its side values, and check if they are enough."""
+        """Store the samples of a turn, and mark the measurement as done if it has enough samples.
+
+        `samples` may have other series besides `name`, such as the host's time per call.
+        """
         for series, values in samples.items():
             self.samples.setdefault(series, []).extend(values)
             self.turns.setdefault(series, []).append((self.cell.process, turn, len(values)))
@@ -114,13 +119,16 @@ class TimedCell:
             self.done.add(name)
 
     def keep_sums(self, sums: list[int]) -> None:
-        """Store the kernel times, so that the run folder contains them without its traces."""
+        """Store the kernel times of the profiled calls as samples, if there are any."""
         if sums:
             self.samples[KERNEL], self.turns[KERNEL] = sums, [(self.cell.process, 0, len(sums))]
 
 
 def narrow(samples: Sequence[int], precision: float) -> bool:
-    """Return whether half the 95 % interval of the median is at most `precision` of the median."""
+    """Return whether the median is known precisely enough.
+
+    Half the width of its 95 % confidence interval must be at most `precision` times the median.
+    """
     interval = stats.interval(samples)
     if interval is None:
         return False
@@ -129,13 +137,16 @@ def narrow(samples: Sequence[int], precision: float) -> bool:
 
 
 def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """Return a call that cycles through `calls`."""
+    """Return a function that makes the next of `calls` each time, in a cycle."""
     turn = itertools.cycle(calls).__next__
     return lambda: turn()()
 
 
 def copies_of(inputs_bytes: int, cache_bytes: int) -> int:
-    """Return how many copies of the inputs exceed twice the last-level cache, within bounds."""
+    """Return the number of copies of the inputs that together exceed twice the last-level cache.
+
+    The number is at least 1, at most COPIES_MAX, and the copies fit into COPIES_BYTES.
+    """
     size = max(1, inputs_bytes)
     enough = 2 * cache_bytes // size + 1
     return max(1, min(COPIES_MAX, enough, COPIES_BYTES // size))
@@ -149,10 +160,11 @@ def sample_in_turns(
     between: Callable[[float, float], list[dict[str, Any]]],
     fail: Callable[[TimedCell, Exception], None],
 ) -> list[TimedCell]:
-    """Sample all measurements of all cells in rounds, each in a random order, until all are done.
+    """Sample all measurements of all cells in rounds until every measurement is done.
 
-    Return the cells that did not fail, in their order. `between` returns the clock readings
-    between two moments, and `fail` receives a cell that raised.
+    Each round has one turn per unfinished measurement, in random order. Return the cells that did
+    not fail. `between` returns the clock readings between two times. `fail` is called for each cell
+    that raises an exception.
     """
     out: set[str] = set()
     for number in itertools.count():
@@ -189,7 +201,7 @@ def sample_in_turns(
             end = perf_counter()
             timed.cost_ns[name] = round((end - begin) * 1e9) // max(1, len(samples[name]))
             if number == 0 and timed.expected_ns < DISCARD_MAX_NS:
-                continue  # clocks rise under the first load
+                continue  # discard the first round, during which the GPU's clocks still rise
             timed.spent_s += end - begin
             timed.readings += between(begin, end)
             timed.span = (timed.span[0] if timed.span else begin, end)
@@ -199,7 +211,7 @@ def sample_in_turns(
 
 @dataclass
 class Group:
-    """The backends of one config. The first one that needs the inputs creates them."""
+    """The backends of one config, which share the inputs."""
 
     config: Config
     workspace: Workspace
@@ -207,7 +219,7 @@ class Group:
     inputs: list[Inputs] = field(default_factory=list)
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Benchmark the cells. Raise DeadContextError if no other cell can follow."""
+        """Benchmark the cells. Raise DeadContextError if the CUDA context is lost."""
         workspace, write = self.workspace, self.workspace.write
         set_deterministic(self.config.deterministic)
         timed_cells = []
@@ -237,7 +249,7 @@ class Group:
                 write(JournalEntry("end", cell=cell.cell, result=result))
 
     def _copies(self) -> list[Inputs]:
-        """Create copies of the inputs, each with different values."""
+        """Return several inputs with different values, which are created by the first call."""
         if not self.inputs:
             device, seed = self.workspace.device, self.workspace.plan.protocol.seed
             first = make_inputs(self.config, device, seed)
@@ -260,8 +272,9 @@ class Group:
         self.workspace.write(JournalEntry("end", cell=cell.cell, result=result))
 
     def _ready(self, attempt: Attempt) -> TimedCell:
-        """Return a backend after its first call and warm-up. The cell records why a measurement is
-        missing.
+        """Load a backend and warm it up. Return its cell with a sampler per measurement.
+
+        If the call cannot be captured in a CUDA graph, the cell has a warning instead of a sampler.
         """
         attempt.load()
         inputs = self._copies()
@@ -276,7 +289,8 @@ class Group:
             if COLD in measurements:
                 samplers[COLD] = partial(timing.time_cold, turning, delay=timing.StreamDelay())
             if EAGER in measurements:
-                # on one copy, like the graph, so that they differ only by the host's time
+                # Use one copy of the inputs, as the graph does, so that eager and graph times
+                # differ only by the overhead of the host.
                 samplers[EAGER] = partial(timing.time_eager, calls[0], expected_ns=expected_ns)
             if GRAPH in measurements:
                 self._stage(cell, "graph capture")
@@ -287,7 +301,7 @@ class Group:
         return TimedCell(cell, attempt.backend.context, calls[0], expected_ns, samplers)
 
     def _finished(self, timed: TimedCell) -> Cell:
-        """Return the cell with its samples, after profiled calls if kernel times are requested."""
+        """Return the cell with its samples and clocks. Profile it if kernel times are requested."""
         workspace, iterations = self.workspace, 0
         begin = perf_counter_ns()
         if KERNEL in self.plan.on(workspace.device) and TORCH in workspace.plan.profilers:
@@ -297,7 +311,7 @@ class Group:
                 timed.keep_sums(with_torch_profiler(timed.call, timed.cell, workspace))
         readings = timed.readings
         if not readings and timed.span and workspace.clocks:
-            # all turns were too short to contain a reading
+            # no clocks were read during the turns, because all turns were too short
             readings = workspace.clocks.nearest(*timed.span)
         return replace(
             timed.cell,
@@ -311,7 +325,7 @@ class Group:
 
 
 def _warm_up(call: Callable[[], Any], workspace: Workspace) -> int:
-    """Make the warm-up calls, at most for WARMUP_MAX_S. Return the nanoseconds per call after them."""
+    """Make the warm-up calls for at most WARMUP_MAX_S. Return the time in ns of one more call."""
     deadline = perf_counter() + WARMUP_MAX_S
     for _ in range(workspace.plan.protocol.warmup):
         call()

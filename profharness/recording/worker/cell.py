@@ -1,4 +1,4 @@
-"""The main program of the worker: measure each cell by a first call, profiled calls and timing."""
+"""The main program of the worker, which profiles and times each cell."""
 
 from __future__ import annotations
 
@@ -59,19 +59,22 @@ from profharness.trace import WARMUP_RANGE, cell_range
 
 NVTX_DOMAIN = "profharness"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-SLOW_NS = 10 * timing.EAGER_NS  # if a warm-up call takes this long, no trial burst is needed
+SLOW_NS = 10 * timing.EAGER_NS  # no trial burst if a warm-up call takes at least this long
 
 
 def body(workspace: Workspace) -> None:
-    """Measure every cell."""
+    """Measure every cell of the plan that belongs to this process."""
     workspace.open_clocks()
     run_each(workspace, lambda cell, stage: run_cell(cell, workspace, stage))
 
 
 @contextlib.contextmanager
 def open_range(name: str) -> Iterator[None]:
-    """Open a range on this thread (record_function, NVTX push/pop) and one of the process (NVTX
-    start/end). The latter contains backward kernels, which autograd launches from its own thread.
+    """Open ranges with this name for all profilers while the block runs.
+
+    `record_function` and NVTX push/pop ranges contain only launches of this thread. The NVTX
+    start/end range contains launches of the whole process, such as backward kernels, which autograd
+    launches on another thread.
     """
     process_wide = nvtx.start_range(name, domain=NVTX_DOMAIN)
     with nvtx.annotate(name, domain=NVTX_DOMAIN), record_function(name):
@@ -80,7 +83,7 @@ def open_range(name: str) -> Iterator[None]:
 
 
 def profiled_calls(call: Callable[[], Any], cell: str, workspace: Workspace) -> None:
-    """Make the profiled calls. Each has its own range and completes before the next begins."""
+    """Make the calls to profile, each in a range and synchronized before the next call."""
     for _ in range(workspace.plan.protocol.iterations):
         with open_range(cell_range(cell)):
             call()
@@ -88,10 +91,10 @@ def profiled_calls(call: Callable[[], Any], cell: str, workspace: Workspace) -> 
 
 
 def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspace) -> list[int]:
-    """Profile the calls of a cell. Return the kernel time per call.
+    """Profile the calls of a cell with Kineto. Return the GPU time of each call in ns.
 
-    The first process of a cell writes its Chrome trace into the run folder. Each session starts with
-    a warm-up call, because Kineto can drop records before its capture window.
+    Only the first process of a cell writes a trace into the run folder. The session starts with a
+    warm-up call, because Kineto can lose the first launches.
     """
     device = CUDA if torch.cuda.is_available() else None
     with profile(use_kineto=True, use_device=device, record_shapes=True) as session:
@@ -109,8 +112,10 @@ def with_torch_profiler(call: Callable[[], Any], cell: Cell, workspace: Workspac
 
 
 def call_sums(trace: bytes, name: str) -> list[int]:
-    """Return the device time in ns of each range of that name. A range contains its call until it
-    ends. Return nothing for a trace that is not JSON; ingest reports the reason.
+    """Return the GPU time in ns of the launches in each range that is called `name`.
+
+    Ranges without launches are left out. If the trace is not valid JSON, return an empty list,
+    because ingest reports the damage.
     """
     try:
         events = msgspec.json.decode(trace)["traceEvents"]
@@ -128,15 +133,16 @@ def call_sums(trace: bytes, name: str) -> list[int]:
 
 
 def _write_trace(session: profile, plain: Path) -> bytes:
-    """Write a compressed trace and return it uncompressed. End the program if the run folder is not
-    writable, because Kineto only logs a failed write.
+    """Write a compressed trace to the run folder and return the uncompressed bytes.
+
+    Kineto only logs a failed write, so check the file, and exit if the run folder is not writable.
     """
     packed = Path(f"{plain}.gz")
     try:
         session.export_chrome_trace(str(plain))
         data = plain.read_bytes()
         if not data.rstrip().endswith(b"}"):
-            plain.write_bytes(bytes(2 * len(data)))  # fails like Kineto, but with a reason
+            plain.write_bytes(bytes(2 * len(data)))  # raises the OSError that Kineto hid
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         packed.write_bytes(igzip.compress(data, 2))
         return data
@@ -154,22 +160,22 @@ def _write_trace(session: profile, plain: Path) -> bytes:
 
 @dataclass
 class Attempt:
-    """A cell during its first calls."""
+    """The first steps with a cell: load its backend and make the first calls."""
 
     cell: Cell
     workspace: Workspace
     stage: Stage
     warning_texts: list[str] = field(default_factory=list)
-    known: dict[str, Any] = field(default_factory=dict)  # fields that the cell keeps if it fails
+    known: dict[str, Any] = field(default_factory=dict)  # fields to set even if it fails
     backend: Backend = field(init=False)
     attention: Attention | None = field(init=False)
     loaded_ns: int = field(init=False)
 
     def load(self) -> None:
-        """Find and load the backend. Raise RefusedBeforehandError."""
+        """Load the backend. Raise RefusedBeforehandError if it does not support the config."""
         self.backend = find_backend(self.cell.backend, self.workspace.sources)
         if self.backend.load is not None:
-            self.stage("compile")  # importing an implementation may compile it
+            self.stage("compile")  # loading an implementation may compile kernels
         begin = perf_counter_ns()
         reasons = reasons_beforehand(self.cell.config, self.workspace, self.backend)
         if reasons:
@@ -179,12 +185,13 @@ class Attempt:
         self.stage("inputs")
 
     def call_first(self, inputs: Inputs, call: Callable[[], Any]) -> Cell:
-        """Return the cell after its first call, on a GPU after a second one with its peak memory.
+        """Make the first call. Return the cell with the results, such as PyTorch's choice.
 
-        Must run in the backend's own context.
+        On a GPU, make a second call and add its peak memory. The caller must have entered the
+        backend's context.
         """
         if self.attention is None:
-            # query PyTorch's choice before the call, which repeats any warnings
+            # ignore warnings of this query, because the call below issues them again
             with recorded_warnings([]), contextlib.suppress(RuntimeError):
                 self.known["choice"] = backend_name(fused_choice(self.cell.config, inputs))
         else:
@@ -201,8 +208,8 @@ class Attempt:
         cell = replace(self.cell, **self.known)
         if not is_gpu(self.workspace.device):
             return cell
-        # Measure the second call. The first call of a process also allocates cuBLAS' workspace
-        # (32 MiB) and other caches that are kept, which would count only for the first cell.
+        # Measure the memory of a second call. The first call in a process also allocates caches
+        # such as the workspace of cuBLAS (32 MiB), which would count only for the first cell.
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
@@ -210,9 +217,10 @@ class Attempt:
         return replace(cell, peak_memory_bytes=torch.cuda.max_memory_allocated() - before)
 
     def _try_out(self, attention: Attention, inputs: Inputs) -> None:
-        """Make the first call of an implementation and check its result against the contract.
+        """Make the first call of an implementation and check its output.
 
-        Raise RefusedError, or ImplementationError for a violated contract.
+        Raise RefusedError if the implementation refuses the config, and ImplementationError if its
+        output is not like SDPA's.
         """
         config = self.cell.config
         with implementation_errors(self.backend):
@@ -226,9 +234,10 @@ class Attempt:
 
 
 def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] | None:
-    """Return the loaded function's `tuning` of the last call, else the backend's.
+    """Return the tuning parameters, such as tile sizes, that an implementation reports.
 
-    Raise ImplementationError if it is not a dict that JSON can represent.
+    Use `tuning` of the loaded function, or of the backend if the function has none. Raise
+    ImplementationError if the result is neither None nor a dict that JSON can represent.
     """
     own = getattr(attention, "tuning", None)
     answer = own() if callable(own) else backend.tuning()
@@ -246,12 +255,12 @@ def tuning_of(backend: Backend, attention: Attention | None) -> dict[str, Any] |
 
 
 def run_cell(cell: Cell, workspace: Workspace, stage: Stage) -> Cell:
-    """Return the cell with its result. Raise DeadContextError if no other cell can follow."""
+    """Measure a cell and return its result. Raise DeadContextError if the CUDA context is lost."""
     cell = replace(cell, config=cell.config.resolve(workspace.device))
     begin = perf_counter_ns()
     attempt = Attempt(cell, workspace, stage)
     set_deterministic(cell.config.deterministic)
-    # else deterministic mode fills every new tensor, by kernels that are not attention's
+    # otherwise deterministic mode would launch kernels that fill every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         result = _measured(attempt)
@@ -281,7 +290,7 @@ def _measured(attempt: Attempt) -> Cell:
         else:
             profiled_calls(call, cell.cell, workspace)
         attempt.stage("timing")
-        if plan.protocol.samples and not plan.wrapped:  # times under a tool include its overhead
+        if plan.protocol.samples and not plan.wrapped:  # nsys and ncu slow calls down
             with timing.CpuWait() as cpu_wait:
                 cell = _sampled(cell, workspace, call, warm_ns)
             cell = replace(cell, clocks=cell.clocks | cpu_wait.reading())
@@ -290,7 +299,10 @@ def _measured(attempt: Attempt) -> Cell:
 
 
 def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns: int) -> Cell:
-    """Return the cell with its samples. `warm_ns` is the time of a warm-up call, or 0 if there was none."""
+    """Time the call and return the cell with the samples.
+
+    `warm_ns` is the mean time of a warm-up call, or about 0 if there were no such calls.
+    """
     count = workspace.plan.protocol.samples
     if not is_gpu(workspace.device):
         return replace(cell, samples=cell.samples | timing.time_wall(call, count))
@@ -312,7 +324,10 @@ def _sampled(cell: Cell, workspace: Workspace, call: Callable[[], Any], warm_ns:
 
 
 def without(measurement: str, cell: Cell, error: RuntimeError) -> Cell:
-    """Return the cell with a note on a measurement that failed. Raise if the context is lost."""
+    """Return the cell with a warning that `measurement` failed.
+
+    Raise `error` again if the CUDA context is lost.
+    """
     if context_is_dead(error):
         raise error
     name = {COLD: "cold", GRAPH: "CUDA-graph"}[measurement]

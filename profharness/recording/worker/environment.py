@@ -1,4 +1,7 @@
-"""The software and device of a worker, without host, user, paths or command line."""
+"""Collect the software versions and the device of a worker.
+
+The host name, user name, paths and command line are not collected, because runs may be published.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from profharness.environment import (
 
 
 def collect(device_type: str) -> dict[str, Any]:
-    """Return the environment as flat keys and JSON values. `device_type` is `cuda` or `cpu`.
+    """Return the environment as a dict of JSON values. `device_type` is `cuda` or `cpu`.
 
-    On CUDA, make one small SDPA choice first, because torch fills its priority order at the first
-    dispatch.
+    On CUDA, this also makes PyTorch choose an SDPA backend once, because PyTorch sets its priority
+    order only at the first choice.
     """
     try:
         triton = metadata.version("triton")
@@ -68,15 +71,15 @@ def default_device() -> str:
 def gpu_uuid() -> str:
     """Return the UUID of the GPU in use in NVML's format, or an empty string if it is unknown.
 
-    The UUID is not recorded.
+    A run records only a hash of the UUID.
     """
     named = os.environ.get(VISIBLE, "")
-    if named.startswith(MIG):  # torch formats the UUID of a MIG instance like that of a GPU
+    if named.startswith(MIG):  # torch reports a MIG instance's UUID in another format
         return named.partition(",")[0].strip()
     uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
     if uuid:
         return f"GPU-{uuid.removeprefix('GPU-')}"
-    return next((gpu.uuid for gpu in visible_gpus()), "")  # torch before 2.4
+    return next((gpu.uuid for gpu in visible_gpus()), "")  # torch before 2.4 reports no UUID
 
 
 def _cuda() -> dict[str, Any]:
@@ -111,7 +114,10 @@ def _flags() -> dict[str, Any]:
 
 
 def priority_order() -> list[str] | None:
-    """Return the backends in PyTorch's order, which is valid after a first dispatch, if known."""
+    """Return the SDPA backends in the order in which PyTorch tries them, or None if it is unknown.
+
+    The order is only valid after PyTorch has chosen a backend once in this process.
+    """
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     return [backend_name(number) for number in order()] if order else None
 
@@ -119,15 +125,15 @@ def priority_order() -> list[str] | None:
 def set_deterministic(wanted: bool) -> None:
     """Turn deterministic algorithms on or off.
 
-    torch's function loads its compiler, which takes as long as torch itself, so call it only for a
-    change.
+    Call torch's function only to change the mode, because the function imports torch's compiler,
+    which takes as long as importing torch.
     """
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
 
 
 def backend_name(number: int) -> str:
-    """Return the name of an SDPBackend's number, as in `_fused_sdp_choice` and the priority order."""
+    """Return the name of the backend with this number in torch's enum SDPBackend."""
     names = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
     return names.get(int(number), f"sdp{number}")
 

@@ -1,4 +1,4 @@
-"""Distinguish refusals from failures, and find the reasons that PyTorch reported for a refusal."""
+"""Classify exceptions as refusals or failures, and find PyTorch's reasons for a refusal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from profharness.run import Cell
 
 REFUSALS = ("No available kernel", "No viable backend", CAUSAL_MASK)
 HEADERS = {"memory": "efficient", "flash": "flash", "cudnn": "cudnn"}
-MAX_MESSAGE = 4000  # a compiler's output can be megabytes
+MAX_MESSAGE = 4000  # maximum length, because the output of a compiler can have megabytes
 OOM_TEXTS = ("not enough memory", "can't allocate memory", "CUDA out of memory")
 
 
 class RefusedBeforehandError(RefusedError):
-    """A backend refuses a config before any call."""
+    """Raised if it is known without a call that a backend refuses a config."""
 
     def __init__(self, reasons: tuple[Refusal, ...]) -> None:
         super().__init__(reasons[0].code, "; ".join(reason.message for reason in reasons))
@@ -37,7 +37,10 @@ class RefusedBeforehandError(RefusedError):
 
 @contextlib.contextmanager
 def recorded_warnings(texts: list[str]) -> Iterator[None]:
-    """Add all warnings inside the block to `texts`, also those of TORCH_WARN_ONCE."""
+    """Append all warnings of the block to `texts`.
+
+    This includes warnings that PyTorch otherwise issues only once per process.
+    """
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -53,7 +56,11 @@ def recorded_warnings(texts: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def implementation_errors(backend: Backend) -> Iterator[None]:
-    """Convert refusals to RefusedError, and exits to ImplementationError."""
+    """Convert exceptions of an implementation inside the block.
+
+    Exceptions that the backend declares as refusals become RefusedError, and SystemExit becomes
+    ImplementationError.
+    """
     try:
         yield
     except backend.refuses as error:
@@ -68,7 +75,7 @@ def implementation_errors(backend: Backend) -> Iterator[None]:
 def reasons_beforehand(
     config: Config, workspace: Workspace, backend: Backend
 ) -> tuple[Refusal, ...]:
-    """Return every reason against a config that is known before a call."""
+    """Return the reasons, known without a call, why a backend cannot compute a config."""
     if backend.load is None:
         device = f"{backend.name} attention does not exist on {workspace.device}"
     else:  # the backend may exist for the device, but profharness does not run it there
@@ -82,12 +89,16 @@ def reasons_beforehand(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether an exception means that no permitted backend, or only math, accepts the call."""
+    """Return whether an exception of PyTorch means that it refuses a call."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in REFUSALS)
 
 
 def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a backend and a reason from warnings, with `` before the first header."""
+    """Yield a pair of backend and reason for each warning that gives a reason.
+
+    A header such as "Flash attention kernel not used because:" names the backend for the warnings
+    that follow. The backend is an empty string if no header precedes the warning.
+    """
     subject = ""
     for text in map(clean, texts):
         if is_header(text):
@@ -97,9 +108,13 @@ def reasons_by_backend(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refusal, ...]:
-    """Return the warnings on why this backend refused the call (all for `auto`), else the error."""
+    """Return why PyTorch refused a call.
+
+    The reasons are the warnings about `backend`, or about all backends if `backend` is not a single
+    fused backend. If there are none, the reason is the error itself.
+    """
     first_line = str(error).splitlines()[0]
-    if CAUSAL_MASK in first_line:  # the warnings are of backends that were passed over before
+    if CAUSAL_MASK in first_line:  # ignore the warnings, which are about backends other than math
         return (Refusal(code(first_line), first_line),)
     reasons: dict[Refusal, None] = {}
     for subject, text in reasons_by_backend(texts):
@@ -115,9 +130,9 @@ def refusals(backend: str, texts: list[str], error: BaseException) -> tuple[Refu
 
 
 def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception) -> Cell:
-    """Return the cell with the status `refused`, `oom`, `crashed` or `error`.
+    """Return a cell that raised `error`, with the status `refused`, `oom`, `crashed` or `error`.
 
-    `texts` are the warnings that were issued before the exception.
+    `texts` contains the warnings that were issued before the exception.
     """
     if isinstance(error, RefusedError):
         return replace(cell, status="refused", message=str(error), refusals=error.refusals)
@@ -139,7 +154,10 @@ def failure(cell: Cell, workspace: Workspace, texts: list[str], error: Exception
 
 
 def unless_dead(result: Cell, error: Exception) -> Cell:
-    """Return the result of a cell that raised. Raise DeadContextError if no other cell can follow."""
+    """Return `result`, the result of a cell that raised `error`.
+
+    Raise DeadContextError if no other cell can run in this process.
+    """
     if context_is_dead(error):
         raise DeadContextError(result) from None
     return result
@@ -150,7 +168,10 @@ def error_text(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the head and tail of a text: compilers name the cause first and the failure last."""
+    """Cut out the middle of a long text.
+
+    In the output of a compiler, the cause is at the beginning and the failure at the end.
+    """
     left_out = len(text) - MAX_MESSAGE
     if left_out <= 0:
         return text
@@ -159,13 +180,13 @@ def shortened(text: str) -> str:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Return whether the memory of the GPU or the host was insufficient."""
+    """Return whether an error means that the GPU or the host is out of memory."""
     kinds = (MemoryError, torch.cuda.OutOfMemoryError)
     return isinstance(error, kinds) or any(text in str(error) for text in OOM_TEXTS)
 
 
 def context_is_dead(error: BaseException) -> bool:
-    """Return whether an error is a CUDA error after which every later call in the process fails."""
+    """Return whether, after this CUDA error, every later CUDA call in the process fails."""
     if is_oom(error) or not torch.cuda.is_available():
         return False
     return "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"

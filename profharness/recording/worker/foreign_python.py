@@ -1,7 +1,7 @@
-"""Start the worker in a Python that has torch but need not have the other dependencies:
-`python .../worker/foreign_python.py [MODULE [ARGUMENT ...]] FOLDER`. It is run by its path.
+"""Start the worker in another Python, which needs torch but no other package.
 
-It uses only syntax of old Python 3 versions, so that these can report that they are too old.
+Run this file by its path: `python .../worker/foreign_python.py [MODULE [ARGUMENT ...]] FOLDER`. The
+file contains only syntax of old Python 3 versions, so that it can report an old Python as too old.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def refusal() -> str | None:
-    """Return why this Python cannot run a worker, or None."""
+    """Return why this Python cannot run a worker, or None if it can."""
     if sys.version_info < OLDEST_PYTHON:
         here, oldest = map(dotted, (sys.version_info, OLDEST_PYTHON))
         return f"Python {here} is too old, {oldest} is the oldest"
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return "no torch is installed there"
-    # A build tree has no distribution metadata.
+    # Read version.py, because a torch that runs from its build tree has no package metadata.
     text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
     version = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", text)
     if version and (int(version[2]), int(version[3])) < OLDEST_TORCH:
@@ -37,12 +37,14 @@ def refusal() -> str | None:
 
 
 def dotted(version: tuple[object, ...]) -> str:
-    """Format the first two numbers of a version."""
     return ".".join(map(str, version[:2]))
 
 
 def clean_path() -> None:
-    """Remove the packages of the Python that started this one from the path."""
+    """Remove the folder that contains profharness, and the folder of this file, from sys.path.
+
+    The former folder may contain packages for another Python version.
+    """
     parents = str(PACKAGE.parent)
     unwanted = (parents, str(Path(__file__).resolve().parent))
     sys.path[:] = [path for path in sys.path if path not in unwanted]
@@ -51,7 +53,7 @@ def clean_path() -> None:
 
 
 def load_package() -> None:
-    """Make `profharness` importable, but not the other packages in its folder."""
+    """Make `profharness` importable, but not the other packages that are installed beside it."""
     spec = importlib.util.spec_from_file_location(
         PACKAGE.name, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
     )
