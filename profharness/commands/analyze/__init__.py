@@ -103,7 +103,7 @@ def analyze(
 
 @document(analyze)
 def show(analyses: list[CellAnalysis], *, full: Full = False) -> Document:
-    """Return the document."""
+    """Return the document that shows the analyses, with every finding if `full` is set."""
     return analyze_document(analyses, full=full)
 
 

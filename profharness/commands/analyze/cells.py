@@ -1,4 +1,4 @@
-"""Analyze rows of the store: one cell, all cells of a run, or the attention calls of a program."""
+"""Analyze stored measurements: one cell, cells of runs, or the attention calls of a program."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from profharness.program.roles import AUTOGRAD
 from profharness.rows import CALL_MEASUREMENTS, TORCH, CallKernel, CallRow, CellRow, KernelRow
 from profharness.store import ALL_RUNS, Need, Selection, open_store
 
-FASTER = 1.1  # smallest ratio of medians that is reported
+FASTER = 1.1  # A backend is reported as faster if it is more than this many times faster.
 MEASURE = "measure"
 ANALYZED: tuple[Need, ...] = (
     "kernels of configs",
     "times",
     "traced attention calls",
     "attention calls",
-)  # backends are compared by the first of these measurements that a cell has
+)  # the kinds of data to look for when a run is selected, best first
 
 
 def analyze_cell(
@@ -61,9 +61,11 @@ def analyze_cell(
     *,
     eager: bool = False,
 ) -> CellAnalysis:
-    """Analyze one cell from its kernel rows of all profilers. `others` contains the cells of the same
-    config and run that may be ranked. If `eager` is set, the kernels for products and softmax belong
-    to attention that a program writes in Python, not to PyTorch's math backend.
+    """Analyze one cell, given its kernel rows from all profilers.
+
+    `others` contains the cells of the same config and run that may be recommended as faster. Set
+    `eager` for attention that a program implements in Python. Its matrix products and softmax use
+    the same kernels as PyTorch's math backend.
     """
     config = parse_config(cell.config).resolve(CUDA if machine.device else CPU)
     analysis = CellAnalysis(
@@ -80,7 +82,7 @@ def analyze_cell(
     rules = EAGER_RULES if eager else RULES
     findings = [finding for rule in rules for finding in rule(analysis, figures)]
     findings += _faster(cell, others)
-    # reversed, so that the first of several findings with one code remains
+    # Reversed, because a dict keeps the last value of a key, and the first finding should win.
     by_code = {finding.code: finding for finding in reversed(findings)}
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     named = bottleneck(analysis, figures, by_code)
@@ -100,8 +102,10 @@ def analyze_all(
     wrong: Collection[tuple[str, str]] = (),
     rivals: Sequence[CellRow] | None = None,
 ) -> list[CellAnalysis]:
-    """Analyze cells of one run, in order. `wrong` contains pairs (config label, backend) that are
-    never recommended. `rivals` are all cells of the run.
+    """Analyze cells of one run, in order.
+
+    `wrong` contains pairs (config label, backend) whose results are wrong, so they are never
+    recommended. `rivals` contains the cells that may be recommended. By default, these are `cells`.
     """
     by_cell: dict[str | None, list[KernelRow]] = {}
     for row in rows:
@@ -121,11 +125,13 @@ def analyze_all(
 
 
 def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
-    """Return a finding that names the fastest other backend by the same measurement, if the samples
-    show that it is faster and the cell did not run it.
+    """Return a finding that recommends the fastest other backend.
+
+    The list is empty if the samples do not show that this backend is faster, or if the cell ran it.
     """
     rivals = [rival for rival in others if rival.backend != cell.backend]
-    # compare by one measurement: an eager time is no evidence against the time of a graph
+    # All backends must be compared by one measurement, because an eager call includes CPU time that
+    # the replay of a CUDA graph does not.
     common = (
         name
         for name in CALL_MEASUREMENTS
@@ -158,7 +164,10 @@ def _faster(cell: CellRow, others: Sequence[CellRow]) -> list[Finding]:
 def analyze_rows(
     path: Path, cells: Sequence[CellRow], rows: Sequence[KernelRow], source: str | None
 ) -> list[CellAnalysis]:
-    """Analyze cells of any runs. `source` is that of the peaks, or None to prefer measured ones."""
+    """Analyze cells of any number of runs.
+
+    `source` is the source of the peak rates. If it is None, measured peaks are preferred.
+    """
     analyses: list[CellAnalysis] = []
     with open_store(path) as store:
         for run in dict.fromkeys(cell.run for cell in cells):
@@ -170,8 +179,11 @@ def analyze_rows(
 
 
 def prepare_peaks(path: Path, runs: Sequence[str], peaks: str | None) -> None:
-    """Measure and store this device's peaks on request, or on the command line once if the runs used
-    the same GPU model. Raise UsageError for a request if the runs used another device.
+    """Measure and store the peak rates of this machine's device, if necessary.
+
+    They are measured if `peaks` is "measure". On the command line, they are also measured if
+    `peaks` is None, the runs used this GPU model, and the store has no measured peaks of it. Raise
+    UsageError if `peaks` is "measure" and the runs used another device.
     """
     if peaks != MEASURE and not (peaks is None and is_command_line() and _lacks_peaks(path, runs)):
         return
@@ -195,12 +207,12 @@ def _lacks_peaks(path: Path, runs: Sequence[str]) -> bool:
 
 
 def _measure_peaks(path: Path, runs: Sequence[str]) -> None:
-    # imported here, as it loads worker code that stored peaks do not need
+    # Imported here because it loads the code of the worker, which is needed only to measure.
     from profharness.recording.probe import measure_peaks
 
     with open_store(path) as store:
         devices = {store.device_name(run) for run in dict.fromkeys(runs)}
-    # the store is not kept open during the measurement
+    # Measure while the store is closed, because the measurement takes seconds.
     measurement = measure_peaks()
     if devices and measurement.peaks.device not in devices:
         there = ", ".join(sorted(str(name) for name in devices))
@@ -213,9 +225,10 @@ def _measure_peaks(path: Path, runs: Sequence[str]) -> None:
 
 
 def selected_program(path: Path, selection: Selection) -> str | None:
-    """Return the selected run if it is a program with attention calls, traced or counted, and no
-    capture. Return None also for configs without a run, which refer to captures. Raise NotFoundError
-    if the run does not exist.
+    """Return the selected run if it is the run of a program that made attention calls.
+
+    Return None if the run is a capture, or if configs but no run are selected, because configs
+    alone select captures. Raise NotFoundError if the run does not exist.
     """
     if selection.run == ALL_RUNS or (selection.run is None and selection.configs):
         return None
@@ -231,9 +244,10 @@ def analyze_program(
     selection: Selection,
     source: str | None,
 ) -> list[CellAnalysis]:
-    """Analyze groups of a program's calls that match the selected configs and backends. `source` is
-    that of the peaks, or None to prefer measured ones. Warn if some calls have no figures. Raise
-    NotFoundError if none have.
+    """Analyze the groups of a program's calls that match the selected configs and backends.
+
+    `source` is the source of the peak rates. If it is None, measured peaks are preferred. Warn
+    about groups that cannot be analyzed. Raise NotFoundError if no group can be analyzed.
     """
     configs, backends = selection.configs, selection.backends
     with open_store(path) as store:
@@ -255,7 +269,7 @@ def analyze_program(
         module = merge_numbered(module_names(group))
         calls = [call for call in group if config and call.config == config.label and call.kernels]
         why = None
-        # eager attention computes masked scores too, so its FLOPs are known
+        # Eager attention also computes the masked scores, so its FLOPs are known for any mask.
         if config is None or (group[0].reason and group[0].kind != "eager"):
             why = group[0].reason or "no config says what was computed"
         elif not calls:
@@ -279,7 +293,7 @@ def analyze_program(
 
 
 def _analyze_calls(cell: str, calls: Sequence[CallRow], machine: RunMachine) -> CellAnalysis:
-    """Analyze calls of one config. Rates are computed from the median time of one call."""
+    """Analyze calls of one config as one cell whose time is the median time of a call."""
     first, config = calls[0], parse_config(calls[0].config or "")
     backward = all(any(k.direction == "backward" for k in call.kernels) for call in calls)
     config = replace(config, bwd=config.bwd and backward)
@@ -307,10 +321,10 @@ def _analyze_calls(cell: str, calls: Sequence[CallRow], machine: RunMachine) -> 
 def _kernel_rows(
     cell: CellRow, calls: Sequence[Sequence[CallKernel]], device: Device | None
 ) -> Iterator[KernelRow]:
-    """Yield the calls' kernels in launch order, one row per launch configuration and direction.
+    """Yield the kernels of calls in launch order, one row per launch configuration and direction.
 
-    `calls` contains the kernels of each call. They have sums over launches, so a time is a mean. Any
-    kernel that autograd launched is a backward kernel, whichever op launched it.
+    `calls` contains the kernels of each call. The time in a row is the mean time of a launch,
+    because the store has only sums over launches.
     """
     groups: dict[CallKernel, list[CallKernel]] = {}
     for kernel in (kernel for call in calls for kernel in call):

@@ -1,4 +1,4 @@
-"""The records of an analysis, and the figures of a cell."""
+"""The dataclasses of an analysis, and the computation of the figures of a cell."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SEVERITIES = ("major", "minor", "note")
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One figure behind a finding."""
+    """One figure that supports a finding."""
 
     name: str
     value: float | str
@@ -66,24 +66,24 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement about a cell."""
+    """One statement about the performance of a cell, such as `launch_gap`."""
 
     code: str
     sentence: str
     severity: str  # one of SEVERITIES
-    grade: str
+    grade: str  # MEASURED or DERIVED
     evidence: tuple[Evidence, ...]
     factor: float | None = None  # the largest possible gain from removing the cause
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A remedy for findings, given by their codes."""
+    """A change that may improve the performance of a cell."""
 
     text: str
-    findings: tuple[str, ...]
-    factor: float | None
-    grade: str  # whether the factor is measured or derived
+    findings: tuple[str, ...]  # codes of the findings that the change addresses
+    factor: float | None  # the largest possible gain, or None if it is unknown
+    grade: str  # MEASURED or DERIVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ class RunMachine:
     device: Device | None = None
     peaks: Peaks | None = None
     l2_bytes: int | None = None
-    tf32: bool = False  # fp32 products may use TF32
-    sm_mhz: float | None = None  # median clock while cells were timed
-    memory_mhz: float | None = None  # median while cells were timed
+    tf32: bool = False  # whether matrix products of fp32 inputs may use TF32
+    sm_mhz: float | None = None  # median SM clock while the cells were timed
+    memory_mhz: float | None = None  # median memory clock while the cells were timed
 
     @property
     def name(self) -> str | None:
-        """The name of the device, from its traces or else from its peaks."""
+        """The name of the device, from the traces or, if they do not contain it, from the peaks."""
         named = self.device.name if self.device else None
         return named or (self.peaks.device if self.peaks else None)
 
@@ -108,7 +108,7 @@ class RunMachine:
         return self.device.num_sms if self.device else None
 
     def facts(self) -> tuple[DeviceFact, ...]:
-        """Return the known facts about the device, including its data sheet and its peaks."""
+        """Return all known facts about the device, including its data sheet and its peak rates."""
         known = (data_sheet(self.name or ""), self.peaks)
         return device_facts(
             self.device,
@@ -122,7 +122,10 @@ class RunMachine:
 def run_machine(
     store: Store, run: str | None = None, source: str | None = None, cells: Sequence[CellRow] = ()
 ) -> RunMachine:
-    """Return the machine of a run, with its peaks from `source` and the clocks of the cells."""
+    """Return the machine of a run, with the median clocks that were recorded for `cells`.
+
+    `source` is the source of the peak rates. If it is None, measured peaks are preferred.
+    """
     environment, devices = store.environment(run), store.devices(run)
     clocks: dict[str, float | None] = {}
     for name in ("sm_mhz", "memory_mhz"):
@@ -178,7 +181,7 @@ class KernelFigures:
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigures:
-    """One phase of the call."""
+    """One phase of the attention computation, such as the product of Q and K."""
 
     name: Annotated[str, column("phase", meaning="step of the call")]
     flops: Annotated[int, column("MFLOP", "mega", meaning="its FLOPs")]
@@ -189,12 +192,12 @@ class PhaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a cell. Each share is a fraction of the device's peak."""
+    """The figures of a cell. `flops_share` and `bandwidth_share` are fractions of the peaks."""
 
     basis: Annotated[str | None, column("of", meaning="the time behind the rates")]
     duration_ns: Annotated[float | None, column("µs", "us", meaning="median of that time")]
     kernels_ns: float | None
-    event_ns: float | None  # event samples of an older run, or else cold_ns
+    event_ns: float | None  # median `event` sample, or cold_ns if the run has no `event` samples
     graph_ns: float | None
     wall_ns: float | None
     launches: float
@@ -227,8 +230,8 @@ class Figures:
     host_ns: float | None = None
     l2_bytes: float | None = None
     l1_bytes: float | None = None
-    ncu_ns: float | None = None  # time of the kernels under ncu, with cold caches
-    past_l1: bool = False  # l1_bytes does not include bytes that a kernel copied by TMA
+    ncu_ns: float | None = None  # time of the kernels of a call under ncu, with cold caches
+    past_l1: bool = False  # l1_bytes is incomplete, because a kernel bypassed the L1 by TMA copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,30 +249,30 @@ class CellAnalysis:
     phases: tuple[PhaseFigures, ...] = ()
     findings: tuple[Finding, ...] = ()
     remedies: tuple[Remedy, ...] = ()
-    # None if no figure determines the bottleneck. The finding `bottleneck` contains the evidence.
+    # None if the figures show no bottleneck. The finding `bottleneck` contains the evidence.
     bottleneck: Annotated[str | None, column("bottleneck", meaning="the limit, in one word")] = None
     machine: RunMachine = field(default_factory=RunMachine)
     main: KernelFigures | None = None
-    # The memories (`shared`, `L1`, `L2`, with their sizes) that can contain K and V of one head, or
-    # None if the sizes are unknown.
+    # The memories in which K and V of one head fit, such as `L2 (51,200 KiB)`, or None if no memory
+    # size is known.
     kv_places: tuple[str, ...] | None = None
     module: Annotated[
         str | None, column("module", shrink=True, meaning="the layers of a program")
     ] = None
-    wrong: bool = False  # a check found wrong results
+    wrong: bool = False  # whether a verification found wrong results of the backend
 
     @property
     def l2_size(self) -> int | None:
-        """The size of the L2 in bytes, from the machine or else from its peaks."""
+        """The size of the L2 cache in bytes, or None if it is unknown."""
         peaks = self.machine.peaks
         return self.machine.l2_bytes or (peaks.l2_bytes if peaks else None)
 
     def share_of(self, *roles: str) -> float:
-        """Return the fraction of the kernels' time that kernels of these roles take."""
+        """Return the fraction of the kernel time that kernels with these roles take."""
         return sum(kernel.share or 0 for kernel in self.kernels if kernel.role in roles)
 
     def finding(self, code: str) -> Finding | None:
-        """Return the finding with this code, or None."""
+        """Return the finding with this code, or None if the cell has no such finding."""
         return next((finding for finding in self.findings if finding.code == code), None)
 
 
@@ -303,8 +306,10 @@ WAVES = "launch__waves_per_multiprocessor"
 def kernel_figures(
     rows: Sequence[KernelRow], machine: RunMachine, calls: int
 ) -> tuple[KernelFigures, ...]:
-    """Return all kernels of one cell in launch order. Their times come from the first profiler in
-    TRACE_PROFILERS that recorded the cell, and their counters come from ncu.
+    """Return the figures of all kernels of one cell in launch order.
+
+    The times come from the first profiler in TRACE_PROFILERS that recorded the cell. The counters
+    come from ncu.
     """
     timed = next((name for name in TRACE_PROFILERS if any(r.profiler == name for r in rows)), None)
     roles = assign_roles(row for row in rows if row.profiler == timed)
@@ -356,7 +361,10 @@ def kernel_figures(
 def cell_figures(
     cell: CellRow, config: Config, kernels: Sequence[KernelFigures], machine: RunMachine
 ) -> Figures:
-    """Compute the figures of one cell, such as its rates. The dtype of `config` must be set."""
+    """Compute the figures of one cell, such as FLOP/s and bytes per second.
+
+    The dtype of `config` must be set.
+    """
     times = {name: float(median(values)) for name, values in cell.samples.items() if values}
     call_times = [kernel.call_ns for kernel in kernels if kernel.call_ns is not None]
     on_device = any(kernel.blocks is not None for kernel in kernels)
@@ -407,7 +415,10 @@ def cell_figures(
 
 
 def _sum_of_call(kernels: Sequence[KernelFigures], name: str, *others: str) -> float | None:
-    """Sum counters over a call. Return None unless ncu recorded the first for all kernels except copies."""
+    """Return the sum of one or more counters over the kernels of a call, without copies and fills.
+
+    Return None if ncu did not record the counter `name` for every kernel.
+    """
     launched = [kernel for kernel in kernels if kernel.blocks is not None]
     if not launched or any(getattr(kernel, name) is None for kernel in launched):
         return None
@@ -417,15 +428,17 @@ def _sum_of_call(kernels: Sequence[KernelFigures], name: str, *others: str) -> f
     )
 
 
-# On an H200, the L1 counts less than 0.001 of the L2 bytes of kernels that load by TMA, and more
-# than 0.1 of the L2 bytes of other kernels. Very small kernels come close to this limit because of
-# additional cold reads from the L2, so kernels with a small part of the L2 bytes are ignored.
+# A kernel that counts less than this fraction of its L2 bytes in the L1 bypasses the L1. On an
+# H200, the fraction is below 0.001 for kernels that load by TMA and above 0.1 for other kernels.
+# Very small kernels come close to 0.1 because of cold reads from the L2, so kernels that move less
+# than a tenth of the cell's L2 bytes are ignored.
 PAST_L1 = 0.1
 
 
 def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
-    """Return the kernels that bypass the L1 and move at least a tenth of the cell's L2 bytes. TMA
-    copies from the L2 to shared memory, and the L1 does not count these bytes.
+    """Return the kernels that bypass the L1 and move at least a tenth of the cell's L2 bytes.
+
+    Such a kernel copies by TMA from the L2 to shared memory, and the L1 does not count these bytes.
     """
     total = sum(kernel.l2_bytes or 0 for kernel in kernels)
     return [
@@ -438,14 +451,18 @@ def kernels_past_l1(kernels: Sequence[KernelFigures]) -> list[KernelFigures]:
 
 
 def stored_score_dtype(config: Config, kernels: Sequence[KernelFigures]) -> str | None:
-    """Return the dtype of the score matrices, or None if none was stored in memory."""
+    """Return the dtype of the score matrices, or None if the kernels store no scores in memory."""
     return score_dtype(str(config.dtype), [(kernel.role, kernel.dtype) for kernel in kernels])
 
 
 def phase_figures(
     config: Config, kernels: Sequence[KernelFigures], ridge_point: float | None
 ) -> tuple[PhaseFigures, ...]:
-    """Return the phases of the call that its kernels carry out."""
+    """Return the phases of the attention computation that the kernels execute, with their figures.
+
+    `ridge_point` is the intensity below which a matrix product is limited by memory, or None if it
+    is unknown.
+    """
     copies = any(kernel.role == "copy" for kernel in kernels)
     result = []
     for phase in phases(config, stored_score_dtype(config, kernels)):
@@ -461,8 +478,10 @@ def phase_figures(
 
 
 def main_kernel(kernels: Sequence[KernelFigures]) -> KernelFigures | None:
-    """Return the fused attention kernel that takes the longest time per call. If no kernel is fused,
-    return the longest kernel. Return None if no kernel has a grid.
+    """Return the fused attention kernel that takes the longest time per call.
+
+    If no kernel is fused, return the kernel that takes the longest time. Kernels without a grid are
+    ignored. Return None if no kernel has a grid.
     """
     own = [kernel for kernel in kernels if kernel.blocks is not None]
     fused = [kernel for kernel in own if kernel.role in FUSED_ROLES]

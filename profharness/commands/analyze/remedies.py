@@ -1,4 +1,4 @@
-"""The bottleneck of a cell in one word, and its remedies. Both follow from findings."""
+"""Derive the bottleneck of a cell and remedies from the findings about the cell."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from profharness.commands.analyze.figures import (
 from profharness.commands.analyze.rules import dram_share, percent
 from profharness.program.roles import GEMMS
 
-NEAR_PEAK = 0.6  # minimum share of a peak for the resource to be the bottleneck
+NEAR_PEAK = 0.6  # A resource is the bottleneck if its share of the peak is at least this value.
 HALF = 0.5
-# minimum share of the kernel time for the steps between products to be the bottleneck
+# Score traffic and copies of the inputs can be the bottleneck if at least this share of the kernel
+# time is spent outside of matrix products.
 BESIDE_PRODUCTS = 0.4
 
 Findings = Mapping[str, Finding]  # by code
-Bottleneck = tuple[str, Finding]  # the word for the bottleneck, and the finding `bottleneck`
+Bottleneck = tuple[str, Finding]  # a short name such as `memory`, and the finding `bottleneck`
 Text = str | Callable[[Config, str], str]
 
-# Code of a finding that is the bottleneck if it is major -> the word for it, and the cause.
+# Maps the code of a finding that is the bottleneck if it is major to the short name of the
+# bottleneck and to the cause in its sentence.
 CAUSES = {
     "launch_gap": ("launch", "launching"),
     "input_copies": ("input copies", "copies of the inputs"),
@@ -38,7 +40,7 @@ CAUSES = {
 
 
 def bottleneck(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottleneck | None:
-    """Return the bottleneck, or None if no figure determines it."""
+    """Return the bottleneck of a cell, or None if the findings do not show it."""
     causes = [*CAUSES][1:]
     if figures.kernels_ns is None or 1 - cell.share_of(*GEMMS) < BESIDE_PRODUCTS:
         causes = [code for code in causes if code not in ("input_copies", "score_traffic")]
@@ -57,7 +59,7 @@ def _named(word: str, text: str, finding: Finding) -> Bottleneck:
 
 
 def _major(findings: Findings, codes: Sequence[str]) -> Bottleneck | None:
-    """Return the first of these findings that is major as the bottleneck."""
+    """Return the bottleneck that follows from the first major finding among these codes, if any."""
     for code in codes:
         if code in findings and findings[code].severity == "major":
             word, cause = CAUSES[code]
@@ -84,7 +86,7 @@ def _at_peak(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
 
 
 def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottleneck | None:
-    """Return latency as the bottleneck if no ceiling is near and the grid is large enough."""
+    """Return latency as the bottleneck if neither FLOP/s nor bandwidth is near its peak."""
     rate, memory, achieved = figures.flops_share, figures.bandwidth_share, findings.get("achieved")
     if achieved is None or rate is None or memory is None or cell.main is None:
         return None
@@ -104,7 +106,7 @@ def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
 
 
 def _is_math(backend: str) -> bool:
-    """Return whether a backend's unfused kernels are those of PyTorch's math backend."""
+    """Return whether unfused kernels of this backend come from PyTorch's math backend."""
     return backend == "math" or pytorch_chooses(backend)
 
 
@@ -139,7 +141,8 @@ def _more_blocks(config: Config, _: str) -> str:
     return "Batch more sequences or heads into one call, or use a kernel with smaller query tiles."
 
 
-# Codes of findings -> remedy. A remedy for several findings is listed once with all of them.
+# Maps codes of findings to a remedy. The remedy is given if the cell has the finding with the first
+# code, and it refers to all of these findings that the cell has.
 REMEDIES: Mapping[tuple[str, ...], Text] = {
     ("launch_gap",): lambda config, _: (
         "Take the launch path out of the call: capture it into a CUDA graph, or compile the model "
@@ -173,13 +176,19 @@ REMEDIES: Mapping[tuple[str, ...], Text] = {
 }
 
 BESIDE = {"idle_warps": "few_blocks"}
-"""A finding -> the finding whose remedy applies to it too: warps are idle if blocks are missing."""
+"""Maps a finding to its cause. The remedy for the finding is left out if the cause was found too,
+because the remedy for the cause is enough: warps are idle if there are too few blocks.
+"""
 OF_AN_AUTHOR = ("no_tensor_cores", "uncoalesced", "bank_conflicts")
-"""Findings whose remedy needs a change of the kernel's source, so not for PyTorch's kernels."""
+"""Findings whose remedy changes the kernel's source. It is not given for PyTorch's own kernels."""
 
 
 def remedies(config: Config, backend: str, findings: Findings) -> tuple[Remedy, ...]:
-    """Return remedies for findings above a note: the largest known gain first, then major findings."""
+    """Return remedies for all findings of severity major or minor.
+
+    Remedies with a known gain come first, the largest gain at the top. Of the others, remedies for
+    major findings come first.
+    """
     relevant = {code for code, finding in findings.items() if finding.severity != "note"}
     of_pytorch = backend in SDP_BACKENDS or pytorch_chooses(backend)
     helpful = []

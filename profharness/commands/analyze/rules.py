@@ -1,6 +1,6 @@
-"""The rules that derive findings, with their evidence, from the figures of a cell.
+"""Rules that derive findings, with evidence, from the figures of a cell.
 
-The rules at the end need counters of ncu (`capture --profiler torch,ncu --metrics …`).
+The rules in KERNEL_RULES need counters of ncu (`capture --profiler torch,ncu --metrics …`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ DRAM_EXCESS = 1.5
 SPLIT_MINOR, SPLIT_MAJOR = 0.05, 0.25
 HELPERS_MINOR, HELPERS_MAJOR = 0.10, 0.30
 COPIES = ("copy", "copy_bwd", "cast", "cast_bwd", "memory", "memory_bwd")
-TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # minimum share of SM time that the last wave leaves idle
+TAIL_MINOR, TAIL_MAJOR = 0.10, 0.25  # minimum share of block slots that the last wave leaves empty
 MANY_WAVES = 8
 LOW_OCCUPANCY = 0.25
-FAR_BELOW = 0.6  # reported if achieved / theoretical occupancy is less
+FAR_BELOW = 0.6  # Achieved occupancy is reported if it is below this fraction of the theoretical.
 UNUSED_SHARED = 0.25
 SEVERAL_READERS = 2
-# If ncu counted less than this fraction of the bytes that the grid implies, the grid is no evidence.
+# The number of reads of K and V that follows from the grid is discarded if ncu counted less than
+# this fraction of the bytes that this number of reads would move.
 DISPROVED = 0.5
-LOW_INTENSITY = 1.0  # FLOPs per byte; cache traffic is a major finding below it
+LOW_INTENSITY = 1.0  # Cache traffic is a major finding below this number of FLOPs per byte.
 GAP_MAJOR, GAP_MINOR = 0.40, 0.20  # minimum share of a call in which no kernel runs
-# Families whose blocks are known to read all of a head's K and V. Any other kernel may divide
-# head_dim or the keys among its blocks, which the grid does not show.
+# Families of kernels in which each block reads all of K and V of one head. Other kernels may divide
+# head_dim or the keys among their blocks, and the grid does not show whether they do.
 READS_ALL = ("flash", "flash_splitkv", "efficient", "cudnn")
 UNCOUNTED = (
     " (if every block reads a whole head; `capture --profiler torch,ncu --metrics cache` counts it)"
@@ -55,17 +56,17 @@ HOST_SOURCE = f"{HOST} samples: the CPU's own time of an eager call"
 
 
 def us(name: str, value_ns: float, source: str) -> Evidence:
-    """Return a time as evidence, in microseconds."""
+    """Return evidence for a time, converted to microseconds."""
     return Evidence(name, round(value_ns / 1e3, 3), "µs", source)
 
 
 def share(name: str, value: float | None, source: str) -> Evidence | None:
-    """Return a share, given as a fraction, as evidence."""
+    """Return evidence for a fraction such as 0.25, or None if the value is unknown."""
     return None if value is None else Evidence(name, round(value, 4), "", source)
 
 
 def in_bytes(name: str, value: float, source: str = SHAPES) -> Evidence:
-    """Return a size or an amount of traffic as evidence."""
+    """Return evidence for a number of bytes."""
     return Evidence(name, value, "B", source)
 
 
@@ -108,14 +109,17 @@ def _duration(figures: Figures) -> Evidence:
 
 
 def dram_share(cell: CellAnalysis, figures: Figures) -> float | None:
-    """Return the measured DRAM bytes per second divided by the peak bandwidth."""
+    """Return the measured DRAM bytes per second divided by the peak, or None if one is unknown."""
     peaks, rate = cell.machine.peaks, figures.dram_bytes_per_s
     top = peaks.bandwidth_bytes_per_s if peaks else None
     return rate / top if rate and top else None
 
 
 def intensity(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report on which side of the ridge the config lies, regardless of the kernels that ran."""
+    """Report whether the config is limited by memory or compute according to its shapes alone.
+
+    It is limited by compute if its FLOPs per compulsory byte are at or above the ridge.
+    """
     peaks = cell.machine.peaks
     if figures.ridge is None or peaks is None:
         return
@@ -174,7 +178,7 @@ def achieved(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report rates that exceed the peaks of the device, and explain why."""
+    """Report rates that exceed the peak rates of the device, with the probable reason."""
     if (figures.bandwidth_share or 0) > 1:
         working, l2 = figures.working_set_bytes, cell.l2_size
         if l2 and working < l2 and figures.basis not in (COLD, EVENT):
@@ -205,7 +209,7 @@ def above_ceiling(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Compare measured DRAM bytes with compulsory bytes."""
+    """Report the DRAM bytes that ncu counted, and compare them with the compulsory bytes."""
     if figures.dram_bytes is None:
         return
     ratio = figures.dram_bytes / figures.compulsory_bytes
@@ -229,7 +233,7 @@ def dram_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report that unfused attention stores its score matrices in memory, and how large they are."""
+    """Report the memory traffic of unfused attention, which stores score matrices in memory."""
     dtype = stored_score_dtype(cell.config, cell.kernels)
     if dtype is None:
         return
@@ -275,8 +279,9 @@ def score_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report that attention written in Python stores its score matrices in memory. Their size is a
-    lower bound, because their dtype is at least as wide as the inputs' dtype.
+    """Report that attention implemented in Python stores its score matrices in memory.
+
+    The reported size is a lower bound, because the scores may have a wider dtype than the inputs.
     """
     compulsory, dtype = figures.compulsory_bytes, str(cell.config.dtype)
     matrix = matrix_bytes(cell.config, dtype)
@@ -293,7 +298,10 @@ def eager_scores(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def full_precision(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
-    """Report that 16-bit inputs are multiplied in fp32, as PyTorch's math backend does by default."""
+    """Report matrix products that run in fp32 on 16-bit inputs.
+
+    PyTorch's math backend converts 16-bit inputs to fp32 by default.
+    """
     dtype, peaks = str(cell.config.dtype), cell.machine.peaks
     name = "tf32" if cell.machine.tf32 else "fp32"
     if dtype == "fp32" or stored_score_dtype(cell.config, cell.kernels) != "fp32" or not peaks:
@@ -315,7 +323,7 @@ def full_precision(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 
 
 def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report the share of time that the combine kernel takes if the keys are split."""
+    """Report the time of the combine kernel, which merges partial results if the keys are split."""
     kernels, part, time_ns = _time_of(cell, "combine")
     if kernels and part >= SPLIT_MINOR:
         text = (
@@ -332,7 +340,7 @@ def split_overhead(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
-    """Report the time that copies, padding and casts take beside a fused kernel."""
+    """Report the time of copies, padding and casts that accompany a fused kernel."""
     kernels, part, time_ns = _time_of(cell, *COPIES)
     if part >= HELPERS_MINOR and any(kernel.role in FUSED_ROLES for kernel in cell.kernels):
         text = (
@@ -348,7 +356,9 @@ def helpers(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 
 
 def _time_of(cell: CellAnalysis, *roles: str) -> tuple[list[str], float, float]:
-    """Return the names of the kernels of these roles, their share of the time, and their time."""
+    """Return the names of the kernels with these roles, their share of the kernel time, and their
+    time in ns.
+    """
     kernels = [kernel for kernel in cell.kernels if kernel.role in roles]
     time_ns = sum(kernel.call_ns or 0 for kernel in kernels)
     return [kernel.kernel for kernel in kernels], cell.share_of(*roles), time_ns
@@ -359,8 +369,10 @@ def _gain(part: float) -> float | None:
 
 
 def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
-    """Report whether the main kernel's grid fills the device, and how much of the device is idle
-    during the last wave.
+    """Report a grid of the main kernel that does not fill the device.
+
+    The grid may have fewer blocks than the device has SMs, or it may leave many block slots empty
+    in the last wave.
     """
     main, sms = cell.main, cell.machine.num_sms
     if main is None or not main.blocks or not sms:
@@ -401,7 +413,11 @@ def blocks_and_waves(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 
 
 def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
-    """Report low theoretical occupancy with its limiter, and much lower measured occupancy."""
+    """Report low occupancy of the main kernel.
+
+    Report theoretical occupancy if it is low, with the resource that limits it. Report the
+    occupancy that ncu measured if it is far below the theoretical one.
+    """
     main = cell.main
     if main is None or main.occupancy is None:
         return
@@ -433,15 +449,17 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 
 
 def _readers(cell: CellAnalysis, kernel: KernelFigures) -> float | None:
-    """Return how many blocks of a forward kernel read the same row of K and V, derived from its grid.
-    Return None if the grid does not show that several do, or if ncu counted too few bytes for it.
+    """Return how many blocks of a forward kernel read the same row of K and V, based on the grid.
+
+    Return None if the grid does not show that several blocks do, or if ncu counted too few bytes
+    for this number.
     """
     config, sms = cell.config, cell.machine.num_sms
     heads = config.batch * config.num_kv_heads
     if kernel.role != "attention" or not kernel.blocks or kernel.blocks % heads:
         return None
     if sms and kernel.blocks % sms == 0:
-        return None  # a persistent kernel, whose blocks each compute several tiles
+        return None  # maybe a persistent kernel, in which each block computes several tiles
     splits = 1
     if kernel.family == "flash_splitkv" and kernel.grid is not None:
         splits = kernel.grid[1]
@@ -457,14 +475,15 @@ def _readers(cell: CellAnalysis, kernel: KernelFigures) -> float | None:
 
 
 def _read_bytes(config: Config, times: float) -> float:
-    """Return how many bytes of K and V are read if `times` blocks read K and V of each head. If
-    `causal` is set, a block stops at the last row to which its last query attends.
+    """Return how many bytes are read if `times` blocks read K and V of each head.
+
+    If the config is causal, a block reads only up to the last key to which its last query attends.
     """
     tensors = tensor_bytes(config)
     whole = times * (tensors.key + tensors.value)
     if not config.causal:
         return whole
-    blocks = times * config.num_kv_heads / config.num_heads  # blocks of one query head
+    blocks = times * config.num_kv_heads / config.num_heads  # blocks per query head
     tile = math.ceil(config.seq_len_q / max(1.0, blocks))
     ends = [min(end, config.seq_len_q) for end in range(tile, config.seq_len_q + tile, tile)]
     seen = min(config.seq_len_q, config.seq_len_kv)
@@ -472,8 +491,9 @@ def _read_bytes(config: Config, times: float) -> float:
 
 
 def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report how often K and V are read. The number is derived from the grid and assumes that every
-    block reads all of its head's K and V.
+    """Report how many blocks read the same K and V, and the traffic that results.
+
+    The number follows from the grid, assuming that each block reads all of K and V of its head.
     """
     config, l2 = cell.config, cell.l2_size
     for kernel in cell.kernels:
@@ -481,7 +501,7 @@ def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
         if times is None:
             continue
         tensors = tensor_bytes(config)
-        both = tensors.key + tensors.value  # excludes fully masked rows if causal
+        both = tensors.key + tensors.value  # if causal, without keys that no query attends to
         moved = _read_bytes(config, times)
         per_byte = figures.flops / moved
         rows = config.seq_len_q * config.num_heads / config.num_kv_heads / times
@@ -514,7 +534,7 @@ def kv_traffic(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def cache_traffic(_: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Compare the bytes that ncu counted in the L1 and the L2 with the compulsory bytes."""
+    """Report the bytes that ncu counted in the L1 and L2 caches, against the compulsory bytes."""
     counted = [
         (name, counter, moved)
         for name, counter, moved in (
@@ -540,8 +560,10 @@ def cache_traffic(_: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def _memories(cell: CellAnalysis) -> list[tuple[str, str, int]]:
-    """Return a short name, a name for use in a sentence, and the bytes of each on-chip memory. Return
-    an empty list if the device is not known. The L1's size excludes the main kernel's shared memory.
+    """Return (short name, name for use in a sentence, size in bytes) of each on-chip memory.
+
+    The size of the L1 excludes the shared memory of the main kernel. The list is empty if the
+    device is unknown.
     """
     device, main = cell.machine.device, cell.main
     if device is None:
@@ -557,8 +579,9 @@ def _memories(cell: CellAnalysis) -> list[tuple[str, str, int]]:
 
 
 def kv_places(cell: CellAnalysis, figures: Figures) -> tuple[str, ...] | None:
-    """Return the memories that can contain K and V of one head, with their sizes. Return None if no
-    memory size is known.
+    """Return the memories in which K and V of one head fit, such as `L2 (51,200 KiB)`.
+
+    Return None if no memory size is known.
     """
     memories = _memories(cell)
     fitting = [(short, room) for short, _, room in memories if room >= figures.kv_head_bytes]
@@ -568,7 +591,11 @@ def kv_places(cell: CellAnalysis, figures: Figures) -> tuple[str, ...] | None:
 
 
 def working_set(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Compare K and V of one head with shared memory and L1, and all inputs and output with the L2."""
+    """Report which on-chip memories the data fit in.
+
+    K and V of one head are compared with shared memory and the L1, all inputs and the output with
+    the L2.
+    """
     memories = _memories(cell)
     if not memories:
         return
@@ -593,7 +620,10 @@ def working_set(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
-    """Report shared memory that the main kernel leaves unused although K and V are read repeatedly."""
+    """Report that the main kernel uses little shared memory although blocks read the same K and V.
+
+    A larger tile in shared memory would reduce these repeated reads.
+    """
     main, device = cell.main, cell.machine.device
     if main is None or device is None or main.shared_bytes is None or not main.blocks_per_sm:
         return
@@ -616,9 +646,11 @@ def unused_shared(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
 
 
 def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report how long the GPU waits for the CPU in an eager call: the time of the call minus the time
-    of its graph replay. If there is no graph sample, use the time of the kernels instead of the
-    replay. All of these times are measured with warm caches.
+    """Report the share of an eager call in which the GPU waits for the CPU.
+
+    It is the time of the call minus the time of the same call replayed as a CUDA graph. If the
+    replay was not timed, the total time of the kernels is used. All these times are measured with
+    warm caches.
     """
     eager, host = figures.eager_ns, figures.host_ns
     if not eager:
@@ -648,10 +680,11 @@ def launch_gap(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
 
 
 def _gap_of_older_runs(cell: CellAnalysis, figures: Figures) -> Iterator[Finding]:
-    """Report a lower bound of the gap from `event` samples, which older runs recorded. In these
-    samples the flush hid a part of the launch path, and the caches were cold. The upper bound of the
-    kernels' time is the larger of two sums: the profiled time plus the time to refill the L2, and
-    ncu's time plus the time of copies.
+    """Report a lower bound for the launch gap in `event` samples, which only older runs contain.
+
+    In these samples, the L2 flush hides a part of the launch time, and the caches are cold. The
+    bound assumes the longest plausible kernel time. That is the larger of two sums: the profiled
+    time plus the time to refill the L2, or the time under ncu plus the time of copies and fills.
     """
     event, busy, peaks = figures.event_ns, figures.kernels_ns, cell.machine.peaks
     if figures.cold_ns or not event or not busy:
@@ -710,7 +743,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "many bank conflicts": (0.5, "every second pass of shared memory is a repetition"),
     "kernel": (0.2, "profharness: the part of a call's time that makes a kernel worth it"),
 }
-"""The threshold from which each counter is reported, and the source of the threshold."""
+"""The threshold of each check of a counter, and the source of the threshold."""
 
 
 _FEWER = "put other instructions between those of that unit, or need fewer of them"
@@ -763,7 +796,10 @@ WARP_STATE_WORDS: dict[str, tuple[str, str]] = {
         "there are warps enough; fewer with more registers each would do as well",
     ),
 }
-"""What the warps of a state wait for, as NVIDIA's table of metrics describes it, and what helps."""
+"""Maps a warp state of ncu to the reason for which warps in this state wait, and to a remedy.
+
+The reasons follow the table of metrics in NVIDIA's documentation of Nsight Compute.
+"""
 
 
 def _over(name: str, value: float | None) -> bool:
@@ -771,7 +807,7 @@ def _over(name: str, value: float | None) -> bool:
 
 
 def tensor_pipe(cell: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
-    """Report how busy the tensor cores are in a kernel that multiplies matrices."""
+    """Report low utilization of the tensor cores in a kernel that multiplies matrices."""
     busy, count = kernel.counters.tensor_pipe, kernel.counters.tensor_instructions
     if kernel.role not in (*FUSED_ROLES, *GEMMS) or busy is None or _over("tensor pipe", busy):
         return
@@ -802,8 +838,9 @@ def tensor_pipe(cell: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
 
 
 def coalescing(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
-    """Report sectors per request of a warp. Many sectors mean that the accesses are scattered. Few
-    sectors mean that the accesses are narrow.
+    """Report loads and stores that access many or few 32-byte sectors per request of a warp.
+
+    With many sectors, the accesses of the threads are scattered. With few, they are narrow.
     """
     for what, sectors, name in (
         ("load", kernel.counters.load_sectors, ncu.LOAD_SECTORS),
@@ -826,7 +863,7 @@ def coalescing(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
 
 
 def bank_conflicts(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
-    """Report passes of shared memory caused by bank conflicts."""
+    """Report the share of shared memory passes that are caused by bank conflicts."""
     part = kernel.counters.bank_conflicts
     if part is not None and _over("bank conflicts", part):
         yield measured(
@@ -839,8 +876,9 @@ def bank_conflicts(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
 
 
 def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
-    """Report hit rates of L1 and L2. ncu flushes both before each kernel, so few hits are expected
-    from a kernel that reads its data once.
+    """Report the hit rates of the L1 and L2 caches.
+
+    ncu flushes both caches before each kernel, so a kernel that reads its data once has few hits.
     """
     rates = (
         ("L1", kernel.counters.l1_hit_rate, ncu.L1_HIT_RATE),
@@ -859,7 +897,7 @@ def hit_rates(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
 
 
 def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
-    """Report what most resident warps wait for, if the schedulers do not issue all the time."""
+    """Report the most frequent reason for which warps wait, if the schedulers are often idle."""
     states = [item for item in kernel.counters.warp_states.items() if item[0] != "selected"]
     issue = kernel.counters.issue_active
     if not states or _over("issue slots", issue) or not _over("stall", states[0][1]):
@@ -880,7 +918,7 @@ def stalls(_: CellAnalysis, kernel: KernelFigures) -> Iterator[Finding]:
 
 
 def counters(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
-    """Apply KERNEL_RULES to the main kernel and the others that take a large share of the time."""
+    """Apply KERNEL_RULES to the main kernel and to kernels that take much of the kernel time."""
     kernels = [kernel for kernel in cell.kernels if _over("kernel", kernel.share)]
     if cell.main is not None:
         kernels = [cell.main, *(kernel for kernel in kernels if kernel is not cell.main)]
@@ -895,7 +933,8 @@ RULES: tuple[Rule, ...] = (
     *(blocks_and_waves, occupancy, kv_traffic, cache_traffic, working_set, unused_shared),
     *(score_traffic, full_precision, split_overhead, helpers, counters),
 )
-# Attention written in Python chooses its own dtypes, so rules that assume SDPA's dtypes are omitted.
+# Attention implemented in Python may use any dtype for its scores, so the rules that assume the
+# dtypes of PyTorch's math backend are replaced.
 EAGER_RULES: tuple[Rule, ...] = (
     *(rule for rule in RULES if rule not in (score_traffic, full_precision)),
     eager_scores,

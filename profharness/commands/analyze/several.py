@@ -13,9 +13,9 @@ from profharness.columns import column
 from profharness.commands.analyze.figures import CellAnalysis, Evidence, Figures, Finding, Remedy
 from profharness.rows import COLD, EAGER, EVENT, GRAPH, WALL
 
-# A number on its own. Digits inside a kernel's name or a dtype do not match.
+# Matches a number such as `1,234.5`, but no digits inside a kernel name or a dtype such as `fp16`.
 NUMBER = re.compile(r"(?<![\w<>,.x-])(\d[\d,]*(?:\.\d+)?)(?![\w<>,x])")
-SEVERAL = 2  # minimum number of configs for which a finding is merged
+SEVERAL = 2  # A finding is printed once for all its configs if there are at least this many.
 
 
 Item = TypeVar("Item", Finding, Remedy)
@@ -23,7 +23,7 @@ Members = list[tuple[CellAnalysis, Item]]
 
 
 def where(members: Members[Item]) -> str:
-    """Return text such as `naive, single_query at 4 configs`."""
+    """Return text on where a finding was made, such as `naive, single_query at 4 configs`."""
     configs: dict[str, set[tuple[str, Config]]] = {}
     for analysis, _ in members:
         configs.setdefault(analysis.backend, set()).add((analysis.run, analysis.config))
@@ -39,7 +39,10 @@ def where(members: Members[Item]) -> str:
 def common_findings(
     pairs: Iterable[tuple[CellAnalysis, Finding]],
 ) -> Iterator[tuple[Finding, Members[Finding]]]:
-    """Yield the findings that cells of several configs share, with figures as ranges over them."""
+    """Yield each finding that cells of several configs share, with these cells.
+
+    Figures that differ between the cells become ranges such as `1.2 to 3.4`.
+    """
 
     def form(finding: Finding) -> tuple[object, ...]:
         """Return a key that is equal for findings that differ only in their figures."""
@@ -61,7 +64,7 @@ def common_findings(
 def common_remedies(
     pairs: Iterable[tuple[CellAnalysis, Remedy]],
 ) -> Iterator[tuple[Remedy, Members[Remedy]]]:
-    """Yield the remedies that cells of several configs share, each with its largest gain."""
+    """Yield each remedy that cells of several configs share, with its largest gain and cells."""
     for members in _common(pairs, lambda remedy: (remedy.text, remedy.findings)):
         yield max((each for _, each in members), key=lambda each: each.factor or 0), members
 
@@ -87,7 +90,7 @@ def _merged_evidence(items: tuple[Evidence, ...]) -> Evidence:
 
 
 def merged_text(texts: Sequence[str]) -> str:
-    """Merge texts that differ in their figures only. A figure that varies becomes `low to high`."""
+    """Merge texts that differ only in their numbers. A number that varies becomes `low to high`."""
     ranges = []
     for numbers in zip(*(NUMBER.findall(text) for text in texts), strict=True):
         ranked = sorted(numbers, key=lambda number: float(number.replace(",", "")))
@@ -97,8 +100,8 @@ def merged_text(texts: Sequence[str]) -> str:
     return NUMBER.sub(lambda _: next(merged), texts[0])
 
 
-TIE = 1.03  # two backends tie if the ratio of their medians is smaller
-FEW_QUERIES = 4  # minimum number of keys per query in a decoding step
+TIE = 1.03  # Two backends tie if the ratio of their medians is below this value.
+FEW_QUERIES = 4  # A config is a decoding step if it has at least this many keys per query.
 SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "training": (lambda config: config.bwd, "2,8,1024,64,causal,bwd"),
     "prefill": (
@@ -110,7 +113,9 @@ SCENARIOS: dict[str, tuple[Callable[[Config], bool], str]] = {
         "1,32,1,128,bf16,kv_heads=8,seq_kv=4096",
     ),
 }
-"""Whether a config belongs to the scenario, and a config to capture if a store has none."""
+"""Maps a use of attention to a function that returns whether a config is an example of this use,
+and to a config that users can capture if no stored config is an example.
+"""
 LITTLE_MEMORY = "little memory"
 MIB = 1 << 20
 
@@ -121,7 +126,7 @@ def _decodes(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioChoice:
-    """The best backends of one config for a scenario, among those with the same measurement."""
+    """The best backends for one config in a scenario such as `training`."""
 
     scenario: Annotated[str, column("for", repeat=False, meaning="use of attention")]
     run: str
@@ -134,17 +139,17 @@ class ScenarioChoice:
 
     @property
     def median(self) -> Annotated[str, column("median", right=True, meaning="time or memory")]:
-        """The value of the best backend with its unit."""
+        """The time or memory of the best backend, formatted with its unit."""
         if self.scenario == LITTLE_MEMORY:
             return f"{self.value / MIB:,.1f} MiB"
         return f"{self.value / 1e3:,.2f} µs"
 
 
 def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
-    """Return the best backends of every config with several backends, by scenario."""
+    """Return the best backends for every config that ran on several backends, by scenario."""
     groups: dict[tuple[str, Config], dict[str, Figures]] = {}
     for each in analyses:
-        # skip `auto`: the backend that it chose has its own cell
+        # Skip `auto`, because the backend that PyTorch chooses has a cell of its own.
         excluded = each.module is not None or each.wrong or pytorch_chooses(each.backend)
         if each.figures and not excluded:
             groups.setdefault((each.run, each.config), {})[each.backend] = each.figures
@@ -152,7 +157,7 @@ def choices(analyses: Sequence[CellAnalysis]) -> list[ScenarioChoice]:
     for scenario, (holds, _) in SCENARIOS.items():
         for (run, config), group in groups.items():
             if holds(config):
-                # the first measurement that all backends have
+                # Compare by the first measurement that all backends have.
                 for name in (GRAPH, COLD, EVENT, EAGER, WALL):
                     times = _values(group, f"{name}_ns")
                     if len(times) == len(group):
@@ -170,7 +175,7 @@ def _values(group: Mapping[str, Figures], name: str) -> dict[str, float]:
 
 
 def missing_scenarios(analyses: Sequence[CellAnalysis]) -> dict[str, str]:
-    """Return the scenarios without a config, each with an example config."""
+    """Return an example config for each scenario to which no analyzed config belongs."""
     configs = {analysis.config for analysis in analyses}
     return {
         scenario: example
@@ -193,13 +198,14 @@ def _choice(
 
 
 SWEPT = ("head_dim", "seq_len_kv", "batch", "num_heads")
-DROP = 1.5  # smallest ratio of neighbouring rates that is a drop
-MANY_DIMS = 3  # minimum number of head dims that look like a sweep
+DROP = 1.5  # The rate drops if it falls by at least this factor between neighbouring configs.
+MANY_DIMS = 3  # Configs look like a sweep over head_dim if they have at least this many values.
 
 
 def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis]]]:
-    """Return groups of cells of one backend whose configs differ in one number. Each group has the
-    name of the number and is sorted by it.
+    """Return groups of cells of one backend whose configs differ in only one property.
+
+    Each group comes with the name of the property, such as `head_dim`, and is sorted by its value.
     """
     sweeps: list[tuple[str, list[CellAnalysis]]] = []
     done = [analysis for analysis in analyses if analysis.figures is not None]
@@ -216,12 +222,12 @@ def sweep(analyses: Sequence[CellAnalysis]) -> list[tuple[str, list[CellAnalysis
 
 
 def _sweep_key(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
-    """Return what the cells of one sweep have in common."""
+    """Return a key that is equal for cells that differ only in the property `name`."""
     config = analysis.config
     same_length = config.seq_len_q == config.seq_len_kv
     same_heads = config.num_heads == config.num_kv_heads
     left_out = {name}
-    # with equal lengths, both are swept as one number
+    # If seq_len_q equals seq_len_kv, both change together in a sweep. The same holds for heads.
     if name == "seq_len_kv" and same_length:
         left_out.add("seq_len_q")
     if name == "num_heads" and same_heads:
@@ -231,7 +237,7 @@ def _sweep_key(analysis: CellAnalysis, name: str) -> tuple[object, ...]:
 
 
 def drops(name: str, group: Sequence[CellAnalysis]) -> Iterator[tuple[int, int, float]]:
-    """Yield (value before, value after, factor) where the FLOP rate of one sweep falls, in its order."""
+    """Yield (value before, value after, factor) for each drop of the FLOP rate in one sweep."""
     for one, other in pairwise(group):
         before, after = (each.figures and each.figures.flops_per_s for each in (one, other))
         if before and after and before >= DROP * after:
@@ -239,8 +245,10 @@ def drops(name: str, group: Sequence[CellAnalysis]) -> Iterator[tuple[int, int, 
 
 
 def changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[tuple[str, dict[int, int]]]:
-    """Yield (backend, number of scores by head_dim) for configs that look like a sweep over head_dim
-    but differ in their number of scores, so that a change of the rate is not due to head_dim alone.
+    """Yield (backend, number of scores by head_dim) for configs that only look like a sweep.
+
+    Their head_dim differs, but so does their number of scores, so a change of the FLOP rate is not
+    due to head_dim alone.
     """
     groups: dict[tuple[object, ...], list[Config]] = {}
     for analysis in analyses:

@@ -1,4 +1,4 @@
-"""Show the answer of `analyze`: figures, findings, remedies and sweeps."""
+"""Build the document of `analyze`, with figures, findings, remedies and sweeps."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ TRAFFIC_COLUMNS = (
     Column("intensity", "FLOP/B", "count"),
     Column("gb_per_s", "GB/s", "figures"),
 )
-COUNTED_SHARE = 0.01  # minimum share of a cell's kernel time for a kernel to be listed
+COUNTED_SHARE = 0.01  # Kernels with a smaller share of the kernel time are not listed.
 
 
 def analyze_document(analyses: Sequence[CellAnalysis], *, full: bool = False) -> Document:
-    """Return the document of `analyze`: one section per config, one table per sweep.
+    """Return the document of `analyze`, with one section per config and one table per sweep.
 
     If `full` is set, the document contains every finding with all of its evidence.
     """
@@ -146,10 +146,10 @@ def _row_parts(analysis: CellAnalysis) -> tuple[Any, ...]:
 
 
 def _figure_tables(own: Sequence[CellAnalysis]) -> Iterator[Block]:
-    """Yield the tables of the cells of one config."""
+    """Yield tables of the rates, phases, memory traffic and counters of the cells of one config."""
     if rows := [_row_parts(analysis) for analysis in own if analysis.figures]:
         yield Table.of(filled_columns(COLUMNS, rows), rows)
-    # the phases of each way of execution once, under the backends that use it
+    # Backends with equal phases share one group of rows in the table.
     ways: dict[tuple[PhaseFigures, ...], list[str]] = {}
     for analysis in own:
         ways.setdefault(analysis.phases, []).append(analysis.backend)
@@ -187,7 +187,7 @@ def _sweep_blocks(name: str, group: Sequence[CellAnalysis]) -> Iterator[Block]:
 
 
 def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
-    """Yield warnings for configs that look like a sweep over head_dim but are not."""
+    """Yield warnings for configs that look like a sweep over head_dim but differ in more."""
     for backend, scores in changed_problems(analyses):
         counts = ", ".join(f"{count:,}" for count in scores.values())
         yield Note(
@@ -201,9 +201,7 @@ def _changed_problems(analyses: Sequence[CellAnalysis]) -> Iterator[Note]:
 
 
 def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> Iterator[Chart]:
-    """Yield charts of TFLOP/s over each swept number, with one line per backend (and config, if
-    there are several).
-    """
+    """Yield a chart of TFLOP/s over each swept property, with one line per sweep."""
     for name in dict.fromkeys(name for name, _ in sweeps):
         groups = [group for swept, group in sweeps if swept == name]
         several = len({group[0].config for group in groups}) > 1
@@ -225,10 +223,10 @@ def _sweep_charts(sweeps: Sequence[tuple[str, list[CellAnalysis]]]) -> Iterator[
 
 
 def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
-    """Return the intensity of a cell for the bytes that ncu counted in each memory, and for
-    compulsory bytes.
+    """Return the bytes and the FLOPs per byte of a cell in DRAM, L2 and L1, as ncu counted them.
 
-    All rates use the time under ncu. Return an empty list if ncu counted no bytes.
+    A further row has these figures for the compulsory bytes. All rates use the time under ncu. The
+    list is empty if ncu did not record the cell.
     """
     figures = analysis.figures
     if figures is None or not figures.ncu_ns or figures.dram_bytes is None:
@@ -256,7 +254,7 @@ def traffic_points(analysis: CellAnalysis) -> list[dict[str, Any]]:
 
 
 def _past_l1(own: Sequence[CellAnalysis]) -> Iterator[Note]:
-    """Yield notes that explain why some cells have no value for L1 bytes."""
+    """Yield notes that explain why L1 bytes are missing for backends that bypass the L1."""
     names: dict[str, list[str]] = {}
     for each in own:
         if each.figures is None or not each.figures.past_l1:
@@ -272,14 +270,15 @@ def _past_l1(own: Sequence[CellAnalysis]) -> Iterator[Note]:
 
 
 def _rooflines(analyses: Sequence[CellAnalysis]) -> Iterator[Chart]:
-    """Yield a roofline of all cells, and one of the cells that ncu recorded with one point per memory.
-    Only cells with known peaks are shown.
+    """Yield a roofline chart of all cells, and one of the memory traffic that ncu counted.
+
+    The second chart has one point per cell and memory. No chart is drawn if no peak rate is known.
     """
     roofs: list[tuple[str, Peaks, float]] = []
     cells, points = [], []
     for each in analyses:
         figures, peaks = each.figures, each.machine.peaks
-        # one series per memory, so that marks differ; the label of a point is its cell
+        # Each memory is a series of the chart, so that its points have a mark of their own.
         points += [
             point
             | {"backend": f"{point['level']} bytes", "label": f"{each.backend} {point['label']}"}
@@ -316,7 +315,7 @@ ADVICE_COLUMNS = pick(
     ScenarioChoice, "scenario", "config", "best", "median", "measurement", "runner_up", "factor"
 )
 Covered = Set[tuple[str, str, object]]
-"""The run, the cell, and the finding or remedy that is shown once for several configs."""
+"""Tuples (run, cell, finding or remedy) that are shown once for several configs."""
 
 
 def _evidence_text(evidence: Sequence[Evidence]) -> str:
@@ -332,7 +331,11 @@ def _evidence_text(evidence: Sequence[Evidence]) -> str:
 
 
 def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
-    """Return the findings to show for a cell: with `full`, all that the bottleneck does not repeat."""
+    """Return the findings to show for a cell.
+
+    If `full` is set, return all findings that the bottleneck does not already state. Otherwise,
+    also leave out notes and findings with the same evidence as the bottleneck.
+    """
     named = analysis.finding("bottleneck")
     if named is None:
         return [each for each in analysis.findings if full or each.severity != "note"]
@@ -350,7 +353,7 @@ def shown_findings(analysis: CellAnalysis, *, full: bool) -> list[Finding]:
 def cell_notes(
     analysis: CellAnalysis, label: str, *, full: bool, covered: Covered = frozenset()
 ) -> Iterator[Note]:
-    """Yield the notes on one cell, without those that are covered by another section."""
+    """Yield notes with the findings and remedies of one cell, without those in `covered`."""
     if analysis.status != "ok":
         yield status_note(analysis.status, analysis.message or "no reason recorded", label)
         return
@@ -378,7 +381,10 @@ def _remedy_note(
 
 
 def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covered]:
-    """Return a section on what cells of several configs have in common, and what it covers."""
+    """Return a section with the findings and remedies that cells of several configs share.
+
+    Also return these findings and remedies, so that the sections on single configs can omit them.
+    """
     covered: set[tuple[str, str, object]] = set()
     notes = []
     findings = ((each, item) for each in analyses for item in shown_findings(each, full=False))
@@ -394,8 +400,10 @@ def common_blocks(analyses: Sequence[CellAnalysis]) -> tuple[list[Block], Covere
 
 
 def advice_blocks(analyses: Sequence[CellAnalysis]) -> Iterator[Block]:
-    """Yield which backend is best for what, judged by these cells, and what to capture to find out
-    more. Yield nothing if no config has several backends.
+    """Yield a table of the best backends for training, prefill, decoding and low memory.
+
+    For each of these uses that no cell represents, also yield a config to capture. Yield nothing if
+    no config ran on several backends.
     """
     if made := choices(analyses):
         yield Heading("Best backend for")
