@@ -1,4 +1,4 @@
-"""The cases that `verify` derives from a config, and the row of one check."""
+"""The cases that `verify` derives from a config, and the row that records one check."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from profharness.errors import UsageError
 AS_GIVEN = "as_given"
 STANDARD = "standard"
 NO_CASES = "none"
-MAX_BATCH = 2  # maximum batch size of a derived case; two batch elements suffice to expose a fault
+MAX_BATCH = 2  # of a derived case, because two batch elements are enough to expose a fault
 MAX_HEADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class VerificationRow:
-    """One check of one case on one backend."""
+    """The result of checking one tensor of one case on one backend."""
 
     run: Annotated[str, column(meaning="id of the run")]
     asked: Annotated[str, column(meaning="label of the config that the case was derived from")]
@@ -63,8 +63,9 @@ class VerificationRow:
 
 
 def _small(config: Config, **changes: Any) -> Config:
-    """Return the config with as few batch elements and heads as are needed to expose faults, and with
-    contiguous tensors. Groups of heads keep their size.
+    """Return a small variant of the config, with few batch elements and heads and no explicit strides.
+
+    The number of query heads per key head does not change. `changes` are applied last.
     """
     group = config.num_heads // config.num_kv_heads
     kv_heads = max(1, min(config.num_kv_heads, MAX_HEADS // group))
@@ -87,7 +88,9 @@ def _sized(rows: int, columns: int) -> Derive:
 
 
 def _grouped(divisor: int | None) -> Derive:
-    """Return a function that gives each key head `divisor` query heads, or all if it is None."""
+    """Return a function that derives a config with `divisor` query heads per key head. If `divisor`
+    is None, all query heads share one key head.
+    """
 
     def derive(config: Config) -> Config | None:
         heads = min(config.num_heads, MAX_HEADS)
@@ -119,8 +122,7 @@ def _plain(config: Config) -> Config:
     return _small(config, layout="contiguous")
 
 
-# How each case changes the config. A function returns None if its case does not apply to the
-# config.
+# Functions that derive the config of a case. A function returns None if the case does not apply.
 _DERIVED: dict[str, Derive] = {
     "seq_1": _sized(1, 1),
     "seq_7": _sized(7, 7),
@@ -147,15 +149,17 @@ VALUES = {
     "equal": "the same score for every key",
     "masked_row": "a query row that may not attend to any key",
 }
-"""The cases whose inputs are not only normally distributed, and what is special about them."""
+"""Cases with special inputs, and descriptions of these inputs. The inputs of all other cases are
+normally distributed.
+"""
 
 
 def derive_cases(config: Config, names: Sequence[str]) -> list[tuple[str, Config]]:
-    """Return the config itself, followed by its derived cases that `names` selects and that apply
-    to it, without duplicates. A case has a name and a config.
+    """Return the name and the config of each case. The first case is the config itself.
 
-    `names` contains names of cases, `standard` (all cases) or `none` (the config alone). Dropout is
-    off in all cases, because its result is random. Raise UsageError for an unknown name.
+    `names` contains names of cases, `standard` (all cases) or `none` (only the config itself).
+    Cases that do not apply to the config and duplicates are left out. Dropout is off in all cases
+    because it makes the output random. Raise UsageError for an unknown name.
     """
     unknown = sorted(set(names) - {*CASES, STANDARD, NO_CASES})
     if unknown:
@@ -172,10 +176,10 @@ def derive_cases(config: Config, names: Sequence[str]) -> list[tuple[str, Config
 
 
 def values_of(case: str) -> str:
-    """Return the distribution of the inputs of a case: one of VALUES, or `normal`."""
+    """Return the kind of inputs of a case, which is a key of VALUES or `normal`."""
     return case if case in VALUES else "normal"
 
 
 def failures(rows: Iterable[VerificationRow]) -> list[VerificationRow]:
-    """Return the rows whose check failed. One such row is enough to call the backend wrong."""
+    """Return the rows whose check failed. A backend is wrong if any of its checks failed."""
     return [row for row in rows if row.passed is False]

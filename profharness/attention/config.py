@@ -1,5 +1,7 @@
-"""Configs, which are attention problems. A config is written in a grammar
-(`2,8,512,64,bf16,causal`) and has a label (`b2-h8-s512-d64-bf16-causal`).
+"""Configs, each of which describes one attention problem.
+
+Users write a config in a grammar, for example `2,8,512,64,bf16,causal`. Its label is
+`b2-h8-s512-d64-bf16-causal`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from profharness.device_types import CPU, DEVICE_TYPES
 from profharness.dtypes import CONFIG_DTYPES, DTYPES
 from profharness.errors import UsageError
 
-SDP_BACKENDS = {  # the backends that SDPA selects from, and their members of SDPBackend
+SDP_BACKENDS = {  # the backends of SDPA, and their members of torch's SDPBackend enum
     "flash": "FLASH_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
@@ -25,17 +27,18 @@ SDP_BACKENDS = {  # the backends that SDPA selects from, and their members of SD
 }
 SDPA_BACKENDS = tuple(SDP_BACKENDS)
 AUTO = "auto"  # PyTorch selects the backend, and no flag is changed
-ALL_DISABLED = "all-disabled"  # the legacy context that leaves only cuDNN enabled
+ALL_DISABLED = "all-disabled"  # the legacy sdp_kernel context, which leaves only cuDNN enabled
 OWN_CHOICE = (AUTO, ALL_DISABLED)  # settings under which PyTorch selects the backend
 MASKS = ("none", "bool", "float", "bool_2d", "float_bh", "float_grad")
-# All shapes that a mask may have. In a shape, 1 stands for a dimension that is broadcast. A mask
-# with fewer than four dimensions lacks the outer ones.
+# All shapes that a mask may have, such as `b1qk`. The letters stand for the batch, the heads, the
+# queries and the keys, and 1 stands for a dimension that is broadcast. A 3-D mask has no batch
+# dimension, and a 2-D mask has no batch dimension and no heads dimension.
 MASK_SHAPES = tuple(
     "".join(letters)
     for dims in ("bhqk", "hqk", "qk")
     for letters in itertools.product(*(f"{letter}1" for letter in dims))
 )
-WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # all other masks have the shape 11qk
+WHOLE_MASKS = {"bool_2d": "qk", "float_bh": "bhqk"}  # the default shape of all other masks is 11qk
 LAYOUTS = ("contiguous", "bshd", "strided_last", "offset1", "broadcast_batch")
 MAX_CONFIGS = 100_000
 
@@ -51,14 +54,16 @@ class ConfigOption(NamedTuple):
     `x`) or `flag`.
     """
     short: str = ""
-    """Prefix of the number in a label. Labels contain other options as in the grammar."""
+    """Prefix of the number in a label, such as `kv` in `kv4`. It is empty for options that labels
+    spell as in the grammar.
+    """
     allowed: tuple[str, ...] = ()
     example: str = ""
     """An example value for the help text."""
 
     @property
     def default(self) -> Any:
-        """The default of the field, or None if it is required or that of another field."""
+        """The default of the field of Config, or None if the field has no default."""
         return getattr(Config, self.field, None)
 
     def text(self, value: Any) -> str:
@@ -83,7 +88,7 @@ OPTIONS = (
     ConfigOption("heads", "num_heads", "number", "h"),
     ConfigOption("kv_heads", "num_kv_heads", "number", "kv"),
     ConfigOption("kv_batch", "kv_batch", "number", "kb"),
-    ConfigOption("seq", "seq_len_q", "number", "s"),  # this option sets both lengths
+    ConfigOption("seq", "seq_len_q", "number", "s"),  # this option sets both sequence lengths
     ConfigOption("seq_q", "seq_len_q", "number", "sq"),
     ConfigOption("seq_kv", "seq_len_kv", "number", "skv"),
     ConfigOption("head_dim", "head_dim", "number", "d"),
@@ -114,7 +119,7 @@ FLAGS = tuple(option.name for option in OPTIONS if option.kind == "flag")
 STRIDES = tuple(option.field for option in OPTIONS if option.kind == "strides")
 EXAMPLE = "2,8,512,64,bf16,causal"
 MAX_DIGITS = 12
-# Other names of the dtypes, for error messages.
+# Maps other names of the dtypes to the names in the grammar, which error messages suggest.
 DTYPE_ALIASES = {
     alias: name for name in CONFIG_DTYPES for alias in (DTYPES[name].torch, *DTYPES[name].aliases)
 }
@@ -146,7 +151,7 @@ def grammar_lines() -> list[str]:
 
 @dataclass(frozen=True)
 class Config:
-    """One attention problem, in SDPA's layout [batch, heads, seq_len, head_dim]."""
+    """One attention problem. Its tensors have SDPA's layout [batch, heads, seq_len, head_dim]."""
 
     batch: int
     num_heads: int
@@ -158,9 +163,9 @@ class Config:
     """None means the default dtype of the device."""
     causal: bool = False
     mask: str = "none"
-    """A `float` mask is added to the scores, and a `float_grad` mask also requires a gradient. The
-    shape is [1, 1, seq_len_q, seq_len_kv], except for `bool_2d` ([seq_len_q, seq_len_kv]) and
-    `float_bh` ([batch, heads, seq_len_q, seq_len_kv]).
+    """A `bool` mask selects scores, a `float` mask is added to the scores, and a `float_grad` mask
+    also requires a gradient. The default shape is [1, 1, seq_len_q, seq_len_kv], except for
+    `bool_2d` ([seq_len_q, seq_len_kv]) and `float_bh` ([batch, heads, seq_len_q, seq_len_kv]).
     """
     dropout: float = 0.0
     scale: float | None = None
@@ -182,7 +187,9 @@ class Config:
     k_strides: tuple[int, ...] | None = None
     v_strides: tuple[int, ...] | None = None
     mask_strides: tuple[int, ...] | None = None
-    """Strides in elements of tensors whose strides `layout` does not imply."""
+    """These four fields are strides in elements. None means that `layout` determines the strides of
+    query, key or value, and that the mask is contiguous.
+    """
 
     @property
     def key_batch(self) -> int:
@@ -191,7 +198,9 @@ class Config:
 
     @property
     def output_batch(self) -> int:
-        """The batch size of the output. A batch of size 1 is broadcast to the size of the other."""
+        """The batch size of the output. If query and key have different batch sizes, one of the sizes
+        is 1 and is broadcast to the other size.
+        """
         return max(self.batch, self.key_batch)
 
     @property
@@ -235,12 +244,16 @@ class Config:
         return replace(self, layout="contiguous", q_strides=None, k_strides=None, v_strides=None)
 
     def matches(self, stored: Config) -> bool:
-        """Return whether a stored config equals this one. A config without a dtype matches any dtype."""
+        """Return whether a stored config equals this config. If this config has no dtype, it matches
+        any dtype.
+        """
         return stored == (self if self.dtype else replace(self, dtype=stored.dtype))
 
 
 def parse_config(text: str) -> Config:
-    """Parse one config, written in the grammar or as a label. Raise UsageError for several configs."""
+    """Parse one config, written in the grammar or as a label. Raise UsageError if the text is invalid
+    or expands to several configs.
+    """
     configs = expand_configs(text)
     if len(configs) != 1:
         raise UsageError(f"config {text!r} expands to {len(configs)} configs; give one here")
@@ -248,7 +261,7 @@ def parse_config(text: str) -> Config:
 
 
 class SdpaSetting(NamedTuple):
-    """A setting of sdpa_kernel: one or more of SDPA_BACKENDS, from which SDPA may select."""
+    """The backends that a call of `sdpa_kernel` permits, which are one or more of SDPA_BACKENDS."""
 
     backends: tuple[str, ...]
     ordered: bool = False
@@ -261,18 +274,18 @@ class SdpaSetting(NamedTuple):
 
 
 def sdpa_setting(backend: str) -> SdpaSetting | None:
-    """Parse a backend name that permits some of SDPA's backends: `math`, a set `flash+math`, or an
-    order `cudnn>flash` (or `cudnn-then-flash`).
+    """Parse the name of one SDPA backend (`math`), of a set (`flash+math`) or of an order
+    (`cudnn>flash` or `cudnn-then-flash`). `all-disabled` permits only cuDNN.
 
-    Return None for `auto` and other names. Raise UsageError for a set or an order that contains
-    another name.
+    Return None for `auto` and for names that contain no SDPA backend. Raise UsageError if a set or
+    an order is invalid.
     """
     if backend == ALL_DISABLED:
         return SdpaSetting(("cudnn",))
     words = re.split(r"(\+|>|-then-)", backend)
     names, marks = words[::2], set(words[1::2])
-    # The name of a file or of a package may contain `+` or `>`, and an implementation may have such
-    # a name too. Neither is a setting.
+    # Names of files, packages and implementations are not settings, although they may contain `+`
+    # or `>`.
     if re.search(r"[./:]", backend) or not {*names} & {*SDPA_BACKENDS}:
         return None
     wrong = [name for name in names if name not in SDPA_BACKENDS]
@@ -290,13 +303,15 @@ def sdpa_setting(backend: str) -> SdpaSetting | None:
 
 
 def setting_name(backend: str) -> str:
-    """Return the canonical name of a set or an order of backends, or any other name unchanged."""
+    """Return the canonical name of a set or an order of backends. Return other names unchanged."""
     setting = sdpa_setting(backend)
     return backend if backend == ALL_DISABLED or setting is None else setting.name
 
 
 def pytorch_chooses(backend: str) -> bool:
-    """Return whether PyTorch selects the backend, from all of its backends or from several."""
+    """Return whether the name lets PyTorch select the backend, as `auto`, `all-disabled` and
+    `flash+math` do.
+    """
     setting = sdpa_setting(backend)
     return backend in OWN_CHOICE or (setting is not None and len(setting.backends) > 1)
 
@@ -319,8 +334,8 @@ def split_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def expand_configs(text: str) -> list[Config]:
-    """Return the configs that a text stands for, in the order of the text and without duplicates.
-    Raise UsageError if the text is invalid. The error names the token that is wrong.
+    """Return the configs that a text describes, in the order of the text and without duplicates.
+    Raise UsageError, which names the wrong token, if the text is invalid.
     """
     text = text.strip()
     if re.fullmatch(r"b\d+-h\d+-.*", text):
@@ -332,9 +347,11 @@ def expand_configs(text: str) -> list[Config]:
 
 
 def parse_config_lines(lines: Iterator[str] | list[str], source: str) -> list[Config]:
-    """Parse the lines of a file of configs, with `#` comments. Errors name `source` and the line."""
+    """Parse the lines of a file that contains configs and `#` comments. Error messages contain `source`
+    and the line number.
+    """
     configs: dict[Config, None] = {}
-    count = 0  # includes duplicates, because expanding them takes as long
+    count = 0  # duplicates count too, because expanding them takes time
     for number, line in enumerate(lines, start=1):
         token = line.split("#", 1)[0].strip()
         if not token:
@@ -375,12 +392,14 @@ def _expand(text: str) -> list[Config]:
         heads = chosen["num_heads"]
         fill = {"num_kv_heads": heads, "seq_len_q": seq, "seq_len_kv": seq}
         configs.append(_canonical(Config(**(fill | chosen))))
-    # a set may contain a value twice
+    # remove duplicates, because a set may contain a value twice
     return list(dict.fromkeys(configs))
 
 
 def _canonical(config: Config) -> Config:
-    """Replace values that equal a default by the default. Raise UsageError for contradictory values."""
+    """Replace a value by None if None would have the same meaning. Raise UsageError if values
+    contradict each other.
+    """
     if config.num_heads % config.num_kv_heads:
         message = f"kv_heads={config.num_kv_heads} does not divide heads={config.num_heads}"
         raise UsageError(f"{message}; grouped queries need a divisor")
@@ -415,7 +434,7 @@ def _split(text: str) -> list[str]:
 
 
 def _option(token: str) -> tuple[str, list[Any]]:
-    """Return the field that a token sets, and its values."""
+    """Return the name of the field that a token sets, and the values for the field."""
     dtypes = _elements(token) if token.startswith("{") else [token]
     if all(dtype in CONFIG_DTYPES for dtype in dtypes):
         return "dtype", dtypes

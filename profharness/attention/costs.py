@@ -14,7 +14,7 @@ from profharness.errors import UsageError
 
 CONVENTIONS = ("exact", "flash-attention")
 CASTS = "casts"  # name of the phase that casts inputs to the wider dtype of the scores
-# name of the phase that repeats K and V for grouped heads, if the matrix products cannot group them
+# name of the phase in which unfused attention copies K and V for each query head of a group
 REPEAT = "repeat K and V"
 SOFTMAX_OPS = 5  # operations per score: scale, compare, subtract and exponentiate, add, divide
 # operations per score: multiply by the probability, subtract delta, multiply, scale
@@ -25,8 +25,8 @@ SOFTMAX_BWD_OPS = 4
 class TensorBytes:
     """The bytes that each tensor of a call occupies in memory.
 
-    An input's dimension with stride 0 is counted as one element. For the key and the value, only
-    the rows that some query attends to are counted.
+    If an input has the batch stride 0, its batch is counted once. Rows of the key and the value are
+    counted only if at least one query attends to them.
     """
 
     query: int
@@ -35,9 +35,11 @@ class TensorBytes:
     mask: int
     output: int
     statistics: int
-    """One log-sum-exp in fp32 per query row."""
+    """The log-sum-exp of each query row, in fp32."""
     gradients: int
-    """The gradients of Q, K and V, and of the mask if it requires a gradient, all written in full."""
+    """The gradients of Q, K and V, and of the mask if it requires a gradient. This includes keys
+    that no query attends to.
+    """
 
     @property
     def forward(self) -> int:
@@ -46,7 +48,7 @@ class TensorBytes:
 
 
 def tensor_bytes(config: Config) -> TensorBytes:
-    """Return the bytes of a config's tensors. Raise UsageError if the config has no dtype."""
+    """Return the sizes of the tensors of a call. Raise UsageError if the config has no dtype."""
     if config.dtype is None:
         text = "bytes depend on the dtype and it has none; add fp16, bf16 or fp32"
         raise UsageError(f"config {config}: {text}")
@@ -64,7 +66,7 @@ def tensor_bytes(config: Config) -> TensorBytes:
         )
     )
     mask = math.prod(config.mask_dims) if config.mask != "none" else 0
-    mask *= item if config.mask.startswith("float") else 1  # a bool mask has one byte per score
+    mask *= item if config.mask.startswith("float") else 1  # a bool mask has one byte per element
     gradients = item * config.batch * config.num_heads * rows * config.head_dim
     gradients += item * config.key_batch * config.num_kv_heads * columns * dims
     return TensorBytes(
@@ -79,22 +81,26 @@ def tensor_bytes(config: Config) -> TensorBytes:
 
 
 def matrix_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of the score matrices of all heads in a dtype, as unfused attention stores
-    them, with masked scores.
+    """Return the bytes of the score matrices of all heads, which unfused attention stores in `dtype`.
+    Masked scores are included.
     """
     heads = config.output_batch * config.num_heads
     return heads * config.seq_len_q * config.seq_len_kv * DTYPES[dtype].bytes
 
 
 def _growth(config: Config, dtype: str) -> tuple[int, int]:
-    """Return how much wider a dtype is than the inputs, and how often K and V are repeated."""
+    """Return how many times wider `dtype` is than the dtype of the inputs, and the number of query
+    heads per key head.
+    """
     widen = DTYPES[dtype].bytes // DTYPES[str(config.dtype)].bytes
     return widen, config.num_heads // config.num_kv_heads
 
 
 def copy_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of the copies that unfused attention makes before it computes in a dtype: K and V
-    for each query head if heads are grouped, and Q, K and V if the dtype is wider than theirs.
+    """Return the bytes of the copies that unfused attention makes before it computes in `dtype`.
+
+    If heads are grouped, K and V are copied for each query head. If `dtype` is wider than the dtype
+    of the inputs, Q, K and V are copied.
     """
     # a causal mask does not reduce the copies
     tensors = tensor_bytes(replace(config, causal=False))
@@ -138,10 +144,14 @@ def flops(config: Config, convention: str = "exact") -> int:
     """Return the FLOPs of the matrix products of one call. A multiply-add counts as two operations.
     Raise UsageError for an unknown convention.
 
-    `exact` counts 2 products over the required scores, and 5 more with bwd (QK^T again, dV, dP, dQ,
-    dK). `flash-attention` counts as the benchmarks of that project do. A causal call counts as half
-    of the square (aligned to the bottom right if the lengths differ), and the backward pass as 2.5
-    times the forward pass. Both conventions count query heads, not key-value heads.
+    `exact` counts the products QK^T and PV over the required scores. With bwd, it also counts the
+    products QK^T, dV, dP, dQ and dK of the backward pass.
+
+    `flash-attention` is the convention of the benchmarks of the flash-attention project. A causal
+    call counts half of the scores if the lengths are equal, and aligns the mask to the bottom right
+    if there are more keys than queries. The backward pass counts 2.5 times the forward pass.
+
+    Both conventions multiply by the number of query heads, not of key heads.
     """
     if convention == "exact":
         scores = 2 * config.output_batch * config.num_heads * score_count(config)
@@ -186,8 +196,8 @@ def phases(config: Config, score_dtype: str | None = None) -> tuple[Phase, ...]:
     the output.
 
     If `score_dtype` is given, attention is unfused. Each step reads and writes whole score matrices
-    in that dtype, causal saves nothing, and K and V of grouped heads are repeated. Narrower inputs
-    are cast first, as PyTorch's math backend casts 16-bit inputs to fp32.
+    in this dtype, even if a causal mask hides scores. K and V are copied for each query head of a
+    group. Narrower inputs are cast first, as PyTorch's math backend casts 16-bit inputs to fp32.
     """
     return _fused(config) if score_dtype is None else _unfused(config, score_dtype)
 
@@ -206,7 +216,7 @@ def _fused(config: Config) -> tuple[Phase, ...]:
     )
     if not config.bwd:
         return forward
-    # the other gradient bytes; those of Q, K and V belong to the phases dV, dP, dQ and dK
+    # the phases dV, dQ and dK count gradients of the size of Q, K and V, so count the rest here
     gradients = tensors.gradients - query - key - value
     delta = 2 * heads * config.seq_len_q * config.value_dim
     return (
