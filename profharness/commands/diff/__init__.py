@@ -74,22 +74,22 @@ SIDE_TEXTS: dict[str, Callable[[Any], str]] = {
     "forward_ns": lambda ns: f"{ns / 1e3:,.2f}",
     "backward_ns": lambda ns: f"{ns / 1e3:,.2f}",
 }
-"""How the values of a side are formatted in the table of layers."""
+"""Maps a field of LayerSide to a function that formats it for the table of layers."""
 LAYER_COLUMNS = (
     *pick(LayerDiff, "name"),
     *pick(LayerSide, *SIDE_TEXTS),
     *pick(LayerDiff, "ratio", "verdict"),
 )
-# distinct from the names of roles
+# These names must differ from the names of roles, because both are labels of notes.
 COST_NAMES = {MEMORY: "peak memory", LAUNCHES: "launches"}
 UNTOLD = "is not told: a side does not name its PyTorch"
 
 
 def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False) -> Document:
-    """Return the document of `diff`. `-` marks the baseline and `+` the candidate.
+    """Return the document of `diff`. Its tables mark the baseline with `-`, the candidate with `+`.
 
-    If `full` is set, kernel names are not shortened. If `changed_first` is set, configs that do not
-    differ come last, in one line each.
+    If `full` is set, kernel names are not shortened. If `changed_first` is set, configs without
+    differences are listed at the end, in one line each.
     """
     counts = ", ".join(f"{count} {verdict}" for verdict, count in diff.verdicts().most_common())
     blocks: list[Block] = [Heading(f"{diff.baseline} → {diff.candidate}", counts)]
@@ -105,7 +105,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
     groups = {key: list(rows) for key, rows in groupby(diff.rows, pair)}
     costs: dict[tuple[str, ...], list[Cost]] = {}
     for cost in diff.costs:
-        # a refusal is shown in the row on how the cells ended
+        # The row `status` already shows a refusal.
         if cost.verdict != "same" and cost.what != REFUSED:
             costs.setdefault(pair(cost), []).append(cost)
     same = [
@@ -131,7 +131,7 @@ def diff_document(diff: Diff, *, full: bool = False, changed_first: bool = False
 
 
 def cost_text(cost: Cost) -> str:
-    """Format the verdict on a cost with the values of both sides."""
+    """Format a cost as its verdict and the values of both sides, such as `more: 8 → 9 a call`."""
     if cost.what == REFUSED:
         return f"{cost.verdict}: {cost.baseline} → {cost.candidate}"
     kind, unit = ("kib", " KiB at the peak") if cost.what == MEMORY else ("count", " a call")
@@ -141,7 +141,7 @@ def cost_text(cost: Cost) -> str:
 
 
 def layer_text(row: LayerDiff) -> str:
-    """Format the verdict on a layer, the verdict on its times, and the backends that ran."""
+    """Format a layer as its verdict, the verdict on its times, and the backends that ran."""
     return f"{_verdicts(row)}: {_both(row, 'ran') or 'what ran is not told'}"
 
 
@@ -150,7 +150,10 @@ def _verdicts(row: LayerDiff) -> str:
 
 
 def _both(row: LayerDiff, name: str) -> str | None:
-    """Return `before → after`, or a single value if both are equal, or None if both are unknown."""
+    """Return a field of both sides as `before → after`.
+
+    Return a single value if both are equal, and None if both are unknown.
+    """
     values = (getattr(side, name, None) for side in (row.baseline, row.candidate))
     before, after = (None if each is None else SIDE_TEXTS[name](each) for each in values)
     return before if before == after else f"{before or MISSING} → {after or MISSING}"
@@ -194,7 +197,7 @@ def _config_blocks(rows: list[DiffRow], costs: Sequence[Cost], full: bool) -> It
 
 
 def _lines(row: DiffRow) -> Iterator[tuple[Any, ...]]:
-    """Yield a line per kernel and side. The first line of a row shows the ratio and the verdict."""
+    """Yield a line per kernel of each side. The first line also shows the ratio and the verdict."""
     first: dict[str, Any] = {}
     for mark, kernels, time_ns in (
         ("-", row.baseline, row.baseline_ns),
@@ -245,11 +248,11 @@ Full = Annotated[bool, Option(("--full",), help="Show full kernel names.")]
 
 
 Comparison = tuple[Diff, tuple[Side, Side]]
-"""A diff and the two sides that it compares."""
+"""A diff, and the baseline and the candidate that it compares."""
 
 
 def to_frame(comparison: Comparison) -> pd.DataFrame:
-    """Return the paired rows."""
+    """Return the rows of a diff as a data frame, with its other parts in `attrs`."""
     record = comparison[0].to_json()
     rows = frame(list(record["rows"]), list(FIELDS))
     rows.attrs |= {name: list(record.get(name, ())) for name in ("environment", "layers", "costs")}
@@ -294,7 +297,10 @@ def diff(
 
 @document(diff)
 def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) -> Document:
-    """Return the document. Raise NotFoundError if there is nothing to compare and no gate."""
+    """Return the document that shows the diff.
+
+    Raise NotFoundError if nothing could be compared and no gate is set.
+    """
     found, sides = comparison
     if not found.rows and not found.layers and not fail_on:
         raise NotFoundError(nothing_compared(found, sides) or "nothing to compare")
@@ -303,11 +309,15 @@ def show(comparison: Comparison, *, fail_on: FailOn = (), full: Full = False) ->
 
 @gate(diff)
 def check(comparison: Comparison, *, fail_on: FailOn = ()) -> None:
-    """Raise GateError if a row, cost or layer has one of the verdicts, or none could be compared."""
+    """Raise GateError if a row, cost or layer has one of the verdicts in `fail_on`.
+
+    Also raise it if one of these verdicts cannot be judged, because a side lacks the necessary
+    data.
+    """
     found, sides = comparison
     verdicts = frozenset(split_names(fail_on))
     empty = nothing_compared(found, sides, verdicts)
-    # the order of a set would differ between processes
+    # Sorted, because the order of a set differs between processes.
     name = f"--fail-on {','.join(sorted(verdicts))}"
     lines = [
         f"{row.config} {row.role}: {'; '.join((row.verdict, *row.reasons))}"

@@ -1,4 +1,7 @@
-"""Find the two sides of a diff, and compare their cells by config and their kernels by role."""
+"""Find the baseline and the candidate of a diff, and compare their cells and kernels.
+
+Cells are paired by config, and kernels by role.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,10 @@ from profharness.traces.kernel_names import parse_kernel_name
 
 SCHEMA = "profharness.diff/1"
 BACKEND_CHANGED = "backend-changed"
-"""The gate's name for a layer that another backend computes."""
+"""The value of --fail-on for a layer that another backend computes in the candidate."""
 COSTS = MEMORY, LAUNCHES, REFUSED = "memory", "launches", "refused"
-"""The gate's names for a candidate that needs more memory or launches, or refuses what the baseline
-runs.
+"""The values of --fail-on for a candidate that uses more memory or more launches than the baseline,
+or refuses a config that the baseline runs.
 """
 Kernels = tuple[KernelRow, ...]
 Groups = dict[str, Kernels]
@@ -68,18 +71,19 @@ MAX_CLOCK_RATIO = 1.05
 PROFILED = "profiler launches"
 MEMORY_THRESHOLD = 0.01
 """The smallest relative change of peak memory that is reported. Peaks are repeatable to the byte,
-but the allocator rounds each allocation up to 512 bytes."""
+but the allocator rounds each allocation up to 512 bytes.
+"""
 REFUSALS = {
     ("ok", "ok"): "same",
     ("refused", "refused"): "same",
     ("ok", "refused"): "refused",
     ("refused", "ok"): "accepted",
 }
-SHOWN = 6  # maximum number of configs of a side in one message
+SHOWN = 6  # maximum number of configs that an error message lists per side
 NEEDS: tuple[Need, ...] = ("kernels", "times", "traced attention calls", "attention calls")
 OF_TIMES = ("same", "faster", "slower")
 OF_KERNELS = ("changed", "added", "removed", "unknown")
-# why two sides that have the same cells cannot be compared by this cost
+# Maps a cost to the reason why it may be missing although both sides have the same cells.
 MISSING_COSTS = {
     LAUNCHES: "no config has launches that one profiler saw on both sides",
     MEMORY: "no config has a peak of memory on both sides; cells that ran on a CPU have none",
@@ -88,19 +92,23 @@ MISSING_COSTS = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a diff. Kernels without a config are grouped by their range."""
+    """The baseline or the candidate of a diff."""
 
     label: str
     cells: tuple[CellRow, ...] = ()
     kernels: Kernels = ()
     backend: str | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
-    program: Program | None = None  # the calls of the run, if it is a program and not a capture
+    program: Program | None = None  # the attention calls of the run, or None for a capture
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A property that differs. Its value is a tuple on a side that has several kernels."""
+    """A property, such as `grid`, that differs between both sides.
+
+    If a role has several kernels on one side, the value of that side is a tuple with one item per
+    kernel.
+    """
 
     field: str
     baseline: Any
@@ -109,7 +117,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One role of one config on both sides. Times are ns per call."""
+    """The comparison of one role of one config. Times are in ns per call."""
 
     config: Annotated[str, column(meaning="label of the attention problem")]
     backend_baseline: Annotated[str | None, column(meaning="backend of the baseline")]
@@ -150,51 +158,57 @@ class DiffRow:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A cost (one of COSTS) of one config, compared between both sides."""
+    """The comparison of one cost of one config."""
 
     config: str
     backend_baseline: str | None
     backend_candidate: str | None
-    what: str
-    baseline: float | str  # bytes at the peak, launches per call, or how the cell ended
+    what: str  # one of COSTS
+    baseline: float | str  # peak memory in bytes, launches per call, or the status of the cell
     candidate: float | str
     verdict: Literal[
         "same", "more", "less", "refused", "accepted"
-    ]  # `accepted`: only the baseline refuses
-    ratio: float | None = None  # candidate over baseline
+    ]  # `accepted` if only the baseline refuses the config
+    ratio: float | None = None  # candidate divided by baseline
 
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """All rows in the order of the baseline's configs, and the differences of the environments."""
+    """The result of a comparison. Its rows follow the order of the configs in the baseline."""
 
     baseline: str
     candidate: str
     environment: tuple[EnvChange, ...]
     rows: tuple[DiffRow, ...]
-    layers: tuple[LayerDiff, ...] = ()  # of two programs with attention calls
-    # Whether both sides record their PyTorch version. A trace records little of its environment, so
-    # finding no difference does not show that the environments are equal.
+    layers: tuple[LayerDiff, ...] = ()  # empty unless both sides are programs
+    # Whether both sides recorded their PyTorch version. If not, the environments may differ
+    # although no difference was found, because a trace records only a small part of its
+    # environment.
     environment_told: bool = True
     costs: tuple[Cost, ...] = ()
 
     def verdicts(self) -> Counter[str]:
-        """Count the rows per verdict."""
+        """Return the number of rows with each verdict."""
         return Counter(row.verdict for row in self.rows)
 
     def fails(self, on: Set[str]) -> list[DiffRow]:
-        """Return the rows whose verdict is in `on`. `changed` also matches changed rows with
-        another verdict.
+        """Return the rows whose verdict is in `on`.
+
+        `changed` also matches rows that have another verdict but whose kernels, launch properties
+        or status differ.
         """
         return [row for row in self.rows if row.verdict in on or (row.changed and "changed" in on)]
 
     def failing_costs(self, on: Set[str]) -> list[Cost]:
-        """Return the costs in `on` that are higher on the candidate or refused only there."""
+        """Return the costs in `on` that are higher in the candidate, or refusals of the candidate
+        alone.
+        """
         return [row for row in self.costs if row.what in on and row.verdict in ("more", REFUSED)]
 
     def failing_layers(self, on: Set[str]) -> list[LayerDiff]:
-        """Return the layers whose verdict or speed is in `on`. BACKEND_CHANGED matches those of
-        another backend.
+        """Return the layers whose verdict or speed is in `on`.
+
+        BACKEND_CHANGED matches the layers that different backends computed.
         """
         return [
             row
@@ -205,8 +219,9 @@ class Diff:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain dicts, lists and scalars under schema `profharness.diff/1`. `layers` and
-        `costs` are left out if empty, `environment_told` if true.
+        """Return the diff as plain dicts, lists and scalars in the schema `profharness.diff/1`.
+
+        Omit `layers` and `costs` if they are empty, and `environment_told` if it is true.
         """
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
         for name in ("layers", "costs"):
@@ -219,11 +234,11 @@ class Diff:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A config on one side, with its cell (if there is one) and the kernel rows of all profilers."""
+    """A config of one side, with the kernel rows of all profilers."""
 
     config: str
     backend: str | None
-    cell: CellRow | None = None
+    cell: CellRow | None = None  # None for kernels of a trace
     kernels: Kernels = ()
 
     def of(self, profiler: str | None) -> Kernels:
@@ -233,19 +248,20 @@ class _Cell:
 def find_sides(
     store: Store, baseline: str, candidate: str, configs: Sequence[Config] = ()
 ) -> tuple[Side, Side]:
-    """Return both sides of a diff. A side is given as RUN, RUN:BACKEND or a backend.
+    """Return the baseline and the candidate, each given as RUN, RUN:BACKEND or a backend.
 
-    A backend alone selects the latest run that has all named backends and configs. `latest` is the
-    newest run that has kernels, or else times, or else attention calls (traced or counted). Raise
-    NotFoundError if there is no such run.
+    A backend alone selects the latest run that has all named backends and configs. `latest` selects
+    the newest run that has kernels. If no run has kernels, it selects the newest run with times,
+    then the newest run with attention calls. Raise NotFoundError if there is no such run.
     """
     parts = (text.rpartition(":") for text in (baseline, candidate))
-    # cells use the normal form of a set or an order of backends
+    # Cells are stored with the normal form of the backend, so `math+flash` must become
+    # `flash+math`.
     texts = [f"{run}{colon}{setting_name(backend)}" for run, colon, backend in parts]
     for need in NEEDS:
         with contextlib.suppress(NotFoundError):
             return _find_sides(store, texts, configs, need)
-    return _find_sides(store, texts, configs, "times")  # raises the error that explains most
+    return _find_sides(store, texts, configs, "times")  # raises the most helpful error
 
 
 def _find_sides(
@@ -275,7 +291,10 @@ def _find_sides(
 
 
 def _run_of(store: Store, configs: Sequence[Config], names: Sequence[str], need: Need) -> str:
-    """Return the latest run with all the configs on all the backends."""
+    """Return the latest run that has all these configs on all these backends.
+
+    Raise NotFoundError if there is none. The message proposes runs that have one of the backends.
+    """
     try:
         return store.find_run(Selection(None, configs, names), need)
     except NotFoundError as error:
@@ -292,7 +311,7 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
         has = ", ".join(dict.fromkeys(cell.backend for cell in store.cells(run))) or "none"
         of = f" of {', '.join(config.label for config in configs)}" if configs else ""
         raise NotFoundError(f"run {run} has no cell on {backend!r}{of}; its backends are {has}")
-    # a trace stores its GPU separately from its environment
+    # The GPU of a trace is stored as a device, not in the environment.
     gpus = [("gpu", device.name) for device in store.devices(run)[:1]]
     return Side(
         label=f"{run}:{backend}" if backend else run,
@@ -307,9 +326,10 @@ def _side(store: Store, run: str, backend: str | None, configs: Sequence[Config]
 def nothing_compared(
     diff: Diff, sides: Iterable[Side], verdicts: Collection[str] = ()
 ) -> str | None:
-    """Return why a diff decides nothing on some of the verdicts, or nothing at all if none is
-    named. Return None if it does. Times and kernels count as compared if some config or layer has
-    them on both sides.
+    """Return the reason why a diff cannot judge some of these verdicts.
+
+    Return None if it can judge all of them, or if `verdicts` is empty and it can judge any verdict.
+    Times and kernels can be judged if some config or layer has them on both sides.
     """
     judged = {cost.what for cost in diff.costs}
     pair = attrgetter("config", "backend_baseline", "backend_candidate")
@@ -334,8 +354,9 @@ def nothing_compared(
 
 
 def _judged_by(layer: LayerDiff) -> set[str]:
-    """Return the verdicts that were possible for a layer. A backend is judged if both sides know
-    it, and so is `changed` for calls that a side only counted.
+    """Return the verdicts that a layer can have, given the data that both sides have on the layer.
+
+    For example, `faster` is possible only if both sides have times.
     """
     sides = layer.baseline, layer.candidate
     both_ran = all(side and side.ran is not None for side in sides)
@@ -360,9 +381,11 @@ def _contents(side: Side) -> str:
 
 
 def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRESHOLD) -> Diff:
-    """Compare the cells of two sides. If a side names a backend, cells are paired by config, and a side
-    that names no backend uses the backend of the other side. If neither side names a backend, cells
-    are paired by config and backend. `threshold` is the smallest relative change that is reported.
+    """Compare the cells of two sides.
+
+    If a side names a backend, cells are paired by config. If only one side names a backend, that
+    backend is used on both sides. If neither side names a backend, cells are paired by config and
+    backend. `threshold` is the smallest relative change that is reported.
     """
     if baseline.backend is None or candidate.backend is None:
         backend = baseline.backend or candidate.backend
@@ -371,7 +394,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     base, cand = map(_cells, sides)
     rows: list[DiffRow] = []
     costs: list[Cost] = []
-    # not a union of sets, so that the rows keep the order of the sides
+    # A union of sets would lose the order of the configs.
     for key in [*base, *(key for key in cand if key not in base)]:
         if key in base and key in cand:
             rows += _paired_rows(sides, (base[key], cand[key]), threshold)
@@ -391,7 +414,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
 
 
 def _cells(side: Side) -> dict[tuple[str, str | None], _Cell]:
-    """Return the cells of a side, in order, by the key on which they are paired."""
+    """Return the cells of a side in order. The keys (config, backend or None) pair both sides."""
     cells: dict[tuple[str, str | None], _Cell] = {}
     for cell in side.cells:
         if side.backend in (None, cell.backend):
@@ -407,7 +430,7 @@ def _cells(side: Side) -> dict[tuple[str, str | None], _Cell]:
 
 
 def _costs(base: _Cell, cand: _Cell) -> Iterator[Cost]:
-    """Yield the refusal, peak memory and launches per call, as far as both sides have them."""
+    """Yield comparisons of refusal, peak memory and launches per call, if both sides have them."""
     old, new = base.cell, cand.cell
     if old is None or new is None:
         return
@@ -416,7 +439,7 @@ def _costs(base: _Cell, cand: _Cell) -> Iterator[Cost]:
     if statuses in REFUSALS:
         yield Cost(*pair, REFUSED, *statuses, verdict=REFUSALS[statuses])  # type: ignore[arg-type]
     amounts: list[tuple[str, float, float, float]] = []
-    if old.peak_memory_bytes and new.peak_memory_bytes:  # none on a CPU
+    if old.peak_memory_bytes and new.peak_memory_bytes:  # not recorded on a CPU
         amounts.append((MEMORY, old.peak_memory_bytes, new.peak_memory_bytes, MEMORY_THRESHOLD))
     profilers = _common_profilers(base, cand)
     kernels = base.of(profilers[0]), cand.of(profilers[1])
@@ -454,8 +477,11 @@ def _one_sided_rows(base: _Cell | None, cand: _Cell | None) -> Iterator[DiffRow]
 def _paired_rows(
     sides: tuple[Side, Side], cells: tuple[_Cell, _Cell], threshold: float
 ) -> Iterator[DiffRow]:
-    """Yield the rows of a config that both sides have: status or call, then roles, then the sum of
-    the kernels if a side has only its samples.
+    """Yield the rows of a config that both sides have.
+
+    The first row compares the status or the latency of the call. One row per role follows. If a
+    side has no kernel rows but `kernel` samples, the last row compares the total time of the
+    kernels.
     """
     base, cand = cells
     call = DiffRow(base.config, base.backend, cand.backend, "call")
@@ -469,7 +495,7 @@ def _paired_rows(
         yield from _role_rows(call, cells, kernels, (*doubts, text), threshold)
     else:
         yield from _role_rows(call, cells, kernels, doubts, threshold)
-    # the rows of a side may be missing because its trace was deleted
+    # Kernel rows may be missing because the trace was deleted.
     if not all(kernels) and base.cell and cand.cell:
         samples = base.cell.samples, cand.cell.samples
         if all(each.get(KERNEL) for each in samples):
@@ -492,7 +518,7 @@ def _role_rows(
         cells[1], kernels[1], "candidate"
     )
     left, right, composite = _aligned(*map(_grouped, kernels))
-    # A set has no order. Roles without a rank are sorted by name.
+    # Sorted, because a set has no order. Roles with equal rank are sorted by name.
     for role in sorted({*left, *right}, key=lambda name: (role_order(name), name)):
         old, new = left.get(role, ()), right.get(role, ())
         times = _call_ns(old, calls[0]), _call_ns(new, calls[1])
@@ -531,18 +557,21 @@ def _role_rows(
 
 
 def _process_times(side: _Cell, kernels: Kernels, calls: int) -> list[float]:
-    """Return the total time of a call's kernels, in ns, for each process that measured it."""
+    """Return the total time of the kernels of a call, in ns, for each process that measured it."""
     traced = _call_ns(kernels, calls)
     samples = side.cell.samples.get(KERNEL, ()) if side.cell else ()
     if not traced:
         return []
     medians = stats.process_medians(samples)
-    # in runs of older versions, only the trace contains the times of the first process
+    # Runs of older versions have no samples of the first process, so use the time in its trace.
     return medians if stats.of_first_process(samples) else [traced, *medians]
 
 
 def _why_unknown(side: _Cell, kernels: Kernels, name: str) -> str | None:
-    """Return why the launches of a side are unknown, or None if they are known or it refused."""
+    """Return why the kernels of a side are unknown.
+
+    Return None if they are known, or if there are none because the backend refused the config.
+    """
     if kernels or side.cell is None or side.cell.status == "refused":
         return None
     if side.cell.status == "ok":
@@ -562,7 +591,7 @@ def _incomparable(sides: tuple[Side, Side], cells: tuple[_Cell, _Cell]) -> tuple
         if None not in (base.get(key), cand.get(key)) and base[key] != cand[key]:
             reasons.append(f"{text} ({base[key]} and {cand[key]})")
     on_cpu = base.get("device_type") == cand.get("device_type") == CPU
-    # the key `gpu` does not name the CPU
+    # On a CPU, the key `gpu` does not show which CPU it was.
     if on_cpu and base.get("cpu") != cand.get("cpu"):
         reasons.append(f"the CPUs differ ({base.get('cpu')} and {cand.get('cpu')})")
     clocks = [each.cell.clocks.get("sm_mhz", 0) if each.cell else 0 for each in cells]
@@ -578,8 +607,9 @@ def _status_or_call(
     doubts: tuple[str, ...],
     threshold: float,
 ) -> DiffRow:
-    """Compare the latency of two cells that ran, by the first measurement in CALL_MEASUREMENTS on
-    both sides. Otherwise compare their statuses and refusal codes.
+    """Compare the latency of two cells that ran, or else their statuses and refusal codes.
+
+    The latency is compared by the first measurement in CALL_MEASUREMENTS that both cells have.
     """
     cells = baseline, candidate
     if not baseline.status == candidate.status == "ok":
@@ -608,7 +638,7 @@ def _status_or_call(
     if basis is None:
         return replace(row, reasons=(*doubts, "no unprofiled measurement that both sides have"))
     timed = _timed_row(row, basis, *samples, doubts, threshold)
-    # doubts from clocks and parallel lanes that affect only one side
+    # Add the warnings about clocks and parallel lanes that apply to one side only.
     texts = [(*clock_doubts(cell.clocks), *host_doubts(cell, basis)) for cell in cells]
     own = [f"baseline: {text}" for text in texts[0] if text not in texts[1]]
     own += [f"candidate: {text}" for text in texts[1] if text not in texts[0]]
@@ -637,7 +667,7 @@ def _timed_row(
 
 
 def _codes(cell: CellRow) -> tuple[str, ...]:
-    # sorted, because a different order of the refusals is not a difference
+    # Sorted, so that codes in another order are equal.
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 
@@ -652,10 +682,11 @@ def _grouped(rows: Kernels) -> Groups:
 
 
 def _aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
-    """Express both sides in the same roles, and return them with the set of composite roles.
+    """Merge roles so that both sides have the same roles, and return the sides and composite roles.
 
-    If one side has a fused kernel and the other has the kernels of math, each direction (forward or
-    backward) becomes one role. If one side cannot separate two products, they are merged on both.
+    If one side has a fused kernel and the other has the kernels of math, all kernels of a direction
+    (forward or backward) become one composite role. If the kernel names of one side do not separate
+    two matrix products, these products are merged on both sides.
     """
     composite: set[str] = set()
     for name, math, whole in COMPOSITES:
@@ -678,12 +709,14 @@ def _merged(groups: Groups, name: str, parts: Sequence[str]) -> Groups:
 
 
 def _common_profilers(baseline: _Cell, candidate: _Cell) -> list[str | None]:
-    """Return the profiler to use on each side. If both sides have a profiler in common, use it on
-    both. Profilers are preferred in the order of TRACE_PROFILERS.
+    """Return the profiler whose kernel rows are compared, for each side.
+
+    It is the same profiler if both sides have one in common. Otherwise, each side uses the first
+    profiler in TRACE_PROFILERS that recorded it.
     """
     base, cand = ({row.profiler for row in side.kernels} for side in (baseline, candidate))
     return [
-        # sets are unordered
+        # Names decide between profilers of equal rank, because sets have no order.
         min(
             (base & cand) or own,
             key=lambda name: (
@@ -697,7 +730,7 @@ def _common_profilers(baseline: _Cell, candidate: _Cell) -> list[str | None]:
 
 
 def _changes(baseline: Kernels, candidate: Kernels) -> tuple[Change, ...]:
-    """Return the fields in FIELDS that differ. An unknown value does not count as a change."""
+    """Return the properties in FIELDS that differ. An unknown value does not count as different."""
     sides = [[_properties(row) for row in rows] for rows in (baseline, candidate)]
     if Counter(sides[0]) == Counter(sides[1]):
         return ()
@@ -721,8 +754,11 @@ def _properties(row: KernelRow) -> tuple[Any, ...]:
 
 
 def _call_ns(rows: Kernels, calls: int, time: str = "duration_ns") -> float | None:
-    """Return the time of the kernels in one call: a time of a launch (by default the median) times
-    its launches per call, summed over the rows. Return None without rows or if a time is missing.
+    """Return the total time of the kernels of one call.
+
+    It is the sum over the rows of the time of a launch, multiplied by the launches per call. `time`
+    names the field with the time of a launch. The default is the median. Return None if there are
+    no rows or a time is missing.
     """
     times = [getattr(row, time) for row in rows]
     if not rows or None in times:
@@ -738,9 +774,11 @@ def _speed(
     threshold: float,
     allowance: float | None = None,
 ) -> tuple[Verdict, str]:
-    """Compare the medians and ranges of the launches, and return the verdict (same, faster, slower or
-    unknown) with its reason. `allowance` is the largest ratio (1 or more) between processes that run
-    the same code, or None if it is unknown.
+    """Compare the medians and ranges of the launches, and return the verdict and its reason.
+
+    The verdict is `same`, `faster`, `slower` or `unknown`. `allowance` is the ratio (1 or more) by
+    which the times of two processes may differ although they run the same code, or None if it is
+    unknown.
     """
     times = _call_ns(baseline, calls[0]), _call_ns(candidate, calls[1])
     old, new = times
