@@ -1,22 +1,24 @@
-"""Triton kernels of flash_triton: the forward pass, the rows' deltas, and the two of the backward
-pass. Scores are kept in powers of two: qk_scale is the scale times log2(e).
+"""Triton kernels of flash_triton: one for the forward pass and three for the backward pass.
 
-Tensors are [B, H, S, D] with any strides; a tile of queries or keys is a block's own. BLOCK_D is D
-filled up to a power of two. Column n is visible to row m if n < skv and, with CAUSAL, n <= m.
+The softmax uses powers of 2 instead of e, so `qk_scale` is the scale times log2(e). Tensors have the
+shape [B, H, S, D] and any strides. A block computes one tile of queries or keys. BLOCK_D is D rounded
+up to a power of two. Column n is visible to row m if n < skv and, with CAUSAL, also n <= m.
 """
 
 # ruff: noqa: ANN001, ANN202, ARG001
-# (tensors inside of a kernel have no Python type; span is for the autotuner)
+# Values in a Triton kernel have no Python type, and only the autotuner uses `span`.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# the interpreter keeps bf16 as integers, which its dot multiplies as such
+# Whether bf16 tiles are converted to fp32. The interpreter needs this, because it stores bf16 values
+# as integers, and its dot product would multiply these integers.
 WIDEN: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# lengths of other divisors would else be kernels of their own, and each sweep compile them all
+# Arguments that Triton must not specialize on. Otherwise, it would compile separate kernels for
+# lengths that are divisible by 16 and lengths that are not.
 SIZES = ["heads", "group", "sq", "skv", "span"]
 
 
@@ -26,15 +28,16 @@ def _load(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """The tile [BLOCK, BLOCK_D] that begins at row `first` of a head; zeros outside of it.
-    TAIL: rows may lie beyond `length`.
+    """Load the tile [BLOCK, BLOCK_D] that begins at row `first` of a head.
+
+    Elements outside of the head are 0. If TAIL is set, rows of the tile may be beyond `length`.
     """
     if TMA:
         tile = desc.load([batch, head, first, 0]).reshape([BLOCK, BLOCK_D])
     else:
         rows = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
-        # the row offset is a scalar: only the loop's own tile is addressed in 32 bits
+        # the offset of the first row has 64 bits, and offsets within the tile fit into 32 bits
         start = base + tl.cast(first, tl.int64) * stride_s
         places = start + (rows[:, None] * stride_s + columns[None, :] * stride_d)
         if TAIL and D != BLOCK_D:
@@ -66,7 +69,7 @@ def _store(
 
 @triton.jit
 def _head(base, batch, head, stride_b, stride_h):
-    """Where a head begins; 64 bits, for tensors beyond 2**31 elements."""
+    """Return the address of a head. Offsets have 64 bits, for tensors of more than 2**31 elements."""
     return base + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
 
 
@@ -77,8 +80,10 @@ def _attend(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One pass of the online softmax over the columns [begin, end). tops is the maximum of the
-    scores so far, sums the sum of the powers of two below it.
+    """Apply the online softmax to the columns [begin, end).
+
+    `tops` is the maximum of the scores so far in each row, and `sums` is the sum of
+    2**(score - tops).
     """
     for n in tl.range(begin, end, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
@@ -117,16 +122,17 @@ def flash_forward(
     D: tl.constexpr, CAUSAL: tl.constexpr, SAVE: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one head. Grid: tiles * B * H, the tiles of a head side by side so that
-    its keys stay in L2. SAVE writes lse [B, H, padded], log2 of
-    the rows' sums. span is the bucket of
-    lengths that autotuning goes by.
+    """Compute the output of a tile of queries of one head.
+
+    The grid has tiles * B * H blocks. The tiles of a head are next to each other, so that the keys
+    of the head stay in L2. If SAVE is set, write `lse` [B, H, padded], the log2 of the sum of
+    2**score in each row. The autotuner selects a tile for each value of `span`.
     """
     tiles = tl.cdiv(sq, BLOCK_M)
     tile = tl.program_id(0) % tiles
     place = tl.program_id(0) // tiles
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # tiles that see the most columns come first
     batch = place // heads
     head = place % heads
     kv_head = head // group
@@ -144,7 +150,7 @@ def flash_forward(
     if CAUSAL:
         end = tl.minimum(skv, first + BLOCK_M)
         whole = tl.minimum(skv, first + 1)
-    whole = whole // BLOCK_N * BLOCK_N  # up to here every row sees every column
+    whole = whole // BLOCK_N * BLOCK_N  # every row sees all columns before this one
     acc, sums, tops = _attend(
         acc, sums, tops, q_tile, k, v, k_desc, v_desc, k_s, k_d, v_s, v_d, batch, kv_head,
         0, whole, first, skv, qk_scale,
@@ -168,8 +174,10 @@ def flash_backward_delta(
     out, grad, lse, delta, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, sq, padded,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, H, padded]: the sums over head_dim of out * grad. Grid: tiles * B * H. Rows beyond sq
-    become 0 in delta and lse, so that the other kernels need no mask for them.
+    """Compute `delta` [B, H, padded], the sum of out * grad over head_dim for each row.
+
+    The grid has tiles * B * H blocks. Rows beyond sq become 0 in `delta` and `lse`, so that the
+    other kernels need no mask for these rows.
     """
     tiles = padded // BLOCK_M
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -194,8 +202,9 @@ def _gather(
     MASKED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add what the rows [begin, end) of one head give to dk and dv of a tile of keys. A row beyond
-    sq adds nothing, for its query and gradient are zeros.
+    """Add the contributions of the rows [begin, end) of one head to dk and dv of a tile of keys.
+
+    Rows beyond sq contribute nothing, because their queries and gradients are zeros.
     """
     for m in tl.range(begin, end, BLOCK_M):
         m = tl.multiple_of(m, BLOCK_M)
@@ -227,8 +236,9 @@ def flash_backward_dkdv(
     D: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys, summed over the query heads of its group. Grid: tiles * B * Hkv,
-    with CAUSAL the tiles that most rows see first.
+    """Compute dk and dv of a tile of keys, summed over the query heads that share the key head.
+
+    The grid has tiles * B * Hkv blocks. With CAUSAL, tiles that are visible to more rows come first.
     """
     tiles = tl.cdiv(skv, BLOCK_N)
     first = tl.program_id(0) % tiles * BLOCK_N
@@ -276,7 +286,7 @@ def _descend(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add what the columns [begin, end) give to dq of a tile of queries."""
+    """Add the contributions of the columns [begin, end) to dq of a tile of queries."""
     for n in tl.range(begin, end, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
         k_tile = _load(
@@ -309,7 +319,7 @@ def flash_backward_dq(
     D: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries of one head. Grid: tiles * B * H."""
+    """Compute dq of a tile of queries of one head. The grid has tiles * B * H blocks."""
     tiles = tl.cdiv(sq, BLOCK_M)
     tile = tl.program_id(0) % tiles
     place = tl.program_id(0) // tiles
@@ -356,4 +366,7 @@ PASSES = {
     "backward_kv": flash_backward_dkdv,
     "backward_q": flash_backward_dq,
 }
-"""The kernel of each pass; tables of tiles and `tuning` name passes, profilers name kernels."""
+"""Maps the name of each pass to its kernel.
+
+The tables of tiles and `tuning` use the names of passes. Profilers show the names of kernels.
+"""

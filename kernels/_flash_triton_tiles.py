@@ -1,4 +1,4 @@
-"""The tiles that flash_triton chooses from, and how lengths fall into buckets."""
+"""The tile sizes that flash_triton can choose, and the buckets of lengths for autotuning."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ SPANS = (64, 512, 2048, 8192)
 Tile = tuple[int, int, int, int]
 """BLOCK_M, BLOCK_N, num_warps, num_stages."""
 
-# kernel -> BLOCK_D up to -> tiles. Compiled for sm_90 none needs more shared memory than a block may
-# have. None spills more than 16 bytes a thread with Triton 3.6; with 3.9 backward_kv does at 256.
+# Maps each pass, and the largest BLOCK_D, to the tiles to try. On sm_90, no tile needs more shared
+# memory than a block may have. With Triton 3.6, no tile spills more than 16 bytes per thread. With
+# Triton 3.9, the tile of backward_kv for a BLOCK_D of 256 spills more.
 HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         64: ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)),
@@ -29,7 +30,7 @@ HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: ((64, 32, 8, 2), (128, 32, 8, 2)),
     },
 }
-# those that have no registers left for pointers
+# Tiles that are used only with TMA, because pointers would need too many registers.
 TMA_ALONE: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         64: ((128, 128, 4, 2),),
@@ -43,7 +44,8 @@ TMA_ALONE: dict[str, dict[int, tuple[Tile, ...]]] = {
     },
     "backward_q": {64: (), 128: (), 256: ()},
 }
-# fp32 without tensor cores: a dot is unrolled, and larger tiles spill and take long to compile
+# Tiles for fp32, which is computed without tensor cores. Dot products are unrolled, so larger tiles
+# would spill registers and take long to compile.
 SINGLE: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         64: ((64, 32, 8, 2), (32, 32, 4, 2)),
@@ -61,7 +63,7 @@ SINGLE: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: ((16, 16, 4, 1),),
     },
 }
-# one each, small, so that short lengths have several tiles
+# One small tile per pass, so that even short sequences have several tiles.
 INTERPRETER: dict[str, Tile] = {
     "forward": (64, 32, 4, 1),
     "backward_kv": (32, 64, 4, 1),
@@ -70,12 +72,12 @@ INTERPRETER: dict[str, Tile] = {
 
 
 def block_d(head_dim: int) -> int:
-    """head_dim filled up to what a dot takes."""
+    """Return head_dim rounded up to a size that tl.dot supports."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def span(seq_len_q: int, seq_len_kv: int) -> int:
-    """The bucket of two lengths, as one number: tiles are chosen once a bucket."""
+    """Return the number of the bucket of two lengths. The autotuner runs once per bucket."""
     places = [
         next((at for at, most in enumerate(SPANS) if length <= most), len(SPANS))
         for length in (seq_len_q, seq_len_kv)
@@ -84,17 +86,20 @@ def span(seq_len_q: int, seq_len_kv: int) -> int:
 
 
 def padded(seq_len_q: int) -> int:
-    """Rows filled up to the largest BLOCK_M, which divides into all others."""
+    """Return the number of rows, rounded up to a multiple of every BLOCK_M of the backward pass."""
     return triton.cdiv(seq_len_q, 128) * 128
 
 
 def delta_rows(columns: int) -> int:
-    """Rows of a tile of `deltas` with that many columns."""
+    """Return the number of rows of a tile in `flash_backward_delta`, given its columns."""
     return max(16, min(128, 8192 // columns))
 
 
 def choices(kernel: str, columns: int, itemsize: int, *, tma: bool) -> list[triton.Config]:
-    """The configs to measure; one under the interpreter, which has nothing to measure."""
+    """Return the Triton configs that the autotuner measures for a pass.
+
+    For the interpreter, return only one config, because its times are meaningless.
+    """
     if INTERPRETED:
         return [config(INTERPRETER[kernel], tma=tma)]
     made = [config(each) for each in _of(HALF if itemsize == 2 else SINGLE, kernel, columns)]
@@ -111,14 +116,14 @@ def _of(
 
 
 def config(tile: Tile, *, tma: bool = False) -> triton.Config:
-    """A tile as Triton's autotuner takes it."""
+    """Convert a tile to a config for Triton's autotuner."""
     block_m, block_n, num_warps, num_stages = tile
     meta = {"BLOCK_M": block_m, "BLOCK_N": block_n, "TMA": tma}
     return triton.Config(meta, num_warps=num_warps, num_stages=num_stages)
 
 
 def facts(chosen: triton.Config) -> dict[str, object]:
-    """What is told of a config."""
+    """Return the properties of a config that `tuning` reports."""
     return {
         "BLOCK_M": chosen.kwargs["BLOCK_M"],
         "BLOCK_N": chosen.kwargs["BLOCK_N"],

@@ -1,4 +1,4 @@
-"""How tiled.cu cuts a problem: pure arithmetic, no GPU."""
+"""Plan how tiled.cu splits a problem into tiles and blocks. Planning needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import cached_property, lru_cache
 THREADS = 256
 WARPS = THREADS // 32
 SHARED_BYTES = 227 * 1024
-"""Shared memory that one block can have (compute capability 9.0)."""
+"""Maximum shared memory of a block on compute capability 9.0."""
 MAX_CLUSTER = 16
 MAX_ONE_TILE = 128
-"""Keys that are one tile."""
+"""Maximum number of keys for which a single tile contains all keys."""
 START_US = 2.6
 SM_BYTES_PER_NS = 60
 MEMORY_BYTES_PER_NS = 5500
@@ -21,12 +21,15 @@ FP32_FLOP_PER_NS = 300
 WGMMA_FLOP_PER_NS = 2500
 MMA_FLOP_PER_NS = 1250
 EXCHANGE_US = {"block": (0.3, 0.0), "cluster": (1.4, 0.03), "grid": (3.0, 0.06)}
-"""What an exchange takes, and what each part adds to it."""
+"""Time of an exchange in µs, and the additional time for each part."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """heads: batch times query heads; rows, keys and head_dim of each; element_bytes 2 or 4."""
+    """The sizes of an attention problem.
+
+    `heads` is the batch size times the number of query heads. `element_bytes` is 2 or 4.
+    """
 
     heads: int
     rows: int
@@ -37,12 +40,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """One instance of the kernel and how often it is launched; the names are those of tiled.cu.
+    """The template arguments and launch parameters of the kernel in tiled.cu.
 
-    rows and keys are the tile (BM, BN), chunk the columns of head_dim a block has, columns those it
-    writes in a pass (PC), slice those of queries and keys it copies at a time (BK); stages and
-    value_stages how many copies are under way; one: all keys are one tile; grid: exchange through L2
-    among blocks that are resident together, else in a cluster.
+    `rows` and `keys` are the sizes of a tile (BM and BN in tiled.cu). `parts` blocks share a tile,
+    and each of them computes `chunk` columns of head_dim. A block writes `columns` columns per pass
+    (PC), and copies `slice` columns of queries and keys at a time (BK). `stages` and `value_stages`
+    are the numbers of copies in flight. If `one` is set, a single tile contains all keys. If `grid`
+    is set, blocks exchange scores through L2 and must all be resident at the same time. Otherwise,
+    they exchange scores within a cluster.
     """
 
     element_bytes: int
@@ -61,7 +66,7 @@ class Plan:
 
     @cached_property
     def template(self) -> str:
-        """The kernel's template arguments after its element type."""
+        """The template arguments of the kernel after the element type."""
         numbers = (self.rows, self.keys, self.slice, self.chunk, self.columns)
         flags = (self.one, self.grid, self.splits > 1)
         words = [*map(str, (*numbers, self.stages, self.value_stages))]
@@ -69,12 +74,12 @@ class Plan:
         return ", ".join([*words, str(self.per_sm)])
 
     def instance(self, element: str) -> str:
-        """The C++ name of the kernel; element is its type of numbers, one of tiled.TYPES."""
+        """Return the C++ name of the kernel. `element` is a value of `tiled.TYPES`."""
         return f"tiled_attention<{element}, {self.template}>"
 
     @property
     def exchange(self) -> str:
-        """Where the parts of a tile exchange scores: `grid`, `cluster`, or `block` for one part."""
+        """Scope in which blocks exchange scores: `grid`, `cluster`, or `block` if there is one part."""
         return "grid" if self.grid else "cluster" if self.parts > 1 else "block"
 
     @property
@@ -84,7 +89,7 @@ class Plan:
 
     @property
     def value_keys(self) -> int:
-        """Keys of V in one copy."""
+        """Number of keys whose values one copy loads."""
         return min(self.keys, 16 if self.element_bytes == 4 else 64)
 
     @property
@@ -93,12 +98,12 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """Copies of V that a tile takes."""
+        """Number of copies that load the values of a tile."""
         return self.keys // self.value_keys * (self.chunk // self.columns)
 
     @cached_property
     def shared_bytes(self) -> int:
-        """Layout::TOTAL of tiled_memory.cuh."""
+        """Shared memory of a block. The value is the same as Layout::TOTAL in tiled_memory.cuh."""
         part = self.rows * (self.keys + 8) * 4
         weights = self.rows * (self.keys + 16 // self.element_bytes) * self.element_bytes
         staging = self._staging_bytes
@@ -111,7 +116,7 @@ class Plan:
 
     @property
     def scratch_floats(self) -> int:
-        """Global memory that the exchange of one tile takes, with grid."""
+        """Number of floats in global memory for the exchange of one tile if `grid` is set."""
         return (self.parts + 1) * self.rows * self.keys + 2 * self.rows
 
     @property
@@ -134,7 +139,7 @@ class Plan:
         return WARPS * 16 * (self.columns // across + 8) * 2
 
     def described(self) -> dict[str, object]:
-        """For a record of the run."""
+        """Return the parameters that `tiled.tuning` reports."""
         return {
             "tile": f"{self.rows}x{self.keys}",
             "chunk": self.chunk,
@@ -149,8 +154,10 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def choose_plan(problem: Problem, multiprocessors: int, exchange: str | None = None) -> Plan:
-    """The plan for a problem on a GPU with that many SMs. exchange limits the choice: `block` (one
-    block a tile: nothing to exchange), `cluster` or `grid`; without it the fastest is taken.
+    """Return the plan with the shortest expected time on a GPU with the given number of SMs.
+
+    If `exchange` is not None, consider only plans with this scope: `block` (nothing is exchanged,
+    because a tile has one block), `cluster` or `grid`. Raise NotImplementedError if there is no plan.
     """
     if problem.keys > MAX_ONE_TILE:
         if exchange is not None:
@@ -167,7 +174,10 @@ def choose_plan(problem: Problem, multiprocessors: int, exchange: str | None = N
 
 
 def one_tile_plans(problem: Problem, multiprocessors: int) -> Iterator[Plan]:
-    """All keys at once: every tile of rows, every number of parts, every exchange that can be."""
+    """Yield all plans in which a single tile contains all keys.
+
+    The plans differ in the number of rows, the number of parts, and the scope of the exchange.
+    """
     size = problem.element_bytes
     keys = max(16, _power_of_two(problem.keys))
     width = max(64, _power_of_two(problem.head_dim))
@@ -188,8 +198,10 @@ def one_tile_plans(problem: Problem, multiprocessors: int) -> Iterator[Plan]:
 
 
 def _many_tiles(problem: Problem, multiprocessors: int) -> Plan:
-    """Tile by tile: a block keeps its part of the output, up to 512 columns, in registers; keys are
-    split where there are too few blocks.
+    """Return a plan in which a block processes the keys tile by tile.
+
+    A block keeps up to 512 columns of the output in registers. If there are fewer blocks than SMs,
+    the keys are split among more blocks.
     """
     size = problem.element_bytes
     rows = min(64, max(16, _power_of_two(problem.rows)))
@@ -206,8 +218,9 @@ def _many_tiles(problem: Problem, multiprocessors: int) -> Plan:
 
 
 def _with_copies(plan: Plan) -> Plan:
-    """As many copies under way as the shared memory holds: five of values if it can be, then all of
-    queries and keys.
+    """Return the plan with the largest numbers of copies in flight that fit into shared memory.
+
+    Maximize the copies of values first (up to five), and then the copies of queries and keys.
     """
     for values in range(min(plan.units + 1, 5), 1, -1):
         for stages in range(plan.slices + 1, 1, -1):
@@ -218,13 +231,15 @@ def _with_copies(plan: Plan) -> Plan:
 
 
 def expected_us(plan: Plan, problem: Problem, multiprocessors: int) -> float:
-    """A rough time on an H200, for comparing plans: copies, arithmetic and exchange one after the
-    other. The rates were fitted to what scripts/tune_tiled.py measured.
+    """Return a rough estimate of the time on an H200, in order to compare plans.
+
+    Copies and arithmetic overlap partly, and the exchange follows them. The rates were fitted to
+    measurements of scripts/tune_tiled.py.
     """
     blocks = _blocks(problem, plan)
     waves = math.ceil(blocks / multiprocessors)
     if plan.exchange == "cluster":
-        # a cluster stands within a GPC; of 16 or 18 SMs some stay unused
+        # a cluster must fit into one GPC, which has 16 or 18 SMs, so some SMs remain unused
         waves = math.ceil(blocks / max(1, multiprocessors - 4 - plan.parts))
     bytes_ = (plan.rows * 2 + plan.keys * 2) * plan.chunk * plan.element_bytes
     rate = min(SM_BYTES_PER_NS, MEMORY_BYTES_PER_NS / min(blocks, multiprocessors))
@@ -242,5 +257,5 @@ def _blocks(problem: Problem, plan: Plan) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is not less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (max(1, number) - 1).bit_length()

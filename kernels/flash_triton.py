@@ -1,6 +1,8 @@
-"""FlashAttention-2 in Triton: forward and backward, head_dim up to 256, fp16, bf16 and true fp32,
-tiles chosen by measuring. The contract is that of naive.py; the kernels are in
-_flash_triton_kernels.py, the tiles to choose from in _flash_triton_tiles.py.
+"""FlashAttention-2 in Triton, with a forward and a backward pass.
+
+It supports head_dim up to 256, and fp16, bf16 and true fp32. Triton's autotuner selects the tiles.
+naive.py describes the interface. The kernels are in _flash_triton_kernels.py, and the possible tiles
+are in _flash_triton_tiles.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _forced: dict[str, Any] = {}
 
 
 def supports(config: Config) -> str | None:
-    """One head_dim up to 256 for queries, keys and values; no mask, no dropout."""
+    """Return the reason why a config is not supported, or None if it is supported."""
     if triton is None:
         return "needs triton 3.4 or newer, which comes with torch 2.8 and newer"
     if config.mask != "none":
@@ -48,16 +50,18 @@ def supports(config: Config) -> str | None:
 
 
 def tuning() -> dict[str, object] | None:
-    """The tiles that the last call ran with: `forward`, and after a backward pass `backward_kv` and
-    `backward_q`, each with BLOCK_M, BLOCK_N, num_warps, num_stages and variant (`pointers` or
-    `tma`). None before the first call.
+    """Return the tiles that the last call used, or None before the first call.
+
+    The keys are `forward` and, after a backward pass, `backward_kv` and `backward_q`. Each value
+    contains BLOCK_M, BLOCK_N, num_warps, num_stages and the variant (`pointers` or `tma`).
     """
     return dict(_chosen) or None
 
 
 def force(name: str, tile: Any) -> None:
-    """Run a kernel (`forward`, `backward_kv`, `backward_q`) with one triton.Config from now on; with
-    None, with the one that autotuning finds. What a script that measures each needs.
+    """Use a given triton.Config for a pass (`forward`, `backward_kv` or `backward_q`) from now on.
+
+    If `tile` is None, use the autotuner again. Scripts call this function to measure each config.
     """
     _forced[name] = tile
 
@@ -71,15 +75,17 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """[B, Hq, Sq, D] in q's dtype. Differentiable once. Raises ValueError for shapes that do not fit
-    together, NotImplementedError for what the kernels cannot do here.
+    """Return the attention output [B, Hq, Sq, D] in the dtype of q. It can be differentiated once.
+
+    Raise ValueError if the numbers of heads do not match, and NotImplementedError if the kernels do
+    not support the shapes, dtypes or device.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and (not enable_gqa or heads % kv_heads):
         raise ValueError(f"{heads} query heads and {kv_heads} key heads need enable_gqa")
     _check(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if scale < 0:  # the maximum of the scaled scores is that of the scores times the scale
+    if scale < 0:  # the kernels scale the maximum of the scores, so the scale must be positive
         q, scale = -q, -scale
     if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
         return _Attention.apply(q, k, v, is_causal, scale)
@@ -131,7 +137,7 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, *, save: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out like q, and lse [B, H, padded] in powers of two where it is to be saved."""
+    """Return the output and, if `save` is set, `lse` [B, H, padded] for the backward pass."""
     batch, heads, sq, head_dim = q.shape
     kv_heads, skv = k.shape[1], k.shape[2]
     _chosen.clear()
@@ -161,7 +167,7 @@ def _backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, like q, k and v."""
+    """Return the gradients of q, k and v."""
     batch, heads, sq, head_dim = q.shape
     kv_heads, skv = k.shape[1], k.shape[2]
     dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
@@ -202,13 +208,14 @@ def _kernel(name: str, head_dim: int, dtype: torch.dtype, tma: bool) -> Any:
 
 @functools.cache
 def _tuned(name: str, head_dim: int, dtype: torch.dtype, tma: bool) -> Any:
-    """A kernel that measures its tiles at the first call of a bucket of lengths."""
+    """Return a kernel that is autotuned at the first call for each bucket of lengths."""
     return _with_tiles(name, tuple(choices_of(name, head_dim, dtype, tma=tma)))
 
 
 def choices_of(name: str, head_dim: int, dtype: torch.dtype, *, tma: bool) -> list[Any]:
-    """The triton.Configs that autotuning measures; tma where the tensors are such that TMA reads
-    them.
+    """Return the triton.Configs that the autotuner measures for a pass.
+
+    `tma` is True if TMA can read the tensors.
     """
     return tiles.choices(name, tiles.block_d(head_dim), dtype.itemsize, tma=tma)
 
@@ -224,7 +231,7 @@ def _with_tiles(name: str, choices: tuple[Any, ...]) -> Any:
 
 
 def _descriptor(name: str, arguments: dict[str, Any]) -> Any:
-    """The TMA descriptor of a tensor for the tile that is being called, None for pointers."""
+    """Return the TMA descriptor of a tensor, or None if the config uses pointers."""
     if not arguments["TMA"]:
         return None
     name = name.removesuffix("_desc")
@@ -235,7 +242,10 @@ def _descriptor(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _tma_strides(tensor: torch.Tensor) -> list[int]:
-    """Strides in elements; one of a dimension of 1 is never walked and becomes an allowed one."""
+    """Return the strides in elements.
+
+    The stride of a dimension of size 1 is never used, so it is replaced with one that TMA allows.
+    """
     allowed = 16 // tensor.element_size()
     return [
         allowed if size == 1 and place < 3 else stride
@@ -244,7 +254,10 @@ def _tma_strides(tensor: torch.Tensor) -> list[int]:
 
 
 def _tma_fits(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can read the tensors: rows of contiguous elements, all aligned to 16 bytes."""
+    """Return whether TMA can read the tensors.
+
+    TMA needs rows that are contiguous and aligned to 16 bytes. It is used only for 16-bit dtypes.
+    """
     if tensors[0].element_size() != 2:
         return False
     device = tensors[0].device
@@ -258,5 +271,5 @@ def _tma_fits(*tensors: torch.Tensor) -> bool:
 
 
 def _on(tensor: torch.Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the device of a tensor current, because Triton launches kernels on the current device."""
     return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)

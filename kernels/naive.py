@@ -1,13 +1,18 @@
-"""Plain attention: softmax(Q K^T * scale + causal) V, one torch op after another, in the inputs' own
-dtype. It defines what right means for the other implementations: run it in fp64 as a reference.
+"""Plain attention: softmax(Q K^T * scale + causal mask) V, computed with separate torch ops.
 
-The contract of every file in this folder:
+All ops use the dtype of the inputs. Run in fp64, it is the reference for the other implementations.
+
+Every file in this folder has the same interface:
 
     attention(q, k, v, *, is_causal=False, scale=None, enable_gqa=False) -> out
 
-q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], out [B, Hq, Sq, Dv] like q; scale None is
-1 / sqrt(D); with enable_gqa query head h uses key head h // (Hq / Hkv); is_causal lets row i see
-columns 0..i, also where Sq and Skv differ. `supports(config)` may return a reason against a config.
+- The shapes are q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] and out [B, Hq, Sq, Dv].
+- `out` has the dtype of `q`.
+- If `scale` is None, the scale is 1 / sqrt(D).
+- If `enable_gqa` is set, query head h uses key head h // (Hq / Hkv).
+- If `is_causal` is set, row i sees the columns 0 to i, even if Sq and Skv differ.
+
+An optional function `supports(config)` returns the reason why a config is not supported, or None.
 """
 
 from __future__ import annotations
@@ -30,8 +35,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """[B, Hq, Sq, Dv] in q's dtype. Differentiable. Raises ValueError if the head counts differ
-    without enable_gqa or do not divide.
+    """Return the attention output [B, Hq, Sq, Dv] in the dtype of q. It is differentiable.
+
+    Raise ValueError if the numbers of heads differ, unless `enable_gqa` is set and the number of
+    query heads is a multiple of the number of key heads.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads:
@@ -47,7 +54,7 @@ def attention(
 
 
 def supports(config: Config) -> str | None:
-    """Masks and dropout have no argument here; everything else is taken."""
+    """Return the reason why a config is not supported, or None if it is supported."""
     if config.mask != "none":
         return f"takes no attention mask (mask={config.mask}); causal is an argument of its own"
     if config.dropout:

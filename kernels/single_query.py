@@ -1,6 +1,8 @@
-"""The classic slow attention kernel: a block per query row, K and V read again for every row, all
-scores of the row in shared memory. A teaching case, not to be optimised; single_query.cu says what
-is wrong with it. The contract is that of naive.py; forward only.
+"""A simple and slow attention kernel that serves as a teaching example. Do not optimize it.
+
+Each block computes one query row, reads all of K and V, and keeps all scores of the row in shared
+memory. single_query.cu explains why this is slow. naive.py describes the interface. There is no
+backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float"}
 THREADS = 256
 WARPS = THREADS // 32
 MAX_KEYS = 24 * 1024
-"""96 KB of scores: what every GPU since compute capability 8.0 has for one block."""
+"""Maximum number of keys. Their scores take 96 KB of shared memory, which every GPU of compute
+capability 8.0 or newer provides for one block.
+"""
 
 
 def attention(
@@ -34,8 +38,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """[B, Hq, Sq, Dv] in q's dtype, contiguous. Raises ValueError for head counts that do not fit,
-    NotImplementedError for what the kernel has no code for.
+    """Return the contiguous attention output [B, Hq, Sq, Dv] in the dtype of q.
+
+    Raise ValueError if the numbers of heads do not match, and NotImplementedError if the kernel does
+    not support the inputs.
     """
     (batch, heads, rows, head_dim), (kv_heads, columns) = q.shape, k.shape[1:3]
     if heads != kv_heads and (not enable_gqa or heads % kv_heads):
@@ -65,19 +71,22 @@ def launch_of(
     is_causal: bool,
     scale: float,
 ) -> tuple[str, int, list[object]]:
-    """The kernel's name, its bytes of dynamic shared memory, and its arguments."""
+    """Return the name of the kernel, its dynamic shared memory in bytes, and its arguments."""
     (_, heads, rows, head_dim), (kv_heads, columns) = q.shape, k.shape[1:3]
     q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
     sizes = [heads, heads // kv_heads, rows, columns, head_dim, v.shape[-1]]
     strides = [np.int64(step) for each in (q, k, v) for step in each.stride()[:3]]
-    # in steps of 1 KB, so that neighbouring lengths share one loaded kernel
+    # rounded up to a multiple of 1 KB, so that similar lengths share one loaded kernel
     shared_bytes = math.ceil((columns + WARPS) * 4 / 1024) * 1024
     arguments = [q, k, v, out, float(scale), bool(is_causal), *sizes, *strides]
     return f"single_query<{TYPES[q.dtype]}>", shared_bytes, arguments
 
 
 def supports(config: Config) -> str | None:
-    """A reason against a config, or None. Masks and dropout never get here."""
+    """Return the reason why a config is not supported, or None if it is supported.
+
+    Configs with a mask or dropout are rejected before this function is called.
+    """
     if config.bwd:
         return "has no backward kernel"
     if config.seq_len_kv > MAX_KEYS:

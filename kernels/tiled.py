@@ -1,6 +1,8 @@
-"""Attention for any head_dim on Hopper: several blocks share a tile of query rows, each with its part
-of head_dim, and exchange partial scores; tiled.cu says how. Keys, values and queries are read once a
-tile. fp32 is computed in true fp32. The contract is that of naive.py; forward only.
+"""Attention for any head_dim up to 8192 on Hopper.
+
+Several blocks share a tile of query rows. Each block computes one part of head_dim, and the blocks
+exchange partial scores, as tiled.cu explains. Queries, keys and values are read once per tile. fp32
+is computed without TF32. naive.py describes the interface. There is no backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float"}
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 8192
 MAX_ROWS = 65535 * 64
-"""As many tiles as the y dimension of a grid has."""
+"""Maximum number of query rows. A grid has at most 65535 tiles in its y dimension."""
 WORDS_OF_CAPTURES = 1 << 13
 
 _last: Plan | None = None
@@ -39,8 +41,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """[B, Hq, Sq, D] in q's dtype, contiguous. Raises ValueError for head counts that do not fit,
-    NotImplementedError for what the kernel has no code for.
+    """Return the contiguous attention output [B, Hq, Sq, D] in the dtype of q.
+
+    Raise ValueError if the numbers of heads do not match, and NotImplementedError if the kernel does
+    not support the inputs.
     """
     return _planned(q, k, v, None, is_causal, scale, enable_gqa)
 
@@ -54,7 +58,10 @@ def one_block(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`attention` with all of head_dim in one block, up to 128 keys: a step on the way, not a fast one."""
+    """Compute `attention` with all of head_dim in one block, for up to 128 keys.
+
+    This slower variant shows an intermediate step of the optimization.
+    """
     return _planned(q, k, v, "block", is_causal, scale, enable_gqa)
 
 
@@ -67,7 +74,10 @@ def one_cluster(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`attention` with head_dim split over the blocks of a cluster, up to 128 keys; the same."""
+    """Compute `attention` with head_dim split over the blocks of a cluster, for up to 128 keys.
+
+    Like `one_block`, this variant shows an intermediate step of the optimization.
+    """
     return _planned(q, k, v, "cluster", is_causal, scale, enable_gqa)
 
 
@@ -121,7 +131,7 @@ def run(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """`attention` by a given plan; the plan must suit the problem."""
+    """Compute `attention` with the given plan, which must fit the problem."""
     global _last
     batch, heads, rows, head_dim = q.shape
     scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
@@ -165,12 +175,15 @@ def run(
 
 
 def tuning() -> dict[str, object] | None:
-    """The plan of the last call."""
+    """Return the parameters of the last call's plan, or None before the first call."""
     return None if _last is None else _last.described()
 
 
 def supports(config: Config) -> str | None:
-    """A reason against a config, or None. Masks and dropout never get here."""
+    """Return the reason why a config is not supported, or None if it is supported.
+
+    Configs with a mask or dropout are rejected before this function is called.
+    """
     if config.bwd:
         return "has no backward kernel"
     if config.value_dim != config.head_dim:
@@ -185,8 +198,9 @@ def supports(config: Config) -> str | None:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows that start at multiples of 16 bytes and are a multiple of 16 bytes long, padded by zeros
-    where they are not.
+    """Return a tensor in which the address and the size of each row are multiples of 16 bytes.
+
+    If necessary, copy the tensor and pad the rows with zeros.
     """
     per = 16 // tensor.element_size()
     short = -tensor.shape[-1] % per
@@ -211,14 +225,15 @@ _of_captures: dict[int, tuple[torch.Tensor, int]] = {}
 
 
 def _counters(device: int, units: int) -> torch.Tensor:
-    """A barrier's words for each tile of a launch, 128 bytes each, zero between launches. Launches on
-    one stream come one after the other and share them; every captured launch has its own, since
-    graphs may be replayed side by side.
+    """Return the barrier counters of a launch, which are 128 bytes per tile and 0 between launches.
+
+    Launches on the same stream share the counters, because they run one after the other. Every
+    captured launch has its own counters, because graphs may be replayed concurrently.
     """
     if torch.cuda.is_current_stream_capturing():
         memory, used = _of_captures.get(device, (None, 0))
         if memory is None or used + units > len(memory):
-            return _zeroed(device, units)  # by the graph itself, at each of its replays
+            return _zeroed(device, units)  # the graph itself zeroes the counters at each replay
         _of_captures[device] = (memory, used + units)
         return memory[used : used + units]
     if device not in _of_captures or _of_captures[device][1] > WORDS_OF_CAPTURES // 2:

@@ -36,13 +36,13 @@ class Turn(NamedTuple):
 
 
 class Series(tuple[int, ...]):
-    """Samples in the order in which they were taken, with their turns if these are known."""
+    """Samples in the order in which they were measured, and their turns if the turns are known."""
 
     turns: tuple[Turn, ...] = ()
 
     @classmethod
     def of(cls, samples: Iterable[int], turns: Iterable[Sequence[int]] = ()) -> Series:
-        """Make a series of samples. Ignore the turns if their numbers of samples do not add up."""
+        """Create a series. Ignore the turns if they do not contain as many samples as `samples`."""
         series = cls(samples)
         known = tuple(Turn(*turn) for turn in turns)
         if sum(turn.samples for turn in known) == len(series):
@@ -52,8 +52,10 @@ class Series(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The 95 % interval of a median. The fields `between_*` are half the widths that follow only
-    from the differences between turns or processes, or None without several.
+    """The 95 % interval of a median.
+
+    The `between_*` fields are the half-widths computed from the variation between turns or processes
+    alone. They are None if there was only one.
     """
 
     low: float
@@ -65,8 +67,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Location and spread of n samples. `std` has n - 1 degrees of freedom, and is 0 for one
-    sample.
+    """Location and spread of n samples.
+
+    `std` is computed with n - 1 degrees of freedom. It is 0 for a single sample.
     """
 
     n: int
@@ -85,8 +88,9 @@ class Summary:
 class Comparison:
     """The comparison of a candidate with a baseline.
 
-    `ratio` is the candidate's median divided by the baseline's, or None without samples. `p_value`
-    is the largest of the tests, or None if no test was made. `reason` explains the verdict.
+    `ratio` is the median of the candidate divided by the median of the baseline. It is None if the
+    candidate or the baseline has no samples. `p_value` is the largest p-value of the statistical
+    tests, or None if no test was made. `reason` explains the verdict.
     """
 
     ratio: float | None
@@ -108,8 +112,9 @@ def _scipy_stats() -> Any:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Return the summary of samples, with interpolated percentiles. Raise ValueError without
-    samples.
+    """Return the summary of samples, with interpolated percentiles.
+
+    Raise ValueError if there are no samples.
     """
     if not len(samples):
         raise ValueError("no samples to summarize")
@@ -149,11 +154,11 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def interval(samples: Sequence[int]) -> Interval | None:
-    """Return the interval that contains the median of similar runs in 95 % of cases, or None for
-    fewer than three samples. Equal samples always give the same interval.
+    """Return the interval that contains the median of a repeated run in 95 % of cases.
 
-    The turns are resampled within each process (a block bootstrap). Processes are few, so their
-    medians are assumed to follow Student's distribution. The interval covers the results of both.
+    Return None for fewer than three samples. The turns are resampled within each process (a block
+    bootstrap). There are only few processes, so their medians are assumed to follow Student's
+    t-distribution. The result covers both intervals. It is deterministic.
     """
     if len(samples) < MIN_SAMPLES_CI:
         return None
@@ -176,7 +181,7 @@ def interval(samples: Sequence[int]) -> Interval | None:
 
 
 def process_medians(samples: Sequence[float]) -> list[float]:
-    """Return the median of each process in order, or an empty list if processes are unknown."""
+    """Return the median of each process, or an empty list if the processes are unknown."""
     parts: dict[int, list[float]] = {}
     begin = 0
     for turn in samples.turns if isinstance(samples, Series) else ():
@@ -192,8 +197,10 @@ def of_first_process(samples: Sequence[float]) -> bool:
 
 
 def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, float] | None:
-    """Return the interval of the median that resampling the turns gives, or None if no process has
-    two turns. The samples of a process with one turn are resampled individually.
+    """Resample the turns to estimate the interval of the median.
+
+    Return None if no process has two turns. If a process has only one turn, resample its samples
+    individually.
     """
     np = _numpy()
     blocks = np.empty(len(samples), dtype=np.int64)
@@ -219,10 +226,12 @@ def _drawn_turns(samples: Sequence[int], turns: Sequence[Turn]) -> tuple[float, 
     return middle - scale * (middle - low), middle + scale * (high - middle)
 
 
-@lru_cache(maxsize=4)  # most cells of a run have the same number of turns
+@lru_cache(maxsize=4)  # a small cache, because most cells of a run have the same number of turns
 def _draws(sizes: tuple[int, ...]) -> Any:
-    """Draw the blocks of each process with replacement. Return the counts of each resample as a
-    row.
+    """Draw the blocks of each process with replacement.
+
+    Return a table with a row for each resample and a column for each block. A value is the number of
+    times that the block was drawn.
     """
     np = _numpy()
     random = np.random.default_rng(SEED)
@@ -245,7 +254,7 @@ def _weighted_medians(x: Any, blocks: Any, counts: Any) -> Any:
 
 
 def _first(counts: Any, table: Any, need: Any) -> Any:
-    """Bisect for the first row of `table` in which each resample has `need` samples."""
+    """Return, for each resample, the first row of `table` with at least `need` samples."""
     np = _numpy()
     low, high = np.zeros(len(counts), dtype=np.int64), np.full(len(counts), len(table) - 1)
     while (low < high).any():
@@ -264,8 +273,9 @@ def _student(freedom: int) -> float:
 def is_bimodal(samples: Sequence[float]) -> bool:
     """Return whether the samples form two distinct clusters.
 
-    Otsu's method maximizes the variance between the clusters. Each must contain at least a fifth of
-    the samples, and both must explain nearly all of the variance. Ten samples are needed.
+    Otsu's method selects the two clusters with the largest variance between them. Each cluster must
+    contain at least a fifth of the samples, and the clusters must explain at least BIMODAL_SHARE of
+    the variance. Return False for fewer than ten samples.
     """
     if len(samples) < BIMODAL_MIN_SAMPLES:
         return False
@@ -290,10 +300,10 @@ def compare(
 ) -> Comparison:
     """Compare two independent sets of times.
 
-    The verdict is `same` if the medians differ by no more than `threshold`. A larger difference is
-    `faster` or `slower` if the Mann-Whitney U test is significant at 5 %, and with several
-    processes on both sides also Student's test of their medians. Otherwise the verdict is
-    `unknown`.
+    The verdict is `same` if the medians differ by no more than `threshold`. It is `faster` or
+    `slower` if they differ by more and the Mann-Whitney U test is significant at 5 %. If both sets
+    come from several processes, Student's t-test on the medians of the processes must also be
+    significant. Otherwise, the verdict is `unknown`.
     """
     if not len(baseline) or not len(candidate):
         side = "baseline" if not len(baseline) else "candidate"
@@ -336,20 +346,22 @@ def _rank_test(baseline: Sequence[float], candidate: Sequence[float]) -> float:
 
 
 def _process_test(baseline: Sequence[float], candidate: Sequence[float]) -> float:
-    """Return the p-value of Student's test on the logarithms of the processes' medians."""
+    """Return the p-value of Student's t-test on the logarithms of the processes' medians."""
     np = _numpy()
     a, b = np.log(baseline), np.log(candidate)
     if a.min() == a.max() and b.min() == b.max():
         return float(a[0] == b[0])
-    # ttest_ind would print a warning if all medians of one side are equal
+    # ttest_ind would print a warning if all medians of the baseline or the candidate are equal
     sides = [(side.mean(), side.std(ddof=1), len(side)) for side in (a, b)]
     return float(_scipy_stats().ttest_ind_from_stats(*sides[0], *sides[1]).pvalue)
 
 
 def process_allowance(baseline: Sequence[float], candidate: Sequence[float]) -> float | None:
-    """Return the factor by which two processes, one of each side, differ in 95 % of cases without a
-    change. It follows from Student's distribution and the pooled spread of the processes' medians.
-    Return None if a side has fewer than two processes.
+    """Return the largest factor by which two processes differ in 95 % of cases if nothing changed.
+
+    The factor is computed from Student's t-distribution and the pooled variance of the logarithms of
+    the processes' medians. Return None if the baseline or the candidate has fewer than two
+    processes.
     """
     if min(len(baseline), len(candidate)) < 2:
         return None
