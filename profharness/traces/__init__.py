@@ -20,7 +20,7 @@ from profharness.errors import ProfharnessError, TraceFormatError, printable_pat
 from profharness.files import InputFile, open_input
 from profharness.trace import Trace
 
-# Version of the arguments and results of the compiled parts. scanner.c has the same number.
+# Version of the interface of the compiled module. It must equal FORM in scanner.c.
 FORM = 4
 try:
     from profharness.traces._scanner import FORM as COMPILED
@@ -36,12 +36,12 @@ GZIP_SUFFIX = ".gz"
 # The maximum ratio of the unpacked size to the size of the file. gzip makes traces 10 to 40 times
 # smaller, and the most repetitive traces 150 times. The highest ratio that gzip can reach is 1030.
 MAX_RATIO = 200
-# This number of bytes is unpacked even if the ratio is higher than MAX_RATIO, because gzip makes an empty
-# nsys export 700 times smaller.
+# Up to this number of bytes are unpacked even if the ratio is higher than MAX_RATIO, because gzip
+# makes an empty nsys export 700 times smaller.
 ALWAYS_UNPACKED = 16 << 20
 _INPUT = 64 * 1024
 _WHOLE = "a whole gzip file"
-_Damage = cast("type[Exception]", igzip_lib.error)  # the type stubs of isal declare an instance
+_Damage = cast("type[Exception]", igzip_lib.error)  # the type stubs of isal do not declare a class
 
 PARSERS: dict[str, str] = {
     "chrome": "profharness.traces.chrome:parse_chrome",
@@ -53,11 +53,12 @@ _PLAIN_SUFFIXES = {
 }  # fmt: skip
 SUFFIXES = _PLAIN_SUFFIXES | {f"{end}{GZIP_SUFFIX}": name for end, name in _PLAIN_SUFFIXES.items()}
 STARTS: dict[bytes, str] = {
-    b"SQLite format 3\0": "nsys",  # the parser raises an error for any other SQLite file
+    b"SQLite format 3\0": "nsys",  # nsys's parser rejects other SQLite files
     b"NVR\0": "ncu",
 }
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; `>` writes UTF-16 in PowerShell
-# Number of bytes in which to search for ncu's header. It may follow the output of the profiled program.
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks; in PowerShell, `>` writes UTF-16
+# ncu's header is searched in this number of bytes, because the output of the profiled program may
+# precede the header.
 SNIFFED = 1 << 20
 NCU_HEADER = re.compile(r'\s*"?ID"?,.*"?Kernel Name"?(?:,|\s*$)')
 EXPECTED = (
@@ -76,8 +77,8 @@ def load_parser(name: str) -> Callable[[Path], Trace]:
 def sniff(path: Path) -> str | None:
     """Return the name of the parser for a file, or None if no parser can read the file.
 
-    The suffix determines the parser, and if it is unknown, the first bytes. Raise TraceFormatError if the
-    file cannot be read.
+    The suffix of the file determines the parser. If the suffix is unknown, the first bytes of the
+    file determine the parser. Raise TraceFormatError if the file cannot be read.
     """
     lower = path.name.lower()
     head, packed = _first_bytes(path, 64)
@@ -94,9 +95,9 @@ def sniff(path: Path) -> str | None:
 def is_trace(path: Path) -> bool:
     """Return whether a file in a folder is a trace that should be read.
 
-    A CSV is a trace only if ncu wrote it. A report of nsys does not count if the folder also contains
-    its export. A compressed file does not count if the folder also contains the unpacked file, except
-    for a `.json.gz`.
+    A CSV is a trace only if ncu wrote it. A report of nsys is not read if the folder also contains
+    the export of the report. A compressed file other than a `.json.gz` is not read if the folder
+    also contains the unpacked file.
     """
     lower = path.name.lower()
     plain = path.with_name(path.name[:-3]) if lower.endswith(".gz") else path
@@ -112,14 +113,14 @@ def is_trace(path: Path) -> bool:
 def open_trace(path: Path) -> Trace:
     """Parse a trace file, which may be compressed with gzip.
 
-    Raise TraceFormatError, with the path as it was given, if no parser can read the file.
+    Raise TraceFormatError, which names `path`, if no parser can read the file.
     """
     name = sniff(path)
     if name is None:
         raise TraceFormatError(path, "not a trace that profharness can read", expected=EXPECTED)
     if name == "chrome":  # this parser unpacks the file itself
         return load_parser(name)(path)
-    with unpacked(path) as plain:  # the other parsers read the whole file before they return
+    with unpacked(path) as plain:  # the file is not needed after its parser returns
         return load_parser(name)(plain)
 
 
@@ -157,7 +158,8 @@ class GzipReader:
     def read(self, size: int) -> bytes:
         """Return up to `size` more bytes. Return no bytes at the end.
 
-        Raise TraceFormatError if the file is damaged, or its content exceeds MAX_RATIO times its size.
+        Raise TraceFormatError if the file is damaged, or if its content is larger than MAX_RATIO
+        and ALWAYS_UNPACKED allow.
         """
         data = b""
         while not data:
@@ -188,7 +190,7 @@ class GzipReader:
             raise self._error(f"the gzip stream is damaged {place}: {error}") from None
 
     def _start_member(self) -> bool:
-        """Start to read the next member. Return False at the end, which may be padded with zeros."""
+        """Start to read the next gzip member, or return False if only zeros follow."""
         rest = self._member.unused_data.lstrip(b"\0")
         while len(rest) < len(GZIP) and (more := self._input()):
             rest = (rest + more).lstrip(b"\0")
@@ -213,7 +215,8 @@ class GzipReader:
 def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
     """Open a file. Return a reader of its content, and whether the file is compressed with gzip.
 
-    The name of the file does not matter. Raise TraceFormatError if the file cannot be opened or read.
+    Whether the file is compressed is determined by its content, not by its name. Raise
+    TraceFormatError if the file cannot be opened or read.
     """
     try:
         raw = open_input(path)
@@ -232,8 +235,9 @@ def open_file(path: Path) -> tuple[InputFile | GzipReader, bool]:
 def unpacked(path: Path) -> Iterator[Path]:
     """Yield the path of an unpacked file.
 
-    This is `path` itself, or a temporary file whose name lacks the `.gz`. Errors that are raised inside
-    the `with` block name `path`. Raise TraceFormatError if the file is damaged or cannot be read.
+    If the file is compressed, this is the path of a temporary file. Otherwise, it is `path`.
+    Errors that are raised inside the `with` block always name `path`. Raise TraceFormatError if the
+    file is damaged or cannot be read.
     """
     file, packed = open_file(path)
     with closing(file), ExitStack() as stack:
@@ -259,7 +263,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def without_room() -> Iterator[None]:
-    """Convert an OSError while writing a temporary file to ProfharnessError with a remedy."""
+    """Convert an OSError of writing a temporary file to a ProfharnessError with a remedy."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Store rows as int64 columns in a temporary file, and check the values that a trace contains.
+"""Store the rows of a trace as int64 columns in a temporary file, and check the properties of GPUs.
 
 All strings are replaced by integer ids. The file is unlinked as soon as it is open, so it disappears
-when the process ends. Impossible values in the description of a GPU are left out with a warning.
+when the process ends. Impossible properties of a GPU are left out with a warning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MAX_INT = (1 << 63) - 1
 MAX_KEY_BITS = 62
 MAX_NS = 1 << 61
 MAX_TEXT = 200  # maximum number of characters of a text from a header
-# The names of a GPU's properties in Kineto, nsys and ncu. nsys has no threads per multiprocessor.
+# The names of each property of a GPU in Kineto, nsys and ncu. nsys does not record the number of
+# threads per multiprocessor.
 _DEVICE_KEYS = {
     "compute_major": "computeMajor computeMajor compute_capability_major",
     "compute_minor": "computeMinor computeMinor compute_capability_minor",
@@ -53,12 +54,12 @@ del NSYS_KEYS["max_threads_per_sm"]
 CORE_FIELDS = ("compute_major", "compute_minor", "num_sms")
 LARGEST = {"total_memory_bytes": 1 << 50, "warp_size": 1 << 10}
 LARGEST_OF_OTHERS = 1 << 24
-REPLACED = "\ufffd"  # the replacement character
+REPLACED = "\ufffd"  # replaces invalid characters
 SHOWN = 40  # maximum number of characters of a value in a message
 
 
 class GpuRows(NamedTuple):
-    """Kernels, memcpys and memsets. `kernel` and `config` contain ids. Times are in ns."""
+    """Columns of kernels, memcpys and memsets. `kernel` and `config` are ids. Times are in ns."""
 
     start: Ints
     duration: Ints
@@ -72,7 +73,7 @@ class GpuRows(NamedTuple):
 
 
 class LaunchRows(NamedTuple):
-    """Calls of the CUDA runtime and driver API. `api` and `thread` contain ids."""
+    """Columns of calls of the CUDA runtime and driver API. `api` and `thread` are ids."""
 
     correlation: Ints
     api: Ints
@@ -81,7 +82,7 @@ class LaunchRows(NamedTuple):
 
 
 class OpRows(NamedTuple):
-    """ATen ops. `thread` and `name` contain ids."""
+    """Columns of ATen ops. `thread` and `name` are ids."""
 
     start: Ints
     end: Ints
@@ -104,8 +105,8 @@ class Ids(dict[Any, int]):
 class Block:
     """A block of int64 columns in a spool file.
 
-    `low` and `high` are the smallest and the largest correlation, or the earliest start and latest end
-    of ops.
+    `low` and `high` are the smallest and the largest correlation ID in the block. If the block
+    contains ops, they are the earliest start and the latest end.
     """
 
     offset: int
@@ -116,7 +117,7 @@ class Block:
 
 
 class Spool:
-    """A temporary file that contains blocks of rows. It exists until the stack is closed."""
+    """A temporary file that contains blocks of rows. The file exists until `stack` is closed."""
 
     def __init__(self, stack: ExitStack) -> None:
         with without_room():
@@ -143,7 +144,7 @@ class Spool:
 
 @dataclass(slots=True)
 class Tables:
-    """The result of a scan: the ids of strings, the blocks of rows, the ranges and the counts."""
+    """The contents of a trace file: ids of strings, blocks of rows, ranges, ops and counts."""
 
     spool: Spool
     threads: Ids = field(default_factory=Ids)
@@ -155,14 +156,15 @@ class Tables:
     launches: list[Block] = field(default_factory=list)
     ops: list[Block] = field(default_factory=list)
     range_names: list[str] = field(default_factory=list)
-    # Start, duration and thread of each range, and whether it applies to the whole process
+    # Four numbers for each range: start, duration, thread, and 1 if it applies to the whole process
     ranges: array[int] = field(default_factory=lambda: array("q"))
     details: list[HostSpan] = field(default_factory=list)
-    # Start, end, thread and sequence number, or -1, of the ops in which autograd evaluates its nodes
+    # Columns of the ops in which autograd evaluates its nodes: start, end, thread, and sequence
+    # number or -1
     evaluations: list[Ints] = field(default_factory=list)
     modules: list[HostSpan] = field(default_factory=list)
-    # Key, `begins`, thread and time of the ends of arrows. The start, for which `begins` is 1, and the
-    # end of an arrow have the same key.
+    # An arrow leads from a forward op to its backward op. For each of the two ends of an arrow, the
+    # columns contain a key that both ends share, 1 for the start or 0 for the end, thread and time.
     arrows: list[Ints] = field(default_factory=list)
     events: int = 0
     skipped: int = 0
@@ -188,7 +190,10 @@ def nothing(count: int) -> Ints:
 
 
 def distinct(values: Ints) -> list[int]:
-    """Return the distinct values, ascending. np.unique would import numpy.ma, which takes 10 ms."""
+    """Return the distinct values in ascending order.
+
+    np.unique is not used, because it imports numpy.ma, which takes 10 ms.
+    """
     ordered = np.sort(values)
     return [*ordered[:1].tolist(), *ordered[1:][ordered[1:] != ordered[:-1]].tolist()]
 
@@ -204,7 +209,10 @@ def hashed(columns: Iterable[Ints]) -> Ints:
 
 
 def pack(columns: Sequence[Ints]) -> Ints:
-    """Return an int64 key for each row, in the order of the rows. All values must be at least -1."""
+    """Return an int64 key for each row. All values must be at least -1.
+
+    Sorting the keys sorts the rows by the first column, then by the second column, and so on.
+    """
     key = np.zeros(len(columns[0]), np.int64)
     used = 0
     for column in columns:
@@ -232,8 +240,8 @@ def make_device(
 ) -> tuple[Device | None, list[str]]:
     """Return a Device with the given properties, and warnings about impossible values.
 
-    A property that is missing or impossible becomes None. Without an index, a name or one of
-    CORE_FIELDS, there is no Device.
+    A property that is missing or impossible becomes None. If this is the index, the name or one of
+    CORE_FIELDS, the function returns None instead of a Device.
     """
     used: dict[str, Any] = {}
     for key, value in limits.items():

@@ -17,8 +17,8 @@ from profharness.traces import parents as compiled_parents
 from profharness.traces.columns import MAX_NS, Flags, Ints, nothing, pack
 from profharness.traces.ops import EVALUATION, HostSpan
 
-STEPS = 16  # maximum number of linear steps; after them, a binary search finds the rest
-MAX_DEPTH = 100  # maximum number of nested spans, such as modules, that are found at a time
+STEPS = 16  # maximum number of linear steps of a search before a binary search starts
+MAX_DEPTH = 100  # maximum number of spans, such as modules, that are found around a time
 _COLUMNS = (attrgetter("thread"), attrgetter("start"), attrgetter("end"))
 
 
@@ -26,9 +26,10 @@ class Intervals:
     """Intervals sorted by thread, start and descending length.
 
     `rows` contains the position of each interval before the sort. `parent` contains the index of the
-    last earlier interval of the thread that encloses the start of the interval, or -1. The parents of an
-    interval are its chain. An interval that encloses t is on the chain of the last interval that starts
-    at or before t. `nested` is True if all intervals on the chain end within their parents.
+    last earlier interval of the thread that encloses the start of the interval, or -1. An interval,
+    its parent, the parent of the parent and so on form the chain of the interval. All intervals
+    that enclose a time t are on the chain of the last interval that starts at or before t. `nested` is
+    True for an interval if all intervals on the chain of the interval end within their parents.
     """
 
     def __init__(self, thread: Ints, start: Ints, end: Ints) -> None:
@@ -39,7 +40,10 @@ class Intervals:
         self.nested = _nested(self.parent, self.stop)
 
     def chains(self, at: Ints, t: Ints, depth: int) -> Ints:
-        """Return the `depth` innermost intervals on the chain of each `at` that enclose t, or -1."""
+        """Return for each index in `at` the innermost intervals on its chain that enclose t.
+
+        A row of the result has `depth` elements. Elements without an interval are -1.
+        """
         columns = np.full((depth, len(at)), NONE, np.int64)
         active, at = np.arange(len(at)), self._ending_after(at.copy(), t)
         for column in columns:
@@ -102,17 +106,18 @@ def _parents(thread: Ints, start: Ints, stop: Ints) -> Ints:
         return parent
     before = np.arange(-1, len(start) - 1, dtype=np.int64)
     before[1:][thread[1:] != thread[:-1]] = -1
-    # Each interval starts with the previous interval as its candidate. The search may jump from a
-    # candidate to the candidate's own result, because all intervals between them have ended before.
+    # The search for a parent starts at the previous interval. If an interval has ended, the search
+    # continues at its parent, because all intervals between the two have ended, too.
     return _climb(before, before, thread, stop, start)
 
 
 def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
-    """Return for each index in `at` the last index up to it whose interval stops after t, or -1.
+    """Return for each index in `at` the last interval up to this index that stops after t, or -1.
 
-    Only intervals of the same thread count. `above` contains the index at which to continue from each
-    index. It skips only indices that cannot be the result. `above` may be `at` itself, which every step
-    updates. A few linear steps find nearly all results. A binary search finds the others.
+    Only intervals of the same thread are considered. If the interval i has stopped, the search
+    continues at `above[i]`, so `above` may skip only intervals that cannot be the result. `above`
+    may be the same array as `at`, which every step updates. A few linear steps find nearly all
+    results. A binary search finds the others.
     """
     active = np.flatnonzero(at >= 0)
     for _ in range(STEPS):
@@ -129,9 +134,10 @@ def _climb(at: Ints, above: Ints, thread: Ints, stop: Ints, t: Ints) -> Ints:
 
 
 def _last_above(values: Ints, last: Ints, limits: Ints) -> Ints:
-    """Return for each `last` and limit the last index up to `last` whose value exceeds the limit, or -1.
+    """Return for each index in `last` the last index up to it whose value exceeds a limit, or -1.
 
-    Search in a binary tree whose nodes contain the maxima of their subtrees.
+    `limits` contains the limit for each element of `last`. The function searches in a binary tree
+    whose nodes contain the maxima of their subtrees.
     """
     tree = [values]
     while len(tree[-1]) > 1:
@@ -169,8 +175,8 @@ def _nested(parent: Ints, stop: Ints) -> Flags:
 class AutogradNodes:
     """The ops in which autograd evaluates its nodes, made from `Tables.evaluations`.
 
-    A training step has half as many of them as of all other ops, and only few belong to attention. So
-    they become objects only when they are needed.
+    A training step has many of these ops, and only a few of them belong to attention. So an op is
+    converted to a HostSpan only when it is needed.
     """
 
     def __init__(self, blocks: Sequence[Ints]) -> None:
@@ -188,7 +194,7 @@ class AutogradNodes:
         ]
 
     def around(self, thread: Ints, t: Ints) -> list[HostSpan]:
-        """Return the ops that enclose at least one of the times (thread, t), in order."""
+        """Return the ops that enclose at least one (thread, t), sorted by thread and start."""
         return self.ops(np.flatnonzero(self.intervals.enclosing_any(thread, t)))
 
 
@@ -225,7 +231,7 @@ class SpanTree:
     def below(self, own: Sequence[bool]) -> list[bool]:
         """Return for each span whether a span that encloses it is marked in `own`."""
         result: list[bool] = []
-        for above in self.above:  # an enclosing span comes first, so its result is known
+        for above in self.above:  # enclosing spans come first, so their results are known
             result.append(above >= 0 and (own[above] or result[above]))
         return result
 
