@@ -64,12 +64,12 @@ SEGMENT = 1 << 21  # number of bytes that the compiled scanner reads at once
 MAX_PIECE = 32 << 20  # maximum size of an event, of the header and of the trailer, in bytes
 FLUSH = 2 * 1024 * 1024
 REACH = 4 * 1024 * 1024  # maximum number of bytes in which to search for the end of a broken event
-# Maximum number of broken events for which to search up to REACH, because the search is slow. Any
+# The ends of this many broken events are searched up to REACH. Because the search is slow, any
 # further broken event is assumed to end at the next separator.
 MAX_UNCLOSED = 8
 MAX_FRAME = 1 << 12  # maximum size of the event of a Python frame, in bytes
-# Repeated ops are reported only if they are more than this fraction of all ops. Short ops that start
-# in the same microsecond look repeated, too.
+# Repeated ops are reported only if they are more than this fraction of all ops, because short ops
+# that start in the same microsecond also look repeated.
 REPEATED_OPS = 0.05
 
 _EVENTS_KEY = b'"traceEvents"'
@@ -179,7 +179,7 @@ def _assemble(
 
 
 def _flows(arrows: list[Ints]) -> tuple[Ints, list[str]]:
-    """Return the flows of `Attribution`, and a warning about arrows that have only one end."""
+    """Return the `flows` for `Attribution`, and a warning if some arrows have only one end."""
     key, begins, thread, t = np.concatenate([np.empty((4, 0), np.int64), *arrows], axis=1)
     sides = []
     for rows in (np.flatnonzero(begins), np.flatnonzero(begins == 0)):
@@ -233,7 +233,7 @@ def _devices(header: dict[str, Any]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def _number(value: Any) -> int:
-    """Return a pid or tid as a number, or -1 if it is one of the words that Kineto writes."""
+    """Return a pid or tid as a number, or -1 if Kineto wrote a word instead of a number."""
     text = str(value)
     return int(text) if isinstance(value, int | str) and _NUMBER.fullmatch(text) else -1
 
@@ -244,7 +244,7 @@ class FileScanner:
     def __init__(self, window: Window, layout: Layout, collector: Collector) -> None:
         self._window, self._layout, self._collector = window, layout, collector
         self._columns = EventColumns.build(collector)
-        # This is allocated only once, because new memory costs page faults
+        # Allocated only once, because new memory costs page faults
         self._segment_bytes = bytearray(SEGMENT if self._columns else 0)
         self._array_end: int | None = None
         self._unclosed = 0
@@ -258,7 +258,7 @@ class FileScanner:
         window.seek(self._layout.first)
         flushed = window.base
         wanted = 1
-        # Whether the end of the file lies inside an event that contains a separator
+        # Whether the whole file has been read and the last separator lies inside an event
         stuck = False
         while self._array_end is None:
             self._scan_segments()
@@ -294,7 +294,7 @@ class FileScanner:
         return self._array_end
 
     def _scan_segments(self) -> None:
-        """Collect segments of the file while the compiled scanner consumes all of them."""
+        """Collect segments of the file until the compiled scanner cannot read a whole segment."""
         window, separator, columns = self._window, self._layout.separator, self._columns
         segment = memoryview(self._segment_bytes)
         while columns and (size := window.read_into(segment)):
@@ -308,7 +308,7 @@ class FileScanner:
                 return
 
     def _collect(self, text: bytes, length: int, *, last: bool) -> int:
-        """Collect the events of text[:length]. Return the number of bytes of whole events."""
+        """Collect the events of text[:length]. Return the number of bytes consumed."""
         begin = self._columns.collect(text, length) if self._columns else 0
         if begin == length:
             return begin
@@ -321,8 +321,8 @@ class FileScanner:
                 used = length
         except UNDECODABLE:
             used = self._collect_singly(segment, begin, last=last)
-        # If a trace contains stacks, most of its events are Python frames. The decoder skips all of
-        # them. Those that are calls of nn.Modules are decoded here.
+        # The decoder skips all Python frames, because they are most of the events in a trace that
+        # contains stacks. The frames that are calls of nn.Modules are decoded here.
         at = segment.find(MODULE_MARK, begin, used)
         while at >= 0:
             begin = segment.rfind(b"{", max(0, at - MAX_FRAME), at)
@@ -385,7 +385,7 @@ class FileScanner:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a file."""
+    """The layout of the events in a file."""
 
     first: int  # offset of the first event, or of the `]` if traceEvents is `[]`
     separator: bytes = b""  # from the `}` that ends an event to the beginning of the next event
@@ -399,9 +399,9 @@ class Layout:
 
 
 class Window:
-    """A window on the uncompressed bytes of a file, from offset `base` on.
+    """A buffer that contains a part of the uncompressed file, starting at the offset `base`.
 
-    Its methods raise TraceFormatError if the file is damaged.
+    The methods raise TraceFormatError if the file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -419,7 +419,7 @@ class Window:
         """Append up to `size` bytes to the buffer. Return False at the end of the file."""
         kept = len(self.buffer)
         if 0 < kept < size // 8 and not isinstance(self._file, GzipReader) and not self.eof:
-            self._file.seek(self.base)  # reading a few bytes again is faster than joining buffers
+            self._file.seek(self.base)  # reading bytes again is faster than joining buffers
             data = self._read(kept + size)
             self.eof = len(data) <= kept
             self.buffer = self.buffer if self.eof else data
@@ -432,7 +432,7 @@ class Window:
     def read_into(self, segment: memoryview) -> int:
         """Read the bytes from `base` on into `segment`, without moving the window.
 
-        Return the number of bytes read. It is always 0 if the file is compressed.
+        Return the number of bytes read, which is always 0 if the file is compressed.
         """
         if isinstance(self._file, GzipReader):
             return 0
@@ -445,7 +445,10 @@ class Window:
         return size or 0
 
     def seek(self, offset: int) -> None:
-        """Move the window to `offset`, which is not before `base`, or to the end of a shorter file."""
+        """Move the window to `offset`, which must not be before `base`.
+
+        If the file is shorter, move the window to the end of the file.
+        """
         if offset > self.end and not isinstance(self._file, GzipReader):
             offset = min(offset, self._file.seek(0, os.SEEK_END))
             self._file.seek(offset)
@@ -457,7 +460,10 @@ class Window:
         self.base, self.buffer = offset, self.buffer[offset - self.base :]
 
     def rest(self) -> bytes:
-        """Return all bytes from `base` to the end of the file, if they are less than MAX_PIECE."""
+        """Return all bytes from `base` to the end of the file.
+
+        Raise TraceFormatError if there are more than MAX_PIECE bytes.
+        """
         begin = self.end
         while self.fill(max(BLOCK, len(self.buffer))):
             if len(self.buffer) > MAX_PIECE:
@@ -466,7 +472,7 @@ class Window:
         return self.buffer
 
     def error(self, message: str, *, offset: int | None = None, expected: str) -> TraceFormatError:
-        """Return an error that names this file and `offset`, by default the end of the buffer."""
+        """Return an error that names this file and an offset, by default the end of the buffer."""
         where = self.end if offset is None else offset
         return TraceFormatError(self.path, message, offset=where, expected=expected)
 
@@ -523,7 +529,7 @@ def decode_lenient(data: bytes) -> Any:
 
 
 def probe(window: Window) -> Layout:
-    """Determine the layout of a file from its beginning, where the window must be.
+    """Determine the layout of a file. The window must be at the beginning of the file.
 
     Raise TraceFormatError if the file is not JSON, has no traceEvents or is truncated.
     """
@@ -586,7 +592,7 @@ def _foreign(window: Window) -> TraceFormatError:
 def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool) -> Layout:
     """Find the separator between the first two events, and return the layout of the file."""
     header.pop("traceEvents", None)
-    between, tail, certain = b",", b"{", False  # defaults, used if there is no second event
+    between, tail, certain = b",", b"{", False  # used if there is no second event
     size = BLOCK
     while True:
         first = skip_space(window.buffer, position)
@@ -616,7 +622,7 @@ def _layout(window: Window, position: int, header: dict[str, Any], *, bare: bool
 
 
 def read_trailer(path: Path, layout: Layout, end: int) -> dict[str, Any]:
-    """Return the keys before and after the events. The array of events ends at the offset `end`."""
+    """Return the members of the file before and after the events, which end at offset `end`."""
     with closing(Window(path)) as window:
         window.fill()
         window.seek(end + 1)

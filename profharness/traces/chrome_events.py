@@ -50,7 +50,10 @@ from profharness.traces.ops import (
 Triple = tuple[int, int, int]
 Thread = int | str | float | None
 ReadArguments = Callable[[list[int]], "list[tuple[OpArguments, int] | None]"]
-"""Returns the arguments and sequence number of the ops in these rows. None means that an op is broken."""
+"""A function that returns the arguments and the sequence number of the op in each of some rows.
+
+The result contains None for a broken op.
+"""
 
 # A double below this limit is precise enough to give the right nanosecond.
 MAX_DURATION_US = float(1 << 43)
@@ -76,10 +79,11 @@ _NOT_FINITE = re.compile(
 )
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-# Matches text that needs no change, however long it is.
+# Matches text of any length without lone surrogates.
 _PLAIN = rb"(?:[^\\]++|\\(?!u[dD][89a-fA-F]).|%s%s)++" % (_HIGH, _LOW)
 _ESCAPE = re.compile(rb"%s|(%s|%s)" % (_PLAIN, _HIGH, _LOW), re.DOTALL)
-# ArithmeticError: a Decimal's exponent may exceed decimal's own limits
+# Exceptions that the decoder raises for a broken event. ArithmeticError is raised if the exponent
+# of a number exceeds the limits of the decimal module.
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ArithmeticError)
 
 
@@ -104,7 +108,7 @@ class LaunchArgs(msgspec.Struct, gc=False):
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """The `args` of an op whose arguments are stored. Most of them are decoded later."""
+    """The `args` of an op whose arguments are stored. The Raw fields are decoded later."""
 
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Strides")
@@ -165,9 +169,10 @@ _NAME, _THREAD = msgspec.json.Decoder(str), msgspec.json.Decoder(tuple[Thread, T
 def _decode_one(data: bytes) -> tuple[Any, bool]:
     """Decode a single event. Return the event or None, and whether the event is damaged.
 
-    An event without a category, or of a kind that has no duration, gives None but is not damaged. An
-    event of an unknown category may be an API call. Numbers that are not finite are read as null,
-    because Kineto writes `inf` for the bandwidth of a copy that took no time.
+    Events without a category or without a duration are ignored: the result is None, but the event
+    is not damaged. An event of an unknown category is treated as an API call if it has a
+    correlation ID but no stream. Numbers that are not finite are read as null, because Kineto
+    writes `inf` for the bandwidth of a copy that took no time.
     """
     if has_too_many_values(data):
         return None, True
@@ -268,11 +273,14 @@ class Collector:
         """Collect an event if it is the call of an nn.Module."""
         with suppress(*UNDECODABLE):
             event = _decoded(_MODULE, data)
-            if event.name.startswith(MODULE):  # the text may also occur in another field
+            if event.name.startswith(MODULE):  # MODULE may also occur in another field
                 self._pending["module"].append(event)
 
     def flush(self) -> None:
-        """Write the pending events. Call this before you add columns, to keep the order of the file."""
+        """Write the pending events to the tables.
+
+        To keep the order of the file, call this before you add rows of later events.
+        """
         writers = {
             "gpu": self._write_gpu,
             "launch": self._write_launches,
@@ -325,9 +333,9 @@ class Collector:
         self.add_ops(rows, lambda rows: [self.decode_arguments(events[r].args) for r in rows], keep)
 
     def add_ops(self, rows: OpRows, read: ReadArguments, keep: Flags | None = None) -> None:
-        """Write the ops in `keep`, and store those whose name requires more than a row in the columns.
+        """Write the ops that are marked in `keep`. Broken ops are skipped and counted.
 
-        Broken ops are skipped and counted.
+        Ops with certain names are also stored in `evaluations` or `details` of the tables.
         """
         keep = np.ones(len(rows.start), np.bool_) if keep is None else keep
         new = list(islice(self.tables.names, len(self._kept), None))
@@ -354,8 +362,8 @@ class Collector:
     def decode_arguments(self, data: bytes | msgspec.Raw) -> tuple[OpArguments, int] | None:
         """Return the arguments of an op, and the sequence number or -1 if it is unknown.
 
-        Ops whose arguments have the same text share one object. Return None if `data` is not a JSON
-        object, because the decoder would also treat such an event as broken.
+        Ops whose arguments have the same text share one object. Return None for a broken op, whose
+        `data` is not a JSON object.
         """
         text = bytes(data)
         if not text:
@@ -382,7 +390,7 @@ class Collector:
         keep = np.ones(len(events), np.bool_)
         times = _nanoseconds([e.ts for e in events], keep)
         begins = np.array([e.ph == "s" for e in events], np.int64)
-        # A key that the scanner would not read is replaced by a negative number
+        # IDs that are not whole numbers are replaced by negative numbers
         keys = (e.id if whole(e.id) is not None else -1 - self._arrow_ids[e.id] for e in events)
         numbers = np.fromiter(keys, np.int64, len(events))
         columns = np.stack([numbers, begins, self._threads(events), times])
@@ -407,7 +415,7 @@ class Collector:
                 self.tables.details.append(detail)
 
     def _spans(self, events: list[Any]) -> Iterable[tuple[Any, bool, int, int, int]]:
-        """Return for each event whether it is valid, and its start, duration and thread."""
+        """Return for each event a tuple: event, whether it is valid, start, duration and thread."""
         start, duration, keep = self._times(events)
         columns = (column.tolist() for column in (keep, start, duration, self._threads(events)))
         return zip(events, *columns, strict=True)
@@ -419,7 +427,8 @@ class Collector:
         self.tables.negative += int(np.count_nonzero(micro < 0))
         keep &= (micro >= 0) & (micro < MAX_DURATION_US)
         micro = np.where(keep, micro, 0.0)
-        # Durations have three decimals. A double would differ from the product with 1000 by up to 1 ns
+        # Durations have three decimals. The fraction is converted separately, because the product
+        # of a large double and 1000 may be wrong by 1 ns.
         units = np.floor(micro)
         fraction = np.rint((micro - units) * 1000)
         return start, units.astype(np.int64) * 1000 + fraction.astype(np.int64), keep
@@ -446,10 +455,10 @@ def _decoded_list(text: bytes) -> Sequence[Any]:
 
 
 def _nanoseconds(values: list[Decimal], keep: Flags) -> Ints:
-    """Convert microseconds to nanoseconds. Clear the elements of `keep` of impossible values."""
+    """Convert microseconds to nanoseconds. Set `keep` to False for impossible values."""
     result = []
     for position, value in enumerate(values):
-        # Compare decimals before any arithmetic, which raises for NaN and for too many digits
+        # Compare first, because arithmetic raises exceptions for NaN and for too many digits
         known = value.is_finite() and -MAX_NS < value < MAX_NS
         exact = round(value * 1000) if known else MAX_NS
         keep[position] &= abs(exact) < MAX_NS
@@ -458,7 +467,7 @@ def _nanoseconds(values: list[Decimal], keep: Flags) -> Ints:
 
 
 def _checked(values: list[int], keep: Flags) -> Ints:
-    """Convert values to int64. Clear the elements of `keep` whose values do not fit into int64."""
+    """Convert values to int64. Set `keep` to False for values that do not fit into int64."""
     try:
         return np.array(values, np.int64)
     except OverflowError:
@@ -474,15 +483,17 @@ def _fits(config: tuple[Any, ...]) -> bool:
     return bool(max(values) <= MAX_INT and min(values) >= 0)
 
 
-# Number of rows that are scanned at once. They fit into the CPU's cache. The number is not a power of
-# two, because then all columns would be mapped to the same set of the cache.
+# Number of rows that are scanned at once. The rows fit into the CPU's cache. If the number were a
+# power of two, all columns would be mapped to the same set of the cache.
 CAPACITY = (1 << 13) + (1 << 6)
 
 
 class Role(IntEnum):
-    """The roles of categories. They must match those in scanner.c.
+    """The roles of event categories. They must match those in scanner.c.
 
-    UNSURE means that a key of the event is repeated or contains an escape sequence.
+    Events with the role DROP are ignored. CALL is an API call, DEVICE is a kernel, memcpy or
+    memset, FRAME is a Python frame, and OTHER is an event of an unknown category. UNSURE means that
+    a key of the event is repeated or contains an escape sequence.
     """
 
     DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE = range(8)
@@ -491,9 +502,10 @@ class Role(IntEnum):
 class Column(IntEnum):
     """The columns of a row. They must match those in scanner.c.
 
-    BEGIN and END are the offsets of the event in the text. NAMED is the id of the name, or for an
-    arrow, 1 if the event is its start. Times are in ns. The columns after KEY exist only in rows of
-    kernels, memcpys and memsets.
+    BEGIN and END are the offsets of the event in the text. NAMED is the id of the name. For an
+    arrow, NAMED is 1 if the event is the start of the arrow, and 0 if it is the end. KEY is the
+    correlation ID, or the ID of an arrow. Times are in ns. The columns after KEY exist only in rows
+    of kernels, memcpys and memsets.
     """
 
     (KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, KEY,
@@ -516,14 +528,14 @@ _RESOLVED = {
     Role.FRAME: (Column.NAMED, Column.THREAD),
     Role.ARROW: (Column.THREAD,),
 }
-# The columns in the order of the fields of OpRows, of LaunchRows and of arrows, and of GpuRows.
+# The columns of ops and modules, of API calls and arrows, and of kernels, in the tables' order.
 _SPAN = [Column.START, Column.DURATION, Column.THREAD, Column.NAMED]
 _KEYED = [Column.KEY, Column.NAMED, Column.THREAD, Column.START]
 _DEVICE = [
     Column.START, Column.DURATION, Column.NAMED, Column.CONFIG, Column.DEVICE, Column.STREAM,
     Column.KEY, Column.NODE, Column.BYTES,
 ]  # fmt: skip
-# Kinds of texts that have ids. The other kinds are the positions of the categories in ROLES.
+# Kinds of texts in the scanner's table. Smaller numbers are positions of categories in ROLES.
 ARGUMENTS, THREADS, CONFIGS = 253, 254, 255
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(GpuArgs)}
 NUMBERS = [_KEYS[name] for name in ("correlation", "device", "stream", "graph_node", "bytes")]
@@ -554,7 +566,7 @@ class EventColumns:
     def collect(self, text: bytes | memoryview, end: int) -> int:
         """Collect the events of text[:end]. Return the number of bytes consumed.
 
-        The rest is an incomplete event or the last event of the array.
+        The rest of the text is an incomplete event or the last event of the array.
         """
         used = begin = 0
         while True:
@@ -599,12 +611,12 @@ class EventColumns:
         return (tables.names if role == Role.OP else tables.apis)[name]
 
     def _write(self, text: bytes | memoryview, counts: tuple[int, ...]) -> None:
-        """Write the rows whose texts are all known. Decode the events of the other rows."""
+        """Write the rows that the scanner could read. Decode the events of the other rows."""
         rows = {role: self._rows[role][:, : counts[role]] for role in Role}
         left = [rows[Role.OTHER], rows[Role.UNSURE]]
         for role in _RESOLVED:
             known = self._resolve(role, rows[role])
-            # The decoder reads either all of these rows or none, so that their order is kept
+            # To keep their order, the decoder reads either all or none of these rows
             if role in (Role.CALL, Role.DEVICE) and (counts[Role.UNSURE] or not known.all()):
                 known[:] = False
             if not known.all():
@@ -648,7 +660,7 @@ class EventColumns:
         ]
 
     def _resolve(self, role: Role, rows: Ints) -> Flags:
-        """Replace the scanner's ids by the tables' ids. Return for each row whether all are known."""
+        """Replace the scanner's ids by the tables' ids. Return which rows have only known ids."""
         known: Flags = rows[Column.KNOWN].astype(np.bool_)
         if not known.any():
             return known

@@ -28,8 +28,8 @@ class Intervals:
     `rows` contains the position of each interval before the sort. `parent` contains the index of the
     last earlier interval of the thread that encloses the start of the interval, or -1. An interval,
     its parent, the parent of the parent and so on form the chain of the interval. All intervals
-    that enclose a time t are on the chain of the last interval that starts at or before t. `nested` is
-    True for an interval if all intervals on the chain of the interval end within their parents.
+    that enclose a time t are on the chain of the last interval that starts at or before t. `nested`
+    is True for an interval if all intervals on the chain of the interval end within their parents.
     """
 
     def __init__(self, thread: Ints, start: Ints, end: Ints) -> None:
