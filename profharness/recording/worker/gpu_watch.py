@@ -1,5 +1,7 @@
-"""Start CUDA while torch loads, and watch for other users of the worker's GPU and for changes of its
-limits. The watch only reports; it fails no run.
+"""Start CUDA while torch loads, and watch the worker's GPU during a run.
+
+The watch reports other processes that use the GPU, and changes of the GPU's power and clock limits.
+A run never fails because of the watch.
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ MODULE_LOADING = "CUDA_MODULE_LOADING"
 LOCK_TRIES = 50
 LOCK_PAUSE_S = 0.002
 PERIOD_S = 0.5
-NO_SAMPLES = (0, 6)  # NVML's error values if no process has used the GPU: success and not found
-# NVML's bits for slowdowns: by hardware, by software because of heat, by hardware because of heat,
-# and by the power brake.
+NO_SAMPLES = (0, 6)  # NVML's SUCCESS and NOT_FOUND, if no process has used the GPU
+# NVML's bits of throttle reasons: hardware slowdown, software thermal slowdown, hardware thermal
+# slowdown and power brake.
 SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80
 SHARED_REMEDY = "let the GPU do nothing else while it is measured, then capture again"
 CAPPED_REMEDY = "see `nvidia-smi -q -d POWER,CLOCK,PERFORMANCE`, then capture again"
 
 
 def is_shared(descriptor: int | None) -> bool:
-    """Return whether another process has the lock of the GPU too. Keep it locked as shared.
+    """Return whether another process also holds the GPU's lock, whose file has this descriptor.
 
-    Return False if there is no lock file.
+    Return False if there is no lock file. Afterwards this process holds a shared lock, as every
+    measuring process does.
     """
     if descriptor is None:
         return False
@@ -48,9 +51,11 @@ def is_shared(descriptor: int | None) -> bool:
 
 
 class GpuWatch:
-    """A watch created before this process has a CUDA context.
+    """Detects other users of the GPU, and changes of the GPU's limits.
 
-    Processes that compute at that time are other users, even in containers with other process ids.
+    Create the watch before this process has a CUDA context. All processes that have a context at
+    that time are other users. This also works in a container, where the driver reports other
+    process IDs than the container.
     """
 
     def __init__(self, nvml: Any) -> None:
@@ -60,10 +65,10 @@ class GpuWatch:
         self._reported: set[str] = set()
 
     def begin(self, uuid: str, parent: int, folder: Path = LOCKS) -> bool:
-        """Watch the GPU with that UUID, or the GPU of that MIG instance, once the context exists.
+        """Begin to watch the GPU with this UUID, or the GPU of the MIG instance with this UUID.
 
-        Return False if NVML does not know it. The parent, which waits for this process, and its
-        ancestors are not other users.
+        Call this once the process has a CUDA context. The parent process and its ancestors do not
+        count as other users. Return False if NVML does not know the GPU.
         """
         try:
             devices = dict(_devices(self._nvml))
@@ -71,10 +76,10 @@ class GpuWatch:
         except Exception:
             return False
         self._handle = devices[whole]
-        # all measuring processes share the lock; the system releases it when a process ends
+        # all measuring processes hold a shared lock, which the system releases when they exit
         self._lock = open_lock_file(folder / f"profharness-{uuid}.lock")
         now = self._pids(self._handle)
-        # the processes of a worker that has just died have ended by now
+        # keep only processes that still run, because an earlier worker may just have died
         self._others = (self._before.get(whole, set()) & now) - {os.getpid()}
         self._mine = now - self._others
         self._family = set(_ancestry(parent))
@@ -83,7 +88,10 @@ class GpuWatch:
         return True
 
     def problems(self, *, at_once: bool = False) -> Iterator[Problem]:
-        """Yield new observations, at most every PERIOD_S."""
+        """Yield problems that were not reported before.
+
+        Look at the GPU at most every PERIOD_S seconds, unless `at_once` is set.
+        """
         if not at_once and time.monotonic() - self._last_look < PERIOD_S:
             return
         self._last_look = time.monotonic()
@@ -106,7 +114,10 @@ class GpuWatch:
             yield Problem(GPU, code, f"{text}: its times may be off", remedy)
 
     def _pids(self, handle: Any) -> set[int]:
-        """Return the processes with a compute context, empty if the driver does not report them."""
+        """Return the IDs of the processes that have a CUDA context on a GPU.
+
+        The set is empty if the driver does not report them.
+        """
         try:
             running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             return {int(process.pid) for process in running}
@@ -114,10 +125,11 @@ class GpuWatch:
             return set()
 
     def _computing(self, pids: set[int]) -> set[int]:
-        """Return the processes that have computed since the watch began.
+        """Return which of the processes have computed since the watch began.
 
-        A context alone affects nobody. Return all of them if the driver does not report activity: for a
-        MIG instance, or in a container whose samples have other process ids than its contexts.
+        Idle processes are left out, because a context alone does not disturb a measurement. Return
+        all `pids` if the driver does not report the activity of processes, as for a MIG instance, or
+        if the activity has other process IDs, as in some containers.
         """
         samples = self._samples(self._began) if pids else []
         if samples is None:
@@ -133,7 +145,10 @@ class GpuWatch:
         return pids & {sample.pid for sample in samples if sample.smUtil}
 
     def _samples(self, since: int) -> list[Any] | None:
-        """Return the use of the GPU by process after a time stamp, or None if it is not reported."""
+        """Return NVML's samples of GPU utilization per process, taken after the time stamp `since`.
+
+        Return None if the driver does not report them.
+        """
         try:
             return list(self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since))
         except Exception as error:
@@ -154,7 +169,7 @@ class GpuWatch:
         }
         caps = {}
         for name, question in questions.items():
-            with contextlib.suppress(Exception):  # not on this GPU or driver
+            with contextlib.suppress(Exception):  # not supported by this GPU or driver
                 caps[name] = question()
         return caps
 
@@ -187,12 +202,15 @@ def _ancestry(pid: int) -> Iterator[int]:
             stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
             return
-        # the name in parentheses may contain blanks
+        # skip the process name in parentheses, because the name may contain spaces
         pid = int(stat.rpartition(")")[2].split()[1])
 
 
 def _is_ours(pid: int) -> bool:
-    """Return whether this process's parent started a process, such as a backend's own child."""
+    """Return whether a process belongs to this worker, such as a child process of a backend.
+
+    Child processes inherit the worker's value of the environment variable STARTED_BY.
+    """
     mine = os.environ.get(STARTED_BY)
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -202,7 +220,10 @@ def _is_ours(pid: int) -> bool:
 
 
 class CudaWarmup:
-    """A thread that opens the GPU watch and then the context of device 0, which torch reuses."""
+    """A thread that creates the GPU watch and then the CUDA context of device 0.
+
+    The thread runs while torch loads. Torch later uses the same context.
+    """
 
     def __init__(self) -> None:
         self._watch: GpuWatch | None = None
@@ -222,16 +243,17 @@ class CudaWarmup:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the torch of this Python is built for CUDA, without loading it."""
+    """Return whether the installed torch is built for CUDA, without importing torch."""
     spec = find_spec("torch")
     folders = (spec and spec.submodule_search_locations) or ()
     return any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders)
 
 
 def open_context() -> bool:
-    """Create the context of device 0 that torch will use. Return False if that fails."""
+    """Create the CUDA context of device 0, which torch will use. Return whether that succeeded."""
     if MODULE_LOADING not in os.environ:
-        # Drivers before 12.2 need it, as torch sets it. os.environ stays unchanged because it is recorded.
+        # Torch sets this variable too, because drivers before CUDA 12.2 load modules eagerly by
+        # default. Leave os.environ unchanged, because the run records it.
         os.putenv(MODULE_LOADING, "LAZY")
     device, context = ctypes.c_int(), ctypes.c_void_p()
     try:

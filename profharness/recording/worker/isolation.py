@@ -1,5 +1,7 @@
-"""Isolate backends: select the cells that a process runs, and find what a backend has changed in its
-process, and impossible times.
+"""Protect measurements from side effects of backends.
+
+This module selects the cells that one worker process runs, detects changes that a backend makes to
+the process, and rejects impossible times.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from profharness.errors import join_few
 from profharness.rows import COLD, HOST
 from profharness.run import Cell, JournalEntry, Plan, turn_order
 
-SHOWN = 12  # maximum number of changes of one kind in a message
-# Largest speedup over fp16 with fp32 accumulation: that of fp4 on a GeForce.
+SHOWN = 12  # maximum number of changes of one kind that a message lists
+# Largest ratio of any format's peak rate to the fp16 rate with fp32 accumulation (fp4 on GeForce).
 FASTEST_FORMAT = 8
-MEMORY_MARGIN = 2  # data sheets round, and memory may be compressed
+MEMORY_MARGIN = 2  # tolerance, because data sheets round and GPUs may compress memory
 MODULES = (
     *(torch.nn.functional, torch, torch.autograd, torch.backends.cuda, torch.cuda, torch.nn),
     *(torch.nn.attention, time, builtins, gc, os, random, signal, subprocess, sys, threading),
@@ -54,7 +56,7 @@ OPERATORS = (
 )
 REPLACED, CHANGED = "replaced ", "changed "
 TORCH_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
-# Bound here, since a backend may replace them in their modules.
+# Keep the original functions here, because a backend may replace them in their modules.
 getsignal, fstat = signal.getsignal, os.fstat
 KEYS = ("CPU:", "CUDA:", "AutogradCPU:", "AutogradCUDA:")
 DETERMINISTIC = "torch.are_deterministic_algorithms_enabled()"
@@ -83,7 +85,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         for name, hooks in vars(torch_module).items()
         if name.startswith("_global_") and isinstance(hooks, dict)
     ],
-    # packages hide warnings when they are imported, which changes no result
+    # ignore other filters, because many packages hide warnings when they are imported
     "the warnings that are errors": lambda: [
         (category, module)
         for action, _, category, module, _ in warnings.filters
@@ -102,13 +104,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 def cells_here(plan: Plan, sources: Mapping[str, str], device: str) -> tuple[tuple[Cell, ...], str]:
-    """Return the cells of a plan that this process runs, and the backend that owns it, or an empty
-    string. Later processes run the other cells.
+    """Return the cells of a plan that this process runs, and the isolated backend that owns it.
 
-    PyTorch's own backends share one process. Any other backend has a process to itself, because its
-    side effects would change other results. Cells that are refused before any code of such a
-    backend runs need no process. Later processes of a cell order the backends randomly by the seed,
-    so that a drift of clocks and temperature favors none of them.
+    Each isolated backend gets its own process, because side effects of the backend could change the
+    results of others. All other backends share one process, for which the owner is an empty string.
+    An isolated backend that is not available shares it too, because none of its code runs. The
+    first process of each cell follows the plan's order. Later repetitions use a random order that
+    depends on the seed, so that changes of clocks and temperature favor no backend.
     """
     backends = dict.fromkeys(cell.backend for cell in plan.cells)
     owners = {backend: _owner(backend, sources, device) for backend in backends}
@@ -131,9 +133,9 @@ def _owner(name: str, sources: Mapping[str, str], device: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The functions, settings, handlers and registrations of a process.
+    """The state of a process that a backend could change, such as functions, settings and handlers.
 
-    Callables are compared by identity, all other values by equality.
+    Functions are compared by identity, all other values by equality.
     """
 
     parts: dict[str, Any]
@@ -144,7 +146,8 @@ class ProcessState:
         return cls(dict(_parts()), frozenset(threading.enumerate()))
 
     def changes_since(self, before: ProcessState) -> list[str]:
-        # an added function does not replace another function, so report only added environment variables
+        # Of added entries, report only environment variables, because an added function replaces
+        # no other function.
         added = [name for name in self.parts if name not in before.parts and name.startswith("$")]
         texts = [
             _change(name, before.parts.get(name), self.parts.get(name))
@@ -162,15 +165,15 @@ class ProcessState:
 
 
 def with_changes(result: Cell, before: ProcessState) -> Cell:
-    """Return the result with a warning that names the changes in the process, if there are any.
+    """Add a warning to a result if the backend has changed its process since `before`.
 
-    A passed check of `verify` has the same text.
+    If `verify` produced the result, its passed check of the inputs gets the same message.
     """
     # the worker itself sets deterministic mode for each config
     expected = before.parts | {DETERMINISTIC: result.config.deterministic}
     try:
         changes = ProcessState.read().changes_since(replace(before, parts=expected))
-    except Exception as error:  # by a function with which the backend replaced one of Python's
+    except Exception as error:  # raised by a function that the backend replaced
         changes = [f"replaced functions that Python needs ({type(error).__name__}: {error})"]
     if not changes:
         return result
@@ -185,15 +188,16 @@ def with_changes(result: Cell, before: ProcessState) -> Cell:
 def checked_write(
     write: Callable[[JournalEntry], None], gpu: str, *, alone: bool
 ) -> Callable[[JournalEntry], None]:
-    """Return a write function that turns results with impossible times into errors.
+    """Return a function that checks results before it calls `write`.
 
-    With `alone`, one backend owns the process, and its results name its changes to the process.
+    A result with impossible times becomes an error. If `alone` is set, an isolated backend owns the
+    process, and a result gets a warning about the backend's changes to the process.
     """
     peaks = data_sheet(gpu)
     before: list[ProcessState] = []
 
     def check_and_write(entry: JournalEntry) -> None:
-        if alone and not before:  # a cell begins before its backend is loaded
+        if alone and not before:  # the first entry is written before the backend is loaded
             before.append(ProcessState.read())
         if entry.result is not None:
             result = with_doubt(entry.result, peaks)
@@ -204,7 +208,7 @@ def checked_write(
 
 
 def with_doubt(result: Cell, peaks: Peaks | None) -> Cell:
-    """Return the result as an error without samples if a time in it is impossible."""
+    """Replace a result by an error without samples if any of its times is impossible."""
     for name, samples in result.samples.items():
         why = why_impossible(result, name, samples, peaks) if samples else None
         if why is not None:
@@ -214,7 +218,10 @@ def with_doubt(result: Cell, peaks: Peaks | None) -> Cell:
 
 
 def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | None) -> str | None:
-    """Return why the samples of a measurement, in ns per call, are impossible, or None."""
+    """Return why the samples of a measurement are impossible, or None if they are possible.
+
+    `samples` are in ns per call. For example, a call cannot exceed the peak rate of the GPU.
+    """
     if min(samples) <= 0:
         return f"{min(samples)} ns a call"
     if name == HOST or peaks is None:
@@ -226,7 +233,7 @@ def why_impossible(cell: Cell, name: str, samples: list[int], peaks: Peaks | Non
             f"{done / 1e12:,.0f} TFLOP/s, where tensor cores reach {rate / 1e12:,.0f} in any format"
         )
     tensors = tensor_bytes(cell.config)
-    # the output and unflushed inputs may stay in the L2
+    # exclude the output and, unless the L2 is flushed, inputs that fit into the L2
     cached = 0 if name == COLD else peaks.l2_bytes
     width = MEMORY_MARGIN * (peaks.bandwidth_bytes_per_s or 0.0)
     if width and cached is not None:
@@ -240,7 +247,7 @@ def _differs(old: Any, new: Any) -> bool:
     if old is new:
         return False
     if callable(old) or callable(new):
-        # torch.compile replaces functions of torch by others of torch
+        # ignore replacements by functions of torch itself, because torch.compile makes them
         code = getattr(new, "__code__", None)
         return code is None or not code.co_filename.startswith(TORCH_FOLDER)
     return bool(old != new)
@@ -257,7 +264,10 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 
 def _readers() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield functions that read SETTINGS, bound before a backend can replace them."""
+    """Yield the name of each setting and a function that reads it.
+
+    The functions are looked up now, before a backend can replace them.
+    """
     for name in SETTINGS:
         root, _, path = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -284,7 +294,7 @@ def _parts() -> Iterator[tuple[str, Any]]:
             with contextlib.suppress(Exception):
                 yield name, read()
     for name, text in os.environ.items():
-        if not name.lstrip("_").startswith("TORCHINDUCTOR"):  # torch.compile sets some
+        if not name.lstrip("_").startswith("TORCHINDUCTOR"):  # torch.compile sets some of these
             yield f"${name}", text
     for handled in signal.Signals:
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""A program of the worker that measures the device's copy bandwidth and matrix rates."""
+"""A program of the worker that measures the memory bandwidth and the FLOP rates of the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORIGIN = "copy of {copy} MiB read and written; square matrix products of {shapes
 
 
 def body(workspace: Workspace) -> None:
-    """Measure, and write the result into the folder atomically."""
+    """Measure the peaks and write them to the folder atomically."""
     peaks = _measure(workspace.device, workspace.environment)
     temporary = workspace.folder / f".{PEAKS_FILE}.{os.getpid()}"
     answer = {"peaks": peaks, "environment": workspace.environment}
@@ -48,7 +48,7 @@ def _measure(device: str, environment: dict[str, Any]) -> Peaks:
 
 
 def _kinds(device: str) -> list[tuple[str, Any, bool]]:
-    """Return (name, dtype, with TF32) of the matrix products for which the device has units."""
+    """Return name, dtype and whether to allow TF32 for each kind of matrix product to measure."""
     if not is_gpu(device):
         return [("fp32", torch.float32, False)]
     kinds = [("fp16", torch.float16, False), ("fp32", torch.float32, False)]
@@ -58,7 +58,7 @@ def _kinds(device: str) -> list[tuple[str, Any, bool]]:
 
 
 def _bandwidth(device: str) -> float:
-    """Return the bytes per second of a copy, counting reads and writes."""
+    """Measure a copy in memory. Return the bytes read and written per second."""
     size = DEVICE_TYPES[device].copy_bytes
     if is_gpu(device):
         free, _ = torch.cuda.mem_get_info()

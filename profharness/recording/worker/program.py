@@ -1,4 +1,7 @@
-"""The frame of the worker's programs: plan, journal, end with the parent, and exit."""
+"""The code that all programs of the worker share.
+
+It reads the plan, writes the journal, and ends the process when the parent ends.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +45,27 @@ PARENT_POLL_S = 0.5
 
 
 class DeadContextError(Exception):
-    """The CUDA context is lost, so this process cannot continue. `args` contains the cell's result."""
+    """Raised if the CUDA context is lost, after which this process cannot run any other cell.
+
+    The exception's only argument is the result of the cell.
+    """
 
 
 def exit_unwritable(what: str) -> NoReturn:
-    """End the program because the run folder is not writable, and print why."""
+    """Print why the run folder is not writable, and exit with EXIT_UNWRITABLE."""
     with contextlib.suppress(OSError):
         print(f"{UNWRITABLE}{what}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_UNWRITABLE)
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent ends, in whichever way."""
+    """Wait until the process with the ID `parent` ends, then end this process."""
     try:
         descriptor = os.pidfd_open(parent)
     except (AttributeError, OSError):
         with contextlib.suppress(ProcessLookupError):
             while True:
-                with contextlib.suppress(PermissionError):  # belongs to another user and is alive
+                with contextlib.suppress(PermissionError):  # the process runs under another user
                     os.kill(parent, 0)
                 time.sleep(PARENT_POLL_S)
     else:
@@ -68,7 +74,8 @@ def end_with(parent: int) -> None:
 
 
 Stage = Callable[[str], None]
-# Errors of a run folder that is not writable. Others, such as too many open files, are the process's.
+# These errors mean that the run folder is not writable. Other errors, such as too many open files,
+# are problems of the process.
 FOLDER_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ESTALE),
@@ -76,29 +83,29 @@ FOLDER_ERRORS = (
 
 
 class JournalWriter:
-    """Append to the journal of a run.
+    """Appends entries to the journal of a run.
 
-    Open the file for each entry, because a backend may close all descriptors of its process or
-    reuse their numbers.
+    It opens the file anew for each entry, because a backend may close any descriptors of the
+    process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = str(folder / JOURNAL_FILE)
         self._pid = os.getpid()
-        # store these functions before a backend can replace them
+        # keep the original functions, because a backend may replace them in `os`
         self._os = os.open, os.write, os.close, os.fstat, os.getpid, os._exit
 
     def __call__(self, entry: JournalEntry) -> None:
-        """Append one entry. End the program if the run folder is not writable."""
+        """Append one entry. Exit if the run folder is not writable."""
         open_file, write, close, stat, getpid, leave = self._os
         if getpid() != self._pid:
-            leave(1)  # a fork that a backend left behind
+            leave(1)  # this is a forked child of a backend, which must not continue the run
         data = msgspec.json.encode(entry) + b"\n"
         try:
             for number in range(3):
                 try:
                     stat(number)
-                except OSError:  # else printed text would end up in the journal
+                except OSError:  # otherwise the journal could become stdout or stderr
                     open_file(os.devnull, os.O_RDWR)
             journal = open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -113,9 +120,9 @@ class JournalWriter:
 
 
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
-    """Return a write function that also reports the GPU watch's observations.
+    """Return a function that calls `write` and then also writes the problems the watch has found.
 
-    An observation takes as long as many calls, so not every cell has one, but the last one does.
+    A look at the GPU is slow, so most entries cause none, but the end of the cell `last` always does.
     """
 
     def write_and_report(entry: JournalEntry) -> None:
@@ -128,7 +135,7 @@ def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
 
 
 def run_arguments(arguments: Sequence[str], warmup: CudaWarmup | None = None) -> NoReturn:
-    """Run the program of a command line `[MODULE [ARGUMENT ...]] FOLDER`."""
+    """Run the program that the arguments `[MODULE [ARGUMENT ...]] FOLDER` name, and exit."""
     module = arguments[0] if arguments[1:] else "profharness.recording.worker.cell"
     run_program(Path(arguments[-1]), module, warmup)
 
@@ -138,14 +145,14 @@ def starts_cuda(plan: Plan) -> bool:
 
 
 def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> NoReturn:
-    """Run a plan by the `body` of a module, and exit.
+    """Read the plan in a folder, run the function `body` of a module on it, and exit.
 
-    The exit code is 0 on completion, EXIT_DEAD_CONTEXT if a new process has to continue after the
-    cell in the DeadContextError, and EXIT_UNWRITABLE if the run folder is not writable.
+    The exit code is 0 if all cells were run, EXIT_DEAD_CONTEXT if the CUDA context was lost and the
+    remaining cells need a new process, and EXIT_UNWRITABLE if the run folder is not writable.
     """
-    # a backend may change the working directory, and replace functions of os
+    # needed because a backend may change the working directory or replace functions of `os`
     folder, leave = folder.absolute(), os._exit
-    # remove Python's handler, so that an interrupt also ends a program that waits inside CUDA
+    # Remove Python's handler of SIGINT, because it would not run while a call waits inside CUDA.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     wake_with_parent()
     start_log()
@@ -155,7 +162,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
     if warmup is None and starts_cuda(plan):
         warmup = CudaWarmup()
     gc.disable()  # loaded modules contain no garbage
-    # loads torch, so after the parent's watch
+    # imported here because this loads torch, which is slow, and the parent may end meanwhile
     from profharness.recording.worker import environment, isolation, timing
 
     device = plan.protocol.device
@@ -175,7 +182,7 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
             write = watched_write(watch, write, cells[-1].cell)
         write = isolation.checked_write(write, keys.get("gpu", ""), alone=bool(owner))
         body = importlib.import_module(module).body
-        gc.freeze()  # collections during a cell can skip it
+        gc.freeze()  # so that garbage collections during a cell skip all objects of the imports
         gc.enable()
         body(timing.Workspace(device, folder, plan, sources, cells, keys, write))
     except DeadContextError as dead:
@@ -185,13 +192,13 @@ def run_program(folder: Path, module: str, warmup: CudaWarmup | None = None) -> 
         if stop.code != EXIT_UNWRITABLE:
             raise
         code = EXIT_UNWRITABLE
-    if plan.wrapped:  # what a profiler injected writes its last records at exit
+    if plan.wrapped:  # exit normally, because nsys and ncu write their last records at exit
         sys.exit(code)
-    leave(code)  # Everything is on disk, and shutting down torch and CUDA would only take time.
+    leave(code)  # All data is on disk, so skip the slow shutdown of torch and CUDA.
 
 
 def run_each(workspace: Workspace, run_one: Callable[[Cell, Stage], Cell]) -> None:
-    """Run the cells one after another. Write the begin, stages and end of each to the journal."""
+    """Call `run_one` for each cell, and write the cell's begin, stages and end to the journal."""
     write = workspace.write
     for cell in workspace.cells:
         write(JournalEntry("begin", cell=cell.cell))

@@ -1,7 +1,8 @@
-"""Provide the parts of msgspec, isal and nvtx that the worker uses, for a Python that lacks them.
+"""Minimal replacements of msgspec, isal and nvtx for a Python that does not have these packages.
 
-The part of msgspec reads and writes dataclasses as JSON. Types are not checked, because profharness
-itself wrote the JSON. The part of nvtx records no ranges; nsys and ncu need the real package.
+The replacement of msgspec converts between dataclasses and JSON. It does not check types, because
+profharness itself writes the JSON. The replacement of nvtx records no ranges, so nsys and ncu need
+the real package.
 """
 
 from __future__ import annotations
@@ -28,22 +29,25 @@ __all__ = [
 
 
 class MsgspecError(Exception):
-    """The base of all errors, as in msgspec."""
+    """The base class of all errors of msgspec."""
 
 
 class DecodeError(MsgspecError):
-    """The data is not JSON."""
+    """Raised by `json.decode` if the data is not JSON."""
 
 
 class Struct:
-    """A base whose subclasses are dataclasses."""
+    """A base class that makes each of its subclasses a dataclass."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         dataclasses.dataclass(**options)(cls)
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types, with None for NaN and infinities. Raise TypeError."""
+    """Convert a value to types that the standard `json` can encode. NaN and infinities become None.
+
+    Raise TypeError if a type is not supported.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -58,7 +62,7 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(value: Any, wanted: Any) -> Any:
-    """Convert a decoded JSON value to a dataclass or a container of dataclasses."""
+    """Convert a decoded JSON value to the type `wanted`, which may contain dataclasses."""
     if value is None or wanted is Any:
         return value
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
@@ -84,12 +88,12 @@ class json:
 
     @staticmethod
     def encode(value: Any) -> bytes:
-        """Return a value as JSON in UTF-8, without blanks. Raise TypeError."""
+        """Encode a value as JSON. Raise TypeError if a type is not supported."""
         return standard.dumps(_plain(value), separators=(",", ":"), ensure_ascii=False).encode()
 
     @staticmethod
     def decode(data: bytes, *, type: Any = Any) -> Any:
-        """Return the value of a JSON text. Raise DecodeError if it is not JSON."""
+        """Decode JSON to a value of the given type. Raise DecodeError if the data is not JSON."""
         try:
             return _typed(standard.loads(data), type)
         except ValueError as error:
@@ -97,12 +101,12 @@ class json:
 
 
 def annotate(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context that opens no range."""
+    """Return a context manager that does nothing."""
     return contextlib.nullcontext()
 
 
 def start_range(*_: Any, **__: Any) -> None:
-    """Start no range."""
+    """Do nothing."""
 
 
 end_range = start_range
