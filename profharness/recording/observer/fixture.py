@@ -1,4 +1,4 @@
-"""The pytest fixture `attention`, which pytest finds by its entry point."""
+"""The pytest fixture `attention`, which pytest finds by the entry point of the package."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def attention() -> Iterator[AttentionCalls]:
-    """Record the attention calls of the test: `attention.calls`, `attention.backends`."""
+    """Record the attention calls of the test in `attention.calls` and `attention.backends`."""
     with import_module("profharness.recording.observer.wrapper").observe() as calls:
         yield calls

@@ -33,18 +33,19 @@ def wait_for_torch(folder: str) -> None:
 
 
 def report(folder: str, event: str) -> None:
-    """Append a line about this process."""
+    """Append a line about an event of this process to PROCESSES_FILE."""
     try:
         line = f'{{"event":"{event}","pid":{os.getpid()},"parent":{os.getppid()}}}\n'
         append(f"{folder}/{PROCESSES_FILE}", line.encode())
     except OSError:
-        pass  # the recorder reports it if there are calls to record
+        pass  # the recorder reports the error if there are calls to record
 
 
 def append(path: str, data: bytes) -> None:
-    """Append to a file and close it. Raise OSError.
+    """Append data to a file, and close the file. Raise OSError.
 
-    The program could close a descriptor that stays open, and reuse its number for another file.
+    No file stays open, because the program could close its descriptor and reuse the number of the
+    descriptor for another file.
     """
     number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -55,7 +56,10 @@ def append(path: str, data: bytes) -> None:
 
 
 def start(folder: str) -> None:
-    """Record the attention calls of this process. Print an error once; the program continues."""
+    """Record the attention calls of this process.
+
+    If that is impossible, print the error. The program continues in any case.
+    """
     try:
         report(folder, "torch")
         load()
@@ -65,7 +69,7 @@ def start(folder: str) -> None:
 
 
 def load() -> None:
-    """Load the observer's modules by path, as the package may not be importable."""
+    """Load the observer's modules by path, because the program may not be able to import them."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     for part in PARTS:
         name = f"{PACKAGE}.{part}"
@@ -90,9 +94,9 @@ def after_import(name: str, act: Any) -> None:
 
 
 class _Finder:
-    """Find one module with the other finders, and call `act` once after its execution.
+    """A finder that calls `act` once after a certain module is imported.
 
-    The module keeps its own loader.
+    The other finders find the module, and the module keeps its own loader.
     """
 
     def __init__(self, name: str, act: Any) -> None:

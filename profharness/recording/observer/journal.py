@@ -12,11 +12,11 @@ from typing import Any
 
 from profharness.recording.observer.hook import append
 
-ROW = 5  # int64 columns: template + 1, batch, query length, key length (or -1 each), calls
+ROW = 5  # int64 columns: template + 1, batch, query and key length (-1 if unknown), calls
 FIRST_ROWS = 100
 SIZE = ctypes.sizeof(ctypes.c_int64)
 
-_mmap = ctypes.CDLL(None, use_errno=True).mmap  # unlike mmap.mmap it keeps no descriptor open
+_mmap = ctypes.CDLL(None, use_errno=True).mmap  # unlike mmap.mmap, it keeps no descriptor open
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 
@@ -24,8 +24,8 @@ _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes
 class Journal:
     """The files `<pid>.jsonl` and `<pid>.counts` in a run folder.
 
-    A forked child has its own files. If the files of a pid exist, as after os.exec, the name is
-    `<pid>-2`. Without a folder nothing is written.
+    A forked child has its own files. If files of the same pid already exist, as after `os.exec`,
+    the new names begin with `<pid>-2`. If `folder` is None, nothing is written.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -43,7 +43,7 @@ class Journal:
         return None if self.folder is None else f"{self.folder}/{self.name}{suffix}"
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append a line. Raise OSError."""
+        """Append an event as a line of JSON. Raise OSError if it cannot be written."""
         path = self.path(".jsonl")
         if path is None:
             return
@@ -57,10 +57,10 @@ def print_error(text: str) -> None:
 
 
 class Counts:
-    """Rows of calls by template and lengths, in a memory-mapped file.
+    """The numbers of calls by template and lengths, in rows of a memory-mapped file.
 
-    The file survives any end of the process, and counts calls of all threads. Without a path, the
-    rows exist only in memory.
+    The file is complete even if the process is killed. If `path` is None, the rows exist only in
+    memory.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -98,7 +98,7 @@ class Counts:
 
     def _grow(self, path: str) -> None:
         added = self.room or FIRST_ROWS
-        append(path, bytes(added * ROW * SIZE))  # access to an unallocated page raises SIGBUS
+        append(path, bytes(added * ROW * SIZE))  # access beyond the end of the file raises SIGBUS
         self.room += added
         numbers = self.room * ROW
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -109,6 +109,7 @@ class Counts:
             os.close(descriptor)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-        # Never unmapped: a thread may still count while the interpreter shuts down.
+        # The file is never unmapped, because a thread may still count calls while Python shuts
+        # down.
         mapped = (ctypes.c_int64 * numbers).from_address(address)
         self.cells = memoryview(mapped).cast("B").cast("q")

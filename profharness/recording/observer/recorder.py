@@ -1,8 +1,8 @@
-"""Templates of attention calls: the properties of a call, recorded once without a profiler, and the
-number of such calls.
+"""Record the attention calls of a process as templates and counts, without a profiler.
 
-One look-up finds the entry of a call by its exact key. Only calls with a new key are inspected
-further, and only calls with a new template are written.
+A template has the properties that similar calls share, and each template is written only once.
+Every call is looked up by its exact key, which contains for example the shapes of its tensors. Only
+a call with a new key is inspected further, because it may have a new template.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ from profharness.recording.observer.window import ProfilerWindow
 
 C: Any = torch._C
 CALL: CodeType = torch.nn.Module._call_impl.__code__
-# It calls CALL and has few local variables, so that reading them is faster.
+# The code that calls CALL. Its frame has fewer local variables, so reading `self` from it is
+# faster.
 OUTER: CodeType | None = getattr(
     getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None
 )
 MARKER = "profharness-attention:"
 TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
-# Maximum passes with gradients before passes count. Few programs accumulate over more.
+# Among this many first passes, passes with gradients are not counted as steps. Few programs
+# accumulate gradients over more passes before the optimizer steps.
 GRADED_PASSES = 16
 MOST_TEMPLATES, MOST_KEYS = 10_000, 4096
-CAST_BYTES = 64 << 20  # maximum size of a tensor created to query the choice under autocast
+CAST_BYTES = 64 << 20  # maximum size of a tensor created to query the backend under autocast
 MASK_BYTES = 16 << 20  # maximum size of a mask whose contents are read
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-FUNCTIONS = "functions of flex_attention"  # no argument of any function
-BLOCK_MASK = 4  # index of an argument of flex_attention
-# An exact key begins with the code, the line and the functions of flex_attention, and ends with flags.
+FUNCTIONS = "functions of flex_attention"  # a key that differs from the names of all arguments
+BLOCK_MASK = 4  # index of the argument `block_mask` of flex_attention
+# An exact key begins with three parts for the position: the code, the instruction, and the
+# functions of flex_attention, whose index is FLEX. The key ends with eight flags.
 POSITION_PARTS, FLEX, FLAG_PARTS = 3, 2, 8
-WATCHED = ("waiting", "open", "ending")  # states of a window that needs to know about calls
-# Parts of a path that wrappers insert, and wrappers whose own name is not the model's.
+WATCHED = ("waiting", "open", "ending")  # states in which the window must learn about each call
+# Names that wrappers insert into the path of a module, and wrappers that contain the model as
+# `module`.
 INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PARALLEL = ("DistributedDataParallel", "DataParallel")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 CHOICES = {-1: "none", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
-# The C++ name of an autograd node identifies the kernel.
+# Maps the C++ name of an autograd node to the backend that ran.
 NODES = {
     "ScaledDotProductFlashAttentionBackward": "flash",
     "ScaledDotProductFlashAttentionForCpuBackward": "flash",
@@ -70,7 +74,7 @@ _Tensor = torch.Tensor
 
 
 class Entry:
-    """The calls of one exact key, counted in one element of an array."""
+    """All calls with the same exact key. Their number is the element `at` of the array `cells`."""
 
     __slots__ = ("at", "cells", "marker", "template")
 
@@ -89,10 +93,10 @@ class Site:
 
 
 class Recorder:
-    """The calls of this process in all threads.
+    """Records the attention calls of all threads of this process.
 
-    The lock protects state that threads share, except counts: `+=` on an array element does not
-    release the GIL.
+    The lock protects state that threads share. Counts need no lock, because `+=` on an array
+    element does not release the GIL.
     """
 
     def __init__(self, journal: Journal, window: ProfilerWindow) -> None:
@@ -102,17 +106,17 @@ class Recorder:
         self._reset()
 
     def _reset(self) -> None:
-        self.lock = threading.RLock()  # a handler of a signal may call attention too
+        self.lock = threading.RLock()  # reentrant, because a signal handler may call attention
         self.counts = Counts(self.journal.path(".counts"))
         self.entries: dict[Any, Entry] = {}
-        self.numbers: dict[Any, int] = {}  # of templates, by the properties that their calls share
+        self.numbers: dict[Any, int] = {}  # template numbers by the shared properties
         self.templates.clear()
         self.compiled: set[str] = set()
-        self.codes: dict[int, CodeType] = {}  # by id, which lasts as long as they do
+        self.codes: dict[int, CodeType] = {}  # keeps code objects alive, so ids are not reused
         self.sites: dict[int, Site] = {}  # by the module's id
         self.outside = Site(0)
-        self.kept: dict[int, Any] = {}  # module id -> weak reference
-        self.paths: dict[int, tuple[str | None, str | None]] = {}  # module id -> path, root class
+        self.kept: dict[int, Any] = {}  # weak references to modules, by module id
+        self.paths: dict[int, tuple[str | None, str | None]] = {}  # path and root class by id
         self.next_site = 1
         self.first_site: Site | None = None
         self.passes = 0
@@ -127,11 +131,12 @@ class Recorder:
     def note(
         self, frame: FrameType, a: tuple[Any, ...], k: dict[str, Any], *, silent: bool = False
     ) -> tuple[Entry, bool] | None:
-        """Count a call. Return its entry and whether its template is new, if more work is needed.
+        """Count a call. If it has a new template or must be marked for the profiler, return its
+        entry and whether the template is new. Otherwise, return None.
 
-        Return None for a known call, and for calls that are not recorded: without tensors, or
-        during tracing. `k` contains the names of the functions of flex_attention under FUNCTIONS.
-        With `silent`, reading a tensor's attributes calls no handler of the program.
+        Calls without real tensors and calls during tracing are not counted. For flex_attention, `k`
+        contains the names of its functions under the key FUNCTIONS. `silent` is set if
+        `__torch_function__` handlers are disabled.
         """
         n = len(a)
         option = k.get
@@ -144,7 +149,7 @@ class Recorder:
             or (mask is not None and type(mask) is not _Tensor)
             or _modes()
         ):
-            # the sizes of some subclasses cannot be read
+            # the sizes of these subclasses cannot be read
             fake = type(q).__name__ in ("FakeTensor", "FunctionalTensor")
             if fake or not isinstance(q, torch.Tensor) or key is None or v is None:
                 return None
@@ -162,7 +167,8 @@ class Recorder:
             holder = outer if outer is not None and outer.f_code is OUTER else above
             module = holder.f_locals["self"]
             site = self.sites.get(id(module)) or self._new_site(module)
-        # The key omits the priority order and the dims of value, which rarely change alone.
+        # The key omits the priority order of backends and the dims of `value`, because they rarely
+        # change unless another part of the key changes too.
         exact = (
             id(frame.f_code), frame.f_lasti, option(FUNCTIONS),
             q.shape, q.stride(), q.dtype, q.requires_grad, key.shape, key.stride(), v.stride(),
@@ -174,7 +180,7 @@ class Recorder:
         )  # fmt: skip
         last, entry = site.last
         fresh = False
-        if last != exact:  # cheaper than the look-up
+        if last != exact:  # this comparison is cheaper than the look-up
             entry = self.entries.get((site.number, exact))
             if entry is None:
                 entry, fresh = self._new_entry(site, exact, above, frame, (q, key, v, mask), a, k)
@@ -184,7 +190,7 @@ class Recorder:
         return (entry, fresh) if fresh or marked else None
 
     def learn(self, entry: Entry, a: tuple[Any, ...], k: dict[str, Any], output: Any) -> None:
-        """Add the properties to a new template that only the completed call has, and write it."""
+        """Add properties to a new template that are known only after the call, and write it."""
         template = self.templates[entry.template]
         if template["kind"] == "flex":
             template |= {"ran": "flex", "mask": block_mask(a[BLOCK_MASK])}
@@ -202,7 +208,10 @@ class Recorder:
         self._write(template)
 
     def raised(self, entry: Entry) -> None:
-        """Forget a new template whose call raised, so that the next such call records it again."""
+        """Forget a new template whose call raised an exception.
+
+        The next similar call then creates a new template.
+        """
         number = entry.template
         with self.lock:
             self.entries = {key: one for key, one in self.entries.items() if one.template != number}
@@ -229,11 +238,12 @@ class Recorder:
                 self.window.step()
 
     def _pass(self, site: Site) -> bool:
-        """Detect the start of a pass over the model. Return whether to mark the call.
+        """Report a step to the window if a call starts a new pass through the model.
 
-        A pass starts when the first attention of the model runs again. Once an optimizer has
-        stepped, its steps count instead of passes. The first GRADED_PASSES passes with gradients do
-        not count, because an optimizer may follow.
+        Return whether to mark the call. A pass starts when the first attention module of the model
+        runs again. Once an optimizer has stepped, only its steps are reported. Among the first
+        GRADED_PASSES passes, passes with gradients are not reported, because an optimizer may step
+        after them.
         """
         if get_ident() != self.window.home:
             if _task() < 0:  # otherwise, autograd's thread recomputes a call of the main thread
@@ -263,7 +273,7 @@ class Recorder:
                 table.pop(identity, None)
 
         with self.lock:
-            if identity not in self.sites:  # another thread may have been first
+            if identity not in self.sites:  # another thread may have added it
                 self.kept[identity] = weakref.ref(module, gone)
                 self.sites[identity] = Site(self.next_site)
                 self.next_site += 1
@@ -295,7 +305,7 @@ class Recorder:
             lengths = (query[0] if len(query) == 4 else 1, query[-2], key[-2])
         with self.lock:
             if entry := self.entries.get((site.number, exact)):
-                return entry, False  # another thread was first
+                return entry, False  # another thread has added it
             if len(self.entries) >= MOST_KEYS:
                 self.entries.clear()
                 self._forget_last()
@@ -317,7 +327,7 @@ class Recorder:
                     | flags()
                 )
                 self.numbers[shared] = number
-                self.window.quiet = -1  # this step does not count
+                self.window.quiet = -1  # the current step does not count as quiet
             template = self.templates[number]
             name = template["path"] or template["module_class"] or template["function"]
             entry = Entry(number, f"{MARKER}{name}", *self.counts.row(number, lengths))
@@ -325,7 +335,7 @@ class Recorder:
         return entry, fresh
 
     def _position(self, above: FrameType | None, frame: FrameType) -> dict[str, Any]:
-        """Return where a call is made: its modules, and the line outside of torch."""
+        """Return the modules around a call, and the line of the innermost code outside torch."""
         modules = []
         walked = above
         while walked is not None:
@@ -348,7 +358,10 @@ class Recorder:
         }
 
     def _path(self, modules: list[Any]) -> tuple[str | None, str | None]:
-        """Return the dotted name of the innermost module within the outermost, and the outer class."""
+        """Return the path of the innermost module, and the class of the outermost module.
+
+        The path starts at the outermost module. An example is `layers.0.self_attn`.
+        """
         innermost, outermost = modules[0], modules[-1]
         root = type(outermost).__name__
         if id(innermost) not in self.paths:
@@ -381,7 +394,9 @@ class Recorder:
 
 
 def _pattern(tensor: dict[str, Any] | None) -> Any:
-    """Return what the tensors of one template share: heads, head dim, memory order."""
+    """Return the properties of a tensor that are equal in all calls of a template, such as the
+    number of heads, the head dim and the memory order.
+    """
     if tensor is None or tensor["dims"] is None:
         return None if tensor is None else tensor["dtype"]
     dims, strides, dtype = tensor["dims"], tensor["strides"], tensor["dtype"]
@@ -392,7 +407,7 @@ def _pattern(tensor: dict[str, Any] | None) -> Any:
 
 
 def _relation(tensors: list[dict[str, Any] | None]) -> tuple[Any, ...]:
-    """Return how the lengths of query and key relate, and which dims of a mask are 1."""
+    """Return whether query or key is longer, and which dims of the mask have size 1."""
     query, key, mask = [(tensors[at] or {}).get("dims") for at in (0, 1, 3)]
     if not query or not key or len(query) < 2 or len(key) < 2:
         return ()
@@ -411,7 +426,10 @@ def _relative_file(path: str) -> str:
 
 
 def describe_tensor(value: Any) -> dict[str, Any] | None:
-    """Return dims (None if they are symbolic), strides, dtype and device of a tensor."""
+    """Return properties of a tensor such as dims and dtype, or None if the value is no tensor.
+
+    The dims are None if they are symbolic.
+    """
     if not isinstance(value, torch.Tensor):
         return None
     dims, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
@@ -429,7 +447,7 @@ def describe_tensor(value: Any) -> dict[str, Any] | None:
 
 
 def flags() -> dict[str, Any]:
-    """Return the enabled backends, their order, and the other flags that change the choice."""
+    """Return the flags of PyTorch that influence which backend is selected."""
     enabled = {"flash": _flash(), "efficient": _efficient(), "math": _math()}
     if _cudnn is not bool:
         enabled["cudnn"] = _cudnn()
@@ -448,8 +466,8 @@ def autocast(device: str) -> str | None:
 
 
 def select_backend(inputs: list[Any], mask: Any, options: dict[str, Any]) -> str | None:
-    """Return the backend that torch would select. Return None for tensors without data, and in modes
-    where calling torch has side effects.
+    """Return the backend that torch would select, or None if this cannot be queried without side
+    effects or without creating a large tensor.
     """
     tensors, device = [*inputs, mask], inputs[0].device.type
     if device == "meta" or any(type(item) not in PLAIN for item in inputs) or _in_mode():
@@ -473,7 +491,10 @@ def select_backend(inputs: list[Any], mask: Any, options: dict[str, Any]) -> str
 
 
 def environment() -> dict[str, Any]:
-    """Return the software and device of this process, with the keys of a run's environment."""
+    """Return the software versions and the device of this process.
+
+    The keys are the same as in the environment of a run.
+    """
     keys: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -496,8 +517,9 @@ def environment() -> dict[str, Any]:
 
 
 def mask_contents(mask: Any) -> dict[str, Any] | None:
-    """Return the class of a mask (nothing, causal, key padding, a window, a bias, or other) and its
-    properties. Return None for a mask that is too large or must not be read now.
+    """Return the kind of a mask, such as `causal`, `key_padding` or `window`, and its properties.
+
+    Return None if the mask is too large or cannot be read now.
     """
     if type(mask) not in PLAIN or mask.device.type == "meta":
         return None
@@ -519,7 +541,7 @@ def mask_contents(mask: Any) -> dict[str, Any] | None:
 
 
 def block_mask(mask: Any) -> dict[str, Any]:
-    """Return the properties of a block mask of flex_attention, whose function defines its contents."""
+    """Return the masked fraction of a block mask of flex_attention if it can be read now."""
     if mask is None:
         return {"contents": "none"}
     if type(mask.kv_num_blocks) is not torch.Tensor or _recorded():
@@ -529,14 +551,14 @@ def block_mask(mask: Any) -> dict[str, Any]:
 
 
 def _in_mode() -> bool:
-    """Return whether a dispatch mode or a function transform would receive our ops."""
+    """Return whether a dispatch mode or a function transform would intercept our ops."""
     functorch = getattr(C, "_functorch", None)
     transform = functorch is not None and functorch.peek_interpreter_stack() is not None
     return bool(transform or C._len_torch_dispatch_stack())
 
 
 def _recorded() -> bool:
-    """Return whether a mode, a profiler or a CUDA graph would record our ops."""
+    """Return whether a mode, a profiler or a CUDA graph would record ops of the observer."""
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return _in_mode() or torch.autograd._profiler_enabled() or capturing
 

@@ -1,10 +1,10 @@
-"""The profiler window of an observed process. It opens when no new kind of call occurs, and closes
-after a few steps.
+"""The profiler window of an observed process, which is the period that the profiler records.
 
-PyTorch's profiler is a state of the thread that started it, and only that thread can stop it. The
-process has one session of the underlying tracer. Therefore the steps of one thread open and close
-the window: the main thread, which lives until the process ends. A fork, or a profiler of the
-program, ends the window early.
+The window opens when no new kind of call has occurred for some steps, and closes after a few steps.
+Only the thread that started PyTorch's profiler can stop it. Therefore only steps of the main thread
+open and close the window, because the main thread lives until the process ends. A process has only
+one session of the underlying tracer, so a profiler of the program ends the window early. A fork
+ends the window early too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from profharness.recording.observer.journal import Journal
 
-TRIES = 3  # maximum number of windows that a fork or another profiler interrupts
+TRIES = 3  # after this many lost windows, no other window opens
 SUFFIX = ".torch.json.gz"
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 OWN_PROFILER = "the program ran a profiler of its own"
@@ -31,26 +31,27 @@ STARTS, STOP = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
 
 
 class ProfilerWindow:
-    """The profiler window of a process, of so many steps.
+    """The profiler window of a process.
 
-    `warmup` is the number of steps without a new template before it opens. `profiler` is `torch`,
-    `nsys` or `none`.
+    The window opens after `warmup` steps without a new template, and closes after `steps` more
+    steps. `profiler` is `torch`, `nsys` or `none`.
     """
 
     def __init__(self, journal: Journal, profiler: str, steps: int, warmup: int) -> None:
         self.journal = journal
         self.steps, self.warmup, self.profiler = steps, warmup, profiler
         self.state = "waiting" if profiler != "none" and steps > 0 else "off"
-        # steps without a new template, steps in the window, and interrupted windows
+        # numbers of steps without a new template, steps in the window, and lost windows
         self.quiet = self.passed = self.tries = 0
-        self.waited = False  # the journal contains that the window waits for another profiler
+        self.waited = False  # whether the journal mentions that another profiler runs
         self.others: set[int] = set()  # threads in which the program's own profilers run
-        self.busy = False  # starting or stopping the profiler
-        self.used = False  # the profiler was started once
-        self.taken = False  # a profiler in another thread has the tracer's session
-        # The thread whose steps count, which imports torch. In other threads the tracer prints an error.
+        self.busy = False  # whether the window is starting or stopping its profiler
+        self.used = False  # whether the profiler was ever started
+        self.taken = False  # whether a profiler in another thread uses the tracer's session
+        # The id of the main thread, or 0 if another thread imports torch. Only steps of this thread
+        # count, because the tracer prints an error in other threads.
         self.home = get_ident() if threading.current_thread() is threading.main_thread() else 0
-        self.elsewhere = 0  # calls of other threads while the window waits or is open
+        self.elsewhere = 0  # number of calls in other threads while the window waits or is open
         self.active: Any = None
         nsys = profiler == "nsys"
         self.ranged: Any = torch.cuda.nvtx.range if nsys else torch.profiler.record_function
@@ -113,7 +114,7 @@ class ProfilerWindow:
         self.journal.write("window", state="closed", trace=name, **counts)
 
     def give_way(self, why: str) -> None:
-        """End the window early. It opens again later. Never raises."""
+        """End the window early. It may open again later, but not under nsys. Raise no exception."""
         if get_ident() != self.home:
             return
         if self.profiler == "nsys":  # nsys can record only once
@@ -128,10 +129,10 @@ class ProfilerWindow:
             self._lost(why)
 
     def end_ops(self) -> None:
-        """Stop recording ops as ranges.
+        """Stop recording ops as NVTX ranges.
 
-        A window closes inside the range of an optimizer's step, and PyTorch would warn at the end
-        of that range. The next call of the model is outside of it.
+        This is delayed until the next call of the model. The window may close inside the range of
+        an optimizer step, and PyTorch would warn at the end of that range.
         """
         active, self.active = self.active, None
         self.state = "done"
@@ -144,10 +145,10 @@ class ProfilerWindow:
         self.state = "off"
         if not self.used:
             return
-        # The destructor of PyTorch's tracer would wait forever for a thread of the parent. End this
-        # process like os._exit, but with its exit code and output.
+        # The destructor of PyTorch's tracer would wait forever for a thread that only the parent
+        # has. Therefore skip all destructors at exit, but keep the exit code and flush the output.
         libc = ctypes.CDLL(None)
-        with contextlib.suppress(AttributeError):  # glibc only
+        with contextlib.suppress(AttributeError):  # only glibc has on_exit
             libc.on_exit(libc._exit, None)
             libc.__cxa_atexit(libc.fflush, None, None)  # the last registered function runs first
 
@@ -180,14 +181,17 @@ class ProfilerWindow:
             self.busy = False
 
     def _stop(self) -> Any:
-        """Stop the profiler. Raise RuntimeError if another one has ended it."""
+        """Stop the profiler and return it.
+
+        Raise RuntimeError if another profiler has ended it or has used the tracer's session.
+        """
         active, self.active = self.active, None
         taken, self.taken = self.taken, False
         with self._own():
             if not torch.autograd._profiler_enabled():
                 raise RuntimeError("another profiler ended it")
             if taken:
-                active.profiler._prepare_trace()  # stopping without a session crashes
+                active.profiler._prepare_trace()  # without a session, stop() crashes
             active.stop()
         if taken:
             raise RuntimeError(OWN_PROFILER)
@@ -214,13 +218,15 @@ class ProfilerWindow:
     def _start(self) -> None:
         if self.profiler == "nsys":
             torch.cuda.profiler.start()
-            # Ops with the sizes of their tensors become NVTX ranges, which are required to recognize calls.
+            # Ops become NVTX ranges with the sizes of their tensors, from which the parser
+            # recognizes attention calls.
             self.active = torch.autograd.profiler.emit_nvtx(record_shapes=True)
             self.active.__enter__()
         else:
             self.used = True
             self.active = active = torch.profiler._KinetoProfile(record_shapes=True)
-            # start() imports torch._inductor, which fails if another thread imports a part of it meanwhile
+            # This does the same as start(), but does not import torch._inductor. That import fails
+            # if another thread imports a part of torch._inductor at the same time.
             active.profiler = torch.autograd.profiler.profile(
                 use_device=active.use_device, record_shapes=True, use_kineto=True
             )
@@ -242,5 +248,5 @@ class ProfilerWindow:
         self.tries += 1
         self.quiet = self.elsewhere = 0
         self.state = "waiting" if self.tries < TRIES else "off"
-        with contextlib.suppress(OSError):  # the disk is full; the recorder reports that
+        with contextlib.suppress(OSError):  # the recorder reports if the disk is full
             self.journal.write("window", state="lost", why=why)

@@ -1,5 +1,6 @@
-"""The replacement of scaled_dot_product_attention in an observed process, and the recording of a
-block of code in this process.
+"""The wrappers that record calls of scaled_dot_product_attention and flex_attention.
+
+`install_for` records a whole process, and `observe` records a block of code.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ FLEX_MODULE = "torch.nn.attention.flex_attention"
 NAME = "scaled_dot_product_attention"
 sd: Any = getattr(torch._C._nn, NAME)
 in_dynamo = torch.compiler.is_dynamo_compiling
-comptime: Any = None  # torch._dynamo's function, once Dynamo is imported
+comptime: Any = None  # `torch._dynamo.comptime.comptime` once Dynamo is imported
 recorders: tuple[Recorder, ...] = ()
 _Left = list[tuple[Recorder, Entry, bool]]
 _getframe = sys._getframe
 
 
 class Sdpa:
-    """Call the builtin with unchanged arguments, and record the call.
+    """A function that records each call and passes it unchanged to PyTorch's builtin function.
 
-    It hashes and compares like the builtin, so that tables and compilers that know the builtin accept
-    it.
+    It is equal to the builtin and has the same hash, so that look-up tables and compilers that know
+    the builtin accept it.
     """
 
     __name__ = NAME
@@ -69,7 +70,7 @@ class Sdpa:
         return repr(sd)
 
     def __reduce__(self) -> Any:
-        return copy.copy, (sd,)  # the builtin, where it is loaded
+        return copy.copy, (sd,)  # unpickling returns the builtin
 
     def __copy__(self) -> Sdpa:
         return self
@@ -83,7 +84,11 @@ wrapper = Sdpa()
 
 
 def _note(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> _Left | None:
-    """Return the work that is left for recorders after a call."""
+    """Count a call in every recorder, and return the recorders that must do more work.
+
+    Each recorder is returned with the entry of the call and whether the template is new. Return
+    None if no recorder must do more work.
+    """
     left = None
     for recorder in recorders:
         try:
@@ -97,7 +102,8 @@ def _note(frame: Any, a: tuple[Any, ...], k: dict[str, Any]) -> _Left | None:
 
 
 def flex_wrapper(flex: Any) -> Any:
-    # parameters are explicit, because with `*a, **k` Dynamo would compile calls with other spellings again
+    # The parameters are explicit. With `*a, **k`, Dynamo would recompile the program if a call
+    # passes the same arguments in another way.
     @functools.wraps(flex)
     def flex_attention(
         query: Any,
@@ -129,7 +135,7 @@ def flex_wrapper(flex: Any) -> Any:
 
 
 def _watched(left: _Left, call: Any, a: Any, k: Any) -> Any:
-    """Make a call that is marked for a profiler, or whose template is new."""
+    """Call the function. Mark the call if a profiler window is open, and complete new templates."""
     markers = [
         one.window.ranged(entry.marker) for one, entry, _ in left if one.window.state == "open"
     ]
@@ -144,7 +150,7 @@ def _watched(left: _Left, call: Any, a: Any, k: Any) -> Any:
         raise
     for recorder, entry in fresh:
         try:
-            with torch._C.DisableTorchFunction():  # no handler of the program's sees our ops
+            with torch._C.DisableTorchFunction():  # hides our ops from the program's handlers
                 recorder.learn(entry, a, k, output)
         except Exception as error:
             recorder.fail(error)
@@ -152,10 +158,11 @@ def _watched(left: _Left, call: Any, a: Any, k: Any) -> Any:
 
 
 def at_compile(context: Any, **known: Any) -> None:
-    """Record a call with a mask while Dynamo traces it. The mask's contents are unknown.
+    """Record a call while Dynamo traces it.
 
-    Dynamo's module stack is private. If it cannot be read, the path is None. The current flags
-    determine the backend of the compiled code, even if they have changed when it runs.
+    `known` are properties of the call. By default, the call has a mask with unknown contents. The
+    path is None if Dynamo's private module stack cannot be read. The flags during compilation
+    determine the backend of the compiled code, even if the flags have changed when the code runs.
     """
     known = known or {"masked": True}
     for recorder in recorders:
@@ -180,9 +187,10 @@ def at_compile_flex(context: Any) -> None:
 
 
 def _dotted(source: str) -> str:
-    """Return `L['self'].model.layers.0.self_attn` without its prefix.
+    """Return the path of a module in the notation of Dynamo without its prefix.
 
-    torch 2.5 spells `_modules['layers']`.
+    For example, `L['self'].model.layers.0.self_attn` becomes `model.layers.0.self_attn`. torch 2.5
+    writes `_modules['layers']` instead of `layers`.
     """
     text = re.sub(r"""\[["']|["']\]""", ".", source.replace("_modules['", "."))
     parts = [part for part in text.split(".") if part not in ("_orig_mod", "")]
@@ -209,7 +217,7 @@ def _wrap_flex() -> None:
 
 
 def install_for(folder: str) -> None:
-    """Record this process into a run folder, with the folder's options."""
+    """Start recording this process into a run folder. Read the options from the same folder."""
     global recorders
     with open(os.path.join(folder, OPTIONS_FILE), encoding="utf-8") as file:  # noqa: PTH118
         options = json.load(file)
@@ -258,8 +266,9 @@ class AttentionCalls:
     def calls(self) -> list[dict[str, Any]]:
         """One dict per kind of call, in order of first occurrence.
 
-        Keys are `count`, `path`, `file`, `line`, `tensors`, `causal`, `mask`, `choice` (the backend
-        that torch would select), `ran` and the other keys of a journal.
+        The keys are `count`, `path`, `file`, `line`, `tensors`, `causal`, `mask`, `choice` (the
+        backend that torch would select), `ran` (the backend that ran) and the other properties of a
+        template.
         """
         count = self._recorder.counts.of_template
         return [
@@ -277,12 +286,15 @@ class AttentionCalls:
 
 @contextlib.contextmanager
 def observe() -> Iterator[AttentionCalls]:
-    """Record the attention calls of a block. Raise RuntimeError at its end if recording failed."""
+    """Record the attention calls in a `with` block.
+
+    Raise RuntimeError at the end of the block if recording failed.
+    """
     global recorders
     journal = Journal(None)
     recorder = Recorder(journal, ProfilerWindow(journal, "none", 0, 0))
     install()
-    # the first name of each module, because __main__ may have two
+    # only the first name of each module, because `__main__` may be loaded under two names
     names = {id(module): name for name, module in reversed(list(sys.modules.items()))}
     importers = sorted(
         name

@@ -1,12 +1,12 @@
 """Start the observer. Python imports this module at startup if its folder is on the path.
 
-This module hides a sitecustomize module of the user, and therefore runs it afterwards.
+This module hides the user's own `sitecustomize` module, and therefore runs that module afterwards.
 """
 
 import os
 import sys
 
-# importlib.util has these functions too, but takes a millisecond to load
+# importlib.util has these functions too, but importing it takes a millisecond
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import (
     PathFinder,
@@ -31,7 +31,7 @@ def _observe(here: str, folder: str) -> None:
 
 
 def _chain(here: str) -> None:
-    """Run the sitecustomize that would have been found without this one."""
+    """Run the user's own `sitecustomize` module, which this module hides."""
     sys.path[:] = [path for path in sys.path if path != here]
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
