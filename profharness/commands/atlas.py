@@ -90,7 +90,7 @@ def list_atlases(*, atlas: AtlasFolder = None) -> list[Entry]:
 
 @document(list_atlases)
 def show(entries: list[Entry]) -> Document:
-    """Return the document, with one row per atlas."""
+    """Return a document with one row per atlas."""
     records = []
     for entry in entries:
         atlas = entry.atlas

@@ -33,7 +33,7 @@ def list_backends() -> list[BackendState]:
     Example:
       profharness backends --format json
     """
-    # loads what starts workers, which --help does not need
+    # loads the code that starts workers, which --help does not need
     from profharness.recording.probe import probe_backends
 
     return probe_backends()
@@ -41,7 +41,7 @@ def list_backends() -> list[BackendState]:
 
 @document(list_backends)
 def show(states: list[BackendState]) -> Document:
-    """Return the document: one row per backend, then why some are unavailable."""
+    """Return a document with one row per backend, and the reasons why some cannot run."""
     columns = (
         Column("backend", "backend"),
         Column("runs", "runs here"),

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from profharness.jobs.into_store import Captured
 
-# a refusal is a result
+# statuses of failed cells; a refusal is a valid result
 FAILED = ("crashed", "timeout", "oom", "error", "pending")
 
 Profilers = Annotated[
@@ -129,7 +129,7 @@ UnfinishedRun = Annotated[
 
 @dataclass(frozen=True)
 class CapturedRuns:
-    """The runs of a capture, yielded as each ends."""
+    """The runs of a capture. The iterator yields each run when it ends."""
 
     store: Path
     runs: Iterator[Captured]
@@ -216,10 +216,10 @@ def capture(
     named, chosen = split_names(backends), config_list(configs)
 
     def runs() -> Iterator[Captured]:
-        # before the imports, so that the worker loads torch at the same time
+        # Start the worker before the imports, so that it loads torch in the meantime.
         wanted = not (resume or pythons or profilers) and where == Fleet()
         with prewarmed_worker(wanted=wanted) as prewarmed:
-            from profharness.jobs import into_store  # loads what runs workers
+            from profharness.jobs import into_store  # loads the code that runs workers
 
             listener = run_listener(progress)
             if resume is not None:
@@ -270,7 +270,7 @@ def check_options(
 
 @document(capture)
 def show(captured: CapturedRuns) -> None:
-    """Print each run as it ends, and the command that compares several.
+    """Print each run when it ends. For several runs, also print the commands that compare them.
 
     Raise CaptureError if a profiler or an interpreter failed.
     """
@@ -281,7 +281,7 @@ def show(captured: CapturedRuns) -> None:
         for each in captured.runs:
             runs.append(each.run.run)
             failures += _print_run(each, store)
-    except CaptureError as error:  # of the interpreters that were left out
+    except CaptureError as error:  # some interpreters could not be used
         failures.append(str(error))
     for run in runs[1:]:
         hint(f"compare them with: {shell_command('diff', runs[0], run, store=store)}")
@@ -298,11 +298,11 @@ def _print_everyday(everyday: dict[str, Config]) -> list[Config]:
 
 
 def _print_run(captured: Captured, store: Path) -> list[str]:
-    """Print the run's id and the results of its cells to stdout, and failures to stderr.
+    """Print a summary of the run to stdout, and failed cells and warnings to stderr.
 
-    Return the failures of its profilers.
+    Return lines about the profilers that failed.
     """
-    from profharness.store import open_store  # the early worker starts before this is loaded
+    from profharness.store import open_store  # imported here so that the worker starts earlier
 
     run = captured.run
     again = shell_command("capture", "--resume", str(captured.folder), store=store)
@@ -318,7 +318,7 @@ def _print_run(captured: Captured, store: Path) -> list[str]:
             hint(f"warning: {warning}")
     with open_store(store) as opened:
         hint(f"see it with: {opened.shown_by(run.run)}")
-    failed = [problem for problem in run.problems if problem.profiler != GPU]  # those were told
+    failed = [problem for problem in run.problems if problem.profiler != GPU]  # printed as notices
     lines = [
         f"{problem.profiler}: {problem.message} [{problem.code}]\n  remedy: {problem.remedy}"
         for problem in failed
@@ -334,9 +334,10 @@ def resume(
     out: PathLike = RUNS_FOLDER,
     progress: bool | None = None,
 ) -> pd.DataFrame:
-    """Run the cells of an interrupted run that have no result. Return one row per cell, as `capture`.
+    """Run the cells of an interrupted run that have no result. Return one row per cell of the run.
 
-    `run` is a run folder, or the id, a unique prefix or `latest` of one in `out`. Raise NotFoundError.
+    `run` is a run folder, the id of a run in the folder `out`, a unique prefix of an id, or `latest`.
+    Raise NotFoundError if there is no such run.
     """
     return capture(resume=run, store=store, out=out, progress=progress)
 

@@ -1,4 +1,4 @@
-"""`profharness doctor`: check what is installed and works, each with a remedy."""
+"""`profharness doctor`: check the installation, and print a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ SQLITE_MIN = (3, 37, 0)  # for STRICT tables
 DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
 LOCK_FILE = "nsight-compute-lock"
 CAP_SYS_ADMIN = 21
-ROOM_BYTES = 32 << 20  # a small run with its traces, and the store
+ROOM_BYTES = 32 << 20  # free space needed for a small run with its traces, and for the store
 DCGM_PROCESSES = ("nv-hostengine", "dcgmi", "dcgm-exporter")
-# gVisor reports a fixed version: for years the first one, later one with its name.
+# gVisor reports a fixed kernel version. Only newer releases of gVisor include its name.
 GVISOR = r"gvisor|^Linux version 4\.4\.0 .*Sun Jan 10 15:06:54 PST 2016"
-# Debian's and Ubuntu's packages of the system libraries that the importer or nsys need.
+# Maps system libraries that nsys and its importer need to their packages in Debian and Ubuntu.
 LIBRARY_PACKAGES = {
     "libbz2.so.1.0": "libbz2-1.0",
     "libcrypto.so.3": "libssl3",
@@ -61,8 +61,8 @@ LIBRARY_PACKAGES = {
     "libssh.so.4": "libssh-4",
     "libz.so.1": "zlib1g",
 }
-# The driver branch released with each ncu, by the CUDA release notes. An older driver may not load
-# the counter library of a newer ncu (LibraryNotLoaded).
+# Maps each version of ncu to the driver branch that was released with it, according to the CUDA
+# release notes. With an older driver, ncu may fail with LibraryNotLoaded.
 DRIVER_BRANCHES = {
     (2022, 3): 520,
     (2023, 1): 530,
@@ -121,7 +121,7 @@ def run_doctor(
 
     In Python the result has one row per check, with its state and remedy.
     """
-    # loads what starts workers, which --help does not need
+    # loads the code that starts workers, which --help does not need
     from profharness.recording.probe import probe_environment
 
     if scheduler is None:
@@ -135,9 +135,7 @@ def run_doctor(
 
 @document(run_doctor)
 def show(found: tuple[list[Check], Lanes]) -> Document:
-    """Return the document: one row per check, then remedies. JSON also contains what each lane
-    reported.
-    """
+    """Return a document with one row per check, and remedies. JSON also describes the lanes."""
     checks, lanes = found
     levels = {"missing": "error", "warning": "warning"}
     notes = tuple(
@@ -160,8 +158,9 @@ def check(found: tuple[list[Check], Lanes]) -> None:
 
 
 def run_checks(store: Path, probe: Callable[[], dict[str, Any] | str]) -> list[Check]:
-    """Run all checks in the order of the report. `probe` queries a worker for its environment, or
-    returns the text of its failure.
+    """Run all checks, and return them in display order.
+
+    `probe` starts a worker and returns its environment, or an error message if the worker failed.
     """
     environment = probe()
     driver = None if isinstance(environment, str) else environment.get("driver")
@@ -202,12 +201,14 @@ COMPARED = {
     "driver": "a run has one environment: lanes with another driver than the first are left out",
     "python": "",  # a lane may have any Python that profharness supports
 }
-"""Properties of lanes that should be equal, with a remedy if they are not."""
+"""Maps each property that is compared between lanes to the remedy for a difference."""
 
 
 def check_lanes(lanes: Sequence[Mapping[str, Any]], version: str) -> list[Check]:
-    """Return one check per lane of a scheduler, from `describe_lane`, and one per property in which
-    lanes differ from each other or from this host's profharness and Python.
+    """Return one check per lane, and one per property that differs between lanes.
+
+    `lanes` are results of `describe_lane`. The versions of profharness and Python are also compared
+    with the versions on this host.
     """
     if not lanes:
         remedy = "start one worker a GPU; docs/scale.md has the command"
@@ -259,7 +260,7 @@ def _check_torch(environment: dict[str, Any] | str) -> Check:
 
 
 def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
-    """Check CUDA, cuDNN as loaded, GPU and driver. Without a GPU, return one check about that."""
+    """Check CUDA, the GPU, the driver and the loaded cuDNN, or report why torch uses the CPU."""
     if isinstance(environment, str):
         return []
     if not on_gpu(environment):
@@ -283,8 +284,9 @@ def _check_cuda(environment: dict[str, Any] | str) -> list[Check]:
 
 
 def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
-    """Check the compilers of implementations in kernels/: Triton in a worker, and NVRTC. This does
-    not check that a driver can run what NVRTC compiles.
+    """Check Triton and NVRTC, which compile implementations in kernels/.
+
+    This does not check whether the driver can run the code that NVRTC compiles.
     """
     version = None if isinstance(environment, str) else environment.get("triton")
     triton = Check("Triton", "ok", str(version))
@@ -298,7 +300,7 @@ def check_compilers(environment: dict[str, Any] | str) -> list[Check]:
 
 
 def check_extra(extra: str) -> Check:
-    """Check that the packages of an extra are installed, and describe their use."""
+    """Check that the packages of an extra, such as `report`, are installed."""
     missing, purpose = missing_packages(extra), EXTRAS[extra].purpose
     if not missing:
         return Check(f"extra {extra}", "ok", f"{purpose}: {installed_versions(extra)}")
@@ -307,7 +309,7 @@ def check_extra(extra: str) -> Check:
 
 
 def check_store(path: Path) -> Check:
-    """Check that the store can be created or opened, and written to, without creating it."""
+    """Check that the store can be opened and written to. A missing store is not created."""
     try:
         with open_store(path) as store:
             detail = f"{path}: {len(store.runs())} runs"
@@ -341,7 +343,7 @@ def _may(path: Path, mode: int) -> bool:
 
 
 def _check_profilers(driver: str | None) -> list[Check]:
-    """Check the profilers' tools, the importer of nsys, and whether the driver suits ncu."""
+    """Check nsys and its importer, and check ncu and that the driver is new enough for it."""
     checks = []
     for name in (profiler.name for profiler in PROFILERS.values() if profiler.session):
         tool, check = check_tool(name)
@@ -354,9 +356,7 @@ def _check_profilers(driver: str | None) -> list[Check]:
 
 
 def check_tool(name: str) -> tuple[Tool | None, Check]:
-    """Find a profiler's executable on PATH, in its environment variable, or in its installers'
-    folders.
-    """
+    """Find the executable of a profiler, and check that it prints its version."""
     try:
         tool = find_tool(name)
     except ToolError as error:
@@ -372,9 +372,7 @@ def check_tool(name: str) -> tuple[Tool | None, Check]:
 
 
 def find_importer(nsys: Path) -> Path | None:
-    """Find the importer where nsys searches for it: in a folder next to its real one, or in or
-    below that.
-    """
+    """Find the importer in the folders in which nsys searches for it. None if it is missing."""
     folder = nsys.resolve().parent
     patterns = (
         (folder.parent, f"host-linux-*/{IMPORTER}"),
@@ -386,7 +384,7 @@ def find_importer(nsys: Path) -> Path | None:
 
 
 def check_importer(nsys: Tool) -> Check:
-    """Check that nsys can convert its raw files: the importer and its libraries exist."""
+    """Check for the importer, with which nsys converts raw files to reports, and its libraries."""
     name = "nsys importer"
     importer = find_importer(nsys.path)
     if importer is None:
@@ -409,7 +407,7 @@ def check_importer(nsys: Tool) -> Check:
 
 
 def missing_libraries(path: Path) -> list[str] | None:
-    """Return the shared libraries that an executable lacks, by `ldd`. None if ldd fails."""
+    """Return the shared libraries of an executable that `ldd` does not find. None if ldd fails."""
     done = run_briefly(["ldd", str(path)], LDD_TIMEOUT_S, {**os.environ, "LC_ALL": "C"})
     if done is None or done.returncode != 0:
         return None
@@ -417,7 +415,7 @@ def missing_libraries(path: Path) -> list[str] | None:
 
 
 def packages_remedy(libraries: list[str]) -> str:
-    """Return how to install the libraries."""
+    """Return a remedy text that explains how to install the libraries."""
     packages = [LIBRARY_PACKAGES[name] for name in libraries if name in LIBRARY_PACKAGES]
     others = [name for name in libraries if name not in LIBRARY_PACKAGES]
     parts = [f"install {' '.join(packages)} (names of Debian and Ubuntu)"] if packages else []
@@ -426,7 +424,7 @@ def packages_remedy(libraries: list[str]) -> str:
 
 
 def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
-    """Check that the driver is as new as ncu, if both versions are known."""
+    """Return a warning if the driver is older than the driver branch released with ncu."""
     if ncu is None or driver is None:
         return []
     year, release = (*version_key(ncu), 0, 0)[:2]
@@ -440,7 +438,7 @@ def check_ncu_driver(ncu: str | None, driver: str | None) -> list[Check]:
 
 
 def check_ncu_reader() -> Check:
-    """Check what can read ncu's reports from Python: the package, or the module in ncu's folder."""
+    """Check that the package ncu-report or the module in ncu's folder can read reports of ncu."""
     try:
         return Check("ncu-report", "ok", metadata.version("ncu-report"))
     except metadata.PackageNotFoundError:
@@ -456,7 +454,7 @@ def check_ncu_reader() -> Check:
 
 
 def _read(path: Path) -> str | None:
-    """Return the content of a small text file, None if it cannot be read."""
+    """Return the content of a small text file, or None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -470,7 +468,10 @@ def may_administer(status: Path = Path("/proc/self/status")) -> bool:
 
 
 def check_counters(parameters: str | None, *, privileged: bool = False) -> Check:
-    """Check that this user may read hardware counters, from the driver's parameter file."""
+    """Check that this user may read hardware counters.
+
+    `parameters` is the content of the driver's parameter file, or None if the file is missing.
+    """
     if parameters is None:
         return Check("counters", "absent", "no NVIDIA kernel driver is loaded")
     if "RmProfilingAdminOnly: 0" in parameters:
@@ -498,7 +499,7 @@ def check_tmpdir(folder: Path) -> Check:
 
 
 def check_injection(path: str | None) -> list[Check]:
-    """Report another tool that CUDA_INJECTION64_PATH injects into every CUDA program."""
+    """Return a warning if CUDA_INJECTION64_PATH injects another tool into CUDA programs."""
     if not path:
         return []
     remedy = "unset it: nsys and ncu cannot work beside another injected tool"
@@ -512,7 +513,10 @@ def process_names() -> list[str]:
 
 
 def check_dcgm(names: Iterable[str]) -> list[Check]:
-    """Report DCGM, which can occupy the hardware counters. `names` are those of running processes."""
+    """Return a warning if DCGM runs, because it can occupy the hardware counters.
+
+    `names` are the names of the running processes.
+    """
     running = sorted(set(names) & set(DCGM_PROCESSES))
     if not running:
         return []
@@ -522,7 +526,10 @@ def check_dcgm(names: Iterable[str]) -> list[Check]:
 
 
 def check_sandbox(version: str | None) -> list[Check]:
-    """Report gVisor, under which neither nsys nor ncu works. `version` is that of /proc/version."""
+    """Return a warning about gVisor, in which neither nsys nor ncu works.
+
+    `version` is the content of /proc/version.
+    """
     if not version or not re.search(GVISOR, version, re.IGNORECASE):
         return []
     remedy = (

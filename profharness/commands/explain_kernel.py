@@ -85,7 +85,7 @@ def explain_kernel(names: KernelNames) -> list[Description]:
 
 @document(explain_kernel)
 def show(descriptions: list[Description]) -> Document:
-    """Return the document: the meaning of the parts of each name, and what they leave open."""
+    """Return a document that describes each part of a name and lists properties without a part."""
     blocks: list[Block] = []
     for description in descriptions:
         kernel = description.kernel

@@ -1,8 +1,7 @@
-"""`profharness export`: write a stored run as a Chrome trace in Kineto's layout, for Perfetto,
-chrome://tracing and HolisticTraceAnalysis.
+"""`profharness export`: write a stored run as a Chrome trace.
 
-The format is "Trace Event Format" (Google, 2016). Categories and argument names are those of
-PyTorch's own traces.
+The format is "Trace Event Format" (Google, 2016). Categories and argument names are the same as in
+traces of the PyTorch profiler (Kineto).
 """
 
 from __future__ import annotations
@@ -39,19 +38,22 @@ from profharness.store import Selection, open_store
 from profharness.store import Store as OpenStore
 
 Event = dict[str, Any]
-# A sort key and the event. The number breaks ties, because dicts cannot be compared.
+# (start, negative duration, unique number, event). The number breaks ties in the sorting, because
+# dicts cannot be compared.
 _Timed = tuple[int, int, int, Event]
 Counters = Callable[[int], Mapping[str, tuple[float, str]]]
 
-# Above every Linux thread id, because CPU ops share a process with real threads.
+# Number of the first track. It is above every Linux thread ID, because a process in the trace may
+# contain both tracks and real threads.
 FIRST_TRACK = (1 << 22) + 1
-# Offset between named sections: above every process, thread and track number.
+# Offset between the numbers of named sections, above every process, thread and track number.
 SECTION_STEP = 1 << 24
 WINDOW = 1 << 14  # number of events that are buffered to sort them
-# recent launch calls that are kept, because one graph launch starts many kernels
+# number of launch calls that are remembered, because one graph launch starts many kernels
 RECENT_CALLS = 1 << 12
 CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "op": "cpu_op"}
-LONGEST_OP = WINDOW // 8  # most launches in the event of an op, so that it can be sorted
+# maximum number of launches in one event of an op, so that WINDOW suffices to sort the events
+LONGEST_OP = WINDOW // 8
 NO_THREAD = "a thread that was not recorded"
 
 
@@ -147,7 +149,7 @@ def export(
         output = Path(path)
         with atomic_file(output, force=force) as file:
             if output.suffix == ".gz":
-                # Write no timestamp and no file name, so that equal runs give equal bytes.
+                # Write no timestamp and no file name, so that two exports of a run are identical.
                 with igzip.GzipFile("", "wb", compresslevel=2, fileobj=file, mtime=0) as packed:
                     launches = _write_run(opened, name, cast("IO[bytes]", packed), profilers)
             else:
@@ -158,13 +160,11 @@ def export(
 
 @document(export)
 def show(launches: int) -> None:
-    """Print nothing: the trace is written."""
+    """Print nothing, because `export` itself writes the trace."""
 
 
 def _find_run(store: OpenStore, ref: str, profiler: str | None) -> str:
-    """Return the run of a reference. `latest` is the newest with launches, preferably of that
-    profiler.
-    """
+    """Return the run that `ref` names, preferably a run with launches of the profiler."""
     if profiler not in (None, EVERY_PROFILER):
         with contextlib.suppress(NotFoundError):
             return store.find_run(Selection(ref, profilers=(str(profiler),)))
@@ -172,8 +172,10 @@ def _find_run(store: OpenStore, ref: str, profiler: str | None) -> str:
 
 
 def _profilers_with_launches(store: OpenStore, run: str, profiler: str | None) -> list[str]:
-    """Return the profilers of a run that recorded launches, the first of TRACE_PROFILERS first, or
-    only the given one. Raise NotFoundError if there are none.
+    """Return the profilers that recorded launches of a run, in the order of TRACE_PROFILERS.
+
+    If `profiler` names a single profiler, return only this one. Raise NotFoundError if a profiler
+    recorded no launches.
     """
     row = next(row for row in store.runs() if row.run == run)
     found = [name for name in row.profilers if next(store.launches(run, profiler=name), None)]
@@ -199,17 +201,17 @@ def _write_run(store: OpenStore, run: str, out: IO[bytes], profilers: list[str])
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The data of one profiler, on one clock."""
+    """The launches and ranges that one profiler recorded, with times of one clock."""
 
     launches: Iterable[LaunchRow]
     ranges: Iterable[RangeRow] = ()
-    name: str | None = None  # a named section has its own processes
-    counters: Counters | None = None  # metrics (value and unit) by launch id
+    name: str | None = None  # if set, the section has separate processes in the trace
+    counters: Counters | None = None  # returns the metrics (value, unit) of a launch ID
 
 
 @dataclass(slots=True)
 class _Tracks:
-    """Numbers of tracks: one per process and name, and another if two launches of a track overlap."""
+    """Assigns track numbers. If events with the same title overlap, the title has several tracks."""
 
     numbers: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -217,7 +219,7 @@ class _Tracks:
     open_ends: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def free(self, pid: int, name: str, start_ns: int, end_ns: int) -> tuple[int, str | None]:
-        """Return the track that is free at start_ns, and its title if it is new."""
+        """Return a track that is free at `start_ns`, and the title of the track if it is new."""
         numbers = self.numbers.setdefault((pid, name), [])
         for number in numbers:
             if self.ends[number] <= start_ns:
@@ -229,8 +231,9 @@ class _Tracks:
         return number, name if len(numbers) == 1 else f"{name} #{len(numbers)}"
 
     def nests(self, pid: int, tid: int, start_ns: int, end_ns: int) -> bool:
-        """Open a range if it is within the innermost open one of its thread. Ranges are sorted by
-        start.
+        """Open a range. Return False if it ends after the innermost open range of its thread.
+
+        Ranges must be passed in order of their start.
         """
         ends = self.open_ends.setdefault((pid, tid), [])
         while ends and ends[-1] <= start_ns:
@@ -244,8 +247,9 @@ class _Tracks:
 def write_chrome_trace(
     out: IO[bytes], sections: Iterable[Section], devices: Iterable[Device] = (), name: str = ""
 ) -> int:
-    """Write the trace and return its number of launches. Every section starts at time zero. Rows
-    are read once, so memory use is constant.
+    """Write a trace, and return the number of launches in it.
+
+    Every section starts at time 0. Rows are iterated only once, so memory use is constant.
     """
     encode = msgspec.json.Encoder().encode
     devices = tuple(devices)
@@ -271,7 +275,7 @@ def write_chrome_trace(
 
 
 def _is_launch(event: Event) -> bool:
-    """Return whether an event is a launch, and not an op, a call or a range around it."""
+    """Return whether an event is a launch, and not a range, a launch call or an enclosing op."""
     return event["ph"] == "X" and "family" in event["args"]
 
 
@@ -280,8 +284,10 @@ def _metadata(kind: str, pid: int, tid: int, name: str) -> Event:
 
 
 def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterator[Event]:
-    """Yield the events of all sections. The n-th named one has processes from n * SECTION_STEP.
-    Tracks shift too, because Perfetto numbers threads globally.
+    """Yield the events of all sections.
+
+    In the n-th named section, n * SECTION_STEP is added to the numbers of processes and tracks. The
+    tracks need different numbers, because Perfetto ignores the process of a track.
     """
     tracks = _Tracks()
     titles = {device.index: f"GPU {device.index} {device.name}" for device in devices}
@@ -306,9 +312,7 @@ def _events(sections: Iterable[Section], devices: tuple[Device, ...]) -> Iterato
 def _section_events(
     section: Section, tracks: _Tracks, devices: tuple[Device, ...]
 ) -> Iterator[Event]:
-    """Yield all events of a section by time, a range before events inside it that start at the same
-    time.
-    """
+    """Yield the events of a section in order of time. A range precedes the events inside it."""
     ties = itertools.count()
     ranges = (
         (
@@ -329,7 +333,7 @@ def _section_events(
         if _is_launch(event):
             name = tid
         elif (is_op or event["cat"] == "user_annotation") and (
-            # NVTX start/end ranges may overlap, which one track cannot show. A negative number
+            # NVTX start/end ranges may overlap, which one track cannot show. A negative thread ID
             # means that the profiler did not record the thread.
             tid < 0 or not tracks.nests(pid, tid, begin, end)
         ):
@@ -345,17 +349,17 @@ def _section_events(
         event["ts"] = begin / 1000
         event["dur"] /= 1000
         yield event
-        # the arrow from a launch call to its launch, under the launch's id, which is unique among
-        # profilers
+        # An arrow connects a launch call to its launches. The ID of the arrow is a launch ID, which
+        # is unique among all profilers.
         if (flow := event["args"].get("flow")) is not None:
-            # bp e: the arrow ends at the launch itself, not at the event after it
+            # "bp": "e" makes the arrow end at the launch itself, and not at the event after it.
             end_of = {"ph": "s"} if event["cat"].startswith("cuda_") else {"ph": "f", "bp": "e"}
             position = {key: event[key] for key in ("pid", "tid", "ts")}
             yield {**end_of, "id": flow, "cat": "ac2g", "name": "ac2g", **position}
 
 
 def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]:
-    """Sort the events by time, provided that none is more than `window` positions off."""
+    """Sort events that are at most `window` positions away from their place in the sorted order."""
     heap: list[_Timed] = []
     for event in events:
         if len(heap) < window:
@@ -367,13 +371,13 @@ def in_order(events: Iterable[_Timed], window: int = WINDOW) -> Iterator[_Timed]
 
 
 def _event(cat: str, name: str, pid: Any, tid: Any, dur: int, args: dict[str, Any]) -> Event:
-    """Return a complete event without its `ts`. `dur` is in ns until it is written."""
+    """Return a complete event ("ph": "X") without `ts`. `dur` is in ns until the event is written."""
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "dur": dur, "args": args}
 
 
 @dataclass(slots=True)
 class _OpenOp:
-    """An op of a thread's stack, from its first launch to the latest one."""
+    """An op in the stack of a thread. It lasts from its first launch to its latest launch."""
 
     name: str
     start_ns: int
@@ -384,19 +388,21 @@ class _OpenOp:
 
 @dataclass(slots=True)
 class _Ops:
-    """The ops of launches' stacks by thread. The store has no times of ops, so an op lasts from the
-    first to the last of the neighbouring launches with it in their stack.
+    """Reconstructs the ops of each thread from the op stacks of launches.
+
+    The store has no times of ops. So an op lasts from the first to the last of consecutive launches
+    whose stacks contain the op.
     """
 
     ties: Iterator[int]
     stacks: dict[tuple[int, int], tuple[Any, list[_OpenOp]]] = field(default_factory=dict)
 
     def add(self, row: LaunchRow) -> Iterator[_Timed]:
-        """Add a launch, and yield the events of ops that have ended before it."""
+        """Add a launch, and yield the events of the ops that ended before this launch."""
         if row.launch_ns is None or row.pid is None or row.tid is None or not row.op_path:
             return
         if row.kernel_kind == "op":
-            return  # The trace itself contains this op, with its time.
+            return  # this launch is an op itself, and has a time
         thread, call = (row.pid, row.tid), (row.cell, row.iteration)
         before, stack = self.stacks.get(thread, (call, []))
         path = row.op_path.split(";")
@@ -432,7 +438,7 @@ class _Ops:
 def _launch_events(
     section: Section, devices: Mapping[int, Device], ties: Iterator[int]
 ) -> Iterator[_Timed]:
-    """Yield each launch, preceded by its launch call once per call, and surrounded by its ops."""
+    """Yield the events of launches, of their launch calls, and of the ops that launched them."""
     recent: dict[tuple[int, int], int] = {}
     ops = _Ops(ties)
     for row in section.launches:
@@ -445,7 +451,7 @@ def _launch_events(
                 flow = row.launch_id
                 recent[call] = flow
                 if len(recent) > RECENT_CALLS:
-                    # A dict keeps its order, so the first key is the oldest.
+                    # The first key of a dict is the oldest.
                     del recent[next(iter(recent))]
                 yield row.launch_ns, 0, next(ties), _call_event(row, flow)
         event = _launch_event(row, flow, devices.get(row.device), section.counters)
@@ -454,7 +460,7 @@ def _launch_events(
 
 
 def _call_event(row: LaunchRow, flow: int) -> Event:
-    """Return the launch call with duration 0: the store has its start only."""
+    """Return the event of a launch call. The duration is 0, because the store has only its start."""
     name = row.api or ""
     driver = name.startswith("cu") and not name.startswith("cuda")
     args = {"correlation": row.correlation} if row.correlation is not None else {}
@@ -465,8 +471,9 @@ def _call_event(row: LaunchRow, flow: int) -> Event:
 def _launch_event(
     row: LaunchRow, flow: int | None, device: Device | None, counters: Counters | None
 ) -> Event:
-    """Return a kernel, copy or op. Its `tid` is the title of its track: the cell, or for a foreign
-    trace the stream or the thread.
+    """Return the event of a kernel, a copy or a CPU op. Its `tid` is the title of the track.
+
+    The title is the config and the backend. In a foreign trace, it is the stream or the thread.
     """
     on_host = row.device is None or row.device < 0
     values = ((name, getattr(row, key)) for key, name in _ARGS.items())
@@ -481,7 +488,7 @@ def _launch_event(
         args["device"] = row.device
     if flow is not None:
         args["flow"] = flow
-    if row.duration_ns is None:  # ncu without its time metric
+    if row.duration_ns is None:  # ncu did not collect the metric for time
         args["duration"] = "not measured"
     if result := occupancy(threads, row.registers_per_thread, row.shared_bytes, device):
         args["theoretical occupancy %"] = round(100 * result.fraction, 1)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from profharness.store import IngestResult
     from profharness.store.ingest import Progress
 
-LIVE_S, REPORT_S = 0.2, 30.0  # between two lines of progress
+LIVE_S, REPORT_S = 0.2, 30.0  # seconds between two updates on a terminal, and in a log
 
 Sources = Annotated[
     PathLike,
     Option(
         metavar="FILE_OR_FOLDER...",
-        # readable=False: an unreadable file is reported with the other failures
+        # Click must not check readability, because `ingest` reports unreadable files itself.
         type=click.Path(readable=False, path_type=Path),
         click={"required": True},
     ),
@@ -99,11 +99,11 @@ def ingest(
 def _ingest_each(
     store: Path, sources: Sequence[Path], scheduler: str | None, *, strict: bool
 ) -> list[IngestResult]:
-    """Ingest each source and print its result. Raise ProfharnessError at the end if one failed."""
+    """Ingest each source and print its result. Raise ProfharnessError at the end if any failed."""
     from profharness.jobs.parallel_ingest import readers_of  # loads numpy
 
     cpus = readers_of(scheduler) if scheduler else []
-    # once, instead of once per source
+    # check the folder only once, and not for each source
     require_folder(store)
     paths: list[Path] = []
     failed = done = warned = 0
@@ -115,7 +115,7 @@ def _ingest_each(
             hint(f"error: {error}")
     taken: list[IngestResult] = []
     outcomes = _in_parallel(store, paths, cpus) if cpus else _in_turn(store, paths)
-    # closed when the loop ends for any reason, which ends the readers
+    # Closing the generator ends the reader processes, even after an error.
     with contextlib.closing(outcomes):
         for outcome in outcomes:
             if outcome.error is not None:
@@ -129,7 +129,7 @@ def _ingest_each(
     if taken:
         stores.require_stored(store, taken, failed)
         hint(_shown_by(store, list(dict.fromkeys(result.run for result in taken))))
-    # only now, so that one bad source does not prevent the others
+    # Raise only now, so that the other sources are ingested.
     if failed:
         raise ProfharnessError(f"{failed} of {done + failed} sources could not be taken in")
     if strict and warned:
@@ -138,7 +138,7 @@ def _ingest_each(
 
 
 def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, None, None]:
-    """Yield the outcome of each source, read by this process."""
+    """Ingest one source after the other in this process, and yield the outcomes."""
     from profharness.jobs.parallel_ingest import IngestOutcome  # loads numpy
 
     for source in paths:
@@ -147,7 +147,7 @@ def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, Non
                 results = stores.ingest_path(store, source, progress=progress)
         except ProfharnessError as error:
             yield IngestOutcome(source, error=str(error))
-        except OSError as error:  # TMPDIR is full, the file went away
+        except OSError as error:  # such as a full TMPDIR or a deleted file
             reason = error.strerror or f"{type(error).__name__}: {error}"
             place = error.filename or "TMPDIR"
             yield IngestOutcome(source, error=f"{printable_path(source)}: {place}: {reason}")
@@ -158,7 +158,7 @@ def _in_turn(store: Path, paths: Sequence[Path]) -> Generator[IngestOutcome, Non
 def _in_parallel(
     store: Path, paths: Sequence[Path], cpus: Sequence[int]
 ) -> Generator[IngestOutcome, None, None]:
-    """Yield the outcome of each source, read by one process per CPU, and show the progress."""
+    """Ingest the sources with one process per CPU, yield the outcomes, and show the progress."""
     from profharness.jobs.parallel_ingest import ingest_sources  # loads numpy
 
     hint(f"reading {len(paths):,} sources in {min(len(cpus), len(paths))} processes")
@@ -187,9 +187,9 @@ def _size(path: Path) -> int:
 
 
 class _Countdown:
-    """Shows how many sources are done, and the remaining time by their bytes.
+    """Shows the number of ingested sources, and the remaining time as estimated from file sizes.
 
-    On a terminal one line is updated; otherwise a line is printed every REPORT_S.
+    On a terminal, one line is updated. Otherwise, a line is printed every REPORT_S seconds.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -198,7 +198,7 @@ class _Countdown:
         self.begin = self.told = time.monotonic()
 
     def advance(self) -> None:
-        """Count one more finished source."""
+        """Count a source as ingested, and update the progress."""
         self.done += 1
         self.tell()
 
@@ -218,13 +218,13 @@ class _Countdown:
             hint(line)
 
     def clear(self) -> None:
-        """Make room for other lines."""
+        """Clear the progress line, so that other lines can be printed."""
         if sys.stderr.isatty():
             live()
 
 
 def _shown_by(store: Path, taken: Sequence[str]) -> str:
-    """Return the command that shows the ingested runs."""
+    """Return a hint with the command that displays the ingested runs."""
     with open_store(store) as opened:
         ranks = {row.rank for row in opened.runs() if row.run in set(taken)} - {None}
         if len(ranks) > 1:
@@ -234,9 +234,9 @@ def _shown_by(store: Path, taken: Sequence[str]) -> str:
 
 
 def _report(source: Path, results: Sequence[IngestResult]) -> None:
-    """Print a line per run: its name, its status, and what was stored."""
+    """Print the warnings about a source, and a line with the status and the size of each run."""
     for warning in [text for result in results for text in result.warnings]:
-        # do not repeat the name of a single trace
+        # A warning may start with the file name, which is already in the line.
         hint(
             f"warning: {printable_path(source)}: {warning.removeprefix(f'{printable_path(source.name)}: ')}"
         )
@@ -251,9 +251,9 @@ def _report(source: Path, results: Sequence[IngestResult]) -> None:
 
 @contextlib.contextmanager
 def _progress(source: Path) -> Iterator[Progress | None]:
-    """Show a line that counts launches on a terminal, otherwise print one line with the source.
+    """Yield a callback that shows the number of launches on a terminal, otherwise None.
 
-    In both cases print how long nsys may take.
+    If nsys has to export the source first, print how long that may take.
     """
     if source.suffix == SUFFIX:
         hint(

@@ -1,4 +1,4 @@
-"""`profharness mcp`: serve the reading commands as MCP tools."""
+"""`profharness mcp`: serve read-only commands as MCP tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mcp(*, store: Store = None) -> None:
     Example:
       profharness mcp --store /data/profharness.db
     """
-    # loads the SDK of the protocol, which is in the extra `mcp`
+    # imports the MCP SDK, which belongs to the extra `mcp`
     from profharness.commands._mcp import serve
 
     serve(store_path(store).absolute())

@@ -1,4 +1,4 @@
-"""`profharness new-kernel`: start an implementation of your own, with its test."""
+"""`profharness new-kernel`: create a template for an attention implementation, and its test."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def new_kernel(
     folder = Path(out)
     kernel = folder / f"{name}.py"
     test = folder.parent / "tests" / f"test_{name}.py"
-    # check both before writing either
+    # check both files before writing, so that an error leaves neither of them
     for path in (kernel, test):
         if path.exists():
             raise UsageError(f"{path} is there already; take another name or another --out")

@@ -41,7 +41,7 @@ FAILED = 1
 
 
 def check_rank(text: str) -> None:
-    """Raise UsageError for anything but a number or `all`."""
+    """Raise UsageError unless the text is a number or `all`."""
     if text != "all" and not text.isdecimal():
         raise UsageError(f"--rank {text!r} is neither a number nor all")
 
@@ -91,7 +91,7 @@ GpuNames = Annotated[
 
 @dataclass(frozen=True)
 class ObservedProgram:
-    """The result of an observed program, and the machines for which to predict its layers."""
+    """The result of an observed program, and the GPUs for which to predict its layers."""
 
     observed: Observed
     ingested: list[IngestResult]
@@ -186,9 +186,9 @@ def check(result: ObservedProgram, *, fail_on: FailOn = (), expect: Expected = (
 
 
 def _print_forecast(result: ObservedProgram, options: Mapping[str, object]) -> None:
-    """Print the predictions for other GPUs. Without any, the program's exit code is unchanged.
+    """Print the predictions for other GPUs. An error is only printed, to keep the exit code.
 
-    `options` are those to repeat for `layers`.
+    `options` are the options of the `layers` command that is printed as a hint.
     """
     run, places, store = result.observed.run.run, result.places, result.store
     try:
@@ -234,7 +234,7 @@ def _print_summary(result: ObservedProgram) -> None:
 
 
 def _summary(calls: tuple[ObservedCall, ...]) -> list[str]:
-    """Return the number of calls and the backends that computed them, as lines."""
+    """Return lines with the number of calls and the backends that computed them."""
     total = sum(item.count for item in calls)
     processes = len({item.pid for item in calls})
     ran = Counter[str]()

@@ -35,7 +35,7 @@ Deleted = Annotated[
         multiple=True,
         metavar="RUN",
         help="Delete a run. Repeatable.",
-        click={"is_eager": True},  # known before -o is checked
+        click={"is_eager": True},  # parsed before -o, because `check_file` reads it
     ),
 ]
 
@@ -73,7 +73,7 @@ def runs(*, deleted: Deleted = (), store: Store = None) -> list[RunRow]:
 
 @document(runs)
 def show(rows: Sequence[RunRow], *, deleted: Deleted = ()) -> Document | None:
-    """Return the list, or None after a deletion."""
+    """Return a document with one row per run, or None if --delete was given."""
     if deleted:
         return None
     notes = warning_notes({row.run: row.warnings for row in rows if row.warnings})
@@ -85,14 +85,14 @@ def show(rows: Sequence[RunRow], *, deleted: Deleted = ()) -> Document | None:
 
 
 def with_warnings(document: Document, warnings: Mapping[str, Sequence[str]]) -> Document:
-    """Add the warnings of runs to a document: a note per run, and all texts in JSON."""
+    """Add warnings about runs to a document, as one note per run. JSON contains all warnings."""
     blocks = (*document.blocks, *warning_notes(warnings))
     listed = [{"run": run, "text": text} for run, texts in warnings.items() for text in texts]
     return replace(document, blocks=blocks, extra={**document.extra, "warnings": listed})
 
 
 def warning_notes(warnings: Mapping[str, Sequence[str]]) -> list[Note]:
-    """Return one note per run: the number of its warnings, the first one, and how to list them all."""
+    """Return one note per run, with the first warning and the number of warnings."""
     notes = []
     for run, texts in warnings.items():
         several = len(texts) > 1

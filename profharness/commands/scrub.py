@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `scrub` would replace in a run or a trace."""
+    """The result of `scrub --check`: the texts in a run or a trace that `scrub` would replace."""
 
     source: Path
     findings: tuple[Finding, ...]
@@ -77,7 +77,7 @@ def scrub_run(
 
     In Python the result is the path of the copy.
     """
-    # loads what runs workers, which --help does not need
+    # loads the code that runs workers, which --help does not need
     from profharness.jobs.into_store import find_source
     from profharness.scrub import audit, scrub
 
@@ -91,14 +91,14 @@ def scrub_run(
 def check_options(
     *, path: PathLike | None = None, force: bool = False, check: bool = False
 ) -> None:
-    """Raise UsageError for --check with options of the copy."""
+    """Raise UsageError if --check is combined with -o or --force."""
     if check and (path is not None or force):
         raise UsageError("--check only reads; it goes without -o and --force")
 
 
 @document(scrub_run)
 def show(done: Scrubbed | Audit) -> None:
-    """Print the findings, or what the copy contains."""
+    """Print the findings of --check, or a summary of the copy."""
     if isinstance(done, Audit):
         with quiet_stdout() as stream:
             for finding in done.findings:
@@ -115,7 +115,7 @@ def show(done: Scrubbed | Audit) -> None:
 
 @gate(scrub_run)
 def require_clean(done: Scrubbed | Audit) -> None:
-    """Raise GateError if --check found something."""
+    """Raise GateError if --check found texts that `scrub` would replace."""
     if isinstance(done, Audit) and done.findings:
         raise GateError(
             f"{done.source}: {len(done.findings)} thing(s) not known to be harmless; "
