@@ -73,12 +73,16 @@ ENVIRONMENT_FILE = "environment.json"
 
 
 def is_folder(output: Path) -> bool:
-    """Return whether -o names a folder."""
+    """Return whether the value of -o is a folder: one that exists, or a path without a suffix."""
     return output.is_dir() or not output.suffix
 
 
 def check_target(ctx: click.Context, option: click.Parameter, output: Path | None) -> Path | None:
-    """Return the file or folder of -o, None for stdout. Raise UsageError as `check_file` does."""
+    """Check the value of -o, which is a file or a folder, and return it.
+
+    Return None for stdout. Raise UsageError if the file, or an output file in the folder, exists
+    and --force is not given.
+    """
     if output is None or output == STDOUT or not is_folder(output):
         return check_file(ctx, option, output)
     for name in (*FOLDER_FILES.values(), ENVIRONMENT_FILE):
@@ -232,7 +236,8 @@ def bench(
     In Python the result has one row per cell and measurement, times in ns. The whole answer is in
     `attrs["answer"]`. Raise CaptureError if no worker starts.
     """
-    from profharness.jobs import into_store  # loads what runs workers
+    # Imported here because --help does not need the code that runs workers.
+    from profharness.jobs import into_store
 
     options = BenchOptions(
         configs=config_list(configs),
@@ -262,7 +267,7 @@ def bench(
 
 @usage(bench)
 def check_charts(*, format: str | None = None, output: PathLike | None = None) -> None:
-    """Raise MissingExtraError for a page with charts if they cannot be drawn."""
+    """Raise MissingExtraError if the output has charts but the extra that draws them is missing."""
     path = None if output is None else Path(output)
     if path is None or not is_folder(path):
         require_charts(format, path)
@@ -280,7 +285,7 @@ def show(
     output: Target = None,
     force: Overwrite = False,
 ) -> None:
-    """Print the answer, or write it to a file or a folder."""
+    """Print the results, or write them to a file or a folder."""
     from profharness.commands.bench.tables import benches_by_gpu_document
 
     answer, *_ = answers
@@ -300,9 +305,9 @@ def show(
 def _write_folder(
     document: Document, folder: Path, environment: dict[str, Any], *, force: bool
 ) -> None:
-    """Write every format and the environment, each file atomically.
+    """Write one file per format and a file with the environment, each atomically.
 
-    The HTML page has charts, which need an extra. Without it, skip the page and print a hint.
+    If the extra that draws charts is missing, skip the HTML page and print a hint.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

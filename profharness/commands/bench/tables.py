@@ -1,4 +1,4 @@
-"""Show the sweeps of a benchmark: statements, charts, dtype pairs, and peak memory over length."""
+"""Build the document of `bench`, with tables, warnings, charts and sweeps."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ from profharness.rows import (
 )
 
 SHOWN_SWEEPS = 4
-"""The maximum number of statements and of charts per axis. The longest sweeps are shown."""
+"""The maximum number of sweeps per axis that are described or drawn. The longest are shown."""
 SHOWN_MARKS = 5
-"""The maximum number of events that are marked in a chart."""
+"""The maximum number of events, such as crossovers, that are marked in a chart."""
 SHOWN_PAIRS = 24
-"""The maximum number of rows in the chart of dtypes."""
+"""The maximum number of rows in the chart of latency by dtype."""
 
 
 def _axis_blocks(answer: BenchResult) -> Iterator[Block]:
-    """Yield statements on each sweep and on pairs of dtypes."""
+    """Yield sentences about each sweep over an axis, and about each pair of dtypes."""
     if not answer.sweeps and not answer.dtypes:
         return
     yield Heading("Along each axis", "configs that differ in it alone")
@@ -89,10 +89,11 @@ def sweep_charts(
     found: Sequence[Sweep] = (),
     events: Collection[str] = (),
 ) -> list[Chart]:
-    """Return a chart of lines for each sweep over each axis.
+    """Return a line chart for each sweep over each axis.
 
-    Each row contains the config's label under `label`, the backend under `backend`, and a value
-    under the key `unit`. Events of the sweeps in `found` are marked if their kind is in `events`.
+    Each row is a dict with the label of the config under "label", the backend under "backend", and
+    the value under the key that `unit` names. Events of the sweeps in `found` are marked if their
+    kind is in `events`.
     """
     charts = []
     for axis in axes:
@@ -137,9 +138,9 @@ OF_THE_MACHINE = ("driver", "torch_cuda", "cudnn", "triton", "python", "cpu", "n
 SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: ""}
 LOG_LINES = 6
-"""The maximum number of lines of compiler output to show."""
+"""The maximum number of lines of compiler output that are shown for a failed cell."""
 BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
-"""Measurements that have a column beside the one that ranks the backends."""
+"""Measurements with a column of their own in the main table."""
 COLUMNS = (
     *pick(BenchRow, "config", "backend", "status", "median_ns", "half", "half_between_processes"),
     *pick(BenchRow, "mean_ns", "std_ns"),
@@ -156,8 +157,8 @@ def bench_document(
 ) -> Document:
     """Return the document of `bench`.
 
-    If `explain` is set, the document lists every reason for a refusal. If `raw` is set, its records
-    contain the samples.
+    If `explain` is set, the document lists every reason for a refusal. If `raw` is set, the records
+    contain the samples. If `charts` is not set, the document has no charts.
     """
     environment = answer.environment
     facts = [device_name(environment) or "unknown device", f"torch {environment.get('torch')}"]
@@ -173,7 +174,7 @@ def bench_document(
         Note(_measured(answer), "measured"),
         *([Note("; ".join(peaks), "peaks")] if peaks else ()),
         *([Note(f"against {'; '.join(baselines)}", "speed-up")] if baselines else ()),
-        # cells that timed SDPA instead of the requested form
+        # warnings about cells in which torch.compile replaced the requested attention by SDPA
         *(Note(text, where, "warning") for where, text in replacement_notes(answer.cells)),
         *_failed(answer, explain),
         *_doubts(answer),
@@ -216,8 +217,9 @@ def bench_document(
 
 
 def _charts(answer: BenchResult) -> Iterator[Block]:
-    """Yield charts of latency and rates over each axis without wrong backends, the roofline, and
-    charts of peak memory and of dtypes.
+    """Yield charts of latency, FLOP/s, the roofline, peak memory, and latency by dtype.
+
+    Backends with wrong results are left out.
     """
     medians = [
         (row.config, row.backend, row.median_ns)
@@ -276,7 +278,7 @@ def _sample_counts(answer: BenchResult) -> str:
 
 
 def _measured(answer: BenchResult) -> str:
-    """Describe the protocol and the machine, so that the measurement can be repeated."""
+    """Return text on the protocol and the machine, so that users can repeat the measurement."""
     parts = [answer.created, _sample_counts(answer)]
     if several := max((row.processes or 0 for row in answer.figures()), default=0):
         parts.append(f"in {several} process{'es' if several > 1 else ''}")
@@ -292,8 +294,9 @@ def _measured(answer: BenchResult) -> str:
 
 
 def _main_table(answer: BenchResult) -> Table:
-    """Return a line per cell, with the medians of its other measurements. A cell without samples
-    has its status instead.
+    """Return a table with one line per cell and a column for the median of each measurement.
+
+    The line of a cell without samples shows only its status.
     """
     medians: dict[tuple[str, str], dict[str, float | str | None]] = {}
     for row in answer.rows:
@@ -315,20 +318,23 @@ def _main_table(answer: BenchResult) -> Table:
         marks = ["[~]" if row.is_wide(answer.precision) else "", numbers.get(cell, "")]
         values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
         values["mark"] = " ".join(filter(None, marks))
-        if len(batches) < 2:  # this rate is only the inverse of the time
+        if len(batches) < 2:  # If all batches are equal, sequences/s repeats calls per second.
             values["sequences_per_s"] = ""
         lines.append((values, row))
     return Table.of(COLUMNS, lines)
 
 
 def _doubtful(answer: BenchResult) -> dict[tuple[str, str], list[str]]:
-    """Return the doubts about each (config, backend), without duplicates. A doubt about a measurement
-    other than the ranking one starts with the name of that measurement.
+    """Return the warnings about unreliable measurements for each (config, backend).
+
+    A warning about a measurement that does not rank the backends starts with its name. A warning
+    that several measurements share is listed once.
     """
     doubts: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(answer.rows, key=lambda row: row.measurement != answer.ranking):
         lead = "" if row.measurement == answer.ranking else f"{row.measurement}: "
-        # that the interval is wide, the last doubt, applies to every short run
+        # The last warning of such a row is that its interval is wide. It applies to every short
+        # run, so it is shown once for all rows.
         for text in row.doubts[:-1] if row.is_wide(answer.precision) else row.doubts:
             doubts.setdefault((row.config, row.backend), {}).setdefault(text, lead + text)
     order = dict.fromkeys((row.config, row.backend) for row in answer.rows)
@@ -346,9 +352,11 @@ def _doubts(answer: BenchResult) -> Iterator[Note]:
 
 
 def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
-    """Yield a note for each reason why cells have no figure, then for each warning of the workers
-    except that about shared cores, which is reported as a doubt. If `explain` is set, include every
-    reason for a refusal, even the reasons that only the rules give.
+    """Yield a note for each reason why cells have no samples, and for each warning of the workers.
+
+    The warning about shared cores is left out, because it is among the warnings about unreliable
+    measurements. If `explain` is set, yield every reason for a refusal, including the reasons that
+    only the dispatch rules know.
     """
     configs: dict[tuple[str, str, str], list[str]] = {}
     for cell in answer.cells:
@@ -372,8 +380,9 @@ def _failed(answer: BenchResult, explain: bool) -> Iterator[Note]:
 
 
 def _opening(message: str) -> str:
-    """Return the first line of a message. If the line ends with a colon, append the first lines of
-    the compiler output that follows.
+    """Return the first line of a message.
+
+    If this line ends with a colon, append the first lines of the compiler output that follows.
     """
     first, *rest = message.splitlines() or [""]
     log = [line.strip() for line in rest if line.strip()][:LOG_LINES]
@@ -402,10 +411,11 @@ def latency_charts(
     axes: Sequence[Axis] = (LENGTH,),
     found: Sequence[Sweep] = (),
 ) -> list[Chart]:
-    """Return a line chart for each sweep over each axis, and a dot chart of the other configs.
+    """Return a line chart of latency for each sweep over each axis, and a dot chart of other
+    configs.
 
-    `medians` contains tuples of (config label, backend, ns). `intervals` maps (label, backend) to
-    (low, high) in ns. The crossovers and ends of the sweeps in `found` are marked.
+    `medians` contains tuples (config label, backend, ns). `intervals` maps (config label, backend)
+    to (low, high) in ns. The crossovers and ends of the sweeps in `found` are marked.
     """
     rows: list[dict[str, Any]] = []
     for label, backend, ns in medians:
@@ -435,10 +445,11 @@ def roofline_chart(
     x_title: str = "",
     y_title: str = "",
 ) -> list[Chart]:
-    """Return a chart of rates below the roofs (label, peaks, FLOP/s) of their devices.
+    """Return a roofline chart.
 
-    Return an empty list if there are no rows or no roof is known. Roofs of equal height are merged,
-    so that their labels do not overlap.
+    `roofs` contains a tuple (label, peaks, FLOP/s) for each device and dtype. Equal roofs are
+    merged, so that their labels do not overlap. The list is empty if there are no rows or no roof
+    is known.
     """
     labels: dict[tuple[float, float], dict[str, None]] = {}
     for label, peaks, rate in roofs:
@@ -461,10 +472,11 @@ def rate_blocks(
     axes: Sequence[Axis] = (LENGTH,),
     found: Sequence[Sweep] = (),
 ) -> list[Block]:
-    """Return charts of FLOP/s for `medians`, a sequence of (config label, backend, ns).
+    """Return charts of FLOP/s over each axis, and a roofline chart if the peaks are known.
 
-    `wrong` contains the pairs of config label and backend to leave out. If `tf32` is set, fp32
-    products may use the tensor cores. The drops of the sweeps in `found` are marked.
+    `medians` contains tuples (config label, backend, ns). `wrong` contains pairs (config label,
+    backend) to leave out, because their results are wrong. If `tf32` is set, fp32 products may use
+    the tensor cores. The drops of the sweeps in `found` are marked.
     """
     rows: list[dict[str, Any]] = [
         {
@@ -503,10 +515,11 @@ SHOWN = 3
 def benches_by_gpu_document(
     answers: Sequence[BenchResult], *, explain: bool = False, raw: bool = False
 ) -> Document:
-    """Return the document of `bench` for each GPU, and a table with one column per GPU.
+    """Return one document with the results of `bench` on each GPU, and a table that compares them.
 
-    The records of all runs are concatenated. The other JSON keys are taken from the first run, and
-    the key `classes` is added. For a single answer, return its document unchanged.
+    The records of all runs are concatenated. The other JSON keys come from the first run, except
+    for the key `classes`, which has an item per GPU. If there is only one result, return its
+    document.
     """
     documents = [bench_document(answer, explain=explain, raw=raw) for answer in answers]
     first = documents[0]
@@ -524,14 +537,14 @@ def benches_by_gpu_document(
 
 
 def on_several_gpus(answers: Sequence[BenchResult]) -> bool:
-    """Return whether the answers are from several devices and at least two share a cell."""
+    """Return whether the results are from several devices, and some cell ran more than once."""
     cells = [{(row.config, row.backend) for row in answer.rows} for answer in answers]
     alike = sum(map(len, cells)) > len(set(chain.from_iterable(cells)))
     return alike and len({_device(answer) for answer in answers}) > 1
 
 
 def gpu_record(answer: BenchResult) -> dict[str, object]:
-    """Return the JSON record of one GPU."""
+    """Return the JSON record of the results on one GPU."""
     return {
         "run": answer.run,
         "device": _device(answer),
@@ -546,7 +559,7 @@ def _device(answer: BenchResult) -> str:
 
 
 def gpu_blocks(answers: Sequence[BenchResult]) -> list[Block]:
-    """Return a table of the medians on each GPU and the speed-ups against the first GPU."""
+    """Return a table of the medians on each GPU, and of the speed-ups relative to the first GPU."""
     names = [_device(answer) for answer in answers]
     columns = [Column("config", "config", repeat=False), Column("backend", "backend")]
     columns += [Column(f"us{at}", f"{name} µs", "us") for at, name in enumerate(names)]
@@ -575,7 +588,7 @@ def _other_winners(answers: Sequence[BenchResult]) -> list[str]:
     texts = []
     for answer, each in zip(answers[1:], best[1:], strict=True):
         both = [config for config in best[0] if config in each]
-        # skip configs for which the two backends do not differ significantly
+        # Skip configs for which these two backends do not differ significantly.
         apart = [
             config
             for config in both

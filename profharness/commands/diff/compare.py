@@ -255,8 +255,7 @@ def find_sides(
     then the newest run with attention calls. Raise NotFoundError if there is no such run.
     """
     parts = (text.rpartition(":") for text in (baseline, candidate))
-    # Cells are stored with the normal form of the backend, so `math+flash` must become
-    # `flash+math`.
+    # The store has the canonical names of sets and orders of backends, such as `flash+math`.
     texts = [f"{run}{colon}{setting_name(backend)}" for run, colon, backend in parts]
     for need in NEEDS:
         with contextlib.suppress(NotFoundError):

@@ -92,12 +92,14 @@ if TYPE_CHECKING:
 
 
 def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
-    """Return the explanations with observed, agree and gains. Raise StoreError for a file that is
-    no store.
+    """Return the explanations, completed by stored cells of the same configs.
+
+    The cells provide the backend that was observed, whether it agrees with the explanation, and the
+    gain of each advice. Raise StoreError if the file is not a store.
     """
     if not path.exists():
         return list(answers)
-    # loads sqlite, which an explanation by rule does not need
+    # Imported here because it loads sqlite, which is not needed if no store exists.
     from profharness.store import open_store
 
     with open_store(path) as store:
@@ -106,7 +108,7 @@ def with_store(answers: Sequence[Explanation], path: Path) -> list[Explanation]:
 
 
 class _StoredCells:
-    """The stored cells of the explained and of the advised configs, read once."""
+    """The stored cells of the explained configs and of the configs that the advice proposes."""
 
     def __init__(self, store: OpenStore, answers: Sequence[Explanation]) -> None:
         self.store = store
@@ -119,8 +121,10 @@ class _StoredCells:
             self.cells.setdefault(cell.config, []).append(cell)
 
     def join(self, answer: Explanation) -> Explanation:
-        """Add the backend that was observed, a caveat if torch.compile replaced the plain form, and
-        the gains of advice.
+        """Return the explanation with the data that stored cells provide.
+
+        These are the backend that was observed, the gains of advice, and a caveat if torch.compile
+        replaced the plain attention of `naive-compiled`.
         """
         cells = self._alike(answer.config, answer)
         seen = (self._backend_seen(cell) for cell in cells if cell.backend == answer.asked)
@@ -143,8 +147,10 @@ class _StoredCells:
         )
 
     def _alike(self, label: str, answer: Explanation) -> list[CellRow]:
-        """Return the cells of a config on the same device and release, newest run first. Values that
-        an environment lacks are not compared.
+        """Return the cells of a config that ran on the device and release of the explanation.
+
+        The newest run comes first. The GPU's capability and the cuDNN version must be equal too, if
+        both environments have them.
         """
         target, alike = answer.environment, []
         for cell in self.cells.get(label, []):
@@ -160,7 +166,10 @@ class _StoredCells:
         return self.store.kernels(cell.run, cells=[cell.cell])
 
     def _backend_seen(self, cell: CellRow) -> str | None:
-        """Return the backend that a cell's op, else its kernels, show; `none` if PyTorch refused."""
+        """Return the backend that ran in a cell, according to its op or, failing that, its kernels.
+
+        Return "none" if PyTorch refused the config, and None if the backend is unknown.
+        """
         if cell.status != "ok":
             return "none" if cell.status == "refused" else None
         if (backend := backend_of_op(cell.sdpa_op)) is not None:
@@ -169,8 +178,11 @@ class _StoredCells:
         return ran.pop() if len(ran) == 1 else None
 
     def _gain(self, advice: Advice, backend: str, answer: Explanation) -> Advice:
-        """Add the gain, time before over after: from the newest run with both, else from two runs
-        on equal machines.
+        """Return the advice with its gain, which is the time before the change over the time after
+        it.
+
+        Both times come from the same run if possible, or else from two runs on equal devices. The
+        gain stays None if there are no such times.
         """
         if advice.config is None or advice.gain is not None:
             return advice
@@ -191,7 +203,7 @@ class _StoredCells:
 
 
 def _advised(answer: Explanation) -> list[tuple[str, str]]:
-    """Return the backend and the label of the changed config for each advice that has one."""
+    """Return (backend, label of the changed config) for each advice that changes the config."""
     return [
         (side.backend, advice.config)
         for side in answer.backends
@@ -201,13 +213,13 @@ def _advised(answer: Explanation) -> list[tuple[str, str]]:
 
 
 def _timed(cells: Sequence[CellRow], *backends: str) -> list[CellRow]:
-    """Return the cells with samples, in the order of the backends."""
+    """Return the cells of these backends that have samples, in the order of the backends."""
     ran = [cell for cell in cells if cell.status == "ok" and cell.samples]
     return [cell for name in backends for cell in ran if cell.backend == name]
 
 
 def require_answer(answers: Sequence[Explanation]) -> None:
-    """Raise CaptureError if PyTorch failed on every one of the explanations."""
+    """Raise CaptureError if PyTorch could not answer for any of the configs."""
     if not answers or any(answer.error is None for answer in answers):
         return
     more = f" (and of {len(answers) - 1} more)" if len(answers) > 1 else ""
@@ -218,7 +230,10 @@ def require_answer(answers: Sequence[Explanation]) -> None:
 
 
 def to_measure(answers: Sequence[Explanation]) -> dict[tuple[str, ...], list[Config]]:
-    """Return what must be captured to know every gain: backends to configs."""
+    """Return the captures that are necessary to measure the gain of each advice.
+
+    The result maps a tuple of backends to the configs to capture on these backends.
+    """
     backends_of: dict[Config, dict[str, None]] = {}
     for answer in answers:
         for backend, label in _advised(answer):
@@ -252,10 +267,12 @@ def explain_live(
     progress: AskProgress | None = None,
     asked: str = AUTO,
 ) -> list[Explanation]:
-    """Return one explanation per config from PyTorch on this machine, for `auto` or a setting.
-    `backends` limits the advice. Raise CaptureError if no worker starts or replies.
+    """Return one explanation per config, by querying PyTorch on this machine.
+
+    `asked` is `auto`, or a set or an order of backends. If `backends` is not empty, only these
+    backends get advice. Raise CaptureError if no worker starts or replies.
     """
-    # starts a worker, which imports torch
+    # Imported here because only a live query needs the code that starts workers.
     from profharness.recording.probe import ask
 
     answers, environment = ask(
@@ -280,7 +297,7 @@ def _explanation(
     params = permitted(with_flags(environment)(from_config(config, device)), sdpa_setting(asked))
     prediction = predict(params, machine)
     sides = answer.backends or sides_by_rule(prediction, SDPA_BACKENDS)
-    # only what the choice depends on
+    # Keep only the part of the environment that can affect the choice.
     facts = {key: environment[key] for key in DECIDING if environment.get(key) is not None}
     facts["flags"] = {
         name: environment[f"sdp_{name}"] for name in SDPA_BACKENDS if f"sdp_{name}" in environment
@@ -431,29 +448,32 @@ Timeout = Annotated[
 
 @dataclass(frozen=True)
 class Question:
-    """The configs, and the machine and backends to explain."""
+    """The configs to explain, and the options of the command."""
 
     configs: list[Config]
     asked: str
-    """`auto`, a set, or an order of backends."""
+    """The requested backend, which is `auto`, or a set or an order of backends."""
     backends: tuple[str, ...]
-    """Limit the advice to these."""
+    """The backends to give advice on. If it is empty, all backends get advice."""
     platforms: list[Platform]
-    """Empty if the local PyTorch is queried."""
+    """The GPUs and releases whose dispatch rules to use. Empty if the local PyTorch is queried."""
     store: Path
     torch: str | None = None
     device: str = AUTO
     timeout_s: float = Protocol.timeout_s
     explanations: list[Explanation] = field(default_factory=list)
-    """Set by `show` if each config is explained by itself."""
+    """The explanations that `show` displayed, which `check` examines."""
 
     @property
     def unknown_releases(self) -> list[str]:
-        """Return the releases of a range that the rules do not cover."""
+        """The releases in the range of --torch that the dispatch rules do not cover."""
         return [release_text(release) for release in skipped_releases(self.torch or "")]
 
     def explain(self, *, advice: bool = True) -> list[Explanation]:
-        """Return one explanation per config and platform. Raise CaptureError if PyTorch cannot answer."""
+        """Return one explanation per config and platform.
+
+        Raise CaptureError if PyTorch is queried and no worker replies.
+        """
         if self.platforms:
             return [
                 explain_by_rule(
@@ -547,7 +567,11 @@ def check_options(
     full: bool = False,
     measure: bool = False,
 ) -> None:
-    """Raise UsageError for options of this machine beside another, and for those of one config."""
+    """Raise UsageError for options that exclude each other.
+
+    --device and --measure need this machine, so they exclude --torch and --gpu. --bisect excludes
+    --measure and --full.
+    """
     elsewhere = torch is not None or gpu is not None
     if device != AUTO and elsewhere:
         raise UsageError(
@@ -566,7 +590,10 @@ def check_options(
 def show(
     question: Question, *, bisect: Bisect = None, full: Full = False, measure: Measure = False
 ) -> Document:
-    """Return the document: a flip, a table by release, a map, or one config's explanation."""
+    """Return the document that answers the question.
+
+    It shows a bisection, a table of releases, a map of choices, or the explanation of one config.
+    """
     page = (
         _bisected(question, bisect)
         if bisect is not None
@@ -581,9 +608,9 @@ def show(
 
 @gate(explain)
 def check(question: Question) -> None:
-    """Raise CaptureError if PyTorch was queried and answered no config.
+    """Raise CaptureError if PyTorch was queried and could not answer for any config.
 
-    The document, which has the answer of the rules, is printed before that.
+    The document is printed before this check, because it still contains the prediction by rule.
     """
     if not question.platforms:
         require_answer(question.explanations)
@@ -597,7 +624,7 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
     single = len(configs) == 1
     if not platforms and not single:
         hint(f"asking PyTorch about {len(configs):,} configs")
-    answers = question.explain(advice=single or full or measure)  # a map has none
+    answers = question.explain(advice=single or full or measure)  # maps do not show advice
     if measure:
         _measure(answers, question)
     answers = with_store(answers, question.store)
@@ -613,8 +640,11 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
 
 
 def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
-    """Return time and best backend from the platform's atlas. Without one, print the GPUs that have one."""
-    from profharness.atlas.predictions import timed  # loads numpy
+    """Return the kernel time and the best backend according to the atlas of the platform.
+
+    If there is no atlas for the platform, print a hint and return None.
+    """
+    from profharness.atlas.predictions import timed  # slow to import, because it loads numpy
 
     prediction, doubt = timed(config, str(platform.gpu), platform.machine)
     if doubt:
@@ -635,7 +665,7 @@ def _bisected(question: Question, name: str) -> Document:
             return choices_by_rule(configs, platforms[0], question.asked)
         hint(f"asking PyTorch about {len(configs):,} configs")
         answers = replace(question, configs=list(configs), backends=()).explain(advice=False)
-        # the environment is known only with the first answers
+        # The first answers contain the environment of PyTorch.
         if where == "live":
             require_answer(answers)
             where = environment_text(answers[0])
@@ -646,7 +676,7 @@ def _bisected(question: Question, name: str) -> Document:
 
 
 def _measure(answers: Sequence[Explanation], question: Question) -> None:
-    # loads what runs workers, which only --measure needs
+    # Imported here because only --measure needs the code that runs workers.
     from profharness.jobs.into_store import capture_into_store
 
     options = CaptureOptions(protocol=Protocol(device=question.device), kind="explain")
