@@ -1,5 +1,7 @@
-"""The registry of backends, and the search for a backend by name. The code of the backends that
-calls torch is in the worker. The code that calls other packages is in `libraries`.
+"""The registry of backends, and the search for a backend by name.
+
+Backend code that calls torch is in the worker. Backend code that calls other packages is in
+`libraries`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ SOURCES_FILE = "sources.json"
 
 
 def _in_worker(function: str, *arguments: Any) -> Callable[[], Any]:
-    """Return a function that calls a function of worker/attention.py, which imports torch."""
+    """Return a function that calls `function` in worker/attention.py. This module imports torch, so it
+    is imported only when the returned function is called.
+    """
 
     def call() -> Any:
         module = importlib.import_module("profharness.recording.worker.attention")
@@ -94,11 +98,11 @@ DEFAULT_BACKENDS = {
     )
     for device in DEVICE_TYPES
 }
-"""The backends that a run uses if --backend is not given, by the type of the device."""
+"""For each type of device, the backends that a run uses if --backend is not given."""
 TORCH_ROWS = (
-    # On a CPU, Inductor could compile flex to C++, but this would run no Triton kernel, take half a
-    # minute to compile, and have no backward. Without compilation, flex is not a fused kernel.
-    # Neither is what a user of this backend expects.
+    # flex is limited to GPUs, because its users expect a fused Triton kernel. On a CPU, Inductor
+    # would generate C++, which takes half a minute to compile and has no backward pass. Without
+    # compilation, flex is not fused.
     GpuBackend(
         "flex",
         "flex_attention under torch.compile (Triton); causal as a block mask",
@@ -138,8 +142,8 @@ TORCH_ROWS = (
         "pip install flash-attn-4",
         (9, 10),
     ),
-    # On a CPU, Inductor writes C++, so other kernels would run than the user expects, as for flex
-    # above.
+    # This backend is limited to GPUs, because its users expect Triton kernels. On a CPU, Inductor
+    # would generate C++.
     GpuBackend(
         NAIVE_COMPILED,
         "torch.compile of kernels/naive.py, which Inductor may replace by SDPA",
@@ -184,7 +188,7 @@ def find_backend(text: str, sources: Mapping[str, str] | None = None) -> Backend
     The name can be a key of `sources`, a name in the registry, a set or an order of SDPA's
     backends, `kernels/NAME.py`, an entry point, `file.py:function` or `package.module:function`.
     """
-    # check the sources first, so that a worker uses the file that its run was planned with
+    # check the sources first, so that a worker uses the file for which the run was planned
     if sources and text in sources:
         return from_source(text, sources[text])
     if text in BACKENDS:
@@ -227,8 +231,10 @@ def find_backends(texts: Iterable[str]) -> dict[str, Backend]:
 
 
 def stored_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that these backends have in stored cells, in which the name of a file is
-    shortened. Return an empty tuple, which means no filter, if `all` is among the names.
+    """Return the names that stored cells of these backends have. For example, cells contain a
+    shortened file name.
+
+    If `all` is among the names, return an empty tuple, which selects the cells of all backends.
     """
     reduced = []
     for name in () if ALL in names else names:
@@ -242,7 +248,9 @@ def stored_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def fingerprints(backends: Iterable[Backend]) -> dict[str, str]:
-    """Return the version of the code of each backend for which it is known: `sha256:…` or a release."""
+    """Return the code version of each backend, such as `sha256:…` or `flash-attn 2.8.3`. Backends whose
+    version is unknown are left out.
+    """
     versions = {backend.name: fingerprint(backend) for backend in backends}
     return {name: version for name, version in versions.items() if version is not None}
 
@@ -254,8 +262,8 @@ def commits(backends: Iterable[Backend]) -> dict[str, str]:
 
 
 def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
-    """Write the paths of implementations into a run folder, where the worker reads them. They are
-    not part of run.json, because they are valid on this machine only.
+    """Write the paths of implementations to a file in a run folder, where the worker reads them. The
+    paths are not part of run.json because they are valid only on this machine.
     """
     sources = {backend.name: backend.source for backend in backends if backend.source}
     if sources:
@@ -263,7 +271,7 @@ def write_sources(folder: Path, backends: Iterable[Backend]) -> None:
 
 
 def read_sources(folder: Path) -> dict[str, str]:
-    """Read the file that `write_sources` wrote."""
+    """Return the paths that `write_sources` wrote to a run folder, by backend."""
     try:
         return msgspec.json.decode((folder / SOURCES_FILE).read_bytes(), type=dict[str, str])
     except FileNotFoundError:  # all backends are built in

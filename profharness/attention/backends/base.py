@@ -1,8 +1,8 @@
-"""The interface of a backend: its inputs and its call, which configs it cannot compute, and why it may
-be unavailable.
+"""The interface of a backend.
 
-The functions for inputs work on tensors and on source text. The worker uses them to create tensors, and
-`repro` uses them to write a script.
+A backend has a function that computes attention, checks that return why it cannot compute a config
+or is not available, and inputs. The functions that build inputs work on tensors in the worker, and
+on source text in `repro`, which writes a script.
 """
 
 from __future__ import annotations
@@ -58,36 +58,46 @@ class Backend:
     devices: tuple[str, ...]
     """The device types that the backend can run on."""
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Return a context manager. The call runs inside this context."""
+    """Returns the context manager in which the call runs."""
     load: Callable[[], Attention] | None = None
-    """Return the function that computes attention, in the worker. If it is None, the backend calls
-    `scaled_dot_product_attention` with all arguments of the config.
+    """Returns the function that computes attention. Only the worker calls `load`. If `load` is None,
+    the backend calls `scaled_dot_product_attention` with all arguments of the config.
     """
     supports: Callable[[Config], str | None] = no_reason
-    """Return why the backend cannot compute a config, or None if it can."""
+    """Returns why the backend cannot compute a config, or None if the backend can compute it."""
     absent: Callable[[], str | None] = no_reason
-    """Return why the backend is not available in the worker, or None if it is."""
+    """Returns why the backend is not available in the worker, or None if it is available."""
     tuning: Callable[[], Any] = no_reason
-    """Return the tuning parameters of the last call, if the loaded function has no `tuning`."""
+    """Returns the tuning parameters of the last call. If the loaded function has an attribute `tuning`,
+    the attribute is called instead.
+    """
     refuses: tuple[type[Exception], ...] = ()
     """The exceptions that count as a refusal if the first call raises them."""
     source: str | None = None
-    """Where the implementation is: `/folder/file.py:function` or `package.module:function`."""
+    """The location of a user's implementation, such as `/folder/file.py:function` or
+    `package.module:function`. None for other backends.
+    """
     file: Path | None = None
     """The file that contains the implementation."""
     packages: tuple[str, ...] = ()
     """The distributions that the backend depends on."""
     isolated: bool = False
-    """Whether the backend runs code that is not part of PyTorch, so its cells need their own process."""
+    """Whether the cells of the backend run in a separate process, so that side effects of the backend
+    do not change other results.
+    """
 
 
 GpuBackend = functools.partial(Backend, devices=(CUDA,), refuses=(Exception,))
-"""A backend of a library. Every exception that its first call raises counts as a refusal."""
+"""Creates a backend that needs a GPU. If the first call raises any exception, this counts as a
+refusal.
+"""
 
 
 def outside_contract(config: Config) -> str | None:
-    """Return why no `Attention` function can compute the config, or None if such a function can.
-    The arguments of an `Attention` function include no mask and no dropout.
+    """Return why an `Attention` function cannot compute the config, or None if it can compute it.
+
+    An `Attention` function has no arguments for a mask or dropout, and it requires that query, key
+    and value have the same batch size.
     """
     if config.mask != "none":
         return f"an attention mask (mask={config.mask}) cannot be passed; causal can"
@@ -109,8 +119,8 @@ def check_limits(
 ) -> Callable[[Config], str | None]:
     """Return a `supports` function that checks common limits.
 
-    Set `square_causal` if the causal mask of the backend is undefined for different seq_q and
-    seq_kv, or is then not aligned to the top left like SDPA's mask.
+    Set `square_causal` if the backend does not align its causal mask to the top left, as SDPA does,
+    when seq_q and seq_kv differ.
     """
 
     def supports(config: Config) -> str | None:
@@ -158,7 +168,9 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def refuse_if_unloadable(name: str, load: Callable[[], Attention]) -> Callable[[], Attention]:
-    """Return a function that calls `load` and turns its exceptions into an `absent` refusal."""
+    """Return a function that calls `load`. If `load` raises an exception, the returned function raises
+    a RefusedError with the code `absent`.
+    """
 
     def wrapped() -> Attention:
         try:
@@ -178,9 +190,10 @@ Fill = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv], and
-    the gradient of the output [B, Hq, Sq, Dv]. grad and mask are None if the config has no backward
-    or no mask.
+    """The tensors of one call: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv],
+    gradient of the output [B, Hq, Sq, Dv], and mask.
+
+    `grad` is None if the config has no backward pass. `mask` is None if the config has no mask.
     """
 
     query: Any
@@ -191,10 +204,10 @@ class Inputs:
 
 
 def build_inputs(config: Config, normal: Fill, kept: Fill, *, written: bool = True) -> Inputs:
-    """Return the inputs. Their values are drawn in the order of the fields.
+    """Create the inputs of one call, in the order of the fields of Inputs.
 
-    `normal` fills tensors with numbers, and `kept` fills a bool mask. If `written` is false, the
-    tensors have no values and `grad` is None.
+    `normal` creates tensors of numbers, and `kept` creates a bool mask. Set `written` to False if
+    these functions leave the values undefined. In this case, `grad` is None.
     """
 
     def tensor(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Any:
@@ -244,19 +257,19 @@ def _mask(config: Config, normal: Fill, kept: Fill, written: bool) -> Any:
     mask = laid_out("contiguous", shape, strides, fill) if strides else fill(*shape)
     if fill is normal:
         return mask.requires_grad_() if config.mask == "float_grad" else mask
-    # a dimension with stride 0 has only one element in memory, so write to that element alone
+    # a dimension with stride 0 has only one element in memory, so write only to this element
     if strides:
         stored = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
         mask = mask.as_strided(stored, strides)
     if written:
-        # without a key to attend to, the result of a row would be NaN by definition
+        # let each query attend to the first key, because the output is NaN for a query without keys
         mask[..., 0] = True
     return mask.as_strided(shape, strides) if strides else mask
 
 
 def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
-    """Return the keyword arguments of the call. If `own` is true, return those of an `Attention`
-    function, which takes no mask and no dropout.
+    """Return the keyword arguments for a call of SDPA. If `own` is true, return the keyword arguments
+    for an `Attention` function, which has no mask and no dropout.
     """
     grouped = config.num_kv_heads != config.num_heads
     arguments: dict[str, Any] = {"is_causal": config.causal, "scale": config.scale}
@@ -268,7 +281,7 @@ def call_arguments(config: Config, mask: Any, *, own: bool) -> dict[str, Any]:
 
 
 def choice_arguments(config: Config, mask: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `_fused_sdp_choice`."""
+    """Return the keyword arguments for torch's `_fused_sdp_choice`."""
     grouped = config.num_kv_heads != config.num_heads
     return call_arguments(config, mask, own=False) | {"enable_gqa": grouped}
 

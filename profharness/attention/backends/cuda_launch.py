@@ -20,7 +20,7 @@ DEFAULT_SHARED_BYTES = 48 * 1024
 """The amount of dynamic shared memory, in bytes, that a kernel can use without opting in to more.
 """
 Dim = int | tuple[int, ...]
-# Errors that make all later calls in the context fail.
+# After one of these errors, every call in the same CUDA context fails.
 _STICKY = (
     "CUDA_ERROR_ILLEGAL_ADDRESS",
     "CUDA_ERROR_LAUNCH_TIMEOUT",
@@ -37,14 +37,14 @@ Convert = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class CompiledSource:
-    """A cubin for one architecture."""
+    """A CUDA source that was compiled for one architecture."""
 
     cubin: bytes
     names: Mapping[str, str]
     """The mangled name of each C++ name expression."""
     arch: str
     nvrtc: str
-    """The compiler's version, such as `13.0`."""
+    """The version of NVRTC that compiled the source, such as `13.0`."""
     from_cache: bool = False
 
 
@@ -53,7 +53,7 @@ class LaunchError(ImplementationError):
 
 
 class CudaKernel:
-    """A kernel loaded on one device. `CudaSource.kernel` creates it."""
+    """A kernel that is loaded on one device. `CudaSource.kernel` creates such objects."""
 
     def __init__(
         self, kernel: Any, name: str, device: int, shared_bytes: int, cluster: int
@@ -67,7 +67,8 @@ class CudaKernel:
         self.cluster = cluster
         self._core = core
         self._kernel = kernel
-        # The private function takes 0.1 µs. A torch without it has only the public interface.
+        # The private function is used because it takes only 0.1 µs. The public function replaces it
+        # if this version of torch does not have it.
         self._stream: Callable[[int], int] = getattr(
             torch._C,
             "_cuda_getCurrentRawStream",
@@ -90,12 +91,12 @@ class CudaKernel:
         cooperative: bool = False,
         overlap: bool = False,
     ) -> None:
-        """Launch the kernel on torch's current stream of its device, and return without waiting for
-        it.
+        """Launch the kernel on torch's current stream, and return without waiting until the kernel
+        ends.
 
         `grid` always counts blocks. If the kernel uses clusters, `grid` must be a multiple of the
-        cluster. If `cooperative` is true, all blocks are resident at the same time, or the launch
-        is refused. If `overlap` is true, blocks may start before the previous kernel in the stream
+        cluster. If `cooperative` is true, the driver refuses the launch unless all blocks fit on
+        the device at the same time. If `overlap` is true, blocks may start before the previous kernel in the stream
         has ended, so the kernel must execute griddepcontrol.wait before it accesses memory.
 
         A tensor is passed as its pointer, None as a null pointer, bool and int as int32, float as
@@ -118,7 +119,7 @@ class CudaKernel:
             except Exception as error:
                 if "CUDA_ERROR_INVALID_CONTEXT" not in str(error):
                     raise
-                # The current thread has not used the GPU yet. It may be a thread of autograd.
+                # The current thread has no CUDA context yet. It may be a thread of autograd.
                 self._core.Device(self.device).set_current()
                 self._core.launch(stream, self._config(*shape), self._kernel, *values)
         except Exception as error:  # cuda.core's exception types are private
@@ -140,8 +141,8 @@ class CudaKernel:
         return int(occupancy.max_active_blocks_per_multiprocessor(x * y * z, self.shared_bytes))
 
     def _learn(self, types: tuple[type, ...], args: Sequence[Any]) -> list[Convert]:
-        """Return the converters for a new sequence of argument types. Raise LaunchError if the sizes differ
-        from those of the arguments that the kernel takes.
+        """Return functions that convert arguments of these types, and store them for later calls. Raise
+        LaunchError if the kernel expects arguments of other sizes.
         """
         pairs = [converter(index, arg) for index, arg in enumerate(args)]
         given = [size for size, _ in pairs]
@@ -182,7 +183,7 @@ class CudaKernel:
 def load_kernel(
     compiled: CompiledSource, name: str, device: int, shared_bytes: int, cluster: int
 ) -> CudaKernel:
-    """Load a kernel of a cubin on a device. If necessary, raise the kernel's limits of shared
+    """Load a kernel from a cubin on a device. If necessary, raise the kernel's limits for shared
     memory and cluster size.
     """
     import torch
@@ -216,8 +217,8 @@ def _set_attribute(kernel: Any, device: int, name: str, value: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of an error of cuda.core. The text starts with `CUDA error` if the error
-    makes the CUDA context unusable.
+    """Return the message of an exception from cuda.core. If the error makes the CUDA context
+    unusable, the message is prefixed with `CUDA error`.
     """
     text = str(error)
     return f"CUDA error: {text}" if any(name in text for name in _STICKY) else text
@@ -251,7 +252,7 @@ def converter(index: int, arg: Any) -> tuple[int, Convert]:
         return ctypes.sizeof(ctypes.c_void_p), lambda _: 0
     if hasattr(arg, "data_ptr"):
         return ctypes.sizeof(ctypes.c_void_p), operator.methodcaller("data_ptr")
-    # numpy.float64 is a float too, and is passed as a double.
+    # Check numpy types first: numpy.float64 is also a float, but must be passed as a double.
     if isinstance(arg, np.generic):
         return arg.itemsize, lambda scalar: scalar
     if isinstance(arg, bool | int):

@@ -1,7 +1,8 @@
-"""Compile CUDA sources at run time with NVRTC, and cache the result: one cubin file per source, options
-and architecture. This needs neither ATen nor a link step nor a host compiler.
+"""Compile CUDA sources at run time with NVRTC, which needs no ATen, linker or host compiler.
 
-cuda.core's own program cache cannot store name expressions and does not track included files.
+A cache contains one cubin file for each combination of source, options and architecture. The program
+cache of cuda.core is not used because it cannot store name expressions and does not track included
+files.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from profharness.files import atomic_file, read_input
 
 LOG = logging.getLogger(__name__)
 REMEDY = install_command("kernels")
-# options of NVRTC that read other files, so the result is not cached
+# With these options, NVRTC reads other files, so the result is not cached.
 UNCACHED = ("include_path", "pre_include", "pch", "create_pch", "use_pch")
 MAGIC = b"profharness-2"
 
 
 class CompileError(ImplementationError):
     """A CUDA source does not compile. The text of the exception is the output of the compiler,
-    which contains files and lines.
+    which names files and lines.
     """
 
 
@@ -41,8 +42,8 @@ class CudaSource:
     """A CUDA source, which is a `.cu` file or text in a Python file. Creating a CudaSource imports
     and compiles nothing.
 
-    If `text` is a string literal in the Python file `path`, error messages contain the lines of
-    that file. `options` are options of cuda.core's ProgramOptions, such as `{"max_register_count":
+    If `text` is a string literal in the Python file `path`, error messages contain line numbers of
+    this Python file. `options` are options of cuda.core's ProgramOptions, such as `{"max_register_count":
     128}` or `{"define_macro": [("TILE", "64")]}`. The default options are -std=c++17 and -lineinfo.
     The source can include files in its folder as `"name.cuh"`. Loaded kernels stay loaded, so an
     edit of the source takes effect in the next process.
@@ -51,7 +52,7 @@ class CudaSource:
     def __init__(
         self, path: Path, options: Mapping[str, Any] | None = None, *, text: str | None = None
     ) -> None:
-        # The path must be absolute, because -lineinfo stores it and ncu opens the source with it.
+        # -lineinfo stores the path, and ncu opens the source by this path, so it must be absolute.
         self.path = Path(path).resolve()
         self._given = text
         self._options: dict[str, Any] = {"std": "c++17", "lineinfo": True, **(options or {})}
@@ -73,8 +74,8 @@ class CudaSource:
         if not complete or any(self._options.get(name) for name in UNCACHED):
             LOG.debug("%s may include unknown files, so it is not cached", self.path.name)
             return self._compile(files[self.path], names, arch, version)
-        # The order of includes and options must not change the key. Paths are hashed, because line
-        # information contains them.
+        # The order of includes and options must not change the key. The key depends on the paths,
+        # because the line information in a cubin contains them.
         options = (f"{name}={value!r}" for name, value in sorted(self._options.items()))
         texts = [arch, version, *names, *options]
         contents = [part for path in sorted(files) for part in (os.fsencode(path), files[path])]
@@ -119,7 +120,7 @@ class CudaSource:
             return content
         text = self._given.encode()
         at = content.find(text)
-        # the text was generated or contains escapes, so its lines in the file are unknown
+        # the file does not contain the text, which was generated or has escapes
         if at < 0:
             return text
         line = content[:at].count(b"\n") + 1
@@ -154,7 +155,7 @@ class CudaSource:
             "%s compiled from %s for %s by NVRTC %s in %.2f s %s",
             ", ".join(names), self.path, arch, version, time.perf_counter() - begin, log.getvalue(),
         )  # fmt: skip
-        # cuda.core returns mangled names as bytes or as text
+        # cuda.core returns a mangled name either as bytes or as str
         mangled = {name: code.symbol_mapping[name] for name in names}
         texts = {
             name: symbol.decode() if isinstance(symbol, bytes) else symbol
@@ -164,8 +165,8 @@ class CudaSource:
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's name of an architecture. This is `sm_90a` for 9.0, because wgmma needs the
-    `a`, and `sm_XY` for all others.
+    """Return NVRTC's name of an architecture, such as `sm_80`. For capability 9.0, return `sm_90a`,
+    because the wgmma instructions need the suffix `a`.
     """
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
@@ -195,13 +196,13 @@ def cache_folder() -> Path:
 
 
 def distrust_reason(path: Path) -> str | None:
-    """Return why another user may have written a cache file. The check uses the owner and the mode
-    of the file and of its folder. Return None if only this user can write the file, or if it does
+    """Return why another user may have written a cache file, judging by the owner and the mode of
+    the file and of its folder. Return None if only this user can write the file, or if the file does
     not exist.
     """
     for each in (path.parent, path):
         try:
-            # Use lstat, because the owner of a link can change its target.
+            # Use lstat to detect a symbolic link, because the owner of a link can change its target.
             state = each.lstat()
         except OSError:
             return None
@@ -216,7 +217,7 @@ def write_cached(path: Path, compiled: CompiledSource) -> bool:
     """Write a cache file atomically in a folder that only this user can access.
 
     Return False if the folder is not writable or belongs to another user. The file contains the cubin,
-    the names and versions as JSON, the length of the JSON, a hash of all this, and MAGIC. The cubin
+    the names and versions as JSON, the length of the JSON, a hash of these parts, and MAGIC. The cubin
     comes first, so that cuobjdump and nvdisasm can read the file.
     """
     facts = msgspec.json.encode([dict(compiled.names), compiled.arch, compiled.nvrtc])
@@ -225,7 +226,7 @@ def write_cached(path: Path, compiled: CompiledSource) -> bool:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.parent.stat().st_uid != os.geteuid():
             return False
-        # An existing folder may have another mode.
+        # mkdir does not change the mode of an existing folder.
         path.parent.chmod(0o700)
         with atomic_file(path, force=True) as file:
             os.fchmod(file.fileno(), 0o600)
@@ -236,7 +237,9 @@ def write_cached(path: Path, compiled: CompiledSource) -> bool:
 
 
 def read_cached(path: Path) -> CompiledSource | None:
-    """Read a file that `write_cached` wrote. Return None if it is missing, unreadable or damaged."""
+    """Read a file that `write_cached` wrote. Return None if the file is missing, unreadable or
+    damaged.
+    """
     try:
         hashed = read_input(path).removesuffix(MAGIC)
     except OSError:

@@ -1,8 +1,8 @@
-"""Backends that call the attention functions of other packages. Each has one adapter and one row in
-a table.
+"""Backends that call the attention functions of other packages. Each backend has one adapter and one
+row in LIBRARY_BACKENDS.
 
-An adapter converts the tensors from SDPA's layout to the layout of the package and back. The
-conversions are views. An adapter copies a tensor only where its docstring says so.
+An adapter converts the tensors from SDPA's layout to the layout of the package, and converts the
+output back. The conversions create views, so they do not copy data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from profharness.dtypes import HALF
 
 
 def flash_attn() -> Attention:
-    """Adapt flash_attn_func, which takes [B, S, H, D] and supports grouped key heads."""
+    """Adapt flash_attn_func, which takes tensors [B, S, H, D] and supports grouped key heads."""
     from flash_attn import flash_attn_func
 
     def attention(q: Any, k: Any, v: Any, *, is_causal: bool, scale: Any, enable_gqa: bool) -> Any:
@@ -33,11 +33,11 @@ def flash_attn() -> Attention:
 
 
 def xformers() -> Attention:
-    """Adapt memory_efficient_attention(query, key, value, attn_bias, p, scale), which takes [B, S,
-    H, D].
+    """Adapt memory_efficient_attention(query, key, value, attn_bias, p, scale), which takes tensors
+    [B, S, H, D].
 
-    For grouped queries, the function takes [B, S, Hkv, Hq / Hkv, D] with expanded key and value.
-    Its lower-triangular mask is aligned to the top left, like SDPA's causal mask.
+    For grouped key heads, the function takes tensors [B, S, Hkv, Hq / Hkv, D], in which key and
+    value are expanded. LowerTriangularMask is aligned to the top left, like SDPA's causal mask.
     """
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 

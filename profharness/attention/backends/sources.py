@@ -1,6 +1,6 @@
-"""Attention functions that users wrote: where they are, and how the worker loads them.
+"""Find and load attention functions that users wrote.
 
-The parent process only looks for files and names. Only the worker imports the files.
+The parent process only searches for files and names. Only the worker imports the files.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ GIT_S = 5.0  # maximum duration of a git command, in seconds
 NESTED = "an expression may be nested too deeply for Python"
 _CUDA_NAME = re.compile(r"[^\0\n]{1,200}\.cuh?")
 _SPLICE = re.compile(rb"\\[ \t]*\r?\n")
-# The first pattern matches an include that contains a file name. The second matches anything that
-# may be an include, also one with a comment or a macro.
+# _INCLUDE matches an include with a literal file name. _ANY_INCLUDE matches everything that may be
+# an include, for example an include of a macro.
 _INCLUDE = re.compile(
     rb'(?:(?:#|%:)[ \t\v\f]*include(?:_next)?|__has_include(?:_next)?[ \t]*\()[ \t\v\f]*["<]([^">\n]+)[">]'
 )
@@ -71,18 +71,19 @@ def local_files(source: Path, text: bytes) -> tuple[dict[Path, bytes], bool]:
 
     Includes are searched in the folder of the including file and in the folder of the source. The
     search order of the compiler depends on the kind of include. Therefore the result contains every
-    file that a name may refer to. A name that is in neither folder is left out: either the compiler
-    reports it, or a macro disables the include.
+    file that a name may refer to. A name that is in neither folder is left out, because either the
+    compiler reports the missing file or a macro disables the include.
     """
     files: dict[Path, bytes] = {}
     complete = True
     todo = [source]
     while todo:
-        # Each file has one key, even if includes spell its path differently.
+        # Normalize the path, because includes may spell the path of a file differently.
         path = Path(os.path.normpath(spelled := todo.pop()))
         if path in files or not (path.exists() or path == source):
             continue
-        # If the path contains a link, `..` may lead to another folder.
+        # Behind a symbolic link, `..` leads to another folder than the normalized path. Then the list
+        # is not complete.
         complete &= path == spelled or (spelled.exists() and path.samefile(spelled))
         if path != source and not is_source(path):
             complete &= path.is_dir()
@@ -100,8 +101,8 @@ def parts_of(file: Path) -> dict[Path, bytes]:
     read.
 
     The dependencies of a Python file are the modules in its folder that it imports, the CUDA source
-    of the same name, the CUDA sources whose names are string literals in it, and the files that
-    these include with `"..."`.
+    of the same name, the CUDA sources whose names are string literals in the Python file, and the
+    files that these sources include with `"..."`.
     """
     parts: dict[Path, bytes] = {}
     todo = [file]
@@ -109,7 +110,7 @@ def parts_of(file: Path) -> dict[Path, bytes]:
         path = todo.pop()
         if path in parts:
             continue
-        # CUDA text in a Python file may contain includes, like a .cu file
+        # a Python file may contain CUDA text with includes, so search it like a .cu file
         files, _ = local_files(path, read_input(path, limit=SOURCE_BYTES))
         for part, content in files.items():
             if parts.setdefault(part, content) is content and part.suffix == ".py":
@@ -118,11 +119,11 @@ def parts_of(file: Path) -> dict[Path, bytes]:
 
 
 def _named(path: Path, content: bytes) -> Iterator[Path]:
-    """Yield the paths that a Python file may refer to. They need not exist."""
+    """Yield the paths of the files that a Python file may use. These files need not exist."""
     yield path.with_suffix(".cu")
     try:
         tree = ast.parse(content)
-    # Python cannot compile the file; the error is reported when the file is loaded
+    # ignore invalid Python code here, because loading the file reports the error
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
@@ -170,14 +171,14 @@ def implementation_names() -> Iterable[str]:
     """Return the names of the implementations in `kernels/` folders and entry points, without
     duplicates.
     """
-    # the order of the files in a folder is arbitrary
+    # sort the files, because glob returns them in arbitrary order
     files = (path.stem for folder in _folders() for path in sorted(folder.glob("*.py")))
     points = (point.name for point in metadata.entry_points(group=GROUP))
     return dict.fromkeys([*filter(_NAME.fullmatch, files), *points])
 
 
 def from_source(name: str, source: str, summary: str = "") -> Backend:
-    """Return the backend for the value of `Backend.source`."""
+    """Return a backend that runs the implementation at `source`, a value of `Backend.source`."""
     path = source.rpartition(":")[0]
     spec = None if path.endswith(".py") else find_module(path)
     origin = spec.origin if spec is not None and spec.has_location else None
@@ -188,7 +189,7 @@ def from_source(name: str, source: str, summary: str = "") -> Backend:
         load=lambda: _implementation(source).attention,
         supports=lambda config: _supports(source, config),
         tuning=lambda: _implementation(source).tuning(),
-        # all other exceptions are faults in the user's code
+        # all other exceptions are faults in the user's code, not refusals
         refuses=(NotImplementedError,),
         source=source,
         file=Path(origin) if origin else Path(path) if path.endswith(".py") else None,
@@ -205,7 +206,7 @@ def fingerprint(backend: Backend) -> str | None:
         parts = parts_of(file)
         if len(parts) == 1:
             return f"sha256:{hashlib.sha256(parts[file]).hexdigest()[:16]}"
-        # relative paths, because the same files in another folder are the same code
+        # use relative paths, so that the hash does not depend on the folder
         named = {os.path.relpath(path, file.parent): content for path, content in parts.items()}
         texts = [text for name in sorted(named) for text in (os.fsencode(name), named[name])]
         return f"sha256:{hash_of(texts)[:16]}"
@@ -235,15 +236,17 @@ def commit(file: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # core.fsmonitor would run a program that the work tree configures, and without the variable
-    # `git status` would lock the index
+    # disable core.fsmonitor, which could run a program that the repository configures, and keep
+    # `git status` from locking the index
     argv = ("git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments)
     done = run_briefly(argv, GIT_S, os.environ | {"GIT_OPTIONAL_LOCKS": "0"})
     return done.stdout.strip() if done is not None and done.returncode == 0 else None
 
 
 def hash_of(texts: Iterable[bytes]) -> str:
-    """Return a hash in hex digits. It distinguishes `ab`, `c` from `a`, `bc`."""
+    """Return the SHA-256 hash of a sequence of texts, in hex digits. The sequences `ab`, `c` and `a`,
+    `bc` have different hashes.
+    """
     digest = hashlib.sha256()
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text)
@@ -328,19 +331,19 @@ def _implementation(source: str) -> _Implementation:
 
 @functools.cache
 def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
-    """Load an implementation, once per process, or return the exception. Failures are cached too, so that
-    a slow compilation that failed is not repeated.
+    """Load an implementation once per process. If that fails, return the exception, which is cached
+    too, so that a slow compilation that failed is not repeated.
     """
     name, _, function = source.rpartition(":")
     file = Path(name) if name.endswith(".py") else None
     shown = file.name if file else name
     try:
         module = _module_of_file(file) if file else importlib.import_module(name)
-    # a script that has no main guard may call sys.exit
+    # catch SystemExit, because a script without a main guard may call sys.exit
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return RefusedError("absent", f"{shown} needs Triton (pip install triton)")
-        # before Python 3.13, the parser raises an exception without a text if its stack is full
+        # before Python 3.13, the parser raises a MemoryError without a text for deeply nested code
         text = str(error) or (NESTED if isinstance(error, MemoryError) else "")
         return ImplementationError(
             f"{shown} cannot be imported: {type(error).__name__}: {text}{where(error, file)}"
@@ -351,7 +354,7 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
             f"{shown} has no function {function!r}; the contract is "
             f"{function}(q, k, v, *, is_causal=False, scale=None, enable_gqa=False)"
         )
-    # the module that defines the attention function may be another module than the one loaded
+    # the loaded module may have imported the attention function from another module
     home = sys.modules.get(getattr(attention, "__module__", None) or "")
     tunings = (getattr(owner, "tuning", None) for owner in (module, home))
     return _Implementation(
@@ -363,7 +366,7 @@ def _load(source: str) -> _Implementation | ImplementationError | RefusedError:
 
 def _module_of_file(path: Path) -> ModuleType:
     """Import a file under a unique name, so that it cannot shadow an installed package. During the
-    import, its folder is the last entry of sys.path.
+    import, the folder of the file is the last entry of sys.path.
     """
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     name = "_".join(("_profharness", re.sub(r"\W", "_", path.stem), digest))

@@ -293,7 +293,7 @@ _CUDA_MARKS = """@pytest.mark.skipif(not torch.cuda.is_available(), reason="need
 """
 _KERNELS = {"torch": _TORCH, "triton": _TRITON, "cuda": _CUDA}
 KINDS = tuple(_KERNELS)
-# The imports, the device, the marks and the additional content of a test.
+# The imports, the device, the pytest marks and the additional tests to insert into _TEST.
 _TEST_PARTS = {
     "torch": ("", 'DEVICE = "cpu"\n', "", ""),
     "triton": (_TRITON_IMPORTS, _TRITON_DEVICE, "", ""),
