@@ -41,9 +41,10 @@ from profharness.traces.ops import (
     tensor_argument,
 )
 
-# Modules inside an attention module. A call in one of them is assigned to the module's parent.
+# Names of modules such as `Dropout_0`. A call inside such a module is assigned to its parent
+# module.
 PASSED_THROUGH = re.compile(r"(?:Softmax|Dropout)\w*_\d+")
-MARKER = "profharness-attention:"  # prefix of a range whose name contains a module's dotted path
+MARKER = "profharness-attention:"  # prefix of ranges named by a path: `layers.0.self_attn`
 
 _Stretch = tuple[int, str, int, int, int]
 """The index of a call, a direction, and the thread, start and end of a span of the call."""
@@ -57,7 +58,7 @@ class AttentionCalls:
     spans: tuple[CallSpan, ...]
     intervals: Intervals  # thread, start and stop of each span
     # Kernels that a CUDA graph launched lie in no interval. `rows` contains the numbers of these
-    # launches in ascending order, and `row_spans` the index of the span of each.
+    # launches in ascending order, and `row_spans` the index of each launch's span.
     rows: Ints = field(default_factory=lambda: nothing(0))
     row_spans: Ints = field(default_factory=lambda: nothing(0))
     warnings: tuple[str, ...] = ()  # describe contradictions in the trace, with counts
@@ -65,7 +66,7 @@ class AttentionCalls:
     def lookup(self, thread: Ints, t: Ints, first: int | None = None) -> Ints:
         """Return the index of the innermost span at each (thread, t), or -1 if there is no span.
 
-        `first` is the number of the first launch, if the lookup is for consecutive launches of the trace.
+        For consecutive launches of the trace, `first` is the number of the first launch.
         """
         rows = np.append(self.intervals.rows, -1)
         spans = rows[self.intervals.innermost(thread, t)]
@@ -84,7 +85,7 @@ class _Signature:
     sdpa_op: str | None
     tensors: tuple[TensorArgument | None, ...]
     flags: dict[str, Any]
-    unrecorded: str | None  # what the trace does not record
+    unrecorded: str | None  # describes which property the trace does not record
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class _ForwardCall:
     thread: int
     start: int
     end: int
-    sequences: frozenset[int]  # autograd's numbers of its ops
+    sequences: frozenset[int]  # autograd's sequence numbers of the ops
 
 
 def find_calls(
@@ -159,7 +160,7 @@ def find_calls(
 
 
 def module_names(chain: Sequence[HostSpan]) -> tuple[str, ...]:
-    """Return the names of the modules in a chain, such as `LlamaAttention_0`.
+    """Return the names of the modules in a chain, such as `LlamaAttention_0`, outermost first.
 
     Softmax and dropout modules at the inner end of the chain are left out.
     """
@@ -193,7 +194,7 @@ def _matches(rule: re.Pattern[str], name: str) -> bool:
 
 
 class _Forward:
-    """Finds the calls, without their backward. Ops are identified by their index in the tree."""
+    """Finds attention calls, without their backward. Ops are identified by indices into `tree`."""
 
     def __init__(self, tree: SpanTree, modules: SpanTree) -> None:
         self._tree, self._ops = tree, tree.spans
@@ -221,7 +222,7 @@ class _Forward:
     def _roots(self) -> list[bool]:
         """Return for each op whether it is the outermost op of an attention call."""
         kinds = [_kind(op.name) for op in self._ops]
-        # Ops of encoder layers count only if the trace does not contain the attention op inside them
+        # The op of an encoder layer is a call only if the trace contains no attention op inside it
         split: set[int] = set()
         if "fast_path" in kinds:
             for at, kind in enumerate(kinds):
@@ -260,7 +261,10 @@ class _Forward:
         return self._call(root, signature, ops[0].end, sequences=sequences)
 
     def _eager(self, taken: set[int]) -> Iterator[_ForwardCall]:
-        """Yield the calls of eager attention: a product, a softmax and a product in the same module."""
+        """Yield the calls of eager attention.
+
+        Such a call consists of a matrix product, a softmax and a matrix product in the same module.
+        """
         parts = (*PRODUCTS, *SOFTMAX)
         waiting: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
         for at, op in enumerate(self._ops):
@@ -287,10 +291,14 @@ class _Forward:
 
 
 def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
-    """Describe a call by its ops, outermost first, and by the encoder layer's op around them."""
+    """Return the signature of a call.
+
+    `ops` are the ops of the call, outermost first. `layer` is the encoder layer's op around the
+    call.
+    """
     kind = _kind(ops[0].name) or "custom"
-    # Autocast calls the outer op a second time, with tensors that it has cast. The attention is
-    # computed with these tensors.
+    # Under autocast, the outer op calls itself again with cast tensors, which are used to compute
+    # the attention. So the last outer op describes the call.
     outer = next((op for op in reversed(ops) if op.name == OUTER), None)
     inner = next((op for op in ops if INNER.fullmatch(op.name)), None)
     described = outer or inner or ops[0]
@@ -324,7 +332,7 @@ def _fused_signature(ops: Sequence[HostSpan], layer: str | None) -> _Signature:
 
 
 def _eager_signature(scores: HostSpan, output: HostSpan) -> _Signature | None:
-    """Describe eager attention by its two products. Return None if their shapes do not match."""
+    """Return the signature of a call with these matrix products, or None if their shapes differ."""
     query, keys = (tensor_argument(scores, place) for place in (0, 1))
     weights, value = (tensor_argument(output, place) for place in (0, 1))
     if not (query and keys and weights and value):
@@ -346,19 +354,19 @@ def _backward(
     flows: Ints,
     doubts: Counter[str],
 ) -> Iterator[_Stretch]:
-    """Yield the time spans of the calls' backwards.
+    """Yield the time spans of the backward of each call.
 
-    The arrows that start in a call's ops lead to its backward. If the trace has no arrows, the
-    forward and the backward are matched by autograd's sequence number. Compiled code has neither
-    arrows nor sequence numbers. There, a gradient is assigned to the last call that has the same
-    shapes and no backward yet.
+    The arrows that start in the ops of a call lead to the backward of the call. If the trace has no
+    arrows, forward and backward ops are matched by autograd's sequence numbers. Compiled code has
+    neither arrows nor sequence numbers, so a gradient in compiled code is assigned to the last call
+    that has the same shapes and no backward yet.
     """
     gradients = _gradients(tree)
     around = (tree.spans[outer] for at, _ in gradients for outer in tree.ancestors(at))
     computing = {span[1:4] for span in around if span.name.startswith(EVALUATION)}
     arrived = _by_arrows(drafts, evaluations, flows)
     taken = {node[1:4] for nodes in arrived.values() for node in nodes}
-    astray = not computing <= taken  # there is a gradient of attention to which no arrow leads
+    astray = not computing <= taken  # whether some gradient of attention has no arrow
     for call, nodes in arrived.items():
         keys = {node[1:4] for node in nodes}
         # The backward of a fused op is a single op
@@ -412,7 +420,8 @@ def _by_arrows(
 ) -> dict[int, list[HostSpan]]:
     """Return for each call the autograd nodes to which the arrows from its ops lead.
 
-    A node to which several calls lead belongs to the call whose arrow starts first.
+    If arrows of several calls lead to a node, the node belongs to the call whose arrow starts
+    first.
     """
     spans = [(draft.thread, draft.start, draft.end) for draft in drafts]
     forward = Intervals(*np.array(spans, np.int64).reshape(-1, 3).T)
@@ -432,7 +441,10 @@ def _by_arrows(
 
 
 def _gradients(tree: SpanTree) -> list[tuple[int, HostSpan]]:
-    """Return the index and the op of each outermost gradient of attention, sorted by start."""
+    """Return the index and the op of each outermost op that computes a gradient of attention.
+
+    The result is sorted by start.
+    """
     own = [_matches(torch_ops.GRADIENT, op.name) for op in tree.spans]
     below = tree.below(own)
     found = [(at, op) for at, op in enumerate(tree.spans) if own[at] and not below[at]]
@@ -457,9 +469,10 @@ def _paths(
 
 
 def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | None, str | None]:
-    """Return whether a call has a backward, the config that replays it or None, and a reason.
+    """Return whether a call has a backward, the config that replays the call, and a reason.
 
-    The reason says why there is no config, or which properties of the call it does not describe.
+    If no config describes the call, the config is None and the reason explains why. Otherwise, the
+    reason names properties of the call that the config does not describe, or is None.
     """
     flags = dict(signature.flags)
     backward = bool(flags.pop("backward", False)) or has_backward
@@ -481,7 +494,7 @@ def _replay(signature: _Signature, has_backward: bool) -> tuple[bool, Config | N
 
 
 def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
-    """Return the calls of outermost modules, sorted by start, without those in a backward pass."""
+    """Return the calls of outermost modules outside backward passes, sorted by start."""
     spans = [span for span, above in zip(modules.spans, modules.above, strict=True) if above < 0]
     moments = np.array([(span.thread, span.start) for span in spans], np.int64).reshape(-1, 2).T
     around = evaluations.intervals.innermost(*moments).tolist()
@@ -492,10 +505,11 @@ def _outermost(modules: SpanTree, evaluations: AutogradNodes) -> list[HostSpan]:
 def _steps(
     ranges: Sequence[Range], outermost: Sequence[HostSpan], base: int, last: int
 ) -> tuple[ProgramStep, ...]:
-    """Return the ProfilerStep ranges as steps.
+    """Return the steps of a program.
 
-    If the trace has none, each step ends with an Optimizer.step range. If there are none either, a step
-    lasts from one call of an outermost module to the next call, and the last one to the last op.
+    The ProfilerStep ranges are the steps. If the trace has no such range, each step ends with an
+    Optimizer.step range. If the trace has no such range either, a step lasts from one call of an
+    outermost module to the next such call, and the last step ends with the last op.
     """
     numbered = [row for row in ranges if row.name.startswith("ProfilerStep#")]
     if numbered:

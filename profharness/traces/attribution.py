@@ -1,8 +1,8 @@
 """Find the API call, the ranges and the ops that each kernel belongs to.
 
-Kernels are joined to the API calls that launched them by their correlation id. The API calls are
-joined to the ranges and ops around them by time. To bound the memory, the joins process a limited
-number of rows at once and write the batches of launches to a temporary file.
+A kernel is joined by its correlation ID to the API call that launched the kernel. The API call is
+joined by time to the ranges and ops around the call. To bound the memory, the joins process a
+limited number of rows at once and write the batches of launches to a temporary file.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ FAR = 1 << 62  # later than every time in a trace
 
 Lookup = Callable[[Ints, Ints], Ints]
 Chunk = tuple[GpuRows, LaunchRows, Ints]
-"""Launches, their API calls, and the ids of their op stacks. -1 means that the call is unknown."""
+"""Launches, their API calls, and the ids of their op stacks. Unknown values are -1."""
 
 
 class Attribution:
     """Finds the ranges, the attention calls and the op stacks of launches, and makes a Trace of them.
 
-    Each row of `flows` is an arrow from a forward op to its backward op: a thread and a time at which
-    the forward op runs, then those of the backward op. The rows are sorted by start. `threads` contains
-    the (pid, tid) of each thread index. `base` is added to every time of the Trace.
+    Each row of `flows` is an arrow from a forward op to its backward op. The row contains a thread
+    and a time at which the forward op runs, and a thread and a time at which the backward op runs.
+    The rows are sorted by the first time. `threads` contains the (pid, tid) of each thread index.
+    `base` is added to every time of the Trace.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Attribution:
         configs: Sequence[LaunchConfig],
         **facts: Any,
     ) -> Trace:
-        """Write the launches to a temporary file, which exists until `stack` is closed.
+        """Return a Trace whose launches are in a temporary file until `stack` is closed.
 
         `kernels` contains the (kind, name) of each kernel id. `facts` are other fields of the Trace.
         """
@@ -120,7 +121,10 @@ class Attribution:
         )
 
     def op_chunks(self) -> Iterator[Chunk]:
-        """Yield ops instead of launches, sorted by end within a chunk. Their duration is their own time."""
+        """Yield chunks of ops instead of launches. The ops in a chunk are sorted by end.
+
+        The duration of an op excludes the time of its child ops.
+        """
         waiting: dict[tuple[int, ...], int] = {}
         for number, border in enumerate([*self.stacks.borders.tolist(), FAR]):
             ops = self.stacks.slice(number)
@@ -155,7 +159,7 @@ class Ranges:
         self.pids, self.tids = np.array([*threads, (NONE, NONE)], np.int64).T
         ranks = {name: rank for rank, name in enumerate(sorted(set(tables.range_names)))}
         names = np.array([ranks[name] for name in tables.range_names], np.int64)
-        # this order does not depend on the number of processes that read the file
+        # this order does not depend on the order of the ranges in the file
         order = np.lexsort((names, self.tids[thread], self.pids[thread], -duration, start))
         start, duration, thread = start[order], duration[order], thread[order]
         text = [tables.range_names[row] for row in order.tolist()]
@@ -179,9 +183,10 @@ class Ranges:
         ]
 
     def lookup(self, thread: Ints, t: Ints) -> tuple[Ints, Ints]:
-        """Return the range and the cell_range, as in LaunchBatch, of API calls that start at (thread, t).
+        """Return the columns `range` and `cell_range` of LaunchBatch for API calls at (thread, t).
 
-        If a call lies outside all ranges of its thread and all cells, the first of these that exists counts:
+        If a call lies outside all ranges of its thread and outside all cells, its range is the
+        first of these that exists:
 
         1. the innermost start/end range of the process
         2. the innermost open range of the process, if only one thread has open ranges
@@ -209,7 +214,10 @@ class Ranges:
 
 
 def _lookup(rows: Ints, group: Ints, start: Ints, stop: Ints) -> Lookup:
-    """Return a function that finds the innermost of some ranges at each (thread or process, t)."""
+    """Return a function that finds the innermost range at each (group, t).
+
+    The function searches only the given rows. `group` is the thread or process of each range.
+    """
     intervals = Intervals(group[rows], start[rows], stop[rows])
     numbers = np.append(rows[intervals.rows], NONE)  # so that index -1 gives NONE
     return lambda group, t: numbers[intervals.innermost(group, t)]
@@ -239,7 +247,10 @@ def _open_threads(ranges: Intervals, pids: Ints) -> Lookup:
 
 
 def _forward(evaluations: Intervals, flows: Ints) -> Callable[[Ints, Ints], tuple[Ints, Ints]]:
-    """Return a function that finds the thread and start of the forward op of each backward op."""
+    """Return a function that finds the thread and time of the forward op for each (thread, t).
+
+    (thread, t) is a time in a backward op.
+    """
     arrows = flows.T
     at = evaluations.innermost(arrows[2], arrows[3])
     origins = np.full((2, len(evaluations.start) + 1), NONE, np.int64)
@@ -257,7 +268,8 @@ def linked_chunks(
 ) -> Iterator[tuple[GpuRows, LaunchRows]]:
     """Yield chunks of GPU rows in file order, with the API call that launched each row.
 
-    If several API calls have the same correlation id, the first counts, and the rows are `ambiguous`.
+    If several API calls have the same correlation ID, the first call is used, and the rows are
+    counted as `ambiguous`.
     """
     for blocks in _groups(tables.gpu, rows):
         gpu = GpuRows(*tables.read(blocks))
@@ -284,7 +296,7 @@ def linked_chunks(
 
 
 def _groups(blocks: Sequence[Block], rows: int) -> Iterator[list[Block]]:
-    """Yield groups of consecutive blocks with up to `rows` rows, or with a single block."""
+    """Yield groups of consecutive blocks. A group has up to `rows` rows, or is a single block."""
     group: list[Block] = []
     count = 0
     for block in blocks:
@@ -317,9 +329,9 @@ class OpSlice:
 class StackIds(dict[tuple[int, ...], int]):
     """Assigns ids to stacks of ops.
 
-    A key consists of the id of the enclosing stack, or -1, and the names of the ops below it,
-    outermost first. A stack that is deeper than MAX_DEPTH keeps its outermost ops and its innermost
-    op. `deep` counts such stacks.
+    A key consists of the id of the enclosing stack or -1, followed by the ids of the names of the
+    ops inside this stack, outermost first. If a stack is deeper than MAX_DEPTH, only its outermost
+    ops and its innermost op are kept. `deep` counts such stacks.
     """
 
     def __init__(self) -> None:
@@ -343,12 +355,12 @@ class StackIds(dict[tuple[int, ...], int]):
 
 
 class Stacks:
-    """Finds the op stacks of launches. It loads the ops of one time slice after another."""
+    """Finds the op stacks of launches. The ops are loaded by time slices, to bound the memory."""
 
     def __init__(self, tables: Tables, rows: int) -> None:
         self._tables = tables
         self.paths = StackIds()
-        self.repeated = 0  # number of ops that are copies of the op before them
+        self.repeated = 0  # number of ops that are copies of the previous op
         self.borders = _borders(tables.ops, rows)
         self._cache: dict[int, OpSlice] = {}
 
@@ -367,7 +379,10 @@ class Stacks:
         return result
 
     def stack_ids(self, ops: OpSlice, at: Ints, t: Ints) -> Ints:
-        """Return the ids of the stacks that end with the ops `at`, or -1, at the times `t`."""
+        """Return the ids of the stacks whose innermost ops are `at` at the times `t`.
+
+        If an element of `at` is -1, its id is -1.
+        """
         result = nothing(len(at))
         has = np.flatnonzero(at >= 0)
         nested = ops.intervals.nested[at[has]]
@@ -435,7 +450,7 @@ class Stacks:
 
 
 def _borders(blocks: list[Block], rows: int) -> Ints:
-    """Return the times that divide the ops into slices in each of which about `rows` ops start."""
+    """Return the borders of the time slices. About `rows` ops start in each slice."""
     borders = set()
     count = 0
     for block in sorted(blocks, key=lambda block: block.low):
@@ -449,11 +464,12 @@ def _borders(blocks: list[Block], rows: int) -> Ints:
 def _own_times(
     ops: OpSlice, border: int, waiting: dict[tuple[int, ...], int]
 ) -> tuple[Ints, Ints, dict[tuple[int, ...], int]]:
-    """Return the ops that end in a time slice, their own times in ns, and what the next call needs.
+    """Return the ops that end in a time slice, their own times in ns, and the next `waiting`.
 
-    The own time of an op is its duration minus the time that its children cover. `waiting` contains
-    that time for each op that continues in the next slice. The time of a child is subtracted in the
-    slice in which the child starts. Ops without own time are left out, unless they have no children.
+    The own time of an op is its duration minus the time that its children cover. For each op that
+    continues in the next slice, `waiting` contains the time that its children have covered so far.
+    The time of a child is subtracted in the slice in which the child starts. Ops that have children
+    and no own time are left out.
     """
     intervals = ops.intervals
     columns = (intervals.thread, intervals.start, intervals.stop, ops.names)
@@ -483,7 +499,7 @@ class Renumber:
 
     def __init__(self) -> None:
         self.order: list[int] = []
-        self._to = nothing(1)  # the last element is never assigned, so that index -1 is NONE
+        self._to = nothing(1)  # the last element is always NONE, so index -1 gives NONE
 
     def __call__(self, ids: Ints) -> Ints:
         high = int(ids.max(initial=-1)) + 2

@@ -1,9 +1,9 @@
 """Find the attention calls that CUDA graphs replay.
 
 A single API call launches all kernels of a replay, so the kernels do not lie in any op. If the trace
-contains the capture of the graph, the captured ops describe the kernels. Otherwise, only the names
-of the kernels describe them. A graph that was captured on one stream replays its nodes in the order
-of their capture.
+contains the capture of the graph, the ops that were captured describe the kernels. Otherwise, only
+the names of the kernels are known. A graph that was captured on one stream replays its nodes in the
+order of their capture.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ _BLANK = AttentionCall(
     graph=True,
 )
 _Capture = tuple[Ints, Ints]
-"""The launches that a capture recorded, in order: the index in KINDS of each, and the index of the
-attention call's span that contains it, or -1.
+"""Two columns that describe the launches in a capture, in order.
+
+The first column contains the index of each launch's kind in KINDS. The second column contains the
+index of the attention call's span that contains the launch, or -1.
 """
 
 
@@ -54,10 +56,10 @@ class _Replay:
 
     thread: int
     start: int
-    rows: Ints  # their indices among all GPU rows
-    kernels: Ints  # their ids
-    kinds: Ints  # their indices in KINDS
-    ordered: bool  # whether all of them ran on one stream
+    rows: Ints  # indices of the activities among all GPU rows
+    kernels: Ints  # kernel id of each row
+    kinds: Ints  # index of each row's kind in KINDS
+    ordered: bool  # whether all rows ran on one stream
 
 
 def replayed(
@@ -106,13 +108,16 @@ class _ReplayedCalls:
         self._calls = list(calls.calls)
         self._spans = list(calls.spans)
         self._replaced: set[int] = set()
-        # Calls that were found through their kernels, and whose backward has not been found yet
+        # Calls that were recognized by the names of their kernels, and have no backward yet
         self._waiting: list[int] = []
         self._rows = [nothing(0)]
         self._row_spans = [nothing(0)]
 
     def copy(self, replay: _Replay, spans: Ints, place: dict[str, Any]) -> None:
-        """Add the calls of a capture, whose launches lie in `spans`, for one replay."""
+        """Add the calls of a capture for one replay.
+
+        `spans` contains the span of each captured launch, or -1.
+        """
         numbers: dict[int, int] = {}
         to = nothing(len(self._before.spans) + 1)
         for span in distinct(spans[spans >= 0]):
@@ -131,7 +136,10 @@ class _ReplayedCalls:
     def add(
         self, replay: _Replay, groups: Iterator[tuple[bool, list[int]]], blank: AttentionCall
     ) -> None:
-        """Add a call for each group of forward kernels. Assign each backward to the last call without one."""
+        """Add a call for each group of forward kernels.
+
+        A group of backward kernels is assigned to the last call that has no backward.
+        """
         for backward, places in groups:
             if not backward:
                 self._calls.append(blank)
@@ -209,7 +217,6 @@ def _replays(tables: Tables, launches: LaunchRows) -> list[_Replay]:
 def _captures(
     tables: Tables, calls: AttentionCalls, threads: Sequence[tuple[int, int]]
 ) -> list[_Capture]:
-    """Return the captures in a trace."""
     if not calls.calls:
         return []
     pids = np.array([pid for pid, _ in threads], np.int64)
@@ -227,9 +234,10 @@ def _captures(
 
 
 def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[int, int, int]]:
-    """Yield the (begin, end, pid) of each capture, without those of one process that overlap.
+    """Yield the (begin, end, pid) of each capture.
 
-    It is unknown which of these recorded a launch.
+    Overlapping captures of one process are left out, because it is unknown which of them recorded a
+    launch.
     """
     moments = sorted(
         (int(pids[thread]), start, opens)
@@ -253,7 +261,7 @@ def _windows(begin: LaunchRows, end: LaunchRows, pids: Ints) -> Iterator[tuple[i
 def _capture_of(
     replay: _Replay, captures: Sequence[_Capture], calls: AttentionCalls
 ) -> _Capture | None:
-    """Return the capture that recorded the nodes of a replay, unless several different ones fit."""
+    """Return the capture that recorded the nodes of a replay, or None if this is not certain."""
     if not replay.ordered:
         return None
 
@@ -273,9 +281,9 @@ def _capture_of(
 
 
 def _groups(tables: Tables, replay: _Replay) -> Iterator[tuple[bool, list[int]]]:
-    """Yield for each group of attention kernels whether it is a backward, and its indices in the replay.
+    """Yield groups of attention kernels: whether they are backward kernels, and their indices.
 
-    A group consists of consecutive kernels of one direction, and no kernel occurs twice.
+    A group consists of consecutive kernels of one direction. No kernel occurs twice in a group.
     """
     kernels = list(tables.kernels)
     parsed = {at: parse_kernel_name(kernels[at][1]) for at in distinct(replay.kernels)}
