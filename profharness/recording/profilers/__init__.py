@@ -1,7 +1,8 @@
 """The registry of profilers, and the search for their tools on this machine.
 
-A new profiler is a row in PROFILERS, a module here with its session and its failures, its name in
-`rows.TRACE_PROFILERS` (and `COUNTERS`), and a parser in `traces.PARSERS`, with its suffixes beside it.
+To add a profiler, add a row to PROFILERS, a module with its session and failure rules to this
+folder, its name to `rows.TRACE_PROFILERS` (and to `rows.COUNTERS` if it reads hardware counters),
+and its parser and file suffixes to `traces`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ VERSION_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Profiler:
-    """A profiler and where to find its tool."""
+    """A profiler, and the places in which its tool is searched for."""
 
     name: str
     summary: str
-    suffix: str | None = None  # of its traces' names; None if it leaves no trace
+    suffix: str | None = None  # suffix of its trace files, or None if it writes none
     session: type[ToolSession] | None = None  # None if the profiler runs inside the worker
-    iterations: int | None = None  # profiled calls per cell; None for the protocol's number
-    patience: float = 1.0  # factor on the seconds of --timeout
+    iterations: int | None = None  # profiled calls per cell, or None for the protocol's number
+    patience: float = 1.0  # factor by which the seconds of --timeout are multiplied
     product: str = ""
     variable: str = ""  # environment variable that names another executable
-    # Patterns of where installers put it outside PATH, preferred ones first. Of the matches of one
-    # pattern, the newest version counts.
+    # Glob patterns of the paths at which installers put the executable, in order of preference. If
+    # several files match the same pattern, the newest version is preferred.
     patterns: tuple[str, ...] = ()
     remedy: str = ""  # appended to the remedy if the tool is missing
 
@@ -60,7 +61,7 @@ PROFILERS: dict[str, Profiler] = {
                 "opt/nvidia/nsight-systems/*/bin/nsys",
                 "opt/nvidia/nsight-systems-cli/*/bin/nsys",
                 "usr/local/cuda*/bin/nsys",
-                "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # has an importer too
+                "opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",  # with an importer
             ),
             remedy=" (Nsight Compute carries an nsys too)",
         ),
@@ -69,7 +70,7 @@ PROFILERS: dict[str, Profiler] = {
             "Nsight Compute: hardware counters",
             "ncu-rep",
             NcuSession,
-            iterations=1,  # counters vary less than times, and each launch costs milliseconds
+            iterations=1,  # counters vary little, and each profiled launch takes milliseconds
             patience=10.0,
             product="NVIDIA Nsight Compute",
             variable="PROFHARNESS_NCU",
@@ -114,10 +115,12 @@ def open_session(
 
 
 def find_tool(name: str) -> Tool | None:
-    """Find a profiler's tool by its variable, on PATH, then in its usual folders.
+    """Find the tool of a profiler by its environment variable, or on PATH, or where installers put
+    it.
 
-    Return None if there is none. Raise ToolError (tool_missing) if the variable is set but names no
-    executable file, because another executable in its place would go unnoticed.
+    Return None if the tool is not found. Raise ToolError (tool_missing) if the environment variable
+    is set but names no executable file. Another executable is not used then, because the user would
+    not notice the difference.
     """
     variable = PROFILERS[name].variable
     named = os.environ.get(variable)
@@ -136,7 +139,7 @@ def find_tool(name: str) -> Tool | None:
         return None
     same = on_path is not None and path.resolve() == Path(on_path).resolve()
     state = path.stat()
-    # query a replaced tool again
+    # with its time and size as arguments, the cache does not return the version of a replaced tool
     return Tool(name, path, _ask_version(str(path), state.st_mtime_ns, state.st_size), same)
 
 
@@ -159,7 +162,7 @@ def tool_missing(name: str) -> Problem:
 
 
 def installed(name: str, root: Path = Path("/")) -> list[Path]:
-    """Return a profiler's executables in its usual folders below root, the preferred one first."""
+    """Return the executables that installers put below `root`, in order of preference."""
     paths: list[Path] = []
     for pattern in PROFILERS[name].patterns:
         paths += sorted(filter(_executable, root.glob(pattern)), key=version_key, reverse=True)

@@ -1,4 +1,4 @@
-"""The base of all profilers: tools, sessions (one start of the worker), and failure rules."""
+"""Tools, sessions and failure rules of profilers. A session is one start of the worker."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from profharness.run import Problem, Protocol, TraceFile
 
 SHUTDOWN_TIMEOUT_S = 20.0
 SHUTDOWN_AT_ONCE_S = 3.0
-# A file written after `started` may have an earlier time: the kernel uses the time of its last tick,
-# and some file systems store whole or even seconds only.
+# A file written after `started` may have an earlier modification time. The kernel uses the time of
+# its last tick, and some file systems store only whole or even seconds.
 TICK_S = 0.1
 WHOLE_SECONDS_S = 2.0
 LAST_LINES = 3
 LAST_CHARACTERS = 400
-# Texts shared by the rules of several tools.
+# Texts that the rules of several tools share.
 NO_SANDBOX = "profile on a virtual machine or bare metal; `--profiler torch` works without {tool}"
 OWN_TMPDIR = "set TMPDIR to a folder that exists and is writable"
 TOOL_OPTIONS = "install a version from 2022.4 to 2026.2, or see `{tool} --help` for its options"
@@ -40,23 +40,24 @@ class ToolError(ProfharnessError):
 
 @dataclass(frozen=True)
 class FailureRule:
-    """A text that identifies a failure."""
+    """A failure of a tool, and the pattern by which the tool's output identifies it."""
 
     code: str
-    # Searched with `^` and `$` at line ends; `\A` matches before the line on how the tool ended
-    # (`exit code 1`, `signal 9`).
+    # Regular expression whose `^` and `$` match in every line. The output is preceded by a line
+    # such as `exit code 1` or `signal 9`, so `\A` matches before that line.
     pattern: str
-    # message and remedy may contain the pattern's groups in braces, and {report}, the output file.
+    # The message and the remedy may contain the names of the pattern's groups in braces, and
+    # `{report}`, the name of the output file.
     message: str
     remedy: str
-    quoted: bool = False  # append the last lines of the text to the message
-    written: bool = True  # also applies if a report was written
-    late: bool = False  # applies if the tool took too long, and only then
+    quoted: bool = False  # append the last lines of the output to the message
+    written: bool = True  # whether the rule also applies if a report was written
+    late: bool = False  # True if the rule applies only to a tool that took too long
 
     def problem(
         self, profiler: str, report: Path, groups: dict[str, str | None], text: str = ""
     ) -> Problem:
-        """Return the failure as a problem, with its placeholders filled in."""
+        """Return the failure as a problem whose texts have no placeholders any more."""
         blanks = {"report": report.name, **groups}
         message = self.message.format(**blanks) + (quoted(text) if self.quoted else "")
         return Problem(profiler, self.code, message, self.remedy.format(**blanks))
@@ -79,9 +80,10 @@ def match_rules(
     *,
     written: bool = False,
 ) -> Problem | None:
-    """Return the problem of the first matching rule.
+    """Return the problem of the first rule that matches, or None.
 
-    `returncode` is None if the tool was ended because it took too long.
+    `returncode` is None if the tool was ended because it took too long. If no rule matches in this
+    case, return a problem with the code `timeout`.
     """
     late = returncode is None
     head = "" if returncode is None else f"{how_ended(returncode)}\n"
@@ -109,11 +111,12 @@ def diagnose(
     report: Path,
     started: float,
 ) -> Problem | None:
-    """Return why a tool left no usable report, or None if it did.
+    """Return the problem if a tool wrote no usable report, or None if the report is usable.
 
     `returncode` is None if the tool was ended because it took too long. `text` is the output of the
-    tool and its target. `started` is `time.time()` before the start. The exit code proves nothing:
-    nsys exits with 0 without a report, and with the target's code although the report is fine.
+    tool and its target. `started` is the result of `time.time()` before the tool started. The exit
+    code alone is not enough, because nsys may return 0 although it wrote no report, and returns the
+    exit code of the target even if the report is complete.
     """
     state = report_state(report, started)
     fresh = state == "fresh"
@@ -139,7 +142,7 @@ _NO_REPORT = {
 
 
 def report_damaged(profiler: str, report: Path, why: str) -> Problem:
-    """Return the problem of a report that cannot be read. `why` is the reader's message."""
+    """Return the problem of a report that cannot be read. `why` is the error message of the reader."""
     return Problem(
         profiler,
         "report_damaged",
@@ -150,7 +153,9 @@ def report_damaged(profiler: str, report: Path, why: str) -> Problem:
 
 
 def report_state(report: Path, started: float) -> str:
-    """Return `missing`, `empty`, `stale` (older than `started`, a `time.time()`) or `fresh`."""
+    """Return the state of a report: `missing`, `empty`, `fresh`, or `stale` if it is older than
+    `started`, which is in seconds since 1970.
+    """
     try:
         stat = report.stat()
     except OSError:
@@ -162,7 +167,9 @@ def report_state(report: Path, started: float) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the last lines of a tool's output in one line, to be quoted in an error message."""
+    """Return the last lines of a tool's output as one line that can be appended to an error
+    message.
+    """
     # progress bars end lines with a carriage return
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     tail = " / ".join(lines[-LAST_LINES:])
@@ -182,8 +189,8 @@ class Tool:
 
     name: str
     path: Path
-    version: str | None  # None if it does not print one
-    on_path: bool  # whether the shell finds it by name
+    version: str | None  # None if the tool prints no version
+    on_path: bool  # whether the shell finds this executable by name
 
 
 def version_key(text: str | Path) -> tuple[int, ...]:
@@ -192,30 +199,31 @@ def version_key(text: str | Path) -> tuple[int, ...]:
 
 
 def output_argument(report: Path, suffix: str) -> str:
-    """Return a report's path as an argument of nsys or ncu, which expand %p, %h and %q{NAME}.
+    """Return the path of a report as an argument of nsys or ncu.
 
-    Raise ValueError for another suffix, to which the tool would append its own.
+    Percent signs are escaped, because nsys and ncu expand %p, %h and %q{NAME}. Raise ValueError if
+    the path does not end in `suffix`, because the tool would then append the suffix.
     """
     if report.suffix != suffix:
         raise ValueError(f"{report}: the report must end in {suffix}")
     return str(report).replace("%", "%%")
 
 
-# Seconds that an ended tool gets to write its report after each signal: the interrupt, the end of
-# the worker, and SIGTERM. The second is for an interrupt by the user.
+# Seconds to wait for a tool to write its report after the tool is interrupted, after the worker is
+# killed, and after the tool gets SIGTERM. HURRIED_S applies after an interrupt by the user.
 GRACE_S = (30.0, 60.0, 10.0)
 HURRIED_S = (10.0, 5.0, 2.0)
 
 Outcome = tuple[TraceFile | None, Problem | None]
-"""The trace and the problem that a start of the worker left."""
+"""The trace and the problem that result from a start of the worker. Each of them may be None."""
 
 
 class Session:
-    """One start of the worker, without a tool around it."""
+    """One start of the worker without a tool."""
 
     wrapped = False
     notify: Callable[[str], None] = staticmethod(lambda _: None)  # receives messages for the user
-    logs: tuple[Path, ...] = ()  # logs of a tool besides the worker's log
+    logs: tuple[Path, ...] = ()  # log files of the tool, in addition to the worker's log
 
     def argv(self, command: list[str]) -> list[str]:
         return command
@@ -224,14 +232,14 @@ class Session:
         return base
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:  # noqa: ARG002
-        """End the process. A bare worker has nothing to write, so kill it at once.
+        """Kill the process at once, because a worker without a tool has no report to write.
 
         `hurry` is set after an interrupt by the user.
         """
         kill_group(process)
 
     def clear(self, process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:  # noqa: ARG002
-        """Kill everything the process left running, however it ended."""
+        """Kill all processes that are still running after the process has ended."""
         kill_group(process)
 
     def close(
@@ -242,15 +250,16 @@ class Session:
         *,
         interrupted: bool,  # noqa: ARG002
     ) -> Outcome:
-        """Return what the process left. Called at most once, after its end.
+        """Return the trace and the problem of the ended process. This is called at most once.
 
-        `returncode` is None if it took too long or the user interrupted it. `text` is all output of
-        the process and the worker, and `cells` those that have a result from this start.
+        `returncode` is None if the process took too long or the user interrupted it. `text` is all
+        output of the process and the worker. `cells` are the cells that have a result from this
+        start of the worker.
         """
         return None, None
 
     def discard(self) -> None:
-        """Remove temporary files. Called once, last of all."""
+        """Remove temporary files. This is called once, after all other methods."""
 
 
 @dataclass
@@ -258,7 +267,7 @@ class ToolSession(Session):
     """One start of the worker under a profiler's tool."""
 
     tool: Tool
-    report: Path  # the tool's own file, with a fresh name for each start
+    report: Path  # the file that the tool writes, with a new name for each start
     protocol: Protocol
     notify: Callable[[str], None] = lambda _: None
     grace_s: Sequence[float] = field(default_factory=lambda: GRACE_S)
@@ -272,13 +281,13 @@ class ToolSession(Session):
     def close(
         self, returncode: int | None, text: str, cells: tuple[str, ...], *, interrupted: bool
     ) -> Outcome:
-        """Return the trace if it contains kernels, or the problem."""
+        """Return the trace if it can be read, and the problem if there is one."""
         name = self.tool.name
         try:
             problem, path = self.judge(returncode, text)
         except ToolError as error:
             problem, path = error.problem, None
-        # the rules see that a tool was ended, but not that the user did it
+        # the rules cannot distinguish an interrupt by the user from a timeout
         if interrupted and problem is not None and problem.code == "timeout":
             problem = Problem(
                 name,
@@ -295,13 +304,15 @@ class ToolSession(Session):
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def judge(self, returncode: int | None, text: str) -> tuple[Problem | None, Path | None]:
-        """Return the problem, if any, and the file to ingest, if one can be read."""
+        """Return the problem and the path of the file to ingest. Each of them may be None."""
         raise NotImplementedError
 
     def end(self, process: subprocess.Popen[bytes], *, hurry: bool = False) -> None:
-        """End the tool so that it can write its report, then with stronger signals.
+        """Interrupt the tool so that it writes its report. If it does not end, use stronger
+        signals.
 
-        With `hurry`, wait less and report to the user why ending takes time.
+        If `hurry` is set, wait for a shorter time, and notify the user why ending the tool takes
+        time.
         """
         grace_s = self.grace_s
         if hurry:
@@ -323,14 +334,14 @@ class ToolSession(Session):
         kill_group(process)
 
     def clear(self, process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-        """Kill what is left. A killed tool leaves its target, which has its own session."""
+        """Kill the tool, and then the worker, which has its own process session and may still run."""
         kill_group(process)
         if find_workers(self.report.parent):
             self.force(process.pid, SHUTDOWN_AT_ONCE_S if at_once else SHUTDOWN_TIMEOUT_S)
             self.signal_workers(signal.SIGKILL)
 
     def signal_workers(self, number: signal.Signals) -> None:
-        """Send a signal to the worker, whatever its process session."""
+        """Send a signal to the worker, even if it is in another process session."""
         for pid in find_workers(self.report.parent):
             kill(pid, number)
 
@@ -339,4 +350,4 @@ class ToolSession(Session):
         raise NotImplementedError
 
     def force(self, pid: int, timeout_s: float) -> None:
-        """Remove processes that survive the tool."""
+        """End processes of the tool that are still running after the tool was killed."""

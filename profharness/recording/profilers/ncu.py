@@ -1,10 +1,13 @@
 """Nsight Compute: command lines, failures, completeness of reports, and metrics.
 
 The failure texts were observed with ncu 2022.3 to 2025.3, or come from NVIDIA's manuals and
-binaries and from users' public reports. Source of the outer format of an .ncu-rep: NVIDIA's
-ProfilerReport.proto (in Nsight Compute, extras/FileFormat) and a report of ncu 2025.3. After the
-magic number there is a sized FileHeader, then blocks: a sized BlockHeader, whose field 2 counts
-results, field 3 contains the session and field 5 is the size of the payload that follows.
+binaries and from users' public reports.
+
+The format of an .ncu-rep file is known from NVIDIA's ProfilerReport.proto (in the folder
+extras/FileFormat of Nsight Compute) and from a report of ncu 2025.3. The file consists of a magic
+number, a FileHeader and blocks. Each block consists of a BlockHeader and a payload. The size of
+each header precedes the header. In a BlockHeader, field 2 is the number of results, field 3 is the
+session, and field 5 is the size of the payload.
 """
 
 from __future__ import annotations
@@ -41,10 +44,11 @@ from profharness.run import Problem
 
 SUFFIX = ".ncu-rep"
 DOMAIN = "profharness"
-# The ranges around profiled calls of cells, not those around warm-up.
+# Selects the ranges around profiled calls of cells, but not the ranges around warm-up calls.
 CELL_FILTER = f"regex:{DOMAIN}@profharness:c[0-9]+"
-# One pass on GH100. launch__* need no pass; those listed here exist in every ncu since 2022.3, and
-# launch__sm_count (2024 and later) is always included.
+# On GH100, ncu measures all of these metrics in one pass. Metrics that begin with launch__ need no
+# pass. The launch__ metrics listed here exist in every version since 2022.3. Reports of ncu 2024
+# and later always include launch__sm_count.
 DEFAULT_METRICS: tuple[str, ...] = (
     "gpu__time_duration.sum",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
@@ -192,17 +196,18 @@ def profile_argv(
     sections: Sequence[str] = (),
     version: str | None = None,
 ) -> list[str]:
-    """Return the argv that profiles the kernels in the ranges of cells.
+    """Return the command line of ncu that profiles the kernels in the ranges of cells.
 
-    `output` must end in `.ncu-rep`. `metrics` and `sections` are added to DEFAULT_METRICS. Clocks
-    are not changed, so that durations are comparable with other profilers; caches are flushed
-    before each pass (the default of ncu). `version` is that of the tool, to omit options that it
-    does not know; None means the newest. Raise ValueError for another suffix.
+    `metrics` and `sections` are measured in addition to DEFAULT_METRICS. Clocks are not locked, so
+    that durations are comparable with those of other profilers. Caches are flushed before each
+    pass, which is the default of ncu. Options that the given `version` of ncu does not know are
+    omitted. If `version` is None, the newest version is assumed. Raise ValueError if `output` does
+    not end in `.ncu-rep`.
     """
     knows_sass = version is None or version_key(version) >= IMPORT_SASS_SINCE
     return [
         str(tool),
-        # a config file in the working directory would change what is measured
+        # a config file in the working directory could change the options
         *("--config-file", "off"),
         *("--target-processes", "all"),
         *("--replay-mode", "kernel"),
@@ -212,7 +217,7 @@ def profile_argv(
         *("--nvtx-include", CELL_FILTER),
         *("--metrics", ",".join(dict.fromkeys([*DEFAULT_METRICS, *metrics]))),
         *(word for section in sections for word in ("--section", section)),
-        # only the requested metrics, without avg, min and max of each
+        # ncu would otherwise add the average, minimum and maximum of each metric
         "--disable-extra-suffixes",
         *("--log-file", str(log)),
         "-f",
@@ -222,7 +227,10 @@ def profile_argv(
 
 
 def csv_argv(tool: Path, report: Path) -> list[str]:
-    """Return the argv that prints a report, one row per kernel, in base units. It needs no GPU."""
+    """Return the command line of ncu that prints a report as CSV. It needs no GPU.
+
+    The CSV has one row per kernel, and its numbers are in base units.
+    """
     return [
         str(tool),
         *("--config-file", "off"),
@@ -236,9 +244,10 @@ def csv_argv(tool: Path, report: Path) -> list[str]:
 def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
     """Return the environment for ncu and its target.
 
-    In other locales than C, numbers in CSV have thousands separators. The common TMPDIR may contain
-    another user's lock file. Sections are read where they are installed, not copied into the home
-    folder. Another tool's injection is removed.
+    LC_ALL is C, because numbers in CSV have thousands separators in other locales. TMPDIR is a
+    separate folder, because the default folder may contain another user's lock file. ncu does not
+    copy its section files into the home folder. The variable by which another tool injects a
+    library is removed.
     """
     kept = {name: value for name, value in base.items() if name != "CUDA_INJECTION64_PATH"}
     own = {"NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1"}
@@ -246,7 +255,7 @@ def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
 
 
 class NcuSession(ToolSession):
-    """The worker under `ncu`, in one process for all cells of a start."""
+    """The worker under `ncu`. All cells of a start run in one process."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -288,8 +297,8 @@ EXPECTED = "a report that `ncu -o` wrote"
 SIZE = struct.Struct("<I")
 VARINT, EIGHT_BYTES, SIZED, FOUR_BYTES = 0, 1, 2, 5  # protobuf wire types
 RESULTS, SESSION, PAYLOAD = 2, 3, 5
-CREATED = 2  # field of the session
-# a damaged count must not exhaust the memory
+CREATED = 2  # number of the session's field that contains the start time
+# limits, so that a damaged size does not exhaust the memory
 MAX_HEADER, MAX_BLOCKS = 1 << 24, 1_000_000
 _VERSION = re.compile(rb"(\d{4}\.\d+\.\d+(?:\.\d+)?) \(build \d+\)")
 
@@ -299,15 +308,15 @@ class NcuFile:
     """Properties of a report, read from its blocks."""
 
     results: int  # number of profiled kernels
-    version: str | None  # of the ncu that wrote it
+    version: str | None  # version of the ncu that wrote the report
     created_s: int | None = None  # start of the session in seconds since 1970
 
 
 def check_file(path: Path) -> NcuFile:
-    """Walk the blocks of a report.
+    """Check whether a report is complete, and return its properties.
 
-    Raise TraceFormatError, with the offset, for another format and for a truncated or damaged file.
-    `ncu_report` reads such a file as far as possible, without an error.
+    Raise TraceFormatError if the file is no report, is cut off or is damaged. NVIDIA's module
+    `ncu_report` raises no error for such a file, and reads only its intact part.
     """
     try:
         with io.BufferedReader(raw := open_input(path)) as file:
@@ -327,7 +336,7 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
             raise error("the report is cut off", size, expected)
 
     def read_sized() -> bytes:
-        """Return the bytes after a 32-bit count."""
+        """Read a 32-bit size, and return as many of the following bytes."""
         require(SIZE.size)
         (count,) = SIZE.unpack(file.read(SIZE.size))
         require(count)
@@ -363,7 +372,7 @@ def _walk(path: Path, file: BinaryIO, size: int) -> NcuFile:
 
 
 def _fields(message: bytes) -> tuple[dict[int, int], bytes]:
-    """Return the numbers of a protobuf message by field, and the bytes of its session."""
+    """Return the integers of a protobuf message by field number, and the bytes of its session."""
     numbers: dict[int, int] = {}
     session = b""
     offset = 0
@@ -399,30 +408,33 @@ def _varint(message: bytes, offset: int) -> tuple[int, int]:
     raise ValueError(offset)
 
 
-# The hardware counters that answers use, and the presets of `--metrics`. Which GPU has which name comes
-# from NVIDIA's table (libnvperf_host of CUDA 13.5) for sm_80, sm_89, sm_90, sm_100 and sm_120. All
-# have all names except those in SOME_GPUS.
-# Tensor pipe. On Ada, only the second name counts what the first one misses.
+# The metrics that profharness evaluates, and the presets of `--metrics`. According to NVIDIA's
+# table (libnvperf_host of CUDA 13.5), sm_80, sm_89, sm_90, sm_100 and sm_120 have all of these
+# metrics except those in SOME_GPUS.
+#
+# Utilization of the tensor and FMA pipes. On Ada, TENSOR_PIPE_OF_ADA counts the cycles that
+# TENSOR_PIPE misses.
 TENSOR_PIPE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 TENSOR_PIPE_OF_ADA = "sm__pipe_tensor_cycles_active_v2.avg.pct_of_peak_sustained_elapsed"
 TENSOR_INSTRUCTIONS = "sm__inst_executed_pipe_tensor.sum"
 FMA_PIPE = "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_elapsed"
 SM_THROUGHPUT = "sm__throughput.avg.pct_of_peak_sustained_elapsed"
-# Memory: bytes, and throughput relative to the peak.
+# Bytes that the memory levels transferred, and their throughput relative to the peak.
 L1_BYTES, L2_BYTES = "l1tex__t_bytes.sum", "lts__t_bytes.sum"
 DRAM_THROUGHPUT = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 L2_THROUGHPUT = "lts__throughput.avg.pct_of_peak_sustained_elapsed"
 L1_THROUGHPUT = "l1tex__throughput.avg.pct_of_peak_sustained_active"
 L1_HIT_RATE, L2_HIT_RATE = "l1tex__t_sector_hit_rate.pct", "lts__t_sector_hit_rate.pct"
-# Sectors of 32 bytes requested by one instruction of a warp.
+# Numbers of requests to global memory, and sectors of 32 bytes per request. A request is one
+# instruction of a warp.
 LOAD_SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
 STORE_SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio"
 LOAD_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
 STORE_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum"
-# Passes of shared memory, and those added by bank conflicts.
+# Wavefronts (passes) of shared memory, and the wavefronts that bank conflicts add.
 SHARED_WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 BANK_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
-# Schedulers: how often one issues, and what the other warps wait for.
+# How often a scheduler issues an instruction, and the states in which warps wait.
 ISSUE_ACTIVE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
 WARP_STATES = (
     *("selected", "not_selected", "wait", "barrier", "membar", "sleeping"),
@@ -433,7 +445,7 @@ WARP_STATES = (
 
 
 def warp_state(name: str) -> str:
-    """Return the metric for one of WARP_STATES: warps in that state on average per issue."""
+    """Return the metric for the average number of warps in one of WARP_STATES per issue."""
     return f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio"
 
 
@@ -448,19 +460,20 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "cache": _CACHES,
     "stalls": (ISSUE_ACTIVE, *map(warp_state, WARP_STATES)),
 }
-"""Preset of `--metrics` -> metrics, in addition to ncu's default ones."""
+"""Maps each preset of `--metrics` to the metrics that it adds to DEFAULT_METRICS."""
 SOME_GPUS = frozenset({TENSOR_PIPE_OF_ADA, warp_state("gmma"), warp_state("imc_miss")})
-"""Metrics of presets that exist only on Ada, on Hopper, or before Blackwell, in that order."""
+"""Metrics that exist only on some GPUs: only on Ada, only on Hopper, and only before Blackwell."""
 
 
 def metric_names(asked: Sequence[str]) -> tuple[str, ...]:
-    """Return the metrics that presets and names of ncu stand for, without duplicates.
+    """Return metrics without duplicates, and replace each preset with its metrics.
 
-    Raise UsageError for a word that is neither, which ncu would silently ignore.
+    Raise UsageError for a word that is neither a preset nor a metric of ncu, because ncu would
+    silently ignore the word.
     """
     names: list[str] = []
     for word in asked:
-        # every name of ncu starts with its unit (`sm__`), or is a `group:` or a `regex:`
+        # every metric of ncu starts with a hardware unit such as `sm__`, with `group:` or `regex:`
         if word not in PRESETS and "__" not in word and ":" not in word:
             raise UsageError(
                 f"--metrics {word}: no preset of that name (there are {', '.join(PRESETS)}), and no "
@@ -471,9 +484,9 @@ def metric_names(asked: Sequence[str]) -> tuple[str, ...]:
 
 
 def unmeasured(asked: Sequence[str], measured: Collection[str]) -> list[str]:
-    """Return the requested metrics that ncu silently skipped, without those in SOME_GPUS.
+    """Return the requested metrics that ncu silently skipped, except the metrics in SOME_GPUS.
 
-    A name without its suffix stands for any suffix.
+    A name without a suffix, such as `sm__inst_executed`, is measured if any suffix is measured.
     """
     return [
         name

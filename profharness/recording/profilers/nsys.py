@@ -38,7 +38,7 @@ from profharness.run import Problem
 
 SUFFIX = ".nsys-rep"
 EXPORT_BASE_S = 120.0
-EXPORT_BYTES_PER_S = 100_000  # minimum export rate that is assumed; nsys is much faster
+EXPORT_BYTES_PER_S = 100_000  # assumed minimum rate of exports; nsys is usually much faster
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 SQLITE_MAGIC = b"SQLite format 3\0"
 _SAME_VERSION = (
@@ -56,7 +56,7 @@ NO_CUDA_EVENTS = FailureRule(
 )
 
 
-# These rules also apply if a report was written, which is then incomplete or contains no kernels.
+# These rules also apply if a report was written. The report is then incomplete or has no kernels.
 WRITTEN_RULES = (
     FailureRule(
         "version_mismatch",
@@ -170,7 +170,7 @@ KILLED = FailureRule(
 )
 
 RULES = (
-    # first, because a kill explains everything else in the log
+    # first, because if nsys was killed, this explains all other messages in the log
     KILLED,
     *(replace(rule, written=False) for rule in UNWRITTEN_RULES),
     *WRITTEN_RULES,
@@ -223,11 +223,12 @@ EXPORT_RULES = (
 
 
 def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
-    """Return the argv that profiles a command; `output` must end in `.nsys-rep`.
+    """Return the command line of nsys that profiles a command.
 
-    Trace only CUDA and NVTX: sampling needs permissions and adds nothing about kernels. Without
-    graph-trace=node, kernels inside CUDA graphs are not recorded. Without wait=primary, a process
-    that the target left behind would block nsys. Raise ValueError for another suffix.
+    Only CUDA and NVTX are traced, because CPU sampling needs permissions and adds no information
+    about kernels. `--cuda-graph-trace=node` is required to record kernels inside CUDA graphs.
+    Because of `--wait=primary`, nsys does not wait for processes that the command leaves behind.
+    Raise ValueError if `output` does not end in `.nsys-rep`.
     """
     return [
         str(tool),
@@ -246,8 +247,9 @@ def profile_argv(tool: Path, output: Path, command: Sequence[str]) -> list[str]:
 def child_environment(base: Mapping[str, str], tmpdir: Path) -> dict[str, str]:
     """Return the environment for nsys and its target.
 
-    TMPDIR is where nsys puts raw files, LC_ALL=C makes messages parsable, and the last variable
-    makes nsys record ranges whose names are not registered strings.
+    nsys writes raw files to TMPDIR. LC_ALL=C ensures that messages are in English, so that they can
+    be parsed. NSYS_NVTX_PROFILER_REGISTER_ONLY=0 makes nsys accept ranges whose names are not
+    registered strings.
     """
     own = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
     return {**base, "TMPDIR": str(tmpdir), "LC_ALL": "C", **own}
@@ -264,13 +266,14 @@ def export_limit_s(report: Path) -> float:
 def export_report(
     report: Path, output: Path, tool: Path, *, timeout_s: float | None = None
 ) -> None:
-    """Export a `.nsys-rep` to SQLite, atomically replacing `output`. Raise ToolError.
+    """Export a `.nsys-rep` file to SQLite, and replace the file `output` atomically.
 
-    The default of `timeout_s` is `export_limit_s`.
+    The default of `timeout_s` is the result of `export_limit_s`. Raise ToolError if the export
+    fails.
     """
     timeout_s = export_limit_s(report) if timeout_s is None else timeout_s
     try:
-        # in the folder of the output, so that a rename suffices
+        # in the same folder as the output, so that the file can be moved there atomically
         folder = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
     except OSError as error:
         message = f"{output} cannot be written: {error.strerror}"
@@ -295,9 +298,10 @@ def export_report(
 
 
 def diagnose_export(returncode: int | None, text: str, output: Path) -> Problem | None:
-    """Return why `nsys export` left no SQLite file at output, or None if it did.
+    """Return the problem if `nsys export` failed, or None if it succeeded.
 
-    When it fails it leaves an empty or incomplete file, so the existence of a file proves nothing.
+    A failed export may leave an empty or incomplete file, so the existence of `output` is not
+    enough.
     """
     problem = match_rules(NSYS, EXPORT_RULES, returncode, text, output)
     if problem is not None:
@@ -333,7 +337,7 @@ class NsysSession(ToolSession):
         except TraceFormatError as error:
             return report_damaged(NSYS, exported, str(error)), None
         if kernels == 0:
-            # a matching rule is more specific than an empty table
+            # the problem of a rule is more specific than the fact that there are no kernels
             problem = problem or NO_CUDA_EVENTS.problem(NSYS, self.report, {})
         return problem, exported
 
@@ -341,9 +345,9 @@ class NsysSession(ToolSession):
         kill(process.pid, signal.SIGINT)
 
     def force(self, pid: int, timeout_s: float) -> None:
-        """End nsys's daemon, which has its own session and keeps the target.
+        """End the daemon of nsys, which has its own process session, and the target.
 
-        nsys 2022.4 cannot find the session and leaves the target running.
+        nsys 2022.4 does not find the profiling session, so the target keeps running.
         """
         session = f"--session=profile-{pid}"
         run_briefly([str(self.tool.path), "shutdown", "--kill=sigterm", session], timeout_s)
@@ -359,7 +363,8 @@ def count_kernels(export: Path) -> int:
     if not header.startswith(SQLITE_MAGIC) or len(header) < 100:
         raise TraceFormatError(export.name, "not an SQLite file", expected="an export of nsys")
     page = int.from_bytes(header[16:18], "big")
-    # 1 means 65,536; the two counters differ if the writer did not maintain the count
+    # A page size of 65,536 is stored as 1. The number of pages in the header is valid only if both
+    # change counters in the header are equal.
     expected = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
     if header[24:28] == header[92:96] and size < expected:
         raise TraceFormatError(export.name, "cut off", offset=size, expected=f"{expected} bytes")
