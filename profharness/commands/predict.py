@@ -1,4 +1,4 @@
-"""`profharness predict`: predict backend and time of configs on a GPU, from its atlas."""
+"""`profharness predict`: predict the backend and time of configs on a GPU by means of an atlas."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA = "profharness.predict/1"
-Answer = tuple[Predicted, ...]  # one row per backend of a config
+Answer = tuple[Predicted, ...]  # the predictions for one config, one per backend, `auto` first
 BACKEND_COLUMNS = pick(
     Predicted,
     *("backend", "choice", "source", "kernel_ns", "low_ns", "high_ns", "graph_ns", "regret"),
@@ -75,9 +75,9 @@ LOSS_COLUMNS = (
     replace(*pick(Predicted, "choice"), title="auto takes"),
     *pick(Predicted, "kernel_ns", "best", "best_ns", "regret", "source"),
 )
-MUCH = 0.1  # minimum regret of a config that is mentioned
+MUCH = 0.1  # Configs are reported if the regret of `auto` is above this fraction.
 SHOWN_LOSSES = 12
-SHOWN_CHARTS = 4  # maximum number of maps of each kind that are drawn
+SHOWN_CHARTS = 4  # maximum number of maps that are drawn as charts
 SHOWN_OUTSIDE = 4
 REGRETS = (
     (0.01, "none"),
@@ -97,10 +97,11 @@ def predict_document(
     full: bool = False,
     charts: bool = False,
 ) -> Document:
-    """Return one config with its kernels, or several as maps.
+    """Return the document of `predict`, which shows one config with its kernels, or several as
+    maps.
 
-    `backends` are those with a row. With `full`, each config has its own section. `charts` draws
-    the maps.
+    The tables and records contain only the rows for `backends`. If `full` is set, each config also
+    has its own section. If `charts` is set, the document also has charts.
     """
     blocks: list[Block] = []
     extra: dict[str, Any] = {"atlas": None}
@@ -139,9 +140,10 @@ def predict_document(
 def _config_blocks(
     answer: Answer, place: Place, backends: Sequence[str], *, full: bool
 ) -> Iterator[Block]:
-    """Yield verdict, backends, kernels and refusals of a config.
+    """Yield a summary, tables of backends and kernels, and the refusals for one config.
 
-    If all backends are shown, only `auto` and the best one show their kernels, unless `full`.
+    If all backends are shown and `full` is not set, the table of kernels contains only those of
+    `auto` and of the best backend.
     """
     auto = answer[0]
     some = {AUTO, auto.best} if len(backends) == len(answer) and not full else {*backends}
@@ -149,7 +151,7 @@ def _config_blocks(
     yield Heading(auto.config, place.text)
     yield Note(statement(answer))
     if ran := [row for row in shown if row.status == "ok"]:
-        # measured times have no prediction interval
+        # Measured times have no prediction interval, so omit its columns.
         measured = all(row.source == "measured" for row in ran)
         hidden = INTERVAL if measured else ()
         columns = [each for each in BACKEND_COLUMNS if each.key not in hidden]
@@ -203,11 +205,11 @@ def _summary(answers: Sequence[Answer]) -> Iterator[Block]:
         yield Note(f"{count:,} configs: {reason}", "no time", "warning")
 
 
-Cells = list[list[Predicted | None]]  # the predictions of a map, row by row
+Cells = list[list[Predicted | None]]  # the predictions in a map, row by row, None if missing
 
 
 def _maps(answers: Sequence[Answer], backend: str) -> list[tuple[Map, Cells]]:
-    """Return each map of the choices of `auto`, with the predictions for a backend."""
+    """Return maps of the choices of `auto`, each with the predictions for one backend."""
     rows = [row for answer in answers for row in answer if row.backend == backend]
     configs = [parse_config(row.config) for row in rows]
     maps = draw_maps(configs, [answer[0].choice or "unknown" for answer in answers])
@@ -274,7 +276,7 @@ def _time_charts(answers: Sequence[Answer], backends: Sequence[str]) -> list[Cha
         for row in rows
         if row.low_ns is not None and row.high_ns is not None
     }
-    # imports the store and all of bench
+    # Imported here because only charts need the tables of `bench`.
     from profharness.commands.bench.tables import latency_charts
     from profharness.measurements.measurements import AXES
 
@@ -354,7 +356,7 @@ def predict(
 def show(
     found: Asked, *, full: Full = False, format: Format = None, output: OutputFile = None
 ) -> Document:
-    """Return the document, with charts if the format shows them."""
+    """Return the document that shows the predictions, with charts if the format supports them."""
     path = None if output is None else Path(output)
     charts = chosen_format(format, path) in ("html", "md")
     return predict_document(found.answers, found.place, found.backends, full=full, charts=charts)

@@ -1,4 +1,4 @@
-"""`profharness report`: write stored runs as one page."""
+"""`profharness report`: write a report on stored runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SCHEMA = "profharness.report/1"
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The raw samples of one measurement of a cell."""
+    """A summary of the samples of one measurement in a cell."""
 
     measurement: Annotated[str, column("measured by", meaning="what was timed, such as `cold`")]
     samples: Annotated[int, column("n", "count", meaning="number of samples")]
@@ -143,15 +143,18 @@ GLOSSARY = {
         )
     },
 }
-"""Meanings of words in reports. Those of tokens in kernel names are in `traces.kernel_names`."""
+"""Maps words in reports to their meanings. The module `traces.kernel_names` explains the parts of
+kernel names.
+"""
 
 
 def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = None) -> Document:
-    """Return the report on the runs that `refs` name, each once.
+    """Return the report on the runs that `refs` select. A run that is selected twice appears once.
 
-    `bench` adds the figures of `bench`; None adds them for a run that `bench` made while its folder
-    exists. JSON also contains the diff of two runs, the layers of programs, and all kernels and
-    cells. Raise NotFoundError for an unknown run.
+    If `bench` is set, the report contains the document of `bench` for each run. If it is None, the
+    report contains this document only for runs that `bench` recorded. The JSON form also contains
+    the diff of two runs, the layers of programs, and all kernels and cells. Raise NotFoundError if
+    a run does not exist.
     """
     runs = list(dict.fromkeys(store.resolve(ref) for ref in refs))
     blocks: list[Block] = []
@@ -188,16 +191,17 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
 
 
 def _classes(store: Store, runs: Sequence[str]) -> list[BenchResult]:
-    """Return the times of the same cells on several kinds of GPU.
+    """Return the results of `bench` for each run if the runs used several models of GPU.
 
-    The result is empty if there is a single kind.
+    Otherwise, or if the runs have no cells in common, return an empty list.
     """
     environments = map(store.environment, runs)
     if len({device_name(each) for each in environments}) < 2:
         return []
     timed = []
     for run in runs:
-        with contextlib.suppress(NotFoundError):  # programs and verifications have no times
+        # Programs and verifications have no times, so evaluate_bench raises NotFoundError.
+        with contextlib.suppress(NotFoundError):
             timed.append(evaluate_bench(store, run))
     return timed if on_several_gpus(timed) else []
 
@@ -239,7 +243,7 @@ def _run_blocks(
     if kernels:
         view = witness_document if len(profilers) > 1 else kernels_document
         blocks += [Heading("Kernels"), *_deeper(view(kernels, cells).blocks)]
-    # Use the rows of one profiler, because several profilers recorded the same launches.
+    # Use the rows of one profiler only, because several profilers record the same launches.
     best = next((name for name in TRACE_PROFILERS if name in profilers), None)
     blocks += math_blocks(store.kernels(run, profilers=[best], by_op=True) if best else [])
     blocks += _disagreement_blocks(cells, kernels)
@@ -266,7 +270,9 @@ def _deeper(blocks: Sequence[Block]) -> list[Block]:
 
 
 def _change_notes(diff: Diff) -> Iterator[Note]:
-    """Yield the number of rows with each verdict, of changed costs, and what can explain them."""
+    """Yield notes that count the verdicts and changed costs, and list changes of the environment
+    that may explain them.
+    """
     verdicts = ", ".join(f"{count} {name}" for name, count in diff.verdicts().most_common())
     yield Note(f"{diff.baseline} → {diff.candidate}: {verdicts or 'nothing pairs'}.")
     if diff.costs:
@@ -278,9 +284,10 @@ def _change_notes(diff: Diff) -> Iterator[Note]:
 
 
 def diff_blocks(diff: Diff) -> list[Block]:
-    """Return a diff with a chart of the calls that both sides timed.
+    """Return the document of a diff, preceded by a chart of the calls that were timed on both
+    sides.
 
-    The result is empty if no cells are paired.
+    The result is empty if the diff has no rows.
     """
     if not diff.rows:
         return []
@@ -300,7 +307,10 @@ def diff_blocks(diff: Diff) -> list[Block]:
 
 
 def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
-    """Yield one record per cell and measurement. A cell without samples has one, with nulls."""
+    """Yield one record per cell and measurement.
+
+    A cell without samples has one record, in which the fields of the measurement are None.
+    """
     for cell in cells:
         own = {name: getattr(cell, name, None) for name in FIELDS}
         for figures in map(record, latencies(cell)) if latencies(cell) else [NO_LATENCY]:
@@ -308,7 +318,7 @@ def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
 
 
 def latencies(cell: CellRow) -> list[Latency]:
-    """Return the figures of a cell's raw samples in ns, for each of its CALL_MEASUREMENTS."""
+    """Return a summary of the samples for each measurement in CALL_MEASUREMENTS that a cell has."""
     rows = []
     for name in CALL_MEASUREMENTS:
         if samples := cell.samples.get(name):
@@ -318,8 +328,9 @@ def latencies(cell: CellRow) -> list[Latency]:
 
 
 def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
-    """Yield a table of all cells, with the backend that ran or the reason why it did not, and one
-    of all measurements.
+    """Yield a table of all cells and a table of their latencies.
+
+    The first table has the backend that ran, or the reason why none ran.
     """
     if not cells:
         return
@@ -341,7 +352,7 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
     rows = []
     for cell, row in timed:
         least = fastest[cell.config, row.measurement]
-        # `samples` of the cell are the raw ones
+        # `row` comes before `cell`, because the column `samples` shows the number of samples.
         rows.append(({"to_fastest": row.median_ns / least if least > 0 else None}, row, cell))
     if rows:
         yield Heading("Latency", "without a profiler, raw samples")
@@ -349,7 +360,9 @@ def _cell_blocks(cells: Sequence[CellRow]) -> Iterator[Block]:
 
 
 def _charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str, float]]]:
-    """Return the measurement that most cells have, and (config, backend, median ns) of those cells."""
+    """Return the measurement that most cells have, and (config, backend, median in ns) for each
+    cell that has it.
+    """
     name = max(
         CALL_MEASUREMENTS, key=lambda name: sum(bool(cell.samples.get(name)) for cell in cells)
     )
@@ -361,7 +374,10 @@ def _charted_medians(cells: Sequence[CellRow]) -> tuple[str, list[tuple[str, str
 
 
 def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
-    """Return the backend that `auto` selected for each shape. Empty for fewer than two shapes."""
+    """Return a chart and a table of the backend that `auto` selected for each config.
+
+    The result is empty if `auto` ran on fewer than two configs.
+    """
     rows = []
     for cell in cells:
         if cell.backend != "auto":
@@ -390,7 +406,10 @@ def selection_blocks(cells: Sequence[CellRow]) -> list[Block]:
 
 
 def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) -> list[Block]:
-    """Return the cells for which rules, PyTorch, op and kernels do not name the same backend."""
+    """Return warnings about cells for which the sources name different backends.
+
+    The sources are the dispatch rules, PyTorch's choice, the op and the kernels.
+    """
     notes = [
         Note(text, f"{cell.config} {cell.backend}", "warning")
         for cell in cells
@@ -401,7 +420,7 @@ def _disagreement_blocks(cells: Sequence[CellRow], rows: Sequence[KernelRow]) ->
 
 
 def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
-    """Return all keys of the recorded environment, in its order."""
+    """Return a table of the recorded environment."""
     rows = []
     for key, value in environment.items():
         if isinstance(value, Mapping):
@@ -417,8 +436,10 @@ def environment_blocks(environment: Mapping[str, Any]) -> list[Block]:
 
 
 def _summarize_run(store: Store, run: str, cells: Sequence[CellRow]) -> tuple[list[str], str]:
-    """Return sentences in reading order, and code that selects the fastest backend where `auto` cost
-    the most. Both are empty for a run without cells.
+    """Return a summary of a run as sentences, and code that selects a faster backend than `auto`.
+
+    The code is for the config with the largest regret of `auto`. It is empty if `auto` is not
+    slower anywhere. Both are empty for a run without cells.
     """
     if not cells:
         return [], ""
@@ -499,7 +520,10 @@ def _cost_of_auto(cells: Sequence[CellRow], losses: Sequence[Loss]) -> Iterator[
 
 
 def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return the terms that the blocks use, with their meanings. Empty if they use none."""
+    """Return a section that explains the terms of the glossary that occur in the blocks.
+
+    The result is empty if the blocks contain none of these terms.
+    """
     texts: list[str] = []
     for block in blocks:
         if isinstance(block, Heading):
@@ -517,7 +541,7 @@ def glossary_blocks(blocks: Sequence[Block]) -> list[Block]:
 
 
 def words_of(text: str) -> dict[str, str]:
-    """Return the terms of the glossary that a text uses, with their meanings."""
+    """Return the terms of the glossary that occur in a text, with their meanings."""
     return {
         word: meaning
         for word, meaning in GLOSSARY.items()
@@ -543,7 +567,7 @@ Images = Annotated[
 
 
 Report = tuple[Document, Path | None, str | None, bool]
-"""The document, the output file, the format, and whether the file may be overwritten."""
+"""The document, the output file or None, the format or None, and whether to overwrite the file."""
 
 
 def _write_text(made: Report) -> str:
@@ -590,7 +614,7 @@ def report(
 
 @document(report)
 def show(made: Report, *, no_charts: NoCharts = False, images: Images = "svg") -> None:
-    """Write the report to stdout or the file, with its charts beside a Markdown file."""
+    """Write the report to stdout or a file. Charts of a Markdown report become separate files."""
     page, path, format, force = made
     if no_charts:
         kept = tuple(block for block in page.blocks if not isinstance(block, Chart))

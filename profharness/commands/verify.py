@@ -1,4 +1,4 @@
-"""`profharness verify`: check backends and implementations against an fp64 reference."""
+"""`profharness verify`: compare the results of backends with an fp64 reference."""
 
 from __future__ import annotations
 
@@ -49,12 +49,15 @@ SUMMARY = (
     Column("worst", "error/allowance", "short"),
     Column("case", "largest in", shrink=True),
 )
-SHOWN = 3  # maximum number of cases that are shown for a wrong backend without --full
+SHOWN = 3  # maximum number of failed cases that are shown per backend without --full
 VERDICTS = {True: "passed", False: "FAILED", None: "skipped"}
 
 
 def verify_document(rows: Sequence[VerificationRow], *, full: bool = False) -> Document:
-    """Return the document of `verify`. With `full`, the table has a row for every check."""
+    """Return the document of `verify`, with one table per config.
+
+    If `full` is set, the document also has a table with a row for every check.
+    """
     blocks: list[Block] = []
     for config, group in groupby(rows, key=lambda row: row.asked):
         checks = list(group)
@@ -101,15 +104,16 @@ def _summary(backend: str, rows: list[VerificationRow]) -> tuple[object, ...]:
 
 
 def _remarks(rows: list[VerificationRow]) -> Iterator[Note]:
-    """Yield skipped cases with their reasons, and other messages. Cases with one message share a
-    note.
+    """Yield notes with the reasons for skipped checks and the messages of passed checks.
+
+    Cases with the same message share a note.
     """
     cases: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
         if row.passed is None and row.message:
             key = "skipped ", row.message.removeprefix("skipped: ")
         elif row.passed and row.message:
-            # Leave out the figure, because it differs between cases.
+            # Remove the number from the message, so that cases with the same message are merged.
             text = row.message.partition(" differ by up to")[0]
             key = "", f"passed, but {text.removesuffix(': two calls on the same inputs')}"
         else:
@@ -175,7 +179,7 @@ def verify(
     In Python the result has one row per check. `passed` is False for a wrong result and None for a
     skipped check. Raise CaptureError if no worker starts.
     """
-    # loads what runs workers, which --help does not need
+    # Imported here because --help does not need the code that runs workers.
     from profharness.jobs.into_store import verify_into_store
 
     chosen = config_list(configs)
@@ -197,7 +201,7 @@ def verify(
 
 @document(verify)
 def show(rows: list[VerificationRow], *, full: Full = False) -> Document:
-    """Return the document."""
+    """Return the document that shows the results of the checks."""
     if rows:
         keep_measured("report", rows[0].run)
     return verify_document(rows, full=full)
@@ -205,7 +209,7 @@ def show(rows: list[VerificationRow], *, full: Full = False) -> Document:
 
 @gate(verify)
 def check(rows: list[VerificationRow]) -> None:
-    """Raise GateError if any check failed."""
+    """Raise GateError if a check found a wrong result."""
     wrong = failures(rows)
     if wrong:
         backends = ", ".join(dict.fromkeys(row.backend for row in wrong))

@@ -1,5 +1,7 @@
-"""The choice of `auto` over many configs: maps of two properties, and the exact values where it
-changes. Properties have the names of the grammar.
+"""Find how the choice of a backend depends on the properties of a config.
+
+A map shows the choices over two properties. A bisection finds the values of one property at which
+the choice changes. Properties have the names of the config grammar, such as `heads`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ _DEFAULTS = {field.name: field.default for field in fields(Config)}
 
 
 def get(config: Config, name: str) -> Value:
-    """Return a property's value. `seq` is seq_len_q; head_dim_v and kv_batch have their default
-    filled in.
+    """Return the value of a property of a config.
+
+    For `seq`, return the length of the queries. For `head_dim_v` and `kv_batch`, return the default
+    value if they are not set.
     """
     filled = {"head_dim_v": "value_dim", "kv_batch": "key_batch"}
     value: Value = getattr(config, filled.get(name, FIELDS[name]))
@@ -28,11 +32,13 @@ def get(config: Config, name: str) -> Value:
 
 
 def put(config: Config, name: str, value: int) -> Config | None:
-    """Return the config with a numeric property set. kv_heads follows heads and head_dim_v head_dim
-    if they were equal, and strides are dropped. Return None if no such config exists (kv_heads that
-    does not divide heads, two different batches of which none is 1).
+    """Return a copy of the config in which a numeric property has this value.
+
+    If kv_heads equals heads, or head_dim_v equals head_dim, both change together. Return None if
+    the result is not a valid config, because kv_heads does not divide heads, or because the batches
+    of queries and keys differ and neither is 1.
     """
-    # strides fit only the sizes that they were given with
+    # Strides are valid only for the sizes of the original config.
     config = replace(config, q_strides=None, k_strides=None, v_strides=None, mask_strides=None)
     if name == "seq":
         return replace(config, seq_len_q=value, seq_len_kv=value)
@@ -50,12 +56,15 @@ def put(config: Config, name: str, value: int) -> Config | None:
     return changed if changed.num_heads % changed.num_kv_heads == 0 else None
 
 
-# Other names that users see: those of the tables and of Config.
+# Maps other names of properties, such as the fields of Config, to the names of the grammar.
 ALIASES = {field: name for name, field in FIELDS.items()} | {"seq_len": "seq"}
 
 
 def numeric_name(text: str) -> str:
-    """Return a numeric property's name in the grammar, `seq` for `seq_len`. Raise UsageError."""
+    """Return the grammar's name of a numeric property, such as `seq` for `seq_len`.
+
+    Raise UsageError if there is no such property, or if it is not numeric.
+    """
     name = ALIASES.get(text, text)
     if name not in NUMERIC:
         fault = "is a word, not a number" if name in FIELDS else "is no property"
@@ -65,13 +74,15 @@ def numeric_name(text: str) -> str:
 
 
 def varying(configs: Sequence[Config]) -> list[str]:
-    """Return the properties that differ among configs, numbers first."""
+    """Return the names of the properties that differ between configs, in grammar order."""
     return [name for name, values in _values(configs).items() if len(values) > 1]
 
 
 def _values(configs: Sequence[Config]) -> dict[str, set[Value]]:
-    """Return the values of each property that distinguishes configs, numbers first. seq is both
-    lengths if they are always equal. kv_heads and head_dim_v are left out if they only follow.
+    """Return the set of values of each property of the configs, in the order of the grammar.
+
+    If the lengths of queries and keys are equal in all configs, they count as one property, `seq`.
+    Omit kv_heads, head_dim_v and kv_batch if they equal heads, head_dim and batch in all configs.
     """
     square = all(config.seq_len_q == config.seq_len_kv for config in configs)
     omitted = {"seq_q", "seq_kv"} if square else {"seq"}
@@ -85,7 +96,7 @@ def _values(configs: Sequence[Config]) -> dict[str, set[Value]]:
 
 @dataclass(frozen=True)
 class Edge:
-    """Two neighbouring points on a map for which different backends are chosen."""
+    """Two neighbouring values on an axis of a map at which different backends are chosen."""
 
     along: str  # the property that changes from `before` to `after`
     before: Value
@@ -93,33 +104,33 @@ class Edge:
     choice_before: str
     choice_after: str
     everywhere: bool  # whether the choice changes at all values of the other axis
-    at: tuple[Value, ...]  # values of the other axis
+    at: tuple[Value, ...]  # the values of the other axis at which the choice changes
 
 
 @dataclass(frozen=True)
 class Map:
-    """Choices by the values of two properties."""
+    """A table of choices over the values of two properties."""
 
-    # the properties that distinguish this map from the other maps
+    # The properties that distinguish this map from other maps, with their values.
     fixed: tuple[tuple[str, Value], ...]
     rows: str  # "" if only one property varies
     columns: str
     row_values: tuple[Value, ...]
     column_values: tuple[Value, ...]
-    # (row value, column value) to the choice, for queried combinations
+    # Maps (row value, column value) to the choice. Combinations that were not queried are missing.
     cells: Mapping[tuple[Value, Value], str]
     edges: tuple[Edge, ...]
-    shared: tuple[tuple[str, Value], ...] = ()  # what all configs have in common
+    shared: tuple[tuple[str, Value], ...] = ()  # properties that are equal in all configs
 
     @property
     def title(self) -> str:
-        """`causal=yes, dtype=bf16`: what distinguishes the map, and what all configs share."""
+        """The properties that all configs of the map share, such as `causal=yes, dtype=bf16`."""
         properties = (*self.fixed, *self.shared)
         return ", ".join(f"{name}={value_text(value)}" for name, value in properties)
 
     @property
     def choices(self) -> list[list[str | None]]:
-        """Return the choices row by row, with None for a combination that was not queried."""
+        """The choices row by row, with None for each combination that was not queried."""
         return [
             [self.cells.get((row, column)) for column in self.column_values]
             for row in self.row_values
@@ -129,9 +140,11 @@ class Map:
 def draw_maps(
     configs: Sequence[Config], choices: Sequence[str], *, with_edges: bool = True
 ) -> list[Map]:
-    """Return one map per combination of the other varying properties. The axes are the two numeric
-    properties with the most values, in the order of the grammar. `choices` has one choice per
-    config. Use `with_edges=False` if these are figures.
+    """Return maps of choices, given one choice per config.
+
+    The axes are the two varying properties with the most values. Numeric properties are preferred.
+    There is one map for each combination of values of the other properties. Set `with_edges` to
+    False if `choices` contains other values than choices.
     """
     values_of = _values(configs)
     names = [name for name, values in values_of.items() if len(values) > 1]
@@ -167,8 +180,9 @@ def _edges(
     others: Sequence[Value],
     cells: Mapping[tuple[Value, Value], str],
 ) -> list[Edge]:
-    """Return edges between neighbouring values. An edge at all values of the other axis is merged
-    into one.
+    """Return the edges between neighbouring values on the axis `along`.
+
+    Equal changes of the choice at several values of the other axis are merged into one edge.
     """
     edges = []
     for before, after in pairwise(values):
@@ -185,25 +199,31 @@ def _edges(
 
 
 def _in_order(values: set[Value]) -> tuple[Value, ...]:
-    """Sort numbers by size, then words, None first."""
+    """Sort values: None first, then numbers by size, then words."""
     return tuple(sorted(values, key=lambda v: (isinstance(v, str), v is not None, v or 0, str(v))))
 
 
 def value_text(value: Value) -> str:
-    """Return a value as text for a map: `yes` and `no` for flags."""
+    """Format a value for a map, a flag as `yes` or `no`."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 DEFAULT_ENDS = (1, 65_536)
-# No fused kernel supports a larger head dimension. Above, only multiples of 8 matter.
+# No fused kernel supports a head dimension above 1024.
 HEAD_DIM_ENDS = (1, 1024)
-ALL_OF = 256  # maximum number of values in a range that is queried completely
-NEAR_8 = 1024  # multiples of 8 with their neighbours are queried up to this value
-RESTLESS = 128  # if the choice still changes this close to that end, query the whole range
-NEAR_64 = 65_536  # multiples of 64 too, because some rules check a length modulo 128
-WAYS = 16  # parts per stretch and round; few rounds, as each may start a worker
+ALL_OF = 256  # If a range has at most this many values, all of them are queried.
+NEAR_8 = 1024  # Up to this value, all multiples of 8 and their neighbours are queried.
+# If the choice changes more than twice in the last RESTLESS values below NEAR_8, the multiples of 8
+# and their neighbours are queried up to the end of the range.
+RESTLESS = 128
+# Up to this value, all multiples of 64 and their neighbours are queried, because some dispatch
+# rules check a length modulo 128.
+NEAR_64 = 65_536
+# Each round divides a gap into this many parts. There should be few rounds, because each may start
+# a worker.
+WAYS = 16
 Choose = Callable[[Sequence[Config]], list[str]]
-"""Returns the choice of `auto`, one per config."""
+"""A function that returns the chosen backend for each config."""
 
 
 @dataclass(frozen=True)
@@ -220,26 +240,28 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The choices along property `name` of one config."""
+    """The choices for one config if only the property `name` varies."""
 
-    config: str  # its label has the first value
+    config: str  # label of the config with the smallest value of the property
     name: str
-    # They cover all possible values. Both sides of each edge were queried.
+    # The stretches cover the whole range. The last value of each and the first value of the next
+    # were queried.
     stretches: tuple[Stretch, ...]
     asked: tuple[int, ...]  # the values that were queried
     possible: int  # number of values for which a valid config exists
 
     @property
     def flips(self) -> tuple[tuple[int, int], ...]:
-        """The values before and after each change of the choice."""
+        """The pairs of values (before, after) between which the choice changes."""
         return tuple((left.last, right.first) for left, right in pairwise(self.stretches))
 
 
 def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bisection]:
-    """Return one bisection per config that remains without the property. The ends are the smallest
-    and the largest value of the configs. If they have only one value, the ends are 1 and 65,536, or
-    1 and 1,024 for a head dimension. Raise UsageError for a property that is no number, and for
-    `seq` of configs with different lengths.
+    """Return one bisection for each group of configs that differ only in this property.
+
+    Each bisection covers the range from the smallest to the largest value in the group. If there is
+    only one value, it covers 1 to 65,536, or 1 to 1,024 for a head dimension. Raise UsageError if
+    the property is not numeric, or if it is `seq` and the lengths of queries and keys differ.
     """
     name = numeric_name(name)
     groups: dict[Config, list[Config]] = {}
@@ -254,15 +276,18 @@ def bisect_all(configs: Sequence[Config], name: str, choose: Choose) -> list[Bis
         values = sorted({value for c in group if isinstance(value := get(c, name), int)})
         default = HEAD_DIM_ENDS if name.startswith("head_dim") else DEFAULT_ENDS
         ends = (values[0], values[-1]) if len(values) > 1 else default
-        # Prefer a config whose kv_heads or head_dim_v does not just follow: it keeps the value.
+        # Prefer a config in which kv_heads differs from heads, or head_dim_v from head_dim, because
+        # this value should stay constant.
         base = max(group, key=lambda c: (c.num_kv_heads != c.num_heads, c.head_dim_v is not None))
         bisections.append(bisect_one(base, name, ends, choose))
     return bisections
 
 
 def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -> Bisection:
-    """Find all changes of `choose` along a property between two ends, as far as the sweep shows
-    them.
+    """Find the values of a property between two ends at which the choice changes.
+
+    Changes between two queried values with equal choices are not found. Raise UsageError if no
+    value in the range gives a valid config.
     """
     domain = _domain(base, name, ends)
     if not domain:
@@ -270,7 +295,7 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
     choices: dict[int, str] = {}  # by index into the domain
 
     def ask(indices: Iterable[int]) -> None:
-        # a live query is slow, so no value is queried twice
+        # Do not query a value twice, because a live query is slow.
         new = sorted(set(indices) - choices.keys())
         configs = [_set(base, name, domain[index]) for index in new]
         choices.update(zip(new, choose(configs) if configs else (), strict=True))
@@ -299,7 +324,10 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
 
 
 def first_indices(domain: Sequence[int]) -> list[int]:
-    """Return the indices of the first queries. They are many because the choice is not monotonic."""
+    """Return the indices of the values to query in the first round.
+
+    There are many, because the choice may change back and forth, for example at each multiple of 8.
+    """
     if len(domain) <= ALL_OF:
         return list(range(len(domain)))
     low, high = domain[0], domain[-1]
@@ -316,8 +344,10 @@ def _near(domain: Sequence[int], marks: set[int]) -> list[int]:
 
 
 def _domain(base: Config, name: str, ends: tuple[int, int]) -> Sequence[int]:
-    """Return the values that make a config: divisors of heads for kv_heads, multiples of a fixed
-    kv_heads for heads, else all.
+    """Return the values of a property in a range that give a valid config.
+
+    Values of kv_heads must divide heads. Values of heads must be multiples of kv_heads, unless
+    kv_heads changes with heads.
     """
     low, high = ends
     if name == "kv_heads":
@@ -338,9 +368,11 @@ def _set(base: Config, name: str, value: int) -> Config:
 
 
 def _without(config: Config, name: str, configs: Sequence[Config]) -> Config:
-    """Return a config that is equal for configs that differ in this property only."""
+    """Return the config with a placeholder for a property. It is equal for all configs that differ
+    only in this property.
+    """
     if name == "kv_heads":
-        # no config has 0 of them, so 0 represents any number
+        # 0 can be the placeholder, because no config has 0 heads.
         return replace(config, num_kv_heads=0)
     if name == "heads" and any(c.num_kv_heads != c.num_heads for c in configs):
         return replace(config, num_heads=0)

@@ -1,4 +1,4 @@
-"""Show the answers of `explain`: single configs, releases, maps and bisections."""
+"""Build the documents of `explain` for single configs, releases, maps and bisections."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ COLUMNS = (
     *pick(Refusal, "code", "source", "message"),
 )
 NO_REASON = {"first": "", "code": "", "source": "", "message": ""}
-FIRST = "first"  # marks the reason at which PyTorch stops
+FIRST = "first"  # marks the first reason, at which PyTorch stops checking
 _STATES = {True: "yes", False: "no", None: "unknown"}
 
 
 def explain_document(
     answers: Sequence[Explanation], *, full: bool = False, named: Sequence[str] = ()
 ) -> Document:
-    """Return the document of `explain` for single configs.
+    """Return the document of `explain` that explains each config by itself.
 
-    With `full`, messages are not cut. `named` are the backends given on the command line.
+    If `full` is set, messages are not truncated. `named` contains the backends of --backend, whose
+    advice is always shown.
     """
     blocks = [b for answer in answers for b in answer_blocks(answer, full=full, named=named)]
     records = tuple(map(explanation_record, answers))
@@ -50,9 +51,10 @@ def explain_document(
 def answer_blocks(
     answer: Explanation, *, full: bool = False, named: Sequence[str] = ()
 ) -> Iterator[Block]:
-    """Yield heading, verdict, table, advice and doubts of one config.
+    """Yield the heading, verdict, table of reasons, advice and caveats for one config.
 
-    Advice on an eligible backend is shown only if the backend is named or its gain is known.
+    Advice on an eligible backend is shown only if `full` is set, `named` contains the backend, or
+    the gain is known.
     """
     yield Heading(answer.config, environment_text(answer))
     yield Note(verdict(answer))
@@ -91,7 +93,7 @@ def answer_blocks(
 
 
 def verdict(answer: Explanation) -> str:
-    """Return one sentence on what `auto` or the setting runs, why, and why not the others."""
+    """Return a sentence on which backend is chosen, why it is, and why the others are not."""
     choice, asked = chosen(answer), answer.asked
     if _nothing_known(answer):
         return f"what {asked} runs is not known, nor which backends take this config."
@@ -126,7 +128,7 @@ def verdict(answer: Explanation) -> str:
 
 
 def _nothing_known(answer: Explanation) -> bool:
-    """Return whether the rules do not cover the release. A caveat states this."""
+    """Return whether the choice is unknown because the rules do not cover the release."""
     return answer.choice is None and unread([answer]) is not None
 
 
@@ -187,10 +189,11 @@ FLIP = "►"
 def matrix_document(
     matrices: Sequence[Sequence[MatrixRow]], *, full: bool = False, backends: Sequence[str] = ()
 ) -> Document:
-    """Return the document for several releases, oldest first.
+    """Return the document that compares the choices of several releases, oldest first.
 
-    `►` marks a release with another choice than the one before. With `full`, it contains the answer
-    for every release. `backends` are those with a column.
+    `►` marks each release whose choice differs from the release before. If `full` is set, the
+    document also has the explanation for each release. `backends` contains the backends to show as
+    columns. By default, these are the fused backends.
     """
     shown = backends or FUSED_BACKENDS
     columns = (
@@ -235,9 +238,9 @@ def matrix_document(
 def map_document(
     maps: Sequence[Map], answers: Sequence[Explanation], *, where: str, full: bool = False
 ) -> Document:
-    """Return the document of maps with legends and edges. Its records are the answers.
+    """Return the document that shows maps of choices, with one record per explanation.
 
-    With `full`, it contains the answer for every config.
+    If `full` is set, the document also has the explanation of every config.
     """
     blocks = [block for drawn in maps for block in map_blocks(drawn, where)]
     if full:
@@ -250,7 +253,10 @@ def map_document(
 
 
 def map_record(drawn: Map) -> dict[str, Any]:
-    """Return the JSON record of a map: axes, choices row by row (null if not evaluated) and edges."""
+    """Return the JSON record of a map, with its axes, its choices row by row, and its edges.
+
+    A choice that was not queried is null.
+    """
     return {
         "fixed": dict(drawn.fixed),
         "shared": dict(drawn.shared),
@@ -264,7 +270,7 @@ def map_record(drawn: Map) -> dict[str, Any]:
 
 
 def map_table(drawn: Map, texts: Sequence[Sequence[str | None]]) -> Table:
-    """Return a table with the axes of a map and a text per cell."""
+    """Return a table with the axes of a map and one text per cell, given row by row."""
     columns = (
         Column(f"c{index}", value_text(value), right=True)
         for index, value in enumerate(drawn.column_values)
@@ -276,7 +282,7 @@ def map_table(drawn: Map, texts: Sequence[Sequence[str | None]]) -> Table:
 
 
 def map_blocks(drawn: Map, where: str) -> Iterator[Block]:
-    """Yield heading, letters, legend and edges of a map of choices."""
+    """Yield a map of choices as a heading, a table of letters, a legend, and a list of edges."""
     head = f"{drawn.rows} \\ {drawn.columns}" if drawn.rows else drawn.columns
     yield Heading(f"{head}  {drawn.title}".rstrip(), where)
     yield map_table(
@@ -301,8 +307,9 @@ def map_blocks(drawn: Map, where: str) -> Iterator[Block]:
 
 
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
-    """Return the document of bisections: stretches between flips, and the number of evaluated
-    values.
+    """Return the document of bisections.
+
+    It shows the ranges of values with the same choice, and how many values were queried.
     """
     columns = (*pick(Stretch), Column("again", "again"))
     blocks: list[Block] = []
@@ -338,8 +345,9 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
 
 
 def _folded(stretches: Sequence[Stretch]) -> Iterator[tuple[dict[str, str], Stretch]]:
-    """Yield table rows. Two stretches that alternate in equal steps are folded into one pair of
-    rows.
+    """Yield table rows. If two stretches repeat in equal steps, only the first pair gets rows.
+
+    For example, a choice may repeat at every multiple of 8.
     """
     place = 0
     while place < len(stretches):
