@@ -1,1 +1,1 @@
-"""The evaluation of measured times: intervals, doubts, best backends and sweeps."""
+"""The evaluation of measured times: warnings, fastest backends and sweeps."""

@@ -1,7 +1,8 @@
-"""Compare four witnesses of the backend that ran: the rules, the backend that PyTorch reports, the
-op in the trace, and the families of the kernels.
+"""Compare the witnesses of the backend that ran.
 
-This module also has the gate of `kernels --expect`, and detects what torch.compile replaced.
+A witness is a source of information: the dispatch rules, the backend that PyTorch reports, the op
+in the trace, the families of the kernels, or the status of the cell. This module also implements
+`kernels --expect`, and detects attention that torch.compile replaced.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from profharness.rows import (
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
 
-# The kernel families that compute attention, and the backend of each.
+# Maps the families of kernels that compute attention to their backends.
 FAMILY_BACKENDS = {
     **dict.fromkeys(("flash", "flash_splitkv", "flash_combine", "flash_bwd"), "flash"),
     **dict.fromkeys(("efficient", "efficient_bwd"), "efficient"),
     **dict.fromkeys(("cudnn", "cudnn_bwd"), "cudnn"),
     "flex": "flex",
     "triton": "triton",
-    # from libraries other than PyTorch; the name of the kernel contains the library
+    # Kernels of libraries other than PyTorch. The kernel name contains the name of the library.
     **dict.fromkeys(("fmha", "fmha_combine", "fmha_bwd"), "fmha"),
 }
 EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
-# families of the kernels that the math backend runs, which has no kernels of its own
+# The math backend has no kernels of its own. It runs kernels of these families.
 _MATH_FAMILIES = {"gemm", "softmax"}
-# Families whose kernels only finish the work of another family. If the other family is expected,
-# they are accepted too.
+# Maps an expected family to other families that are also accepted, because their kernels finish its
+# work.
 _IMPLIED = {"flash_splitkv": ("flash_combine",)}
 _SDPA_OP = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)?_?attention(_math)?")
 _BUILT_IN = "pytorch_flash"  # the namespace of the flash kernels that are part of PyTorch
@@ -48,8 +49,8 @@ _OTHER_FLASH = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 def predicted_rows(
     path: Path, selection: Selection, *, by_op: bool = False, needs: Sequence[Need] = ()
 ) -> tuple[list[KernelRow], list[CellRow]]:
-    """Return the selected kernels, and cells with predictions. Raise NotFoundError if there are
-    none.
+    """Return the selected kernels, and the selected cells with their predictions. Raise
+    NotFoundError if nothing is selected.
     """
     with open_store(path) as store:
         run = store.find_runs(selection, *needs)
@@ -74,7 +75,7 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
     @lru_cache(maxsize=4096)
     def predicted(label: str, backend: str, run: str) -> str | None:
-        # only cells of PyTorch's backends need it
+        # imported here, because only cells of PyTorch's backends need it
         from profharness.attention.dispatch.predict import predict_cell
 
         return predict_cell(parse_config(label), backend, environment(run))
@@ -88,14 +89,16 @@ def with_predictions(store: Store, cells: Sequence[CellRow]) -> list[CellRow]:
 
 
 def of_pytorch(backend: str) -> bool:
-    """Return whether PyTorch's dispatcher decides which backend runs."""
+    """Return whether a backend is one of PyTorch's own, or lets PyTorch choose."""
     return backend in SDPA_BACKENDS or pytorch_chooses(backend)
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The backends that one source names: `rules`, `choice`, `op`, `kernels` or `status`. The
-    backend `none` means that nothing ran.
+    """One source of information about the backend that ran, and the backends that it names.
+
+    `name` is `rules`, `choice`, `op`, `kernels` or `status`. The backend `none` means that no
+    backend ran.
     """
 
     name: str
@@ -104,7 +107,9 @@ class Witness:
 
 
 def backend_of_op(op: str | None) -> str | None:
-    """Return the backend of an ATen op, such as `aten::_scaled_dot_product_flash_attention`."""
+    """Return the backend of an ATen op, such as `aten::_scaled_dot_product_flash_attention`. Return
+    None for other ops.
+    """
     match = _SDPA_OP.search(op or "")
     if match is None:
         return None
@@ -112,22 +117,24 @@ def backend_of_op(op: str | None) -> str | None:
 
 
 def backend_that_ran(cell: CellRow) -> str | None:
-    """Return the backend of the op in the trace, else the backend that PyTorch chose."""
+    """Return the backend of the op in the trace. If there is no such op, return the backend that
+    PyTorch reported.
+    """
     return backend_of_op(cell.sdpa_op) or cell.choice
 
 
 def is_another(backend: str, cell: CellRow) -> bool:
-    """Return whether a backend is neither the one that the cell requested nor the one that ran."""
+    """Return whether a cell neither requested a backend nor ran it."""
     return backend not in (cell.backend, backend_that_ran(cell))
 
 
 def ran_backends(rows: Iterable[KernelRow]) -> set[str]:
-    """Return the backends of the kernels' families. Math has no kernels of its own."""
+    """Return the backends of the kernels' families. `math` has no families of its own."""
     return {FAMILY_BACKENDS[row.family] for row in rows if row.family in FAMILY_BACKENDS}
 
 
 def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
-    """Return the witnesses of a cell that name a backend, from the prediction to the kernels."""
+    """Return the witnesses of a cell that name a backend, in the order of `Witness.name`."""
     clauses: list[tuple[str, Iterable[str], str]] = []
     if pytorch_chooses(cell.backend):
         if cell.predicted is not None:
@@ -154,7 +161,7 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
     if ran and cell.status == "ok":
         text = f"the kernels are of family {', '.join(sorted(named))}"
         clauses.append(("kernels", ran, text))
-    # running out of memory shows nothing about the choice
+    # The status `oom` is left out, because it does not show which backend was chosen.
     if cell.status in ("refused", "error", "crashed") and of_pytorch(cell.backend):
         text = f"the call failed: {(cell.message or 'no message').splitlines()[0]}"
         if cell.status == "refused":
@@ -178,7 +185,7 @@ def _op_of(cell: CellRow, rows: Sequence[KernelRow]) -> str | None:
 
 
 def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
-    """Return a line for FlashAttention-3 or -4 that ran under PyTorch's flash op."""
+    """Return a line if PyTorch's flash op ran kernels of FlashAttention-3 or FlashAttention-4."""
     if backend_of_op(cell.sdpa_op) != "flash" or not of_pytorch(cell.backend):
         return []
     names = dict.fromkeys(
@@ -202,8 +209,8 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
     ]
 
 
-# Evidence of what computed attention: the backend, the family of the kernels (None for an op) and a
-# text.
+# Evidence that a backend computed attention: the backend, the family of the kernels, and a text.
+# The family is None if the evidence is an op.
 Sign = tuple[str, str | None, str]
 
 
@@ -224,8 +231,10 @@ def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
 
 
 def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
-    """Return whether a backend or family was expected. A backend covers its op and its families, a
-    family covers itself and the op of its backend.
+    """Return whether an op or a family of kernels was expected. `family` is None for an op.
+
+    An expected backend accepts its op and all its families. An expected family accepts itself and
+    the op of its backend.
     """
     return any(
         name in (backend, family)
@@ -236,7 +245,9 @@ def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
 
 
 def check_expected_names(expected: Sequence[str]) -> None:
-    """Raise UsageError for a name that is neither an SDPA backend nor an attention family."""
+    """Raise UsageError for a name that is neither an SDPA backend nor a family of attention
+    kernels.
+    """
     for name in expected:
         if name not in EXPECTED:
             raise UsageError(f"--expect {name!r}: not one of {', '.join(EXPECTED)}")
@@ -245,8 +256,9 @@ def check_expected_names(expected: Sequence[str]) -> None:
 def unmet_expectations(
     expected: Sequence[str], rows: Sequence[KernelRow], cells: Sequence[CellRow]
 ) -> list[str]:
-    """Return a line for each cell, or range of a foreign trace, in which something else ran than
-    expected. Refused and failed cells do not count. If nothing counts, a line says so.
+    """Return a line for each cell, or range of a foreign trace, whose backend is unexpected or
+    unknown. Refused and failed cells are ignored. If there is nothing to check, return a line that
+    says so.
     """
     judged: list[tuple[str, list[Sign]]] = []
     for cell in cells:
@@ -274,17 +286,16 @@ def unmet_expectations(
     return lines
 
 
-SHOWN = 3  # maximum number of configs in a sentence about replacements
+SHOWN = 3  # maximum number of configs that a note about replacements lists
 
 
 def replaced_by(cell: CellRow, rows: Sequence[KernelRow] = ()) -> str | None:
-    """Return the backend by which torch.compile replaced the attention of a cell, an empty text if
-    it is unknown, and None if there is no evidence of a replacement.
+    """Return the backend that ran because torch.compile replaced naive attention in a cell. Return
+    an empty string if the backend is unknown, and None if there is no evidence of a replacement.
     """
     if cell.backend != NAIVE_COMPILED or cell.status != "ok":
         return None
-    # `triton` is the family of the kernel that Inductor generates if it does not replace the
-    # attention
+    # Inductor generates kernels of the family `triton` if it does not replace the attention.
     ran = {backend_of_op(_op_of(cell, rows)), *ran_backends(rows)} - {None, "triton"}
     if not ran and not (cell.tuning or {}).get(REPLACEMENTS):
         return None
@@ -292,13 +303,15 @@ def replaced_by(cell: CellRow, rows: Sequence[KernelRow] = ()) -> str | None:
 
 
 def replacement_text(backend: str) -> str:
-    """Return a sentence about a replacement, as found by `replaced_by`."""
+    """Return a sentence about a replacement. `backend` is the result of `replaced_by`."""
     which = f", which took {backend}" if backend else ""
     return f"torch.compile replaced it by scaled_dot_product_attention{which}"
 
 
 def replacement_notes(cells: Iterable[CellRow]) -> list[tuple[str, str]]:
-    """Return pairs of a text that names the replaced cells, and a sentence about them."""
+    """Return notes about cells whose attention torch.compile replaced. A note is a text that names
+    the cells, and a sentence about them.
+    """
     configs: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
         if (backend := replaced_by(cell)) is not None:

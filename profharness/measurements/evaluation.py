@@ -1,4 +1,4 @@
-"""Evaluate a bench: the winners, the cost of `auto`, and sentences about both."""
+"""Evaluate a benchmark: find the fastest backends and the cost of `auto`, and describe them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from profharness.store import Need, Selection, Store
 
 
 def parse_baseline(text: str | None) -> Baseline | None:
-    """Parse a config, or the name of a backend. Raise UsageError if it is neither."""
+    """Parse a baseline. Raise UsageError if it is neither a config nor the name of a backend."""
     if text is None or "," in text or re.match(r"\d|b\d+-h\d+-", text):
         return None if text is None else parse_config(text)
     return find_backend(text).name
@@ -66,10 +66,11 @@ def bench_configs(
     baseline: Baseline | None = None,
     device_type: str | None = None,
 ) -> list[Config]:
-    """Return the configs in each of the dtypes, after a baseline that is a config.
+    """Return the configs without duplicates. A baseline that is a config comes first.
 
-    With `device_type`, a missing dtype equals the default of the device. Raise UsageError for an
-    unknown dtype, or if there is no config.
+    A config without a dtype is returned once for each of the dtypes. If `device_type` is set, a
+    config without a dtype is a duplicate of the config with the device's default dtype. Raise
+    UsageError for an unknown dtype, or if `configs` is empty.
     """
     _check_dtypes(dtypes)
     if not configs:
@@ -86,8 +87,8 @@ def bench_configs(
 def stored_configs(
     store: Store, run: str, configs: Sequence[Config], dtypes: Sequence[str] = ()
 ) -> list[Config] | None:
-    """Return the configs of a stored run that a query selects, or None for all. Raise UsageError
-    for an unknown dtype, and NotFoundError for one that the run does not have.
+    """Return the configs that a query selects in a stored run. None means all configs. Raise
+    UsageError for an unknown dtype, and NotFoundError for a dtype that no config of the run has.
     """
     if configs:
         return bench_configs(configs, dtypes)
@@ -105,7 +106,7 @@ def stored_configs(
 
 
 def stored_backends(store: Store, run: str, names: Sequence[str]) -> list[str] | None:
-    """Return the backends of a stored run that a query selects. None means that it selects all."""
+    """Return the backends that a query selects in a stored run. None means all backends."""
     if not names:
         return None
     held = {cell.backend for cell in store.cells(run)}
@@ -124,11 +125,13 @@ def _check_dtypes(names: Sequence[str]) -> None:
 
 
 def backend_of_cell(cell: CellRow) -> str | None:
-    """Return the backend of a cell, or the one that ran, if known, where PyTorch chooses."""
+    """Return the backend that computed a cell. Return None if PyTorch chose the backend and its
+    choice is unknown.
+    """
     return backend_that_ran(cell) if pytorch_chooses(cell.backend) else cell.backend
 
 
-# selects the latest run that has times, or the latest run if no run has times
+# These needs select the latest run with times, or the latest run if no run has times.
 TIMED: tuple[Need, ...] = ("times", "run")
 
 
@@ -139,16 +142,16 @@ class Winner:
     config: str
     backend: str
     median_ns: float
-    ties: tuple[str, ...]  # other backends whose difference is within the threshold
+    ties: tuple[str, ...]  # other backends that are as fast, within the threshold
     code: str  # Python code that selects the backend
-    # other backends for which the samples show no significant difference
+    # other backends for which the samples do not show whether they are slower
     open: tuple[str, ...] = ()
-    why_open: str = ""  # why the samples show no significant difference
+    why_open: str = ""  # why the samples do not show it
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The cost of `auto` on a config."""
+    """The cost of `auto` on a config, compared with the fastest correct other backend."""
 
     config: Annotated[str, column("config", meaning="label of the attention problem")]
     choice: Annotated[str | None, column("auto took", meaning="what ran on `auto`")]
@@ -163,8 +166,8 @@ class Loss:
             meaning="how much longer `auto` took than the fastest correct other backend",
         ),
     ]
-    # Whether the samples show that `auto` is slower, and `auto` ran another backend than the best
-    # one.
+    # True if the samples show that `auto` is slower than `best`, unless both are known to have run
+    # the same backend.
     real: bool
     code: str
     verdict: stats.Speed = "same"
@@ -173,17 +176,17 @@ class Loss:
 
     @property
     def same_backend(self) -> bool:
-        """Whether the best backend is the one that `auto` ran, so that both are the same."""
+        """Whether `auto` is known to have run the same backend as `best`."""
         return self.choice is not None and self.choice == self.best_ran
 
     @property
     def open(self) -> bool:
-        """Whether the samples do not show if `auto` is slower or not."""
+        """Whether the samples do not show if `auto` is slower than `best`."""
         return self.verdict == "unknown" and not self.same_backend
 
     @property
     def remark(self) -> Annotated[str, column(meaning="why `auto` may not be slower")]:
-        """Why the samples do not show that `auto` is slower. The text is empty if they show it."""
+        """The reason why `auto` does not count as slower, or an empty string if it does."""
         if self.real:
             return ""
         if self.same_backend:
@@ -197,7 +200,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The evaluation of a bench."""
+    """The evaluation of a benchmark."""
 
     run: str
     rows: tuple[BenchRow, ...]
@@ -215,19 +218,19 @@ class BenchResult:
     protocol: dict[str, Any] = field(default_factory=dict)  # keys are fields of `run.Protocol`
     sweeps: tuple[Sweep, ...] = ()
     dtypes: tuple[DtypePair, ...] = ()
-    others: tuple[str, ...] = ()  # ids of runs of the same cells on other GPU models
+    others: tuple[str, ...] = ()  # ids of runs with the same cells on other GPU models
 
     @property
     def gpu(self) -> str | None:
-        """The name of the GPU. None for a bench on a CPU."""
+        """The name of the GPU, or None if the benchmark ran on a CPU."""
         return self.environment.get("gpu") if on_gpu(self.environment) else None
 
     def ranking_rows(self) -> list[BenchRow]:
-        """Return the row of each cell for the ranking measurement, or without samples."""
+        """Return the rows of the ranking measurement, and the rows of cells without samples."""
         return [row for row in self.rows if row.measurement in (self.ranking, None)]
 
     def figures(self) -> list[BenchRow]:
-        """Return the ranking rows that have a median. `n of m figures` counts these rows."""
+        """Return the ranking rows that have a median. Texts such as `2 of 9 figures` count them."""
         return [row for row in self.ranking_rows() if row.median_ns is not None]
 
 
@@ -248,9 +251,10 @@ def evaluate_bench(
     backends: Sequence[str] | None = None,
     rank_by: Sequence[str] | None = None,
 ) -> BenchResult:
-    """Evaluate a stored run, or the latest. `precision` and `rank_by` default to the values of the
-    run. Raise NotFoundError for a missing config or backend, and UsageError for an unknown
-    convention.
+    """Evaluate a stored run, or the latest run if `run` is None.
+
+    `precision` and `rank_by` default to the values that are stored with the run. Raise
+    NotFoundError for a missing run, config or backend, and UsageError for an unknown convention.
     """
     name = store.find_run(Selection(run), *TIMED)
     stored = next(row for row in store.runs() if row.run == name)
@@ -319,7 +323,9 @@ def _winner(alike: Sequence[BenchRow], samples_of: SamplesOf) -> Winner:
 
 
 def _loss(alike: Sequence[BenchRow], ran: Ran, samples_of: SamplesOf) -> Loss | None:
-    """Return the loss of `auto` on one config. Return None if `auto` or all others were not timed."""
+    """Return the loss of `auto` on one config. Return None unless `auto` and another backend were
+    timed.
+    """
     chosen = next((row for row in alike if row.backend == CHOSEN), None)
     others = [row for row in alike if row.backend not in OWN_CHOICE]
     if chosen is None or not others:
@@ -348,7 +354,7 @@ def _best(rows: Sequence[BenchRow]) -> BenchRow:
 
 
 def selecting(row: BenchRow) -> str:
-    """Return Python code that computes the row's config with its backend."""
+    """Return Python code that computes the row's config on the row's backend."""
     config = parse_config(row.config)
     if row.backend == CHOSEN:
         return call_code(config, config)
@@ -387,7 +393,7 @@ def _conclude(
     ran: Ran,
     baseline: Baseline | None,
 ) -> Iterator[str]:
-    """Yield sentences about the ranking rows. `losses` must be in descending order."""
+    """Yield sentences about the ranking rows. `losses` must be sorted by regret, largest first."""
     ranked = [row for row in figures if row.ranked]
     if len({row.config for row in ranked}) > 1:
         yield from _across_configs(ranked)
@@ -508,7 +514,7 @@ def _regret_sentences(losses: Sequence[Loss]) -> Iterator[str]:
         )
     if not real and not unproven:
         alike = "is as fast as the fastest backend"
-        # if one backend was measured twice, the two medians may differ
+        # Even if `auto` ran the fastest backend, the medians of the two cells may differ.
         if any(loss.same_backend and loss.verdict != "same" for loss in losses):
             alike = "took the fastest backend, or is as fast,"
         yield f"auto {alike} on all {count} config(s)"

@@ -1,7 +1,7 @@
-"""The rows of a bench, the doubts about its measurements, and its sweeps.
+"""The rows of a benchmark, warnings about unreliable measurements, and sweeps.
 
-A sweep varies one axis. It shows which backend leads, where another overtakes it, where a rate
-drops, how dtypes compare, and how peak memory grows.
+A sweep varies one property of the configs, such as the sequence length. It shows which backend is
+fastest at each value, where a rate drops, and how peak memory grows.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from profharness.rows import (
 from profharness.store import Store
 
 CLOCK_MOVED = 0.05
-# from this share of time in which the worker waited for a CPU, the machine is reported as busy
+# The machine is reported as busy if the worker waited for a CPU for more than this share of time.
 BUSY = 0.1
-# from this ratio of an interval's half width to the median, the median is meaningless
+# The median is meaningless if the half-width of its interval exceeds this multiple of the median.
 UNKNOWN = 1.0
 UNSTEADY = (
     "machine too busy for this figure: half its 95 % interval is wider than the median; measure "
@@ -48,8 +48,8 @@ UNSTEADY = (
 )
 FEW_SAMPLES = 5
 SHOWN_NAMES = 8
-# The bits of NVML's clocks event reasons that say that a clock was reduced (nvml.h,
-# nvmlClocksEventReason*).
+# Maps the bits of NVML's clocks event reasons to causes of a reduced clock (see
+# nvmlClocksEventReason* in nvml.h).
 THROTTLES = {
     0x4: "the power limit (software power cap)",
     0x8: "a hardware slowdown",
@@ -67,7 +67,7 @@ def _doubts(
     rate: tuple[str, float] | None,
     precision: float,
 ) -> tuple[str, ...]:
-    """Return the doubts about a row. `rate` is the name and the FLOP/s of the device's peak."""
+    """Return warnings about a row. `rate` is the name and the FLOP/s of the device's peak."""
     texts = list(_rate_doubts(row, peaks, rate)) if peaks else []
     texts += [*clock_doubts(cell.clocks), *host_doubts(cell, str(row.measurement))]
     half = row.half
@@ -98,7 +98,7 @@ def _rate_doubts(row: BenchRow, peaks: Peaks, rate: tuple[str, float] | None) ->
 
 
 def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
-    """Explain a rate above that of the memory: data in the L2 cache is not read from memory."""
+    """Explain why a rate exceeds the memory bandwidth. Data may be in the L2 cache instead."""
     moved = costs.compulsory_bytes(parse_config(row.config))
     size = f"the working set of {moved / MB:,.1f} MB"
     if l2_bytes is None:
@@ -115,7 +115,7 @@ def _why_bytes(row: BenchRow, l2_bytes: int | None, excess: float) -> str:
 
 
 def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the doubts that follow from the clocks of a cell and from its reasons for throttling."""
+    """Return warnings if the SM clock changed while a cell was timed, or was throttled."""
     texts = []
     low, high = clocks.get("sm_mhz_min"), clocks.get("sm_mhz_max")
     if low and high and (high - low) / high > CLOCK_MOVED:
@@ -128,7 +128,7 @@ def clock_doubts(clocks: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
-    """Return the doubts about a measurement that includes host time."""
+    """Return warnings about a busy machine if the measurement includes host time."""
     if measurement not in HOSTED:
         return ()
     texts = [SHARED_CORES] if SHARED_CORES in cell.warnings else []
@@ -138,10 +138,10 @@ def host_doubts(cell: CellRow, measurement: str) -> tuple[str, ...]:
 
 
 CHOSEN = "auto"
-# By (config, backend) and measurement: the nanoseconds per call of each sample.
+# Samples in nanoseconds per call, by (config, backend) and then by measurement.
 Samples = dict[tuple[str, str], dict[str, tuple[int, ...]]]
 Baseline = Config | str  # a config, or the name of a backend
-# if no baseline is given, speed-ups refer to the first of these that was measured
+# Without a baseline, speed-ups are relative to the first of these backends that was measured.
 REFERENCES = ("naive", "math")
 
 
@@ -213,11 +213,11 @@ class BenchRow:
 
     @property
     def ranked(self) -> bool:
-        """Whether the cell ran, and no check found its output wrong."""
+        """Whether the row can be ranked. It needs a median, and no check may have failed."""
         return self.status == "ok" and self.verified is not False and self.median_ns is not None
 
     def is_wide(self, precision: float) -> bool:
-        """Return whether the last doubt is that the interval exceeds `precision`."""
+        """Return whether `doubts` includes the warning that the interval exceeds `precision`."""
         half = self.half
         return self.samples >= FEW_SAMPLES and half is not None and precision < half <= UNKNOWN
 
@@ -232,10 +232,10 @@ class BenchRow:
             meaning="half the 95 % interval of the median; busy: that is more than the median",
         ),
     ]:
-        """The ratio of the interval's half width to the median."""
+        """The half-width of the interval, divided by the median."""
         if self.low_ns is None or self.high_ns is None or self.median_ns is None:
             return None
-        # samples are whole nanoseconds
+        # The median may be 0, because samples are whole nanoseconds.
         return (self.high_ns - self.low_ns) / 2 / max(self.median_ns, 1.0)
 
     @property
@@ -250,7 +250,7 @@ class BenchRow:
             meaning="`between_processes_ns` over the median",
         ),
     ]:
-        """The ratio of `between_processes_ns` to the median."""
+        """`between_processes_ns` divided by the median, or None if it is unknown."""
         return self.between_processes_ns and self.between_processes_ns / (self.median_ns or 1.0)
 
 
@@ -263,7 +263,7 @@ def bench_rows(
     precision: float,
     baseline: Baseline | None,
 ) -> list[BenchRow]:
-    """Return the rows of the cells of a run, in order. `with_speedup` describes the speed-ups."""
+    """Return the rows of cells, in the order of the cells. `with_speedup` explains `baseline`."""
     peaks, tf32 = store.peaks(run), bool(store.environment(run).get("tf32"))
     right = store.verdicts(run)
     rows = []
@@ -281,7 +281,7 @@ def bench_rows(
         rate = flop_peak(peaks, str(config.dtype), tf32=tf32) if peaks else None
         for name, values in samples[key].items():
             x, interval = stats.summarize(values), stats.interval(values)
-            calls_per_s = 1e9 / max(x.median, 1.0)  # samples are whole nanoseconds
+            calls_per_s = 1e9 / max(x.median, 1.0)  # samples in whole ns may be 0
             measured = replace(
                 row,
                 measurement=name,
@@ -314,8 +314,8 @@ def run_cells(
     backends: Sequence[str] | None = None,
     baseline: Baseline | None = None,
 ) -> list[CellRow]:
-    """Return the cells of a run on the selected configs and backends, and those of the baseline,
-    without duplicates. Raise NotFoundError if the run has no cell of a config or backend.
+    """Return the cells of the selected configs and backends, and the cells of the baseline, without
+    duplicates. Raise NotFoundError if the run has no cell of a given config or backend.
     """
     cells: dict[tuple[str, str], CellRow] = {}
     for cell in with_predictions(store, store.cells(run)):
@@ -348,8 +348,10 @@ def run_cells(
 
 
 def all_samples(store: Store, run: str, cells: Sequence[CellRow]) -> Samples:
-    """Return the samples of the cells. `kernel` is the time of all kernels of a profiled call. Runs
-    of older versions have those of the first process in torch traces only.
+    """Return the samples of the cells. A sample of `kernel` is the time of all kernels in a call.
+
+    Runs of older versions do not store the `kernel` samples of the first process. They are computed
+    from the torch trace.
     """
     ok = {cell.cell for cell in cells if cell.status == "ok"}
     sums: dict[str, dict[int, int]] = {}
@@ -380,8 +382,11 @@ def _rates(
     rate: tuple[str, float] | None,
     convention: str,
 ) -> dict[str, Any]:
-    """Return the rates of a call as fields of its row. The efficiency is relative to the peak that
-    limits the call, which would take longer on its own.
+    """Return the rates of a call as fields of a BenchRow.
+
+    The efficiency is the shortest possible time of the call divided by its measured time. The
+    shortest possible time is that of the computation or of the memory traffic at the device's peak,
+    whichever is longer.
     """
     seconds = median_ns / 1e9
     if seconds <= 0:
@@ -398,8 +403,11 @@ def _rates(
 
 
 def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> list[BenchRow]:
-    """Return the rows with their speed-ups over `baseline`: a backend on the same config, or a
-    config on `auto` or the row's backend. The default is `naive` or `math` on the same config.
+    """Return the rows with their speed-ups over a baseline.
+
+    If `baseline` is a backend, a row is compared with this backend on the row's config. If it is a
+    config, a row is compared with this config on `auto`, or else on the row's backend. If it is
+    None, a row is compared with `naive`, or else with `math`, on the row's config.
     """
     medians = {
         (row.config, row.backend, row.measurement): row.median_ns for row in rows if row.ranked
@@ -421,7 +429,9 @@ def with_speedup(rows: Sequence[BenchRow], baseline: Baseline | None = None) -> 
 
 
 def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return the rows with their cost relative to the fastest correct backend on the config."""
+    """Return the rows with the field `regret` filled in. It is relative to the fastest correct
+    backend on the same config.
+    """
     fastest: dict[tuple[str, str | None], float] = {}
     for row in rows:
         if row.ranked and row.median_ns:
@@ -436,18 +446,18 @@ def with_regret(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 SamplesOf = Callable[[BenchRow], tuple[int, ...]]
-Ran = Mapping[tuple[str, str], str | None]  # the backend that ran, by config and backend
-DROP = 1.5  # minimum ratio of the rates at neighbouring values for which a drop is reported
-BENT = 0.3  # minimum difference between the exponents at both ends for which both are reported
+Ran = Mapping[tuple[str, str], str | None]  # the backend that ran, by config and requested backend
+DROP = 1.5  # a drop is reported if the rate falls by at least this factor
+BENT = 0.3  # both exponents of a Growth are shown if they differ by more than this value
 MIB = 1 << 20
 
 
 class Axis(NamedTuple):
-    """One property in which configs differ."""
+    """A property in which the configs of a sweep differ."""
 
     key: str
     title: str
-    token: str  # a pattern that matches the axis in the label of a config
+    token: str  # a pattern that matches the property in the label of a config
     value: Callable[[Config], int]
 
 
@@ -467,7 +477,9 @@ def family(label: str, token: str) -> str:
 
 
 def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
-    """Group the labels of configs that differ in this axis only, by the rest of the label and the
+    """Group the labels of configs that differ only in this axis.
+
+    The result maps the rest of the label, which a group shares, to the labels of the group by the
     value of the axis, in ascending order. Each group has at least two values.
     """
     groups: dict[str, dict[int, str]] = {}
@@ -480,8 +492,9 @@ def families(labels: Sequence[str], axis: Axis) -> dict[str, dict[int, str]]:
 class AxisEvent:
     """A change between two neighbouring values of an axis."""
 
-    # `crossover` means that `backend` overtakes `other`. `end` means that `backend` replaces
-    # `other`, which has no figure. `drop` means that the rate of `backend` falls by `factor`.
+    # `crossover` means that `backend` overtakes `other`. `end` means that `other` has no median at
+    # `after`, so `backend` is the fastest there. `drop` means that the rate of `backend` falls by
+    # `factor`.
     kind: str
     backend: str
     before: int
@@ -508,13 +521,13 @@ class AxisEvent:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The growth of a backend's peak memory with the length, to which a power function is fitted."""
+    """The growth of a backend's peak memory with the sequence length, as a power function."""
 
     backend: str
     points: tuple[tuple[int, int], ...]  # pairs of a length and a number of bytes
-    order: float  # the exponent of the power
-    first: float  # exponent of the power between the first two points
-    last: float  # exponent of the power between the last two points
+    order: float  # the exponent of the power function that fits all points
+    first: float  # the exponent between the first two points
+    last: float  # the exponent between the last two points
 
     @property
     def text(self) -> str:
@@ -544,7 +557,7 @@ class Sweep:
 
 
 def sweeps(rows: Sequence[BenchRow], samples_of: SamplesOf, ran: Ran) -> tuple[Sweep, ...]:
-    """Return the sweeps over the rows of one measurement by axis, the longest first."""
+    """Return the sweeps in rows of one measurement. The longest sweeps of an axis come first."""
     ranked = [row for row in rows if row.ranked and row.median_ns]
     places = {(row.config, row.backend): row for row in ranked}
     found = []
@@ -582,7 +595,9 @@ def _lines(group: Mapping[int, str], places: Mapping[tuple[str, str], BenchRow])
 
 
 def _rivals(lines: Lines, ran: Ran) -> Lines:
-    """Return the lines without the rows in which PyTorch chose a backend that was measured too."""
+    """Return the lines without rows for which PyTorch chose a backend that was also measured on its
+    own.
+    """
 
     def is_another(row: BenchRow, value: int) -> bool:
         took = ran.get((row.config, row.backend))
@@ -609,7 +624,9 @@ def _ns(row: BenchRow) -> float:
 
 
 def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[AxisEvent]:
-    """Return where samples show another fastest backend, or the leader has no figure."""
+    """Return an event for each value at which the samples show a new fastest backend, or at which
+    the fastest backend so far has no median.
+    """
 
     def ahead(one: str, other: str, value: int) -> bool:
         rows = lines[one].get(value), lines[other].get(value)
@@ -635,14 +652,16 @@ def _crossovers(lines: Lines, rivals: Lines, samples_of: SamplesOf) -> list[Axis
 
 
 def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
-    """Return where the samples show a much lower rate than before, the largest drop first."""
+    """Return an event for each value at which a backend's rate is much lower than at the previous
+    value. The largest drop comes first.
+    """
     events = []
     for backend, line in lines.items():
         for (before, old), (after, new) in pairwise(line.items()):
             if not old.flops_per_s or not new.flops_per_s:
                 continue
             factor = old.flops_per_s / new.flops_per_s
-            # the samples that the new work would have at the old rate
+            # the times that the new config would take at the old rate
             samples, work = samples_of(old), _ns(new) / _ns(old) / factor
             turns = samples.turns if isinstance(samples, stats.Series) else ()
             like_work = stats.Series.of((round(sample * work) for sample in samples), turns)
@@ -658,7 +677,7 @@ def _drops(lines: Lines, samples_of: SamplesOf, ran: Ran) -> list[AxisEvent]:
 
 
 SHOWN_EVENTS = 4
-# minimum ratio of an inner maximum of the rate to the rates at both ends for which it is reported
+# The maximum rate is reported if it exceeds the rates at both ends of the axis by this factor.
 SUMMIT = 1.05
 
 
