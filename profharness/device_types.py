@@ -13,7 +13,7 @@ CPU = "cpu"
 
 
 class DeviceType(NamedTuple):
-    """A type of torch.device."""
+    """A type of torch.device, and the constants that depend on it."""
 
     name: str
     is_gpu: bool
@@ -26,9 +26,9 @@ class DeviceType(NamedTuple):
     copy_bytes: int
     """Size of the copy that measures the bandwidth. It is much larger than any last-level cache."""
     product_rows: tuple[int, ...]
-    """Numbers of rows of the square matrices whose products measure the matrix rates.
+    """Sizes of the square matrices whose products are timed in order to measure the matrix rates.
 
-    The highest rate is used.
+    Of the rates for all sizes, the highest one is used.
     """
 
 
@@ -53,7 +53,7 @@ def on_gpu(environment: Mapping[str, Any]) -> bool:
 
 
 def device_name(environment: Mapping[str, Any]) -> str | None:
-    """Return the name of the GPU in a recorded environment, or the name of its CPU.
+    """Return the name of the device on which an environment was recorded, a GPU or a CPU.
 
     Return None if the name is unknown.
     """

@@ -1,4 +1,4 @@
-"""The limits of devices: their bandwidth, matrix rates and occupancy.
+"""The limits of devices, such as bandwidth, matrix rates and occupancy.
 
 Bandwidth and matrix rates are either measured or taken from data sheets.
 """
@@ -15,7 +15,7 @@ from profharness.errors import UsageError
 
 MEASURED = "measured"
 DATA_SHEET = "data sheet"
-PEAKS_FILE = "peaks.json"  # file that the measuring process writes into its folder
+PEAKS_FILE = "peaks.json"  # file to which the measuring process writes the measured Peaks
 MB = 1 << 20
 GIB = 1 << 30
 
@@ -66,10 +66,10 @@ class Gpu(NamedTuple):
 
     `name` is the name that `--gpu` accepts. It is empty for a variant that users call by the name of
     another row. `sm_count` is the number of streaming multiprocessors, or None if no data sheet
-    contains it. `pattern` is a regular expression that is searched in CUDA's name of the device. It
-    is empty if the row has no data sheet. The other fields are the figures of the data sheet:
-    bandwidth in GB/s, dense matrix rates in TFLOP/s and the size of the L2 cache in MiB. `tensor` is
-    the rate of fp16 products, and from Ampere on also of bf16 products.
+    contains it. `pattern` is a regular expression that matches the device name that CUDA reports. It
+    is empty if the row has no data sheet. The other fields are values of the data sheet: bandwidth
+    in GB/s, dense matrix rates in TFLOP/s, and the size of the L2 cache in MiB. `tensor` is the rate
+    of fp16 products. On Ampere and newer GPUs, it is also the rate of bf16 products.
     """
 
     name: str
@@ -92,8 +92,8 @@ _A100 = "NVIDIA A100 data sheet"
 _BLACKWELL = "NVIDIA HGX B200 data sheet, one eighth of the board"
 _RTX_4000 = "NVIDIA RTX 4000 Ada data sheet; tensor rates from 48 SMs at 2.175 GHz boost"
 
-# The first pattern that matches is used, so a variant comes before the GPU whose name is a part of
-# the variant's name. Rates that a data sheet gives with sparsity are halved here.
+# The first row whose pattern matches is used. Therefore a variant such as `H100 NVL` comes before
+# `H100`. If a data sheet contains only rates for sparse matrices, half of these rates are listed.
 TABLE = (
     Gpu("V100", (7, 0), 80, r"\bV100", 900, 125, None, 15.7, 6, "NVIDIA V100 SXM2 data sheet"),
     Gpu("T4", (7, 5), 40, r"\bT4\b", 320, 65, None, 8.1, 4, "NVIDIA T4 data sheet"),
@@ -136,9 +136,9 @@ ALIASES = {"gb10": "dgxspark", "rtxpro6000": "rtxpro6000blackwell", "a6000": "rt
 
 
 def data_sheet(device_name: str) -> Peaks | None:
-    """Return the data-sheet values of a device that CUDA calls, for example, `NVIDIA H200`.
+    """Return the data-sheet values of the device with a given CUDA name, such as `NVIDIA H200`.
 
-    Return None if the table has no data sheet for it.
+    Return None if the table has no data sheet for the device.
     """
     matches = (gpu for gpu in TABLE if gpu.pattern and re.search(gpu.pattern, device_name))
     gpu = next(matches, None)
@@ -157,8 +157,8 @@ def data_sheet(device_name: str) -> Peaks | None:
     )
 
 
-# Words of vendors and board variants in device names. They change neither the compute capability
-# nor the number of SMs that the table lists.
+# Words in device names that stand for a vendor or a board variant. `find_gpu` ignores these words,
+# because they affect neither the compute capability nor the number of SMs in the table.
 _NOISE = re.compile(
     r"\b(nvidia|geforce|tesla|quadro|graphics|generation|tensor core|gpu|sxm\d?|nvl\d*|hbm\d\w*|"
     r"ac|workstation|server|edition|max-q|\d+\s?gb)\b"
@@ -168,7 +168,7 @@ _NOISE = re.compile(
 def find_gpu(text: str) -> Gpu:
     """Find a GPU by its name or its compute capability, such as `sm90` or `9.0`.
 
-    Raise UsageError that suggests similar names if the GPU is unknown.
+    If the GPU is unknown, raise a UsageError that suggests similar names.
     """
     capability = _capability(text)
     if capability:
@@ -201,7 +201,7 @@ def _capability(text: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The properties of a GPU that a trace contains.
+    """The properties of a GPU, as a trace records them.
 
     Limits apply to one SM or one block, and are in bytes, registers or threads. None means that a
     limit is unknown.
@@ -224,16 +224,16 @@ class Device:
 
 
 MAX_REGISTERS_PER_THREAD = 255
-REGISTER_UNIT = 256  # a warp gets a multiple of this number of registers
-SUB_PARTITIONS = 4  # per SM; each has a quarter of the registers, and a warp runs in one of them
+REGISTER_UNIT = 256  # the number of registers of a warp is rounded up to a multiple of this number
+SUB_PARTITIONS = 4  # per SM; each sub-partition has a quarter of the registers and its own warps
 KIB = 1024
 
-# If several limits are equal, the first one in this order is named. Limits of the hardware come
-# before resources that a kernel can change.
+# Resources that can limit the occupancy. If several of them limit it equally, the first one is
+# reported. Limits of the hardware come before resources that a kernel can change.
 LIMITERS = ("warps", "block", "registers", "shared_memory")
 
-# Compute capability -> maximum threads, blocks and KiB of shared memory per SM, and the combined KiB
-# of L1 and shared memory per SM. All of these GPUs have 65536 registers per SM.
+# Maps a compute capability to the maximum threads, blocks and KiB of shared memory per SM, and the
+# combined KiB of L1 and shared memory per SM. All of these GPUs have 65536 registers per SM.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
 # cuda_occupancy.h of CUDA 13.
 _SM_FACTS: dict[tuple[int, int], tuple[int, int, int, int]] = {
@@ -252,8 +252,8 @@ _SM_FACTS: dict[tuple[int, int], tuple[int, int, int, int]] = {
     (12, 0): (1536, 24, 100, 128),
     (12, 1): (1536, 24, 100, 128),
 }
-# Sizes that the shared memory within the unified L1 can have, in KiB. An SM supports those up to its
-# maximum. The source is the same as above.
+# Possible sizes of the shared memory within the unified L1 cache, in KiB. An SM supports the sizes
+# that do not exceed its maximum in _SM_FACTS. The source is also the same.
 _CARVE_OUTS_KIB = (8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
@@ -264,7 +264,7 @@ def unified_l1_bytes(device: Device) -> int | None:
 
 
 def l1_bytes(device: Device, blocks_per_sm: int, shared_bytes: int) -> int | None:
-    """Return the size of the L1 cache that remains on an SM beside the shared memory of its blocks.
+    """Return the size of the L1 cache on an SM after shared memory was reserved for its blocks.
 
     `blocks_per_sm` is the number of resident blocks. `shared_bytes` is the shared memory of one
     block, without the part that the driver reserves. Return None if the device is unknown.
@@ -315,9 +315,9 @@ class Occupancy:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """Return the limits of a device. Limits that the trace lacks are taken from the table above.
+    """Return the limits of a device, or None if the compute capability is unknown.
 
-    Return None if the compute capability is unknown.
+    If the trace does not contain a limit, the default for the compute capability is used.
     """
     facts = _SM_FACTS.get((device.compute_major, device.compute_minor))
     if facts is None:
@@ -353,8 +353,8 @@ def occupancy(
     and dynamic shared memory of one block, without the part that the driver reserves. Named
     barriers, which only ncu reports, and clusters are ignored.
 
-    Return None if a value is unknown or the device could not launch such a block, so that the
-    occupancy of an actual launch is never 0.
+    Return None if a value is unknown, or if the device cannot launch such a block. Therefore the
+    result never has an occupancy of 0.
     """
     if block_threads is None or registers_per_thread is None or shared_bytes is None:
         return None
@@ -409,8 +409,8 @@ def device_facts(
 ) -> tuple[DeviceFact, ...]:
     """Return the known properties of a device.
 
-    They are its sizes, its clocks while cells were timed, and the bandwidth, matrix rates and ridge
-    points of each element of `peaks`.
+    The properties are the sizes of the device, the clocks while cells were timed, and the
+    bandwidth, matrix rates and ridge points of each element of `peaks`.
     """
     clocks = "NVML, median while cells were timed"
     facts: list[tuple[str, float | str | None, str, str]] = []

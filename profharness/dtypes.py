@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Dtype(NamedTuple):
-    """A dtype of tensors."""
+    """A dtype of tensors, with its names in different contexts."""
 
     name: str
     bytes: int
@@ -14,9 +14,9 @@ class Dtype(NamedTuple):
     torch: str
     """Name of the dtype in the module torch."""
     message: str
-    """Name in PyTorch's messages, which is the name of a c10::ScalarType or of a C++ type."""
+    """Name in PyTorch's error messages. It is the name of a c10::ScalarType or of a C++ type."""
     types: tuple[str, ...]
-    """Names of its C++ types in kernel names and traces."""
+    """Names of the C++ types that represent the dtype in kernel names and traces."""
     aliases: tuple[str, ...] = ()
     """Other names that users may try in a config."""
 

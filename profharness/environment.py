@@ -14,7 +14,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from typing import Any
 
-CHANGED = ", changed"  # is appended to a commit if the file in the work tree differs from it
+CHANGED = ", changed"  # appended to a commit hash if the file differs from the committed version
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Extra:
     """An extra of pyproject.toml, which is a group of optional packages."""
 
     modules: dict[str, str]
-    """Name of the module to import -> name of the package to install."""
+    """Maps the name of each module to import to the name of the package that provides it."""
     purpose: str
 
 
@@ -61,7 +61,7 @@ def installed_versions(extra: str) -> str:
 
     For example, return `altair 6.3.0, vl-convert-python 1.9.0`.
     """
-    from importlib import metadata  # slow, as it imports the email package
+    from importlib import metadata  # imported here, because it slowly imports the email package
 
     versions = []
     for package in EXTRAS[extra].modules.values():
@@ -132,19 +132,19 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
         with contextlib.suppress(nvml.NVMLError):
             gpus = [[] for _ in range(nvml.nvmlDeviceGetCount())]
         for index in range(len(gpus)):
-            # a GPU that does not respond is omitted, and the other GPUs keep their indices
+            # if a GPU does not respond, omit it, but keep the indices of the other GPUs
             with contextlib.suppress(nvml.NVMLError):
                 gpus[index] = _instances(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
         return _chosen(gpus)
 
 
 def _instances(nvml: Any, handle: Any) -> list[VisibleGpu]:
-    """Return a list of a GPU and its MIG instances. The GPU is the first element."""
+    """Return a list that contains a GPU, followed by its MIG instances."""
     parts = [handle]
-    with contextlib.suppress(Exception):  # this GPU or driver has no MIG
+    with contextlib.suppress(Exception):  # the GPU or the driver does not support MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:
             for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with contextlib.suppress(nvml.NVMLError):  # an empty slot
+                with contextlib.suppress(nvml.NVMLError):  # there is no instance with this index
                     parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
     bus = ""
     with contextlib.suppress(Exception):
@@ -166,7 +166,7 @@ def _chosen(gpus: Sequence[Sequence[VisibleGpu]]) -> tuple[VisibleGpu, ...]:
 
     As in CUDA, ignore the first entry that does not match exactly one GPU and all entries after it.
     """
-    # a GPU that is divided into MIG instances can be used only through these
+    # if a GPU is divided into MIG instances, programs can use only the instances
     whole = [gpu[1:] or gpu for gpu in gpus]
     names = os.environ.get(VISIBLE)
     if names is None:

@@ -1,4 +1,4 @@
-"""The exceptions of profharness. A message contains what failed, on which object, and a remedy."""
+"""The exceptions of profharness. Each message names the failure, the affected object, and a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def printable(text: str, kept: str = "\n\t") -> str:
     """Return untrusted text in a printable form.
 
     Control characters, bidirectional marks, invisible characters and lone surrogates are replaced
-    by escapes.
+    with escapes, except for the characters in `kept`.
     """
     if text.isprintable():
         return text
@@ -23,7 +23,7 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return printable text on one line, with single spaces for line breaks and tabs."""
+    """Return text as one printable line. Line breaks and tabs become single spaces."""
     return text if text.isprintable() else printable(" ".join(text.split()))
 
 
@@ -64,7 +64,7 @@ class GateError(ProfharnessError):
 
 
 class CaptureError(ProfharnessError):
-    """A run could not be made. A single failed cell is a result, not an error."""
+    """A run could not be recorded. If only a cell fails, that is a result and not an error."""
 
 
 class UnwritableError(CaptureError):
@@ -72,15 +72,15 @@ class UnwritableError(CaptureError):
 
 
 class StoreError(ProfharnessError):
-    """The store is missing, is no store of profharness, or was made by a newer version."""
+    """The store is missing, was not created by profharness, or was created by a newer version."""
 
 
 class NotFoundError(StoreError):
-    """The store contains no answer to the question."""
+    """The requested data, such as a run or a cell, does not exist."""
 
 
 class MissingExtraError(ProfharnessError):
-    """A required package is not installed."""
+    """A feature needs a package of an optional extra, and the package is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(
@@ -120,7 +120,7 @@ class Interrupted(KeyboardInterrupt):
     """The user interrupted a run.
 
     `folder` contains the results so far. The command `capture --resume` continues the run. The
-    command line adds the command that was interrupted, and the store that it uses.
+    command line sets `command` to the interrupted command, and `store` to the store of that command.
     """
 
     command = ""

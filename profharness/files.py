@@ -23,9 +23,9 @@ from profharness.errors import UsageError
 
 DEFAULT_STORE = "profharness.db"
 STORE_ID = 0x70726F66  # "prof", the application id of a store
-STORE_VARIABLE = "PROFHARNESS_STORE"  # contains the path of the store if --store is not given
+STORE_VARIABLE = "PROFHARNESS_STORE"  # environment variable with the default path of the store
 RUNS_FOLDER = Path("traces/runs")
-LOCKS = Path("/tmp")  # not TMPDIR: all users of the host must use the same folder
+LOCKS = Path("/tmp")  # not TMPDIR, because all users of the host must use the same folder
 
 RECORD_BYTES = 100_000_000  # maximum size of a file that is read as a whole
 LINE_BYTES = 16 << 20  # maximum size of a line
@@ -36,10 +36,10 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 class InputFile(io.FileIO):
-    """A regular file that ends at the size it had when it was opened.
+    """A regular file that is read only up to the size that it had when it was opened.
 
-    Therefore reading ends even if the file grows. A file of /proc reads as empty, because its size
-    is 0.
+    Therefore reading ends even if the file grows. Files in /proc appear empty, because they have a
+    size of 0.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -69,10 +69,10 @@ class InputFile(io.FileIO):
 def is_store(path: str | Path) -> bool:
     """Return whether a file is a store or the write-ahead log of a store.
 
-    The file is opened only by SQLite. If this process opened and closed it directly, it would lose
-    SQLite's locks on the store. An immutable connection reads only the header.
+    Only SQLite opens the file. If this process opened and closed the file directly, SQLite would
+    lose its locks on the store. An immutable connection reads only the header.
     """
-    import sqlite3  # most commands that open files open no store
+    import sqlite3  # imported here, because most commands that open files do not open a store
 
     whole = Path(path).absolute()
     store = whole.with_name(whole.name.removesuffix("-wal").removesuffix("-shm"))
@@ -89,10 +89,10 @@ def is_store(path: str | Path) -> bool:
 
 
 def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
-    """Open a file that a user or a run folder names, without ever blocking.
+    """Open an input file without ever blocking.
 
-    Raise OSError if the file cannot be opened, is not regular (a folder, a FIFO, a device), is a
-    store, or is a link out of the folder `within`.
+    Raise OSError if the file cannot be opened, is not a regular file but, for example, a folder or a
+    FIFO, is a store, or is a link that leads out of the folder `within`.
     """
     real, flags = os.fspath(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
     try:
@@ -104,7 +104,7 @@ def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
             message = "a store of profharness, not a trace; read it with --store"
             raise OSError(errno.EINVAL, message, os.fspath(path))
         descriptor = os.open(real, flags)
-    except ValueError:  # a NUL in the path
+    except ValueError:  # the path contains a NUL character
         raise OSError(errno.EINVAL, "no file can have this name", os.fspath(path)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -118,7 +118,7 @@ def open_input(path: str | Path, *, within: Path | None = None) -> InputFile:
 def read_input(path: Path, *, limit: int = RECORD_BYTES, within: Path | None = None) -> bytes:
     """Return the content of a file.
 
-    Raise OSError as `open_input` does, or if the file is larger than `limit` bytes.
+    Raise OSError if the file is larger than `limit` bytes or if `open_input` fails.
     """
     with open_input(path, within=within) as file:
         if file.size > limit:
@@ -129,7 +129,7 @@ def read_input(path: Path, *, limit: int = RECORD_BYTES, within: Path | None = N
 def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
     """Yield the lines of a file.
 
-    Raise OSError as `open_input` does, or if a line is longer than LINE_BYTES.
+    Raise OSError if a line is longer than LINE_BYTES or if `open_input` fails.
     """
     with io.BufferedReader(open_input(path, within=within), 1 << 20) as file:
         while line := file.readline(LINE_BYTES + 1):
@@ -141,14 +141,14 @@ def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
 def read_json(
     path: Path, kind: type[T], *, limit: int = RECORD_BYTES, within: Path | None = None
 ) -> T:
-    """Decode a JSON file. Raise OSError as `read_input` does, and the errors of `decode_json`."""
+    """Decode a JSON file. Raise the errors of `read_input` and `decode_json`."""
     return decode_json(read_input(path, limit=limit, within=within), kind)
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
     """Decode JSON text into an instance of `kind`.
 
-    Raise the errors of msgspec, and MsgspecError if the text has too many values.
+    Raise the errors of msgspec. Also raise MsgspecError if the text has too many values.
     """
     if has_too_many_values(data):
         raise msgspec.MsgspecError(f"more than {JSON_WEIGHT:,} values")
@@ -164,7 +164,7 @@ def has_too_many_values(data: bytes) -> bool:
     """
     if 2 * len(data) <= JSON_WEIGHT:
         return False
-    # quotes of keys are not counted
+    # number of quotes, without the quotes around keys
     quotes = data.count(b'"') - 2 * (data.count(b'":') - data.count(b'\\":'))
     weight = data.count(b",") + 2 * (data.count(b"[") + data.count(b"{")) + quotes
     if weight <= JSON_WEIGHT and (not data.isascii() or b"\\u" in data):
@@ -177,7 +177,7 @@ def has_too_many_values(data: bytes) -> bool:
 def shell_command(*arguments: str, store: Path) -> str:
     """Format a command line that a user can copy from the output and run.
 
-    It contains the option --store unless `store` is the default store.
+    The command line contains the option --store unless `store` is the default store.
     """
     usual = Path(os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
     option = () if store == usual else ("--store", str(store))
@@ -185,7 +185,7 @@ def shell_command(*arguments: str, store: Path) -> str:
 
 
 def check_output(output: Path, *, force: bool) -> None:
-    """Raise the UsageError that `atomic_file` would raise only after the work is done."""
+    """Raise UsageError if `atomic_file` cannot create `output`. Call this before expensive work."""
     if output.exists() and not force:
         raise UsageError(f"{output}: already exists; --force overwrites it")
     if not output.parent.is_dir():
@@ -194,10 +194,11 @@ def check_output(output: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def hold_lock_file(path: Path) -> Iterator[str | None]:
-    """Lock a file during the block. Yield None, or the name of another process that holds the lock.
+    """Lock a file during the block.
 
-    The system releases the lock when the process ends. The process that holds the lock may delete
-    the file. If the file system does not support locks, the block runs without a lock.
+    Yield None, or the name of another process if that process holds the lock. The system releases
+    the lock when the process ends. The process that holds the lock may delete the file. If the file
+    system does not support locks, run the block without a lock.
     """
     descriptor: int | None = None
     holder: str | None = None
@@ -208,7 +209,7 @@ def hold_lock_file(path: Path) -> Iterator[str | None]:
             if not _is_file(descriptor, path):
                 os.close(descriptor)  # the previous holder deleted the file
                 descriptor = None
-        # the previous holder's text may be longer
+        # delete the text of the previous holder, which may be longer than the new text
         os.truncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()}".encode())
     except BlockingIOError:
@@ -226,11 +227,11 @@ def hold_lock_file(path: Path) -> Iterator[str | None]:
 def open_lock_file(path: Path) -> int | None:
     """Open a file in order to lock it. Create the file if it does not exist.
 
-    The file is opened only for reading, so it may belong to another user. Return None if it cannot
-    be opened.
+    The file is opened only for reading, because it may belong to another user. Return None if the
+    file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    # in a sticky folder, O_CREAT fails on other users' files
+    # try without O_CREAT first, because in a sticky folder O_CREAT fails on files of other users
     for more in (0, os.O_CREAT | os.O_EXCL, 0):
         with contextlib.suppress(OSError):
             return os.open(path, flags | more, 0o644)
@@ -238,7 +239,7 @@ def open_lock_file(path: Path) -> int | None:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Try to take a `flock` lock without waiting. Return whether that succeeded."""
+    """Try to acquire a `flock` lock without waiting. Return whether that succeeded."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
@@ -247,7 +248,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Return whether `path` still refers to an open file."""
+    """Return whether `path` still refers to the file that is open under `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -262,7 +263,8 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
     the file exists before or after the block.
     """
     check_output(output, force=force)
-    # Two processes may write the same output. Process ids are not unique across hosts.
+    # The name is random, because processes on several hosts may write the same output at once, and
+    # process IDs are not unique across hosts.
     temporary = output.with_name(f".{output.name}.{os.urandom(6).hex()}.part")
     try:
         file = temporary.open("xb")
@@ -280,10 +282,10 @@ def atomic_file(output: Path, *, force: bool) -> Iterator[IO[bytes]]:
 
 
 def _put(temporary: Path, output: Path, *, force: bool) -> None:
-    """Give the finished file its final name.
+    """Move the finished file to `output`.
 
-    Unless `force` is set, do not rename the file but create a hard link, which never replaces an
-    existing file.
+    Unless `force` is set, create a hard link instead of renaming the file, because a hard link never
+    replaces an existing file.
     """
     if force:
         temporary.replace(output)

@@ -1,4 +1,4 @@
-"""The worker's log of compilations and cache hits, enabled by PROFHARNESS_LOG, and texts of durations."""
+"""Start the log of compilations and cache hits that PROFHARNESS_LOG enables, and format durations."""
 
 from __future__ import annotations
 

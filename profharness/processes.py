@@ -24,10 +24,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.02
 STEP_S = 0.1  # polling interval of waits that a signal can interrupt
 END_GRACE_S = 2.0
-ALONE_S = 0.5  # time that processes get to end by themselves after their tool has ended
+ALONE_S = 0.5  # time in which processes may end by themselves after their profiler has ended
 LOG_BYTES = 10_000_000  # maximum size of the output of a tool and its target
 KEPT_BYTES = 1_000_000  # bytes that are kept at the start and at the end of a longer output
-MARK_BYTES = 100  # maximum size of the line that replaces the middle
+MARK_BYTES = 100  # maximum size of the line that replaces the middle of a longer output
 PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
 CUT = re.compile(rb"\n\[(\d+) bytes are left out here\]\n")
 MAX_TEXT_BYTES = 1 << 20
@@ -40,9 +40,9 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 class _SignalDelay:
     """Signal handler that collects the signals received during a `delay_signals` block.
 
-    It forwards a signal to the previous handler if the block has not begun or has already ended.
-    That happens while the handlers are being replaced, or if an exception at that moment left this
-    handler installed.
+    If the block has not begun or has already ended, the handler forwards a signal to the previous
+    handler. This happens while the handlers are being replaced. It also happens later if an
+    exception during the replacement left this handler installed.
     """
 
     def __init__(self, *, passes: bool) -> None:
@@ -71,8 +71,9 @@ def _unwrapped(number: signal.Signals) -> Any:
 def delay_signals(*, passes: bool = False) -> Iterator[None]:
     """Delay signals until the block ends, then raise them again.
 
-    Only the main thread receives signals, so this does nothing in other threads. Only calls of
-    Python handlers are delayed. A signal that has no Python handler still ends the process.
+    If `passes` is set, `raise_deferred_signals` can raise the signals earlier. In threads other than
+    the main thread, do nothing, because only the main thread receives signals. Only calls of Python
+    handlers are delayed. A signal that has no Python handler still ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,7 +88,7 @@ def delay_signals(*, passes: bool = False) -> Iterator[None]:
         hold.holds, hold.done = False, True
         for number, handler in hold.before.items():
             signal.signal(number, handler)
-        # like the kernel, raise a repeated signal once
+        # raise a repeated signal only once, as the kernel does for pending signals
         for late in dict.fromkeys(hold.caught):
             signal.raise_signal(late)
 
@@ -96,8 +97,8 @@ def delay_signals(*, passes: bool = False) -> Iterator[None]:
 def defer_signals() -> Iterator[None]:
     """Delay signals until the block ends or calls `raise_deferred_signals`.
 
-    At any other point, a signal could interrupt something that another thread waits for, such as an
-    import that holds the import lock.
+    Otherwise, a signal could interrupt code that another thread waits for, such as an import that
+    holds the import lock.
     """
     if _holds():
         yield
@@ -119,7 +120,7 @@ def raise_deferred_signals() -> None:
 
 
 def _holds() -> list[_SignalDelay]:
-    """Return a list of the `_SignalDelay` that currently receives signals, or an empty list."""
+    """Return a list with the `_SignalDelay` that currently receives signals, or an empty list."""
     handlers = (_unwrapped(number) for number in SIGNALS)
     return [handler for handler in handlers if isinstance(handler, _SignalDelay)][:1]
 
@@ -128,7 +129,7 @@ def _holds() -> list[_SignalDelay]:
 def garbage_collection_off() -> Iterator[None]:
     """Disable the cyclic garbage collector while many objects without cycles are created.
 
-    The collector takes about 10 % of the time of an ingest.
+    With the collector, an ingest takes about 10 % longer.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -149,7 +150,8 @@ class ProcessGroup(subprocess.Popen[bytes]):
     def shorten_logs(self) -> None:
         """Free the disk space of the middle of each log that is too long.
 
-        Remove the middle from the file if the process has ended or the file system cannot free it.
+        If the process has ended, or if the file system cannot free blocks within a file, remove the
+        middle from the file.
         """
         for log in self.logs:
             if self.returncode is None and hollow(log):
@@ -161,8 +163,8 @@ class ProcessGroup(subprocess.Popen[bytes]):
 def hollow(log: Path) -> bool:
     """Free the disk blocks in the middle of a file that is larger than LOG_BYTES.
 
-    The rest of the file keeps its position, so concurrent writes are not lost. Return False if the
-    file system cannot free blocks within a file.
+    The other bytes keep their positions in the file, so concurrent writes are not lost. Return False
+    if the file system cannot free blocks within a file.
     """
     try:
         state = log.stat()
@@ -170,7 +172,7 @@ def hollow(log: Path) -> bool:
         # st_blocks counts units of 512 bytes on every disk
         if min(state.st_size, state.st_blocks * 512) <= LOG_BYTES or length <= 0:
             return True
-        begin = KEPT_BYTES + MARK_BYTES  # after the mark of an earlier cut
+        begin = KEPT_BYTES + MARK_BYTES  # after the line that `shorten` may have inserted earlier
         with log.open("r+b") as file:
             # os.posix_fallocate cannot punch holes
             fallocate = ctypes.CDLL(None).fallocate64
@@ -183,11 +185,11 @@ def hollow(log: Path) -> bool:
 
 
 def shorten(log: Path) -> int:
-    """Replace the middle of a file that is larger than LOG_BYTES with a line that says how many
-    bytes were removed.
+    """Replace the middle of a file that is larger than LOG_BYTES with one line.
 
-    Programs that have opened the file for appending continue at its new end. Return by how many
-    bytes the file became shorter, or 0 if it was not changed.
+    The line contains the number of removed bytes. Programs that have opened the file for appending
+    continue at its new end. Return the number of bytes by which the size decreased, or 0 if the file
+    was not changed.
     """
     try:
         state = log.stat()
@@ -209,9 +211,9 @@ def shorten(log: Path) -> int:
 
 
 def read_end(path: Path, begin: int = 0, limit: int = MAX_TEXT_BYTES) -> str:
-    """Return the last `limit` bytes of a text file, but nothing before the byte `begin`.
+    """Return at most the last `limit` bytes of a text file. Ignore the bytes before `begin`.
 
-    Return an empty text if the file cannot be read.
+    Return an empty string if the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -222,10 +224,10 @@ def read_end(path: Path, begin: int = 0, limit: int = MAX_TEXT_BYTES) -> str:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process has ended.
+    """Return whether a process has ended. Shorten the logs of a ProcessGroup.
 
-    Unlike Popen.poll(), this is safe if a signal handler raises: such an exception can leave
-    Popen's lock taken, and then wait() would never return.
+    Signals are delayed during Popen.poll(), because an exception from a signal handler could leave
+    Popen's lock locked. Then wait() would never return.
     """
     with delay_signals():
         ended = process.poll() is not None
@@ -259,7 +261,7 @@ def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator
     def stop(number: int, _: FrameType | None) -> None:
         begin = time.monotonic()
         pids = _marked(mark)
-        # SIGSTOP, because a process group without a shell ignores SIGTSTP
+        # SIGSTOP, because SIGTSTP does not stop processes in a session without a shell
         for pid in pids:
             kill(pid, signal.SIGSTOP)
         try:
@@ -286,15 +288,15 @@ def stopped_together(process: ProcessGroup, mark: Mapping[str, str]) -> Iterator
 def orphans_adopted(
     report: Callable[[str], None] = lambda _: None, mark: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Adopt the orphaned descendants of this process during the block, and end them after it.
+    """Adopt the orphaned descendants of this process during the block, and end them after the block.
 
-    Only processes that have `mark`, which the block receives, in their environment are ended. The
-    other orphans may belong to somebody else, so `report` is called with a sentence about each of
-    them. This works on Linux only.
+    Yield an environment variable as a mark for child processes. Only processes with this variable in
+    their environment are ended. Other orphans may belong to another program, so `report` is called
+    with a sentence about each of them. This works on Linux only.
     """
-    # another profharness may run at the same time
+    # the mark must be unique, because another profharness may run at the same time
     mark = dict(mark or new_mark())
-    # processes that existed before the block belong to somebody else
+    # processes that existed before the block belong to another program
     adopts, before = _adopt(1), set(_adopted())
     try:
         yield mark
@@ -309,7 +311,7 @@ def orphans_adopted(
 
 
 def new_mark() -> dict[str, str]:
-    """Return the environment variable that marks the processes started by a child."""
+    """Return a unique environment variable that marks child processes and their descendants."""
     return {STARTED_BY: secrets.token_hex(8)}
 
 
@@ -318,7 +320,7 @@ def _adopted() -> dict[int, str]:
     names = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
-            # the name in parentheses may contain spaces
+            # the process name in parentheses may contain spaces
             name, _, rest = path.read_text(errors="replace").rpartition(")")
             state, parent, _, session = rest.split()[:4]
             own = int(parent) == os.getpid() and int(session) != os.getsid(0)
@@ -330,7 +332,7 @@ def _adopted() -> dict[int, str]:
 def wake_with_parent() -> None:
     """Ask the kernel to continue this process when its parent ends.
 
-    If both processes are stopped, this process could not notice otherwise that its parent has ended.
+    Otherwise, a stopped process would not notice that its parent has ended.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
@@ -380,7 +382,7 @@ def end_marked(mark: Mapping[str, str]) -> None:
             time.sleep(POLL_S)
     for pid in ended:
         with contextlib.suppress(ChildProcessError):
-            # adopted processes are children, and would remain as zombies
+            # adopted processes are children of this process, and without a wait they become zombies
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -400,9 +402,9 @@ WORKER_SCRIPT = Path(__file__).resolve().parent / "recording" / "worker" / "fore
 
 
 def find_workers(folder: Path) -> list[int]:
-    """Return the process ids of the workers that have the run folder as their last argument.
+    """Return the process IDs of the workers that have the run folder as their last argument.
 
-    They include workers whose profharness process has died.
+    The result includes workers whose parent process has died.
     """
     pids, script = [], os.fsencode(WORKER_SCRIPT)
     for path in Path("/proc").glob("[0-9]*"):
@@ -480,7 +482,7 @@ class PrewarmedWorker:
     def send(
         self, arguments: Sequence[str], log: Path, descriptors: Sequence[int]
     ) -> ProcessGroup | None:
-        """Send the worker its arguments. Return its process, or None if it has already ended."""
+        """Send the worker its arguments. Return the process, or None if the worker has already ended."""
         try:
             with log.open("ab") as file:
                 order = "\0".join(arguments).encode()
@@ -507,8 +509,8 @@ class PrewarmedWorker:
 def prewarmed_worker(*, wanted: bool = True) -> Iterator[PrewarmedWorker | None]:
     """Yield a PrewarmedWorker, and end it if the block does not use it.
 
-    Yield None if `wanted` is False or if the process does not start. In the latter case, starting
-    the worker in the usual way reports the cause.
+    Yield None if `wanted` is False or if the process does not start. If it does not start, the
+    caller starts a worker in the usual way, which reports the cause.
     """
     worker = None
     if wanted:
@@ -573,10 +575,10 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def run_briefly(
     argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run a child process that ends soon, and return its exit code and output.
+    """Run a short child process, and return its exit code and output.
 
-    Then end its whole process group. A process that writes BRIEF_BYTES to one of its streams is
-    ended early. Return None if the process does not start or takes longer than `timeout_s`.
+    Then end its whole process group. If the process writes BRIEF_BYTES to stdout or stderr, end it
+    early. Return None if the process does not start or takes longer than `timeout_s`.
     """
     process: ProcessGroup | None = None
     try:
@@ -605,14 +607,14 @@ def run_briefly(
 
 
 def _both_streams(process: ProcessGroup, deadline: float) -> list[bytearray] | None:
-    """Read both streams until the process ends or writes too much.
+    """Read stdout and stderr until the process ends or has written BRIEF_BYTES to one of them.
 
     Return None if the deadline passes first.
     """
     assert process.stdout is not None and process.stderr is not None
     streams = (process.stdout, process.stderr)
     for stream in streams:
-        # reading only one stream would block a child that fills the other
+        # a blocking read of one stream would deadlock if the child fills the pipe of the other one
         os.set_blocking(stream.fileno(), False)
     texts = [bytearray(), bytearray()]
     while True:
@@ -629,9 +631,10 @@ def _both_streams(process: ProcessGroup, deadline: float) -> list[bytearray] | N
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment, in which a child process can import profharness.
+    """Return an environment in which a child process can import profharness.
 
-    The folder that contains the package is the last entry of PYTHONPATH.
+    It is the environment of this process, with the folder of the package as the last entry of
+    PYTHONPATH.
     """
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
@@ -647,8 +650,8 @@ def with_startup(environment: Mapping[str, str], folder: Path) -> dict[str, str]
 def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start a child process that runs `code` in this Python, with pipes to its stdin and stdout.
 
-    Its tracebacks are lost unless `options` redirects stderr. The option -P keeps the working
-    directory out of sys.path.
+    Tracebacks of the child are lost unless `options` redirects stderr. The option -P keeps the
+    working directory out of sys.path.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, *arguments],
@@ -659,7 +662,7 @@ def start_python(code: str, *arguments: str, **options: Any) -> subprocess.Popen
 
 
 FORWARDED = (*SIGNALS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-FROM_KERNEL = 0x80  # SI_KERNEL of <asm-generic/siginfo.h>: a terminal sent the signal to the group
+FROM_KERNEL = 0x80  # SI_KERNEL, the code of a signal that a terminal sent to the process group
 
 
 def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -675,7 +678,7 @@ def run_in_place(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         child = subprocess.Popen(
             argv,
             env=environment,
-            # the child would inherit the mask and get none of these signals
+            # otherwise, the child would inherit the mask and receive none of these signals
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
         )
         while child.poll() is None:
