@@ -1,4 +1,4 @@
-"""Rows that the store returns. They have the same form for all profilers and file formats."""
+"""The rows that the store returns. Rows have the same form for all profilers and file formats."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from profharness.columns import column
 Triple = tuple[int, int, int]
 
 TORCH, EVENTS, NSYS, NCU = "torch", "events", "nsys", "ncu"
-"""Names of the profilers; `profilers.PROFILERS` describes them."""
+"""Names of the profilers. `profilers.PROFILERS` describes each profiler."""
 TRACE_PROFILERS = (TORCH, NSYS, NCU)
-"""Profilers that record kernel launches. The results of earlier profilers are preferred."""
+"""Profilers that record kernel launches, in order of preference."""
 COUNTERS = (NCU,)
-"""Profilers that read hardware counters. They run each kernel alone, with cold caches."""
+"""Profilers that read hardware counters. These profilers run each kernel alone, with cold caches."""
 COLD, GRAPH, KERNEL, EAGER, WALL = "cold", "graph", "kernel", "eager", "wall"
 EVENT = "event"
-"""A cold call in an older run, which did not hold the stream until all work was queued."""
+"""A measurement of older runs. Like COLD, but kernels could start before all work was queued."""
 HOST = "host"
-"""Time of an eager call on the host. It is recorded together with EAGER and is not a latency."""
+"""Host time of an eager call. It is recorded together with EAGER and is not a latency."""
 MEASUREMENTS = (COLD, EVENT, GRAPH, KERNEL, EAGER, WALL)
-"""Kinds of latency samples. Earlier kinds are preferred for ranking. WALL is for the CPU."""
+"""Kinds of latency samples, in order of preference for ranking. WALL is for cells on a CPU."""
 HOSTED = (EAGER, HOST, WALL)
 """Measurements that include host time."""
 SHARED_CORES = (
     "lanes of this host share its cores: times with the host in them (eager, host, wall) may be off"
 )
-"""Warning of a cell that was measured while other lanes used the same cores."""
+"""Warning for a cell that was measured while other lanes used the same cores."""
 CPU_WAIT = "cpu_wait_max"
-"""Key in a cell's clocks for the largest share of a process's timing that it waited for a CPU."""
+"""Key in the clocks of a cell. While timing the cell, a process waited for a CPU for this share of
+the time. The value is the maximum over all processes.
+"""
 GPU_MEASUREMENTS = (COLD, GRAPH, KERNEL, EAGER)
 """Measurements on a GPU."""
 ALIASES = {EVENT: COLD}
-"""Former name of a measurement -> current name."""
+"""Maps the former name of a measurement to its current name."""
 CALL_MEASUREMENTS = (GRAPH, COLD, EVENT, EAGER, WALL)
-"""Measurements of whole calls, unlike KERNEL. Earlier ones are closer to the time of the call."""
+"""Measurements of whole calls. They are sorted by the overhead that they include, starting with the
+smallest. KERNEL is not one of them, because it excludes the gaps between kernels.
+"""
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 ACTIVE_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
 """Names of hardware counters in ncu."""
@@ -151,7 +155,7 @@ class CellRow:
     def reason(
         self,
     ) -> Annotated[str | None, column("reason", shrink=True, meaning="why the cell did not run")]:
-        """The reason why the cell did not run: its message, or the messages of its refusals."""
+        """The message of the cell, or the messages of its refusals if it has no message."""
         return self.message or "; ".join(refusal.message for refusal in self.refusals) or None
 
 
@@ -159,7 +163,8 @@ class CellRow:
 class KernelRow:
     """One kernel of one cell in one launch configuration, summed over all its launches.
 
-    A time that was not measured is None. `config`, `backend` and `cell` are None for foreign traces.
+    A time that was not measured is None. `config`, `backend` and `cell` are None if the trace does
+    not come from a run of profharness.
     """
 
     run: Annotated[str, column("run", meaning="id of the run")]
@@ -213,7 +218,7 @@ class KernelRow:
     share: Annotated[
         float | None, column("share%", "percent", meaning="the part of the call's kernel time")
     ]
-    """Share of the cell's `total_ns`. In a foreign trace, it is the share of the range."""
+    """Share of the sum of `total_ns` in the cell, or in the range if the row has no cell."""
     first_ns: Annotated[
         int, column(meaning="earliest start, relative to the start of the cell's first call")
     ]
@@ -255,7 +260,7 @@ class KernelRow:
     ) -> Annotated[
         float | None, column(meaning="bytes to and from DRAM per second of ncu's kernel time")
     ]:
-        """The value is None if the DRAM counters were not collected."""
+        """Memory throughput of the kernel, or None if the DRAM counters were not collected."""
         moved = [self.metrics[name][0] for name in (DRAM_READ, DRAM_WRITE) if name in self.metrics]
         return sum(moved) / self.duration_ns * 1e9 if moved and self.duration_ns else None
 
@@ -266,7 +271,7 @@ class KernelRow:
         float | None,
         column("µs/call", "us", meaning="time of the kernel's launches in one call"),
     ]:
-        """The value is None for a foreign trace, or if the time was not measured."""
+        """Time of the kernel's launches in one call, or None if the time or the call is unknown."""
         if self.total_ns is None or self.launches_per_call is None:
             return None
         return self.total_ns / self.launches * self.launches_per_call
@@ -319,7 +324,7 @@ _R = TypeVar("_R", KernelRow, LaunchRow)
 
 
 def preferred_profiler_rows(rows: Iterable[_R]) -> list[_R]:
-    """Keep the rows of only one profiler for each run: the first one in TRACE_PROFILERS."""
+    """For each run, keep only the rows of one profiler, the first in TRACE_PROFILERS with rows."""
     kept = list(rows)
     order = {name: number for number, name in enumerate(TRACE_PROFILERS)}
     seen = {(row.run, row.profiler) for row in kept}
@@ -382,16 +387,16 @@ class CallRow:
     kernels: tuple[CallKernel, ...] = ()
     graph: bool = False
     template: int | None = None
-    """Row id of the observed kind of call, or None if the kind was not observed."""
+    """Row id of the matching `CallSignature`, or None if the observer did not record the call."""
 
     @property
     def mode(self) -> str:
-        """How the call ran: `eager`, `compile`, or `graph` if a CUDA graph replayed it."""
+        """`eager`, `compile` for a compiled call, or `graph` if a CUDA graph replayed the call."""
         return "graph" if self.graph else "compile" if self.compiled else "eager"
 
     @property
     def dims(self) -> tuple[tuple[int, ...] | None, ...]:
-        """The sizes of query, key, value and mask. None stands for an unknown tensor."""
+        """The sizes of query, key, value and mask. The sizes of an unknown tensor are None."""
         return tuple(tuple(tensor["dims"]) if tensor else None for tensor in self.tensors)
 
 
@@ -401,7 +406,7 @@ UNTRACED = 0
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """A kind of call in one process of an observed program, and its number of calls.
+    """A kind of attention call in one process of an observed program, and the number of such calls.
 
     `profharness.traces.observed.ObservedCall` describes the fields.
     """
@@ -431,18 +436,18 @@ class CallSignature:
 
 
 WHOLE_TRACE = "the whole trace"
-"""Name of the only step of a trace that contains no steps."""
+"""Name of the step that stands for the whole trace if the trace contains no steps."""
 
 
 class StepRow(NamedTuple):
-    """A step of a trace."""
+    """A step of a program in a trace."""
 
     trace: int
     step: int
     name: str
     start_ns: int
     duration_ns: int
-    busy_ns: int  # time during which at least one kernel ran that started in the step
+    busy_ns: int  # time during which at least one kernel that started in the step was running
 
 
 class GapRow(NamedTuple):
@@ -472,7 +477,7 @@ class DeviceTime(NamedTuple):
 class RankRow:
     """One rank of a job.
 
-    It is a whole run, or the traces of one rank if a run contains several ranks.
+    The row describes a whole run, or only the traces of one rank if a run contains several ranks.
     """
 
     run: str
@@ -507,9 +512,10 @@ class RankLaunches:
     """Launches of traces, aggregated into groups."""
 
     groups: list[tuple[int, ...]]
-    """(trace, place, kernel, launch configuration, launches, total_ns, cell) of each group.
+    """A tuple (trace, place, kernel, launch configuration, launches, total_ns, cell) for each group.
 
-    `launches` is a number of launches, and `total_ns` a time or -1 if it is unknown. The rest are ids.
+    `launches` is the number of launches. `total_ns` is a time, or -1 if the time is unknown. The
+    other elements are IDs.
     """
-    places: dict[int, str]  # id -> name of the range, or config and backend
+    places: dict[int, str]  # maps the ID of a place to its range, or to its config and backend
     kernels: dict[int, RankKernel]

@@ -1,8 +1,8 @@
 """Read and write the record of a run in its folder, and describe the options and plans of a run.
 
-run.json contains what was planned, the results, and which raw traces belong to the run. The worker
-appends one `JournalEntry` per line to journal.jsonl, and run.json is rewritten from time to time. A
-folder whose run.json is older than its journal (a killed run) loads just as well.
+run.json contains the plan, the results, and the paths of the raw traces. The worker appends one
+`JournalEntry` per line to journal.jsonl, and run.json is rewritten from time to time. If a run is
+killed, run.json can lack some results. `read_run` then reads them from the journal.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from profharness.rows import ALIASES, GPU_MEASUREMENTS, TORCH, WALL, Refusal
 
 RUN_FILE = "run.json"
 JOURNAL_FILE = "journal.jsonl"
-CAMPAIGN_FILE = "campaign.json"  # exists in the folder of a run whose cells are cut into groups
-GROUPS_FOLDER = "groups"  # exists in the same folder, and contains a run folder per group
+CAMPAIGN_FILE = "campaign.json"  # exists in the folder of a campaign, a run split into groups
+GROUPS_FOLDER = "groups"  # exists in the folder of a campaign, and contains a run folder per group
 GROUP_NAME = re.compile(r"\w[\w-]*")
 PLAN_FILE = "plan.json"
 SCHEMA = "profharness.run/1"
-GPU = "gpu"  # stands for the profiler in a Problem that makes times doubtful but fails no run
+GPU = "gpu"  # `Problem.profiler` if the GPU made timings unreliable, which does not fail the run
 EXIT_UNWRITABLE = 72  # exit code of a worker that cannot write to the run folder
-UNWRITABLE = "the run folder cannot be written to: "  # that worker prints this and the reason
+UNWRITABLE = "the run folder cannot be written to: "  # start of the message of such a worker
 PYTHON_FILE = "python"  # contains the path of another interpreter until the run is finished
-# maximum size of campaign.json and of each part of run.json but cells
+# maximum size in bytes of campaign.json, and of each field of run.json except `cells`
 PART_BYTES = 16_000_000
 PRECISION = 0.01
-NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised by msgspec
+# errors that msgspec raises for invalid data
+NOT_A_RECORD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 PRECISIONS = (1e-9, 1 - 1e-9)
 SHORTEST_SAMPLING_S = 1e-6
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Cell:
-    """A config that a run executes on one backend, and the result."""
+    """A config that a run executes on one backend, and its result."""
 
     cell: str
     config: Config
@@ -84,19 +85,19 @@ class Cell:
     message: str | None = None
     choice: str | None = None  # the backend that PyTorch's `_fused_sdp_choice` returned
     iterations: int = 0  # number of profiled calls
-    # Measurement (`rows.MEASUREMENTS`, or `host`) -> ns per call.
+    # Maps each measurement (one of `rows.MEASUREMENTS`, or `host`) to its samples in ns per call.
     samples: dict[str, list[int]] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
     peak_memory_bytes: int | None = None
     duration_ns: int | None = None
     clocks: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    compile_ns: int | None = None  # time to load and first call it; None for PyTorch's backends
+    compile_ns: int | None = None  # time to load the backend and call it once; None for PyTorch's
     case: str | None = None  # name of the case of a verified cell
     asked: str | None = None  # label of the config from which the case was derived
     checks: tuple[Check, ...] = ()
     tuning: dict[str, Any] | None = None  # the implementation's `tuning()` after the last call
-    # Measurement -> (process, turn, number of samples), in the order of the samples.
+    # Maps each measurement to tuples (process, turn, number of samples) in the order of the samples.
     turns: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     process: int = 0  # number of the last process that timed the cell, counted from 0
 
@@ -112,19 +113,19 @@ class TraceFile:
 
 @dataclass(frozen=True)
 class Problem:
-    """A failure of a profiler, or a disturbance that makes the times doubtful."""
+    """A failure of a profiler, or a disturbance that makes timings unreliable."""
 
     profiler: str  # name of the profiler, or GPU for a disturbance
     code: str  # does not change between versions; docs/nsight.md lists all codes
     message: str
     remedy: str
     raw: str = ""  # raw output of the tool
-    cells: tuple[str, ...] = ()  # cells that lack the profiler's rows; empty for all cells
+    cells: tuple[str, ...] = ()  # cells without results of the profiler; empty stands for all cells
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the cells are run."""
+    """The settings with which the cells of a run are executed."""
 
     iterations: int = 5
     warmup: int = 3
@@ -139,14 +140,14 @@ class Protocol:
 
 DEVICES = ("auto", *DEVICE_TYPES)
 LIMITS = {"iterations": (1, 10_000), "warmup": (0, 10_000), "samples": (0, 100_000)}
-"""Smallest and largest number of calls in a capture."""
+"""Minimum and maximum numbers of calls in a capture."""
 PROCESSES = (1, 100)
 SHORTEST_S, LONGEST_S = 0.1, 1_000_000_000
 SEEDS = (-(2**63), 2**64 - 1)  # range of torch.Generator
 
 
 def check_protocol(protocol: Protocol, *, counted: bool = False) -> None:
-    """Raise UsageError for an invalid protocol. If `counted`, check the counts against LIMITS."""
+    """Raise UsageError for an invalid protocol. If `counted` is set, LIMITS apply to its counts."""
     for name, (low, high) in LIMITS.items():
         limits = (low, high) if counted else (0, math.inf)
         require_number(name, getattr(protocol, name), *limits, whole=True)
@@ -184,7 +185,7 @@ def require_number(
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as run.json contains it."""
+    """The content of run.json: the plan, the environment and the results of a run."""
 
     run: str
     created: str
@@ -237,8 +238,8 @@ def unwritable(folder: Path, why: str | None) -> UnwritableError:
 def read_part(path: Path, kind: type[T], what: str, limit: int = PART_BYTES) -> T:
     """Decode a JSON file of a run folder.
 
-    Raise FileNotFoundError if the file does not exist, and TraceFormatError if its content is not
-    `what`.
+    Raise FileNotFoundError if the file does not exist, and TraceFormatError if it cannot be read or
+    is invalid. `what` describes the expected content in the error message.
     """
     try:
         return read_json(path, kind, limit=limit, within=path.parent)
@@ -314,10 +315,10 @@ def _with_groups(folder: Path, run: Run) -> Run:
 
 
 def with_result(cell: Cell, result: Cell) -> Cell:
-    """Return the cell with a result added to it.
+    """Return the cell with the result of a process added.
 
-    A pending cell takes the result of its first process. A cell that is `ok` then takes the samples
-    of each later process. Any other result is ignored.
+    The result of the first process replaces a pending cell. If the cell is then `ok`, add the
+    samples of each later process, or a warning if that process failed. Ignore any other result.
     """
     if cell.status == "pending":
         return result if result.process == 0 else cell
@@ -341,7 +342,7 @@ def with_result(cell: Cell, result: Cell) -> Cell:
 
 
 def _merge_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Merge the clocks of two processes. Weight their medians by the number of readings."""
+    """Merge the clocks of two processes. Average the medians, weighted by the number of readings."""
     merged, counts = first | more, (first.get("readings", 1), more.get("readings", 1))
     for name in first.keys() & more.keys():
         values = first[name], more[name]
@@ -357,7 +358,7 @@ def _merge_clocks(first: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]
 
 
 def _with_journal(folder: Path, run: Run) -> Run:
-    """Add the results in the journal to the run. Ignore a line that a crash cut short."""
+    """Add the results in the journal to the run. Ignore incomplete lines, which a crash can leave."""
     path = folder / JOURNAL_FILE
     cells = {cell.cell: cell for cell in run.cells}
     try:
@@ -389,8 +390,7 @@ def counts_file(journal: Path) -> Path:
 def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the events in a journal of an observed process, then the counts of its calls.
 
-    Yield None for a line that is no event, such as an incomplete one. Raise TraceFormatError if a
-    file cannot be read.
+    Yield None for an invalid or incomplete line. Raise TraceFormatError if a file cannot be read.
     """
     counts = counts_file(path)
     try:
@@ -405,7 +405,7 @@ def observed_rows(path: Path) -> Iterator[dict[str, Any] | None]:
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read: {error.strerror}") from None
     if numbers:
-        # by template (a kind of call): the number of its calls for each combination of lengths
+        # maps each template (a kind of call) to the number of calls per combination of lengths
         found: dict[int, list[list[int]]] = {}
         whole = numbers[: len(numbers) // 40 * 40]
         for template, *lengths, calls in struct.iter_unpack("=5q", whole):
@@ -435,22 +435,22 @@ class Plan:
     cells: tuple[Cell, ...]
     protocol: Protocol
     profilers: tuple[str, ...]
-    parent: int  # id of the process with which the worker ends
-    wrapped: bool = False  # a tool watches the worker, which must therefore exit normally
+    parent: int  # id of the parent process; the worker ends when this process ends
+    wrapped: bool = False  # whether nsys or ncu runs the worker, which must then exit normally
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What a benchmark measures, and how precisely."""
+    """The measurements of a benchmark, and their precision."""
 
     # The first measurement ranks the backends. On a CPU, `wall` replaces all measurements.
     measurements: tuple[str, ...] = GPU_MEASUREMENTS
-    precision: float = PRECISION  # half the width of the 95 % interval, divided by the median
+    precision: float = PRECISION  # target half-width of the 95 % interval, divided by the median
     max_time_s: float = 10.0  # maximum time to sample each cell
     iterations: int | None = None  # number of samples per measurement, instead of a precision
 
     def part(self, process: int, processes: int) -> BenchPlan:
-        """Return the part of the plan that one of several processes carries out."""
+        """Return the plan of one process if several processes share the samples of a cell."""
         count = self.iterations
         if count is not None:
             count = count // processes + (process < count % processes)
@@ -472,7 +472,7 @@ def current_names(measurements: Sequence[str]) -> tuple[str, ...]:
 def make_plan(
     measurements: Sequence[str], precision: float, max_time_s: float, iterations: int | None = None
 ) -> BenchPlan:
-    """Return a plan of known measurements, without duplicates.
+    """Create a benchmark plan. Ignore duplicate measurements.
 
     Raise UsageError for unknown measurements and invalid numbers.
     """
@@ -488,13 +488,13 @@ def make_plan(
 
 
 def _parse_number(text: str, units: str) -> tuple[float, str]:
-    """Return a decimal number and its unit, or 0 if the text has another form."""
+    """Parse a decimal number and its unit. Return 0 and no unit if the text is invalid."""
     match = re.fullmatch(rf"\s*(\d+\.?\d*|\.\d+)\s*({units}|)\s*", text)
     return (float(match[1]), match[2]) if match else (0.0, "")
 
 
 def parse_precision(text: str) -> float:
-    """Parse `1%` or `0.01` as a fraction between 0 and 1, exclusive. Raise UsageError."""
+    """Parse a precision such as `1%` or `0.01`. Raise UsageError unless it is between 0 and 1."""
     number, unit = _parse_number(text, "%")
     value = number / 100 if unit else number
     if not 0 < value < 1:
@@ -503,7 +503,7 @@ def parse_precision(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Parse `30`, `30s`, `500ms` or `2m` as a number of seconds above 0. Raise UsageError."""
+    """Parse a time such as `30`, `30s`, `500ms` or `2m`. Raise UsageError unless it is positive."""
     number, unit = _parse_number(text, "ms|s|min|m")
     value = number * {"ms": 1e-3, "m": 60.0, "min": 60.0}.get(unit, 1.0)
     if value <= 0:
@@ -512,7 +512,7 @@ def parse_seconds(text: str) -> float:
 
 
 def turn_order(seed: int, config: str, round_number: int, count: int) -> list[int]:
-    """Return the numbers from 0 to count - 1, in a pseudo-random order for one round."""
+    """Return the numbers from 0 to count - 1 in a pseudo-random order that depends on the round."""
     order = list(range(count))
     random.Random(f"{seed}/{config}/{round_number}").shuffle(order)
     return order
@@ -520,19 +520,18 @@ def turn_order(seed: int, config: str, round_number: int, count: int) -> list[in
 
 @dataclass(frozen=True)
 class Fleet:
-    """Where the cells of a run are executed."""
+    """The hosts and GPUs on which the cells of a run are executed."""
 
     scheduler: str | None = None
-    """`local`, `local:2` or the address of a Dask scheduler. None selects this host, with all of
-    its GPUs if there are several."""
-    gpus: tuple[str, ...] = ()  # the GPU classes that run every config
-    insecure: bool = False  # allow a scheduler without TLS on another host
+    """`local`, `local:2` or the address of a Dask scheduler. None selects this host and all its GPUs."""
+    gpus: tuple[str, ...] = ()  # the GPU classes, each of which runs all configs
+    insecure: bool = False  # whether a scheduler on another host may lack TLS
 
 
 def gpu_classes(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the GPU classes in texts such as `H100,H200`.
+    """Split texts such as `H100,H200` into GPU classes.
 
-    Raise UsageError for an empty name and for a class that is named twice.
+    Raise UsageError if a name is empty or if a class occurs twice.
     """
     names = gpu_names(given)
     require_distinct(names, list(map(class_word, names)))
@@ -549,7 +548,7 @@ def gpu_names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
-    """Raise UsageError if two names stand for the same class. `meant` has the class of each name."""
+    """Raise UsageError if two names have the same class. `meant` contains the class of each name."""
     first: dict[str, str] = {}
     for name, word in zip(names, meant, strict=True):
         if word in first:
@@ -558,7 +557,7 @@ def require_distinct(names: Sequence[str], meant: Sequence[str]) -> None:
 
 
 def class_word(gpu: str) -> str:
-    """Return the form of a GPU class that is used in run ids, in lower case and without blanks."""
+    """Convert a GPU class to the form in run ids, such as `rtx4090` for `RTX 4090`."""
     return re.sub(r"[^a-z0-9_.]+", "", gpu.casefold())
 
 
@@ -574,7 +573,7 @@ class CaptureOptions:
     kind: str = "capture"  # the command that makes the run, unless `bench` or `cases` is set
     python: str | None = None  # path of another interpreter whose torch is measured
     fleet: Fleet = Fleet()
-    # Verify these cases of each config. No profilers and no numbers of calls are used.
+    # Cases of each config to verify. A verification uses no profilers and ignores numbers of calls.
     cases: tuple[str, ...] = ()
     grad: bool = False  # verify gradients too
 
@@ -583,7 +582,7 @@ class CaptureOptions:
 class ObserveOptions:
     """Options for observing a program."""
 
-    profiler: str = TORCH  # or `nsys` or `none`
+    profiler: str = TORCH  # `torch`, `nsys` or `none`
     steps: int = 3  # number of recorded steps
     warmup: int = 3  # number of steps without a new kind of call before the recorded steps
     rank: str = "0"  # the rank to record, or `all`
@@ -597,7 +596,7 @@ class BenchOptions:
 
     configs: Sequence[Config] = ()
     backends: tuple[str, ...] = ()
-    run: str | None = None  # a stored run to use instead of measuring
+    run: str | None = None  # a stored run whose results are used instead of new measurements
     baseline: str | None = None
     dtypes: tuple[str, ...] = ()
     measurements: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
 """Define the data structures of a parsed trace.
 
-Every parser returns a `Trace`, whichever profiler wrote the file. The store ingests it.
+The parsers for all profilers return a `Trace`, and the store ingests it.
 
-Small tables (names, launch configurations, ranges) are plain lists. There can be millions of
-launches, so they are delivered in batches of columns, which refer to the small tables by index.
-Times are integer nanoseconds on the trace's own absolute clock.
+Small tables (names, launch configurations, ranges) are plain lists. A trace can contain millions of
+launches, so launches are delivered in batches. A batch consists of columns, which refer to the small
+tables by index. Times are integer nanoseconds on the absolute clock of the trace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 CELL_RANGE_PREFIX = "profharness:"
 WARMUP_RANGE = "profharness:warmup"
-# In an index column, NONE means that there is no such row. In a value column, it means "unknown".
+# In an index column, NONE means that there is no referenced row. In a value column, it means that the
+# value is unknown.
 NONE = -1
 
 
@@ -35,7 +36,7 @@ def cell_range(cell: str) -> str:
 
 
 def range_cell(name: str) -> str | None:
-    """Return the cell id in a range name, or None for the warm-up range and ranges of programs."""
+    """Return the cell id in the name of a range, or None if the range does not belong to a cell."""
     is_cell = name.startswith(CELL_RANGE_PREFIX) and name != WARMUP_RANGE
     return name.removeprefix(CELL_RANGE_PREFIX) if is_cell else None
 
@@ -99,15 +100,17 @@ class AttentionCall:
     compiled: bool
     recompute: bool  # whether the call repeats a forward pass during a backward pass
     backward: bool
-    """Whether a gradient was computed, or the call prepared the computation of a gradient."""
+    """Whether the backward pass of the call ran, or the call stored data for a backward pass."""
     modules: tuple[str, ...]  # the nn.Modules that were being called, outermost first
-    config: Config | None  # a config that replays the call, or None if no config describes the call
+    config: Config | None  # a config that describes the call, or None if no config can describe it
     reason: str | None
     """Why there is no config, or which properties of the call the config does not describe."""
     tensors: tuple[TensorArgument | None, ...]
     """The query, key, value and mask. A tensor is None if it was not given or is unknown."""
     path: str | None = None
-    """Dotted path of the innermost module. None if no marker in the trace contains the path."""
+    """Dotted path of the innermost module, such as `layers.0.self_attn`. It is None if no marker in
+    the trace contains the path.
+    """
     step: int | None = None
     pid: int = NONE
     tid: int = NONE
@@ -118,7 +121,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """A time interval on a thread, whose launches belong to one direction of one attention call."""
+    """A time interval on a thread. Launches in it belong to one direction of one attention call."""
 
     call: int  # index of the call in the list of calls
     direction: str  # `forward`, `backward` or `recompute`
@@ -145,7 +148,9 @@ class LaunchBatch:
     launch_config: Int64Column
     op_path: Int64Column
     range: Int64Column
-    """Index of the innermost user range open on the launching thread, or cell_range if none was."""
+    """Index of the innermost user range that was open on the launching thread. If no user range was
+    open, the value is the same as in `cell_range`.
+    """
     cell_range: Int64Column
     """Index of the `profharness:` range that encloses the launch. If no such range is open on the
     launching thread, this is a range that another thread of the process had open at that time,
@@ -153,8 +158,8 @@ class LaunchBatch:
     """
     api: Int64Column
     device: Int64Column
-    """Index of the GPU. -1 means the CPU: if a trace contains only CPU events, its launches are
-    ops, and their durations exclude their child ops.
+    """Index of the GPU, or -1 for the CPU. If a trace contains only CPU events, its launches are ops,
+    and the duration of an op excludes its child ops.
     """
     stream: Int64Column
     correlation: Int64Column
@@ -170,7 +175,7 @@ class LaunchBatch:
 
 @dataclass(frozen=True, slots=True)
 class HardwareMetrics:
-    """Values of the hardware counters for the launches of a trace, with the profiler's names."""
+    """Values of hardware counters for the launches of a trace. Names are those of the profiler."""
 
     names: list[str]
     units: list[str]
@@ -191,10 +196,10 @@ class Trace:
     devices: tuple[Device, ...]
     environment: dict[str, object]
     """Properties that the file records, such as cuda_runtime_version, cupti_version and
-    distributedInfo. The names of the host and the user, paths and the command line are left out.
+    distributedInfo. Host and user names, paths and the command line are excluded.
     """
     kernels: list[str]
-    """Canonical names, as Kineto prints them. A memcpy or memset keeps its name in the trace."""
+    """Canonical names, as Kineto prints them. The name of a memcpy or memset is not changed."""
     kernel_kinds: list[str]  # the kind of each kernel: `kernel`, `memcpy`, `memset` or `op`
     launch_configs: list[LaunchConfig]
     op_paths: list[str]
@@ -211,4 +216,4 @@ class Trace:
     steps: tuple[ProgramStep, ...] = ()
     metrics: HardwareMetrics | None = None
     created_s: int | None = None
-    """The creation time that the file records, in seconds since 1970, or None if it records none."""
+    """Creation time in seconds since 1970, or None if the file does not contain this time."""
