@@ -128,8 +128,8 @@ class GpuWatch:
         """Return which of the processes have computed since the watch began.
 
         Idle processes are left out, because a context alone does not disturb a measurement. Return
-        all `pids` if the driver does not report the activity of processes, as for a MIG instance, or
-        if the activity has other process IDs, as in some containers.
+        all `pids` if the driver does not report the activity of processes, as for a MIG instance,
+        or reports it under other process IDs, as in some containers.
         """
         samples = self._samples(self._began) if pids else []
         if samples is None:

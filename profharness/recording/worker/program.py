@@ -122,7 +122,7 @@ class JournalWriter:
 def watched_write(watch: GpuWatch, write: Write, last: str) -> Write:
     """Return a function that calls `write` and then also writes the problems the watch has found.
 
-    A look at the GPU is slow, so most entries cause none, but the end of the cell `last` always does.
+    Looking at the GPU is slow, so most entries skip it, but never the end of the cell `last`.
     """
 
     def write_and_report(entry: JournalEntry) -> None:

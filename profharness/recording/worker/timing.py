@@ -1,5 +1,7 @@
-"""Latency without a profiler, in raw nanoseconds per call: cold, eager in bursts, by CUDA-graph
-replay, or by the wall clock on the CPU.
+"""Time calls without a profiler.
+
+On a GPU, there are three measurements: single calls with a cold L2, bursts of eager calls, and
+replays of a CUDA graph. On a CPU, calls are timed by the wall clock. Samples are in ns per call.
 """
 
 from __future__ import annotations
@@ -25,30 +27,31 @@ from profharness.recording.worker.environment import gpu_uuid
 from profharness.rows import COLD, CPU_WAIT, EAGER, GRAPH, HOST, WALL
 from profharness.run import Cell, JournalEntry, Plan
 
-PERIOD_S = 0.05
+PERIOD_S = 0.05  # time between two readings of the clocks
 KEPT = 4096  # maximum number of stored readings; they cover more than three minutes
 FIRST_S = 5.0  # maximum time to wait for the first reading of NVML
-# Time limits of a measurement. A slow call gets fewer samples, but at least MIN_SAMPLES.
-SAMPLE_S = 0.001  # seconds allowed for each requested sample
-LEAST_BUDGET_S = 0.03  # minimum time limit; longer than a turn of a benchmark
-WALL_BUDGET_S = 0.5  # limit for the wall clock, which other programs on a CPU disturb
+# Time limits of a measurement. They reduce the number of samples of a slow call, but not below
+# MIN_SAMPLES.
+SAMPLE_S = 0.001  # time allowed per requested sample
+LEAST_BUDGET_S = 0.03  # minimum time limit, which is longer than a turn of a benchmark
+WALL_BUDGET_S = 0.5  # time limit for calls on a CPU, which other programs disturb more
 MIN_SAMPLES = 5
-GRAPH_CALLS = 100  # maximum number of calls in a graph; they share the GPU's cost of starting it
-GRAPH_NS = 500_000  # maximum duration of a graph; the cost of starting it is then negligible
+GRAPH_CALLS = 100  # maximum number of calls in a graph, which share the time to start it
+GRAPH_NS = 500_000  # intended duration of a graph; the time to start it is then negligible
 TRIAL_CALLS = 10
-FLUSH_BYTES = 256 << 20  # more than any L2 (H200: 60 MB)
-DELAY_NS = 50_000  # the first delay; a call whose queueing takes longer doubles it
-DELAY_MAX_NS = 50_000_000  # maximum delay; a call that takes longer to queue waits for the device
-TRIAL_CYCLES = 1_000_000  # length of a spin that is timed to measure the cycles per nanosecond
-EAGER_CALLS = 20  # maximum calls in a burst; their launches must fit into the launch queue (1024)
-EAGER_NS = 500_000  # maximum duration of a burst
+FLUSH_BYTES = 256 << 20  # larger than the L2 of any GPU (H200: 60 MB)
+DELAY_NS = 50_000  # first delay; doubled if queueing the launches of a call takes longer
+DELAY_MAX_NS = 50_000_000  # maximum delay; a call that takes longer must be waiting for the GPU
+TRIAL_CYCLES = 1_000_000  # length of the delay that is timed to find the clock rate
+EAGER_CALLS = 20  # maximum calls in a burst, whose launches must fit into CUDA's queue (1024)
+EAGER_NS = 500_000  # intended duration of a burst
 T = TypeVar("T")
 Questions = dict[str, Callable[[], Any]]
 Write = Callable[[JournalEntry], None]
 
 
 class TimingEvent(torch.cuda.Event):  # type: ignore[misc]
-    """An event with torch's own methods, even if a backend replaces them later."""
+    """A CUDA event that keeps torch's own methods even if a backend later replaces them."""
 
     record = torch.cuda.Event.record
     query = torch.cuda.Event.query
@@ -57,31 +60,34 @@ class TimingEvent(torch.cuda.Event):  # type: ignore[misc]
 
 
 class ClockReader:
-    """Read the clocks of torch's device 0 every PERIOD_S in its own thread, as an NVML query can
-    take milliseconds.
+    """Reads the clocks, power and temperature of torch's device 0 every PERIOD_S in a thread.
 
-    Values that NVML does not provide are omitted. `open_questions` returns the queries by name; it
-    runs in the thread.
+    The thread is separate because an NVML query can take milliseconds. Values that NVML does not
+    provide are left out. `open_questions` is called in the thread and returns functions that query
+    one value each.
     """
 
     def __init__(self, open_questions: Callable[[], Questions] | None = None) -> None:
-        # each reading with the times at which its queries began and ended
+        # (time at which the queries began, time at which they ended, reading)
         self._kept: deque[tuple[float, float, dict[str, Any]]] = deque(maxlen=KEPT)
         self._begun = threading.Event()
         ask = open_questions or _questions
         threading.Thread(target=self._run, args=(ask,), daemon=True).start()
 
     def latest(self) -> dict[str, Any]:
-        """Return the last reading, if any."""
+        """Return the last reading, or an empty dict if there is none."""
         return self._kept[-1][2] if self._kept else {}
 
     def between(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """Return the readings in progress between two moments of `time.perf_counter`."""
+        """Return the readings that overlap an interval, given by two times of `perf_counter`."""
         kept = tuple(self._kept)
         return [reading for begun, answered, reading in kept if begun <= end and begin <= answered]
 
     def nearest(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """Return the reading nearest to an interval that contains none, if NVML is available."""
+        """Return a list of the one reading that is nearest to an interval.
+
+        The list is empty if NVML is not available.
+        """
         self._begun.wait(FIRST_S)
         kept = tuple(self._kept)
         if not kept:
@@ -107,8 +113,10 @@ class ClockReader:
 
 
 def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine readings into one: the median of each value with `_min` and `_max`, and all throttle
-    reasons that occurred. Return an empty dict if there are no readings.
+    """Summarize readings by the median, minimum and maximum of each value.
+
+    For example, `sm_mhz` becomes `sm_mhz`, `sm_mhz_min` and `sm_mhz_max`. Throttle reasons are
+    combined by a bitwise or. Return an empty dict if there are no readings.
     """
     summary: dict[str, Any] = {}
     for name in dict.fromkeys(name for reading in readings for name in reading):
@@ -122,8 +130,9 @@ def over_time(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class CpuWait:
-    """Measure the share of time in its blocks that this thread was ready to run but waited for a
-    CPU.
+    """Measures how long the calling thread waits for a CPU in `with` blocks.
+
+    A thread waits if it is ready to run but all CPUs are busy with other threads.
     """
 
     def __init__(self) -> None:
@@ -139,7 +148,10 @@ class CpuWait:
         self._waited_ns += _run_delay_ns()
 
     def reading(self) -> dict[str, float]:
-        """Return the share under its key, if the system counts waiting times."""
+        """Return the waiting time divided by the duration of the blocks, under the key CPU_WAIT.
+
+        Return an empty dict if the thread never waited or the system does not count waiting times.
+        """
         share = self._waited_ns / max(1, self._passed_ns)
         return {CPU_WAIT: round(share, 3)} if self._waited_ns > 0 else {}
 
@@ -176,7 +188,7 @@ def _flush_l2() -> None:
 
 @dataclass
 class Workspace:
-    """The state of a worker process."""
+    """The device, plan and other data that all functions of a worker process share."""
 
     device: str  # `cuda` or `cpu`
     folder: Path
@@ -192,18 +204,18 @@ class Workspace:
             synchronize()
 
     def open_clocks(self) -> None:
-        """Read clocks from now on, but not on a CPU or under a profiler."""
+        """Start to read clocks, except on a CPU or under nsys or ncu."""
         if is_gpu(self.device) and not self.plan.wrapped:
             self.clocks = ClockReader()
 
 
 class NotQueuedError(RuntimeError):
-    """A call cannot be queued while the stream is blocked, because it waits for the device."""
+    """Raised for a call that waits for the GPU, so it cannot be queued on a blocked stream."""
 
 
 @dataclass
 class StreamDelay:
-    """Block the current stream for a time. `length_ns` grows if calls need longer."""
+    """Blocks the current stream for `length_ns`, so that the host can queue work meanwhile."""
 
     length_ns: int = DELAY_NS
     cycles_per_ns: float | None = None
@@ -211,37 +223,38 @@ class StreamDelay:
     def __call__(self) -> None:
         if self.cycles_per_ns is None:
             spin = partial(torch.cuda._sleep, TRIAL_CYCLES)
-            spin()  # loads the kernel
+            spin()  # the first launch loads the kernel, which takes long
             self.cycles_per_ns = TRIAL_CYCLES / (elapsed_ms(spin) * 1e6)
         torch.cuda._sleep(round(self.length_ns * self.cycles_per_ns))
 
     def lengthen(self) -> None:
-        """Double the next delays. Raise NotQueuedError beyond DELAY_MAX_NS."""
+        """Double the delay. Raise NotQueuedError if the delay would exceed DELAY_MAX_NS."""
         if self.length_ns * 2 > DELAY_MAX_NS:
             raise NotQueuedError("its launches cannot be queued ahead: the call waits for the GPU")
         self.length_ns *= 2
 
 
 def time_cold(call: Callable[[], Any], samples: int, delay: StreamDelay) -> dict[str, list[int]]:
-    """Time single calls on the device, with the L2 flushed before each.
+    """Time single calls on the GPU. The L2 cache is flushed before each call.
 
-    All launches of a call are queued before the first may run, so host time does not count. Raise
-    NotQueuedError.
+    All launches of a call are queued before the first launch can run, so that the samples do not
+    include time of the host. Raise NotQueuedError if the call waits for the GPU.
     """
     queue = partial(_queue_delayed, call, delay, _flush_l2)
     return {COLD: queue_samples(queue, delay.lengthen, samples)}
 
 
 Queued = tuple[bool, Callable[[], int]]
-"""Whether the device began before all work was queued, and a function that returns the time in ns."""
+"""Whether the GPU began before all work was queued, and a function that returns the time in ns."""
 
 
 def queue_samples(
     queue: Callable[[], Queued], lengthen: Callable[[], None], samples: int
 ) -> list[int]:
-    """Sample what `queue` puts onto the stream.
+    """Return the times in ns of the work that each call of `queue` puts onto the stream.
 
-    Discard a sample if the device began too early, and call `lengthen` for the next.
+    If the GPU began before all work was queued, discard the sample, and call `lengthen` to make the
+    delay before the next sample longer.
     """
     reads: list[Callable[[], int]] = []
     times: list[int] = []
@@ -252,8 +265,8 @@ def queue_samples(
             lengthen()
             continue
         reads.append(read)
-        # Queue at most 8 samples, because a full launch queue makes the host wait. The host clock
-        # does not show work that is still queued, so read all samples before checking the deadline.
+        # Queue at most 8 samples, because the host would wait if CUDA's launch queue were full.
+        # Queued work has not taken any time yet, so finish it before checking the deadline.
         if len(reads) == 8 or len(times) + len(reads) == MIN_SAMPLES:
             times += [each() for each in reads]
             reads.clear()
@@ -275,21 +288,23 @@ def _queue_delayed(
 
 
 def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[str, list[int]]:
-    """Time bursts of calls without a flush or a wait in between, by two events around each burst.
+    """Time bursts of calls by two events around each burst.
 
-    The host's time per call is reported under HOST.
+    The calls of a burst follow each other without a wait or a flush of the L2. Also return the time
+    that the host takes per call, under the key HOST.
     """
     calls = max(1, min(EAGER_CALLS, EAGER_NS // max(1, expected_ns)))
     last: Any = None
 
     def queue() -> Callable[[], tuple[int, int]]:
-        """Queue a burst. Return a function that waits for it and returns the nanoseconds per call on
-        the device and on the host.
+        """Queue a burst. Return a function that waits until the burst is complete.
+
+        The function returns the time per call in ns on the GPU, and the time per call on the host.
         """
         nonlocal last
         start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
         if last is None or last.query():
-            # an idle device needs extra calls to bring device and host to their steady distance
+            # if the GPU is idle, make extra calls first, to time only the steady state
             for _ in range(1 + calls // 5):
                 call()
         start.record()
@@ -309,8 +324,8 @@ def time_eager(call: Callable[[], Any], samples: int, expected_ns: int) -> dict[
 def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
     """Return samples of the work that `queue` starts.
 
-    `queue` returns a function that waits for the sample. Each wait begins after the next sample is
-    queued, so that a device that is slower than the host never idles.
+    `queue` returns a function that waits for the work and returns its sample. It is called only
+    after the next work is queued, so that the GPU does not become idle between samples.
     """
     reads: deque[Callable[[], T]] = deque()
     values: list[T] = []
@@ -325,16 +340,20 @@ def overlapped(queue: Callable[[], Callable[[], T]], samples: int) -> list[T]:
 
 
 Sampler = Callable[[int], dict[str, list[int]]]
-"""Take a number of samples, or fewer within the time limit, and return them by measurement."""
+"""A function that takes the given number of samples, or fewer if the time limit is reached.
+
+It returns the samples by measurement.
+"""
 
 
 def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
-    """Capture a graph of the call and replay it once. Return its sampler.
+    """Capture several calls in a CUDA graph. Return a function that samples replays of the graph.
 
-    Each sample is a replay's time divided by its calls, with a warm L2 and the replay queued before
-    it may run: its launch takes the host 10 to 40 us, and varies between processes by more than the
-    GPU's time. A short graph determines the number of calls, since `expected_ns`, measured outside
-    of graphs, may be mostly CPU time. Raise the errors of the capture, and NotQueuedError.
+    A sample is the time of one replay divided by the number of calls in the graph. Each replay is
+    queued before it can run, because the host takes 10 to 40 us to launch a graph, and this time
+    varies between processes. Time a short graph first to choose the number of calls, because
+    `expected_ns`, measured without a graph, may be mostly CPU time. Raise NotQueuedError, or a
+    RuntimeError if the call cannot be captured.
     """
     delay = StreamDelay()
 
@@ -352,8 +371,8 @@ def open_graph(call: Callable[[], Any], expected_ns: int) -> Sampler:
 
 
 def _captured(call: Callable[[], Any], calls: int) -> Any:
-    # torch.cuda.graph would collect garbage and empty the allocator's cache first, which costs more
-    # than the timing
+    # Do not use torch.cuda.graph, because it first collects garbage and empties the allocator's
+    # cache, which takes longer than the timing.
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -365,23 +384,26 @@ def _captured(call: Callable[[], Any], calls: int) -> Any:
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()  # load the graph, which takes the host a long time
+    graph.replay()  # the first replay loads the graph, which takes the host a long time
     synchronize()
     return graph
 
 
 def time_wall(call: Callable[[], Any], samples: int) -> dict[str, list[int]]:
-    """Time single calls on the CPU by the monotonic clock."""
+    """Time single calls on a CPU by the wall clock."""
     return {WALL: sampled(lambda: wall_ns(call), samples, WALL_BUDGET_S)}
 
 
 def budget_s(samples: int) -> float:
-    """Return the seconds that a measurement of so many samples may take on a GPU."""
+    """Return the time limit, in seconds, of a measurement with this number of samples on a GPU."""
     return max(LEAST_BUDGET_S, samples * SAMPLE_S)
 
 
 def sampled(sample: Callable[[], T], count: int, seconds: float) -> list[T]:
-    """Take as many samples as fit into the seconds, from MIN_SAMPLES to `count`."""
+    """Return up to `count` results of `sample`, and stop early after the given time in seconds.
+
+    Return at least MIN_SAMPLES results, or `count` if that is fewer.
+    """
     samples: list[T] = []
     deadline = perf_counter() + seconds
     while len(samples) < count:
@@ -392,7 +414,7 @@ def sampled(sample: Callable[[], T], count: int, seconds: float) -> list[T]:
 
 
 def elapsed_ms(call: Callable[[], Any]) -> float:
-    """Return the milliseconds between two events around a call on the current stream."""
+    """Return the GPU time of a call on the current stream in milliseconds."""
     start, stop = TimingEvent(enable_timing=True), TimingEvent(enable_timing=True)
     start.record()
     call()
@@ -402,7 +424,7 @@ def elapsed_ms(call: Callable[[], Any]) -> float:
 
 
 def elapsed_ns(start: Any, stop: Any) -> int:
-    """Return the nanoseconds between two recorded events. Wait for the second."""
+    """Wait for the event `stop`. Return the time between the two events in nanoseconds."""
     stop.synchronize()
     return round(float(start.elapsed_time(stop)) * 1e6)
 

@@ -1,9 +1,10 @@
-"""A program of the worker that verifies instead of measuring: call each cell's backend several
-times on poisoned memory, and compare its results with a reference.
+"""A program of the worker that verifies the results of backends.
 
-The reference is attention in plain torch ops: in fp64 the expected result, in the inputs' own dtype
-the expected error. Gradients are computed explicitly, not by autograd. A difference is described by
-its position, its size, and the mistake that would produce it.
+For each cell, it calls the backend several times on poisoned memory, which is memory filled with a
+known byte, and compares the results with a reference. The reference is attention in plain torch ops
+without autograd. Computed in fp64, it is the expected result. Computed in the dtype of the inputs,
+it shows how large the error of a correct backend can be. The message about a wrong result describes
+the position and size of the error and, if possible, the mistake that would produce it.
 """
 
 from __future__ import annotations
@@ -48,32 +49,32 @@ from profharness.recording.worker.program import Stage, run_each
 from profharness.recording.worker.timing import Workspace
 from profharness.run import Cell, Check
 
-LARGE = 5.5  # factor on q and k; scores then have a standard deviation of 30, and exp(90) overflows fp32
-OFFSET = 1 << 20  # offset in elements; it preserves every alignment of the allocator
-# Maximum number of scores in memory; in fp64, with temporaries, less than 1 GiB.
+LARGE = 5.5  # factor on q and k; scores then have a standard deviation of 30, so exp overflows fp32
+OFFSET = 1 << 20  # offset in elements, a multiple of every alignment that the allocator guarantees
+# Maximum number of scores computed at once. In fp64, with temporaries, they need less than 1 GiB.
 MAX_SCORES = 1 << 24
 ORDERS = ("plain", "scaled_first", "reversed")
 GRADIENTS = {"dq": "query", "dk": "key", "dv": "value"}
-NAN_BYTE = 0xFF  # a number with only such bytes is NaN in fp16, bf16, fp32 and fp64
-OTHER_BYTE = 0x42  # a number with only such bytes is finite in these dtypes
-COPIES = 4  # freed blocks of each size, from which output, gradients and workspaces are allocated
-FACTOR = 2.0  # allowed error, relative to the largest error of eager attention in the same dtype
-FLOOR_ULPS = 2.0  # minimum allowance, relative to the terms, because eager may be exact by chance
-NOT_ONE = 0.01  # minimum distance from 1 of a factor that is reported as wrong
+NAN_BYTE = 0xFF  # a number made of this byte alone is NaN in fp16, bf16, fp32 and fp64
+OTHER_BYTE = 0x42  # a number made of this byte alone is finite in these dtypes
+COPIES = 4  # number of poisoned blocks per size, for the output, gradients and workspaces
+FACTOR = 2.0  # allowed error, as a multiple of the error of the reference in the same dtype
+FLOOR_ULPS = 2.0  # added to the allowed error, because the reference may be exact by chance
+NOT_ONE = 0.01  # a wrong factor is only reported if it differs from 1 by more than this
 TILES = (16, 32, 64, 128)
-_M_PERTURB = -6  # glibc option that fills memory from malloc with the complement of a byte
+_M_PERTURB = -6  # option of glibc's mallopt: fill new memory with the complement of a byte
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Attention with a mistake. The default is correct."""
+    """A variant of the reference, usually with a mistake. The default is correct attention."""
 
-    scale: float | None = None  # instead of the config's
-    causal: bool | None = None  # instead of the config's
-    diagonal: int = 0  # under causal, row i attends to columns 0..i+diagonal
-    interleaved: bool = False  # query head h uses key head h % Hkv
-    keys: int | None = None  # number of keys, from the first
-    order: str = "plain"  # one of ORDERS, which round the same scores differently; not a mistake
+    scale: float | None = None  # replaces the scale of the config
+    causal: bool | None = None  # replaces `causal` of the config
+    diagonal: int = 0  # with a causal mask, row i attends to columns 0..i+diagonal
+    interleaved: bool = False  # query head h uses key head h % num_kv_heads
+    keys: int | None = None  # use only this number of keys, from the beginning
+    order: str = "plain"  # one of ORDERS, which round differently but are all correct
 
 
 CORRECT = Variant()
@@ -81,9 +82,9 @@ CORRECT = Variant()
 
 @functools.cache
 def masked_row_value() -> float:
-    """Return the output of torch's math backend for a query that attends to no key.
+    """Return the output of torch's math backend for a query that may not attend to any key.
 
-    It is 0 in torch 2.5 and later, and NaN in earlier versions.
+    The output is 0 in torch 2.5 and later, and NaN in earlier versions.
     """
     tensor = torch.ones(1, 1, 1, 1)
     with sdpa_kernel([SDPBackend.MATH]):
@@ -101,12 +102,16 @@ def attend(
     variant: Variant = CORRECT,
     with_sizes: bool = False,
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
-    """Return softmax(Q K^T * scale + mask) V as `out`, and the sizes of its terms.
+    """Compute attention in plain torch ops. Return the results and, if requested, their sizes.
 
-    If the config has bwd, the results include the inputs' gradients for `inputs.grad` as `dq`, `dk`
-    and `dv`, in the inputs' shapes. causal is SDPA's, aligned to the first row and column. A size is
-    the magnitude of the terms of a sum without cancellation, as (largest element, Frobenius norm);
-    that of the scores is `score`. Without `with_sizes`, there are none.
+    The result `out` is softmax(Q K^T * scale + mask) V. If the config has `bwd`, there are
+    also the gradients `dq`, `dk` and `dv`. A causal mask is aligned to the first row and
+    column, as in SDPA.
+
+    If `with_sizes` is set, the second dict has a size for each result, otherwise it is empty. The
+    size is what the result would be if all terms of its sums were positive, as (largest element,
+    Frobenius norm). Rounding errors are proportional to it. The entry `score` has the
+    largest absolute value of Q K^T * scale.
     """
     tensors = _zeros(config, inputs, dtype)
     terms = _zeros(config, inputs, dtype) if with_sizes else {}
@@ -115,7 +120,7 @@ def attend(
     with torch.no_grad():
         for batch, heads, kv, rows in _blocks(config, variant):
             at = (batch, heads, rows)
-            # [G, rows, D] against [Skv, D]
+            # shapes: query [G, rows, D], key and value [Skv, D]
             query = inputs.query[batch % config.batch, heads, rows].to(dtype)
             key, value = (
                 tensor[batch % config.key_batch, kv].to(dtype)
@@ -141,7 +146,7 @@ def attend(
                 wide = into["dk"].dtype
                 mine, theirs = (
                     batch % len(into[name]) for name in ("dq", "dk")
-                )  # 0 in a batch of 1
+                )  # index 0 if the tensor has a batch of 1
                 into["dq"][mine, heads, rows] += (factor @ k).to(wide)
                 into["dk"][theirs, kv] += (factor.transpose(-2, -1) @ q).to(wide).sum(0)
                 into["dv"][theirs, kv] += (weight.transpose(-2, -1) @ g).to(wide).sum(0)
@@ -155,10 +160,11 @@ def attend(
 
 
 def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
-    """Return `out` by one matrix product for all heads of a batch, like eager attention.
+    """Compute `out` with one matrix product for many heads, as eager attention does.
 
-    BLAS may sum it in another, less exact order than head by head (fp32 on an H200 at head_dim
-    2048: 2.4 times the error). Return None if the scores of one head are too many.
+    For a batched product, BLAS may sum in a less exact order than for single heads. In fp32 on an
+    H200 with a head_dim of 2048, the error is 2.4 times as large. Return None if one head has more
+    than MAX_SCORES scores.
     """
     group = config.num_heads // config.num_kv_heads
     step = MAX_SCORES // (config.seq_len_q * config.seq_len_kv)
@@ -182,7 +188,10 @@ def batched_out(config: Config, inputs: Inputs, dtype: Any) -> Any:
 
 
 def _blocks(config: Config, variant: Variant) -> Iterator[tuple[int, slice, int, slice]]:
-    """Yield (batch, query heads, key head, rows) of blocks with at most MAX_SCORES scores."""
+    """Yield (batch, query heads, key head, rows) of blocks of the scores.
+
+    A block has at most MAX_SCORES scores, but at least one row.
+    """
     group = config.num_heads // config.num_kv_heads
     step = max(1, MAX_SCORES // (group * config.seq_len_kv))
     for batch in range(config.output_batch):
@@ -199,7 +208,7 @@ def default_scale(config: Config) -> float:
 
 
 def _zeros(config: Config, inputs: Inputs, dtype: Any) -> dict[str, Any]:
-    """Return zeros to accumulate in. Key and value gradients of a narrow dtype accumulate in fp32."""
+    """Return tensors of zeros for the results. Gradients are accumulated in fp32 or fp64."""
     made = {"out": torch.zeros(output_shape(config), dtype=dtype, device=inputs.query.device)}
     if config.bwd:
         wide = torch.promote_types(dtype, torch.float32)
@@ -240,11 +249,11 @@ def _weights(
 def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
     """Fill memory that is allocated inside the block with `byte`, as far as possible.
 
-    On CUDA, free blocks of the caching allocator are filled, including those of the sizes of
-    `like`. Memory that the driver allocates, or another stream uses, is not. On a CPU with glibc,
-    malloc fills its blocks, except for the first 16 bytes of a block of up to 1 KiB from its thread
-    cache, and some blocks of less than 100 bytes. With other C libraries only freed blocks of those
-    sizes are filled.
+    On CUDA, fill the free blocks of the caching allocator, which include blocks of the sizes of the
+    tensors `like`. Memory that the driver allocates or another stream uses is not filled. On a CPU
+    with glibc, malloc fills the memory, except for some blocks of less than 100 bytes and the first
+    16 bytes of some blocks of up to 1 KiB. With another C library, only freed blocks of the sizes
+    of `like` are filled.
     """
     blocks = [
         torch.empty(size, dtype=torch.uint8, device=device).fill_(byte)
@@ -263,7 +272,7 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
     except (AttributeError, OSError, TypeError):  # the C library has no mallopt
         yield
         return
-    # set the bit above the byte, because 0 would disable filling
+    # set a bit above the byte, because the value 0 would disable filling
     perturb(_M_PERTURB, byte ^ 0xFF | 0x100)
     try:
         yield
@@ -272,13 +281,16 @@ def poisoned(byte: int, like: Iterable[Any], device: str) -> Iterator[None]:
 
 
 def poison_value(byte: int, dtype: Any) -> float:
-    """Return the value of an unwritten element of that dtype."""
+    """Return the value of an element of this dtype in memory that is filled with `byte`."""
     width = torch.empty((), dtype=dtype).element_size()
     return float(torch.tensor([byte] * width, dtype=torch.uint8).view(dtype)[0])
 
 
 def _fill_free_blocks(byte: int) -> None:
-    """Fill all free blocks that the current stream can get, by allocating them by size."""
+    """Fill all free blocks that PyTorch's allocator keeps for the current stream.
+
+    To reach the blocks, allocate a tensor of the size of each block. Free all tensors at the end.
+    """
     blocks = []
     stream = torch.cuda.current_stream().cuda_stream
     for segment in torch.cuda.memory_snapshot():
@@ -298,9 +310,10 @@ def _fill_free_blocks(byte: int) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """The reference in fp64 and the allowed error of each result, by name.
+    """The expected results in fp64, and the allowed error of each result, by name.
 
-    An allowed error is (largest difference of an element, Frobenius norm of the difference).
+    An allowed error has two numbers, the largest allowed difference of an element and the largest
+    allowed Frobenius norm of the difference.
     """
 
     tensors: dict[str, Any]
@@ -309,18 +322,18 @@ class Expected:
 
 @dataclass(frozen=True)
 class Got:
-    """The results of a backend by name. A gradient may be None."""
+    """The results of a backend in several calls, by name. A gradient may be None."""
 
     first: dict[str, Any]
-    second: dict[str, Any]  # for the same inputs, on memory with different contents
-    earlier: dict[str, Any]  # of the previous call, which had other inputs
-    reused: tuple[str, ...]  # results of the first call that a later call changed
+    second: dict[str, Any]  # a second call on the same inputs, with differently poisoned memory
+    earlier: dict[str, Any]  # a call on other inputs, just before the first call
+    reused: tuple[str, ...]  # names of results of the first call that a later call overwrote
     no_gradient: str | None = None  # why the backend has no gradients
     backward_error: str | None = None  # why its backward pass failed
 
 
 def expect(config: Config, inputs: Inputs) -> Expected:
-    """Return the reference for these inputs, and the error that a correct result may have."""
+    """Compute the expected results for these inputs, and the error that each result may have."""
     reference, sizes = attend(config, inputs, torch.float64, with_sizes=True)
     dtype = inputs.query.dtype
     eagers = [attend(config, inputs, dtype, variant=Variant(order=order))[0] for order in ORDERS]
@@ -332,10 +345,10 @@ def expect(config: Config, inputs: Inputs) -> Expected:
         batched = batched_out(config, inputs, dtype) if name == "out" else None
         if batched is not None:
             offs.append(_difference(batched, tensor))
-        # eager's error means nothing if it overflows
+        # ignore the error of elements that overflow in the narrow dtype
         offs = [torch.nan_to_num(off, nan=0.0, posinf=0.0, neginf=0.0) for off in offs]
         floor = FLOOR_ULPS * torch.finfo(dtype).eps
-        if name != "out":  # a fused backward pass keeps each row's logsumexp, rounded to fp32
+        if name != "out":  # a fused backward pass uses each row's logsumexp rounded to fp32
             floor += torch.finfo(torch.float32).eps * logsumexp
         allowance[name] = (
             FACTOR * max(float(off.abs().max()) for off in offs) + floor * largest,
@@ -345,7 +358,7 @@ def expect(config: Config, inputs: Inputs) -> Expected:
 
 
 def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expected) -> Check:
-    """Check one result by name."""
+    """Check the result `name`, which is `out` or a gradient."""
     first, second = got.first[name], got.second[name]
     reference, allowance = expected.tensors[name], expected.allowance[name]
     if first is None or second is None:
@@ -356,7 +369,7 @@ def compare(config: Config, inputs: Inputs, name: str, got: Got, expected: Expec
     if first.dtype != inputs.query.dtype:
         return Check(name, False, f"is {first.dtype}; the inputs are {inputs.query.dtype}")
     errors = [_errors(result, reference) for result in (first, second)]
-    # treat NaN, which compares as false, as the largest error
+    # a NaN counts as the largest error; `nan != nan` is true
     largest, norm = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
     size = float(torch.nan_to_num(reference).norm())
     fault = note = _fault(config, inputs, name, got, expected, errors)
@@ -380,7 +393,7 @@ def _errors(result: Any, reference: Any) -> tuple[float, float]:
 
 
 def _difference(result: Any, reference: Any) -> Any:
-    """Return result - reference in fp64. Equal NaNs and infinities differ by 0."""
+    """Return `result - reference` in fp64. The difference of two NaNs or equal infinities is 0."""
     off = result.double() - reference
     same = (result.isnan() & reference.isnan()) | (result.double() == reference)
     return off.masked_fill(same, 0.0)
@@ -426,9 +439,9 @@ def _fault(
 
 
 def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
-    """Describe elements that the backend did not write.
+    """Return a message about elements that the backend did not write, or None if there are none.
 
-    They contain NaN in the first result and the other byte pattern in the second.
+    Unwritten elements contain the poison: NaN in the first result, and OTHER_BYTE in the second.
     """
     other = poison_value(OTHER_BYTE, first.dtype)
     left = first.isnan() & ~reference.isnan() & (second.double() == other)
@@ -442,7 +455,7 @@ def _unwritten(first: Any, second: Any, reference: Any) -> str | None:
 
 
 def _where(got: Any, reference: Any, allowance: tuple[float, float]) -> str:
-    """Describe the position of the largest difference, the expected value and the excess."""
+    """Return a message with the position and size of the largest error, and the expected value."""
     lost = (~got.isfinite()) & reference.isfinite()
     count = int(lost.sum())
     off = _difference(got, reference)
@@ -473,7 +486,7 @@ def _by(error: float, allowance: float) -> str:
 
 
 def _guess(config: Config, inputs: Inputs, name: str, got: Any, expected: Expected) -> str | None:
-    """Return the common mistake that would produce exactly this result, or None."""
+    """Return a message about a common mistake that would produce this result, or None."""
     config = replace(config, bwd=False) if name == "out" else config
     for text, variant in _mistakes(config):
         tried = attend(config, inputs, torch.float64, variant=variant)[0]
@@ -521,19 +534,19 @@ def _finite(value: float) -> float | None:
 
 
 def body(workspace: Workspace) -> None:
-    """Verify every cell."""
+    """Verify every cell of the plan that belongs to this process."""
     run_each(workspace, Verifier(workspace).verify)
 
 
 @dataclass
 class Verifier:
-    """Verify cells. The reference of the last problem is reused for its other backends."""
+    """Verifies cells. The reference of a case is kept for the next backend of the same case."""
 
     workspace: Workspace
     _last: tuple[tuple[Config, str], Inputs, Expected] | None = field(default=None, init=False)
 
     def verify(self, cell: Cell, stage: Stage) -> Cell:
-        """Return the cell with its checks. Raise DeadContextError if no other cell can follow."""
+        """Return the cell with its checks. Raise DeadContextError if the CUDA context is lost."""
         cell = replace(cell, config=cell.config.resolve(self.workspace.device))
         texts: list[str] = []
         set_deterministic(cell.config.deterministic)
@@ -541,7 +554,7 @@ class Verifier:
             checks, tuning = self._checks(cell, stage, texts)
         except Exception as error:
             result = failure(cell, self.workspace, texts, error)
-            # a backend that refuses, or that had too little memory, is not to blame
+            # a refusal or a lack of memory does not make the backend wrong
             blameless = result.status in ("refused", "oom")
             check = Check("out", None if blameless else False, result.message)
             return unless_dead(replace(result, checks=(check,)), error)
@@ -579,7 +592,10 @@ class Verifier:
         return tuple(checks), tuning_of(backend, attention)
 
     def _why_forward_only(self, config: Config, backend: Backend) -> str | None:
-        """Return why only the forward pass can be verified. Raise RefusedError if nothing can."""
+        """Return why only the forward pass can be verified, or None if the whole config can.
+
+        Raise RefusedError if the backend refuses the forward pass too.
+        """
         refusals = reasons_beforehand(config, self.workspace, backend)
         if not refusals:
             return None
@@ -591,7 +607,7 @@ class Verifier:
     def _reference(self, config: Config, values: str) -> tuple[Inputs, Expected]:
         key = (config, values)
         if self._last is None or self._last[0] != key:
-            self._last = None  # before the next call uses its memory
+            self._last = None  # free memory before the next reference is computed
             seed = self.workspace.plan.protocol.seed
             inputs = case_inputs(config, values, self.workspace.device, seed)
             self._last = (key, inputs, expect(config, inputs))
@@ -599,7 +615,7 @@ class Verifier:
 
 
 def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
-    """Return inputs of a config with the values or placement of a case; see `cases.VALUES`."""
+    """Create the inputs of a case of a config. `values` is one of `cases.VALUES`, or `normal`."""
     inputs = make_inputs(config, device, seed)
     with torch.no_grad():
         if values == "large":
@@ -627,10 +643,10 @@ def case_inputs(config: Config, values: str, device: str, seed: int) -> Inputs:
 
 @dataclass
 class _Caller:
-    """The calls of one cell: twice a call on other inputs, followed by a call on its own inputs.
+    """Calls the backend of one cell four times: other inputs, cell's inputs, and both again.
 
-    Each pair of calls runs on memory that is filled with a different byte pattern. Data that an
-    earlier call left in memory is therefore never the correct result.
+    The calls on other inputs ensure that data left over from an earlier call is never the correct
+    result. Both pairs of calls run on poisoned memory, each with its own byte.
     """
 
     config: Config
@@ -640,7 +656,7 @@ class _Caller:
     values: str
 
     def run(self, inputs: Inputs, seed: int) -> tuple[Got, str | None]:
-        """Return the results, and which input the call changed (with the position), or None."""
+        """Return the results, and a message if a call changed any of the inputs, otherwise None."""
         device = self.workspace.device
         others = case_inputs(self.config, self.values, device, seed + 1)
         before = {name: _bytes(getattr(inputs, name)).clone() for name in GRADIENTS.values()}
@@ -658,7 +674,7 @@ class _Caller:
         return Got(kept, second, earlier, reused, *reasons), changed
 
     def _sized(self, inputs: Inputs) -> list[Any]:
-        """Return tensors of the sizes that a call may allocate."""
+        """Return tensors that are as large as the tensors a call is likely to allocate."""
         query = inputs.query
         shape = (self.config.batch, self.config.num_heads, self.config.seq_len_q)
         out = torch.empty((*shape, self.config.value_dim), dtype=query.dtype, device="meta")
@@ -666,10 +682,11 @@ class _Caller:
         return [query, inputs.key, inputs.value, out, sums]
 
     def _call(self, inputs: Inputs) -> tuple[dict[str, Any], str | None, str | None]:
-        """Return the results of a call by name, why there are no gradients, and why they failed.
+        """Call the backend. Return the results by name and two messages, each of which may be None.
 
-        Raise ImplementationError if the output violates the contract, and RefusedError if the
-        backend refuses. A failure of the backward pass does not lose the output.
+        The messages are why the backend has no gradients, and why its backward pass failed. In both
+        cases the results still contain the output. Raise ImplementationError if the output is not
+        like SDPA's, and RefusedError if the backend refuses the config.
         """
         with implementation_errors(self.backend):
             out = make_forward(self.config, inputs, self.attention)()
@@ -696,7 +713,7 @@ class _Caller:
 
 
 def _bytes(tensor: Any) -> Any:
-    """Return a tensor's whole storage, including bytes between and around its elements."""
+    """Return the whole storage of a tensor as bytes, including bytes outside the elements."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(tensor.untyped_storage())
 
@@ -706,7 +723,7 @@ def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
-    """Restore the inputs' contents. Return where they were changed, or None."""
+    """Restore the storage of the inputs. Return a message if it was changed, otherwise None."""
     changed = None
     for name, old in before.items():
         tensor = getattr(inputs, name)
@@ -720,7 +737,7 @@ def _restored(inputs: Inputs, before: dict[str, Any]) -> str | None:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Compare bitwise, so that NaN equals itself."""
+    """Return whether two tensors are bitwise equal, so that equal NaNs count as equal."""
     if first is None or second is None:
         return first is second
     bits = (tensor.contiguous().view(torch.uint8) for tensor in (first, second))
