@@ -1,8 +1,8 @@
 """Parse Nsight Compute's reports (.ncu-rep) and CSV tables, including the hardware counters.
 
 ncu runs kernels one at a time and records no start times. So the parser invents them: the first
-launch starts at 0, and each launch starts when the previous launch ends. The order is that in which
-ncu profiled the launches.
+launch starts at 0, and each launch starts when the previous launch ends. The launches are in
+the order in which ncu profiled them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from profharness.traces.ncu_readers import read_report
 
 OWN_DOMAIN = "profharness"
 NO_NAME = "unknown"
-# Duration that is assumed for a kernel whose time is unknown. It keeps the launches in order.
+# Duration that is assumed for a kernel whose time is unknown, to keep the launches in order.
 UNKNOWN_STEP_NS = 1
 # Units of time in ncu's output. ncu writes long words until 2024 and abbreviations from 2025 on.
 NANOSECONDS = {
@@ -61,12 +61,12 @@ def parse_ncu(path: Path) -> Trace:
 
     The long form of the CSV, which has one metric per line, is also accepted.
 
-    Mangled names are demangled to the text that Kineto prints. If a CSV contains only the names that
-    ncu demangled, these are used. The duration of a kernel is unknown if its time was not measured.
-    The process, the thread and the launch time are always unknown. Consecutive launches in a range
-    are treated as one call of the range. The name of a range is `domain:name`, except that ranges of
-    the domain `profharness` and of the default domain have no prefix. All numeric metrics are kept
-    except `device__attribute_*` and `nvlink__*`.
+    Mangled names are demangled to the text that Kineto prints. If a CSV contains only names that
+    ncu demangled, these names are used. The duration of a kernel is unknown if its time was not
+    measured. The process, the thread and the launch time are always unknown. Consecutive launches
+    in a range are treated as one call of the range. The name of a range is `domain:name`, except
+    that ranges of the domain `profharness` and of the default domain have no prefix. All numeric
+    metrics are kept except `device__attribute_*` and `nvlink__*`.
 
     Raise TraceFormatError if the file is in neither format, truncated or unreadable. Raise
     MissingReaderError if no program on this machine can read the report.
@@ -155,7 +155,10 @@ def _launch_config(launch: NcuLaunch, units: dict[str, str]) -> LaunchConfig:
 
 
 def _dims(launch: NcuLaunch, what: str) -> Triple | None:
-    """Return the size of each dimension, or None if unknown. A product of 1 determines the sizes."""
+    """Return the dimensions of the grid or block, or None if they are unknown.
+
+    If only the product of the dimensions is known and is 1, all dimensions are 1.
+    """
     x, y, z = (_whole(launch, f"launch__{what}_dim_{axis}") for axis in "xyz")
     if x is not None and y is not None and z is not None:
         return x, y, z
@@ -163,9 +166,9 @@ def _dims(launch: NcuLaunch, what: str) -> Triple | None:
 
 
 def _whole(launch: NcuLaunch, name: str) -> int | None:
-    """Return a metric as an integer, or None if no count can have its value.
+    """Return a metric as an integer, or None if its value is impossible for a count.
 
-    Old reports contain counts as doubles.
+    Counts are doubles in old reports.
     """
     value = launch.values.get(name)
     return None if value is None else whole(round(value))
@@ -186,7 +189,7 @@ def _open_ranges(launch: NcuLaunch) -> list[str]:
 def _ranges(
     launches: list[NcuLaunch], starts: list[int], ends: list[int]
 ) -> tuple[list[Range], list[int], list[int]]:
-    """Return all ranges, and for each launch the indices of its innermost range and of its cell."""
+    """Return all ranges, and for each launch the index of its innermost range and of its cell."""
     opened: list[tuple[str, int, int | None]] = []  # name, start and parent of each range
     stops: list[int] = []
     stack: list[int] = []
@@ -231,7 +234,7 @@ def _devices(launches: list[NcuLaunch]) -> tuple[tuple[Device, ...], list[str]]:
 
 
 def _metrics(report: NcuReport, durations: list[int], path: Path) -> HardwareMetrics | None:
-    """Return all numeric metrics except the constants of the machine, sorted by name."""
+    """Return all numeric metrics, sorted by name, without the constants of the machine."""
     seen = {name for launch in report.launches for name in launch.values}
     names = sorted(name for name in seen if not name.startswith(CONSTANTS))
     if not names:

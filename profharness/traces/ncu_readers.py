@@ -56,14 +56,14 @@ STRING, FLOATS, INTEGERS = 2, (3, 4), (5, 6)  # values of IMetric.kind()
 # unsigned field.
 MAX_INDEX = 1 << 31
 MAX_NAMES = 1 << 16  # maximum number of ranges per launch and domain
-# A real report of 1.2 MB takes 0.4 s of processor time and 180 MB of memory. The library itself uses
-# 120 MB of them.
+# Limits on processor time. A real report of 1.2 MB takes 0.4 s of processor time and 180 MB of
+# memory, of which the library itself uses 120 MB.
 CPU_S, CPU_S_PER_MB = 12.0, 4.0
 # A child that uses ENOUGH_KIB of memory leaves the rest of the report to the next child. MOST_BYTES is
 # the maximum memory of a child.
 ENOUGH_KIB, MOST_BYTES = 240 << 10, 450 << 20
-# Ratio of the limit on wall time to the limit on processor time. A child may sleep, or share its
-# processor with other processes.
+# Ratio of the limit on wall time to the limit on processor time. Wall time may be longer, because a
+# child may sleep or share its processor with other processes.
 WAITING = 4
 NO_MODULE, NOTHING_FOUND, NO_MEMORY = 3, 4, 5  # exit codes of the child
 
@@ -97,7 +97,8 @@ class MissingReaderError(MissingExtraError):
 def read_report(path: Path, file: NcuFile) -> NcuReport:
     """Read the kernels of a report. `file` is the result of `check_file`.
 
-    Raise TraceFormatError if no reader can read the report, and MissingReaderError if there is none.
+    Raise TraceFormatError if no reader can read the report, and MissingReaderError if no reader is
+    available.
     """
     if not file.results:
         return NcuReport([], {})
@@ -131,7 +132,7 @@ def _attempts(path: Path) -> Iterator[tuple[str, NcuReport | str]]:
     tool = find_tool(NCU)
     if tool is None:
         return
-    # The folder of the module that was installed together with ncu
+    # The folder that contains the module of ncu's own installation
     folders = [(folder / EXTRAS).parent for folder in tool.path.resolve().parents[:5]]
     folder = next((folder for folder in folders if (folder / EXTRAS.name).is_file()), None)
     if folder is not None and (report := _read_native(path, folder)) is not None:
@@ -204,7 +205,7 @@ def _read_native(path: Path, folder: Path | None = None) -> NcuReport | str | No
             return part
         names = part.names
         for name, device, stream, values, texts, start_end, push_pop in part.launches:
-            # each child has read the constants of the device again
+            # each child reads the constants of the device again
             left_out = CONSTANTS if device in compactor.devices else ()
             kept = {names[at]: v for at, v in values.items() if not names[at].startswith(left_out)}
             words = {
@@ -229,7 +230,10 @@ def _children_s() -> float:
 
 
 def _read_part(path: Path, folder: Path | None, first: int, seconds: int) -> _Report | str | None:
-    """Return what a child reads from the result `first` on, or a failure as `_read_native` does."""
+    """Return the part of a report from the result `first` on that a child reads.
+
+    If the child fails, return the same values as `_read_native`.
+    """
     limits = (str(seconds), str(MOST_BYTES), str(first))
     with tempfile.TemporaryDirectory(prefix="profharness-ncu-") as name:
         output = Path(name) / "output"
@@ -263,7 +267,7 @@ def _failure(code: int | None, seconds: int) -> str:
 def main() -> None:
     """Run in the child process. The arguments are REPORT OUTPUT SECONDS BYTES FIRST [FOLDER]."""
     report, output, seconds, size, first, *folder = sys.argv[1:]
-    with contextlib.suppress(ValueError, OSError):  # the parent's limit still applies
+    with contextlib.suppress(ValueError, OSError):  # the parent still limits the time
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
         resource.setrlimit(resource.RLIMIT_AS, (int(size), int(size)))
@@ -282,7 +286,7 @@ def main() -> None:
 
 
 def _peak_kib() -> int:
-    """Return the peak memory of this process. `ru_maxrss` may include that of the parent."""
+    """Return the peak memory of this process. `ru_maxrss` may include the memory of the parent."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 
@@ -350,7 +354,10 @@ class _Reader:
         return [(title, self._text(name) or "") for name in list(names)[:MAX_NAMES]]
 
     def _text(self, value: object) -> str | None:
-        """Return a text without lone surrogates, to which SWIG converts bytes that are not UTF-8."""
+        """Return a text without lone surrogates, or None if the value is not a text.
+
+        SWIG converts bytes that are not UTF-8 to lone surrogates.
+        """
         if not isinstance(value, str):
             self._unreadable += 1
             return None

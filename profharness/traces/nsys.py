@@ -67,21 +67,22 @@ NO_NAME = "unknown"
 NUMBERS = (
     "start", "end", "deviceId", "streamId", "correlationId", "globalPid", "graphNodeId", "bytes",
 )  # fmt: skip
-# Each process counts its correlation ids separately. A key is process << PROCESS_SHIFT | correlation.
+# Each process counts its correlation IDs separately. So API calls and activities are matched by a
+# key, which is process << PROCESS_SHIFT | correlation ID.
 PROCESS_SHIFT = 40
 CORRELATIONS = 1 << PROCESS_SHIFT
 MAX_PROCESSES = 4096
 OWN_DOMAIN = "profharness"
-# The types of push/pop ranges, of start/end ranges, and of the same ranges from nvtxt files.
+# The event types of push/pop ranges, of start/end ranges, and of both kinds from nvtxt files.
 RANGES = "eventType IN (59, 60, 70, 71)"
 START_END = (60, 71)
 DOMAINS = "eventType = 75"
 MAX_RANGE_NAME = 4096
 # Patterns for the names of the API calls that start most activities. An export can contain ten times
-# as many other calls, so those are read only if the call of some activity has not been found.
+# as many other calls, so the other calls are read only if the call of an activity is not found.
 LAUNCHING = ("cu%Launch%", "cu%Memcpy%", "cu%Memset%")
 KERNEL_LAUNCHES = ("cu%Launch%Kernel%",)  # API calls that start exactly one kernel
-# After such a call, launches do not start kernels. They are added to a CUDA graph instead.
+# After such an API call, launches are added to a CUDA graph and do not start kernels.
 CAPTURES = ("cu%StreamBeginCapture%",)
 MAX_DURATION_NS = 1 << 53  # this is 104 days
 MAX_SMALL = 1 << 62  # devices, streams, nodes and bytes in the store must be less than this
@@ -108,10 +109,10 @@ _Row = tuple[Any, ...]
 def parse_nsys(path: Path) -> Trace:
     """Parse an SQLite export of nsys, or a .nsys-rep. The caller must close the returned Trace.
 
-    nsys counts times from the start of the capture. If the export records that start, the times of the
-    Trace count from 1970. If the file contains no launches, the Trace is empty and its warnings contain
-    nsys's own messages. If the API call of a launch is not in the file, launch_ns, range and cell_range of
-    the launch are NONE.
+    nsys counts times from the start of the capture. If the export contains the time of this start,
+    the times of the Trace count from 1970. If the file contains no launches, the Trace is empty and
+    its warnings contain nsys's own messages. If the API call of a launch is not in the file,
+    launch_ns, range and cell_range of the launch are NONE.
 
     Raise TraceFormatError if the file is not an export, or is damaged or incomplete. Also raise the
     errors of `export_report`.
@@ -187,13 +188,13 @@ def _parse(path: Path, shown: Path) -> Trace:
 
 
 def _describe(export: schema.Export, variants: Ids) -> tuple[Ids, Ids, Ints, list[str]]:
-    """Return the (kind, name) of each kernel, the launch configurations, an array and warnings.
+    """Return the kernels as (kind, name), the launch configurations, an array and warnings.
 
     Column i of the array contains the ids of the kernel and of the launch configuration of variant i.
     """
     kernels, configs = Ids(), Ids()
     string = cache(export.text)
-    # The first of mangledName, demangledName and shortName whose text is in the export
+    # The name of a kernel is the first of mangledName, demangledName and shortName that has a text
     texts = {}
     for table, values in variants:
         if table == schema.KERNEL:
@@ -230,26 +231,27 @@ class Reader:
     A variant is a distinct combination of the values that describe an activity: the names and the launch
     configuration of a kernel, or the kinds of memory of a memcpy or memset. The column `kernel` of
     GpuRows contains an index into `variants`, and `config` is always 0. The column `correlation` contains
-    a key, which PROCESS_SHIFT explains. The rows are sorted by key.
+    the key that is defined at PROCESS_SHIFT. The rows are sorted by key.
     """
 
     def __init__(self, export: schema.Export, tables: Tables) -> None:
         self.variants = Ids()
-        self.flows = np.empty((0, 4), np.int64)  # described by Attribution
+        self.flows = np.empty((0, 4), np.int64)  # see Attribution
         self._tables = tables
         self._export = export
-        self._doubts: Counter[str] = Counter()  # counts by warning; {n} in a warning is its count
+        self._doubts: Counter[str] = Counter()  # number of each warning, which replaces {n}
         self._processes = Ids()
         # The keys of activities outside and inside of CUDA graphs
         self._keys = {False: array("q"), True: array("q")}
-        self._copies = False  # whether an activity may be repeated
-        # The distinct keys of the activities, then a larger number, and whether their call is found
+        self._copies = False  # whether the export may contain copies of activities
+        # The sorted keys of the activities, then a larger number, and whether the call of each is
+        # found
         self._needed, self._found = nothing(0), np.empty(0, np.bool_)
         self._nameless: set[int] = set()  # ids of names that are not in StringIds
         self._string = cache(export.text)
 
     def read(self) -> None:
-        """Read all tables. Each step needs the results of the steps before it."""
+        """Read all tables. Their order matters, because each step uses results of earlier steps."""
         for table in schema.VARIANTS:
             if self._export.has(table, "start", "end"):
                 self._read_activities(table)
@@ -278,7 +280,7 @@ class Reader:
         return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
 
     def notes(self) -> list[str]:
-        """Return warnings about the rows that were read, and those that nsys recorded."""
+        """Return warnings about the rows that were read, and the warnings that nsys recorded."""
         notes = [text.replace("{n}", str(count)) for text, count in self._doubts.items()]
         if self._tables.gpu:
             notes += schema.absent_tables(self._export)
@@ -300,7 +302,7 @@ class Reader:
         self._doubt(f"{{n}} rows of {table} could not be read and were skipped", count)
 
     def _read_needed_calls(self) -> None:
-        """Read the API calls that started the activities, or all calls if these are unknown."""
+        """Read the API calls that started activities. If calls have no names, read all calls."""
         ids = self._export.strings_like(LAUNCHING)
         if not ids or not self._export.has(schema.RUNTIME, "nameId"):
             self._read_calls("")
@@ -312,7 +314,8 @@ class Reader:
 
     def _read_calls(self, where: str) -> None:
         columns = ("correlationId", "nameId", "globalTid", "start")
-        # API calls that must have started a kernel, unless a CUDA graph was captured
+        # Ids of the names of API calls that must have started a kernel. The list is empty if the
+        # export contains a CUDA graph, because launches that are added to a graph start no kernel.
         kernel = []
         if self._export.columns(schema.GRAPHS) is None and not self._export.strings_like(CAPTURES):
             kernel = self._export.strings_like(KERNEL_LAUNCHES)
@@ -404,7 +407,7 @@ class Reader:
         self._doubt(text, unclear)
 
     def _domains(self) -> dict[tuple[int, Any], str]:
-        """Return the prefixes that the names of ranges get, by process and domain id."""
+        """Return the prefix of the names of ranges for each (process, domain id)."""
         prefixes: dict[tuple[int, Any], str] = {}
         columns = ("globalTid", "domainId", "textId", "text")
         for thread, domain, string, text in self._export.rows(schema.NVTX, columns, DOMAINS):
@@ -432,7 +435,7 @@ class Reader:
         return np.where(valid, process * CORRELATIONS + correlation, -1)
 
     def _process(self, number: int) -> int:
-        if number == -1:  # unknown, unless only one process made API calls
+        if number == -1:  # unknown; if only one process made API calls, use it
             calls = self._export.processes_of_calls
             if len(calls) != 1:
                 return -1
@@ -465,7 +468,7 @@ def _array(batch: list[_Row], width: int) -> Ints:
 
 
 def _mapped(values: Ints, number: Callable[[int], int]) -> Ints:
-    """Return the result of calling `number` for each value, but only once for equal values."""
+    """Return `number(value)` for each value. Call `number` only once for equal values."""
     each, inverse = np.unique(values, return_inverse=True)
     return np.array([number(value) for value in each.tolist()], np.int64)[inverse]
 
@@ -483,9 +486,9 @@ def _is_time(value: object) -> bool:
 def read_text(text: str) -> tuple[str, int, str | None, bool] | None:
     """Parse the text of a range that PyTorch opened. Return None for the text of any other range.
 
-    Return the name, the sequence number or -1, the text of the sizes, and whether the range is an op
-    instead of a `record_function` of the user. The texts of both may contain an `op_id`, but only that
-    of an op contains a sequence number or the size of a tensor.
+    Return the name, the sequence number or -1, the text of the sizes, and whether the range is an
+    op instead of a `record_function` of the user. The texts of both kinds of ranges may contain an
+    `op_id`, but only the text of an op contains a sequence number or the size of a tensor.
     """
     match = TAIL.search(text)
     if match is None or not match.start():
@@ -520,7 +523,7 @@ class OpRanges:
         self.unread = 0
         self._tables = tables
         self._any = False
-        # The whole texts of the ranges before the first op, by number
+        # The whole texts of the ranges before the first op, by the index of the range
         self._renamed: dict[int, str] = {}
         self._pending: list[tuple[int, int, int, int]] = []
         # Start, end, thread and sequence number of the ops in which autograd evaluates its nodes
@@ -565,10 +568,10 @@ class OpRanges:
 
         Return the flows of `Attribution`, and the number of backward ops whose forward op is unknown because
         several threads used the sequence number. If no op was found, the ranges do not come from PyTorch, so
-        they get their whole texts back as names.
+        the whole texts become their names again.
 
-        Autograd numbers the backward ops that each thread prepares. The forward op is the op that
-        started last among those with the same number.
+        Autograd numbers the backward ops that each thread prepares. Of the ops that have the same
+        sequence number in a thread, the forward op is the op that started last.
         """
         self._flush()
         if not self._any:
@@ -606,5 +609,8 @@ class OpRanges:
 
 
 def _stem(name: str) -> str:
-    """Return the common part of the names of an op and its node: `mm` of `aten::mm` and `MmBackward0`."""
+    """Return the part of a name that an op and its autograd node share.
+
+    For `aten::mm` and `MmBackward0`, this is `mm`.
+    """
     return NODE.sub("", name.rpartition("::")[2]).replace("_", "").lower()

@@ -41,7 +41,7 @@ AGAIN = (
     "make it again from the report: nsys export --type sqlite --output OUT.sqlite REPORT.nsys-rep"
 )
 META_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # EXPORT_META_DATA is used until nsys 2022.4
-MAX_STRING = 65536  # maximum number of characters that are read of a string
+MAX_STRING = 65536  # maximum number of characters that are read from a string
 MAX_IDS = 1000
 FETCH_ROWS = 8192
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -61,7 +61,7 @@ VARIANTS = {
     MEMCPY: ("copyKind", "srcKind", "dstKind"),
     MEMSET: ("memKind",),
 }
-# Columns that a table must have, because otherwise none of its rows can be read.
+# Columns that a table must have. If one of them is missing, no row of the table can be read.
 NEEDED = {
     **dict.fromkeys(VARIANTS, ("start", "end")),
     RUNTIME: ("start", "globalTid", "correlationId"),
@@ -120,14 +120,14 @@ class Export:
     """An open export.
 
     Its methods return rows as tuples, with the columns in the requested order. A column that the
-    table does not have is NULL. `tables` contains the name of each table, quoted for use in SQL, and its
-    columns. Its keys lack version suffixes such as `_V2`.
+    table does not have is NULL. `tables` contains, by the name of a table without a
+    version suffix such as `_V2`, the full name, quoted for use in SQL, and the columns.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.connection = connection
-        # Tables that are ignored because another version of the same table is used. They have rows.
+        # Tables that have rows, but are ignored because another version of the same table is used
         self.passed_over: list[str] = []
         self.tables = self._tables()
 
@@ -163,7 +163,7 @@ class Export:
         return int(self.connection.execute(sql).fetchone()[0])
 
     def text(self, string: int) -> str | None:
-        """Return the first MAX_STRING characters of the text that has an id in StringIds."""
+        """Return the first MAX_STRING characters of a string in StringIds, or None if unknown."""
         if not self.has(STRINGS, "id", "value"):
             return None
         sql = f"SELECT substr(value, 1, {MAX_STRING}) FROM {self.tables[STRINGS][0]} WHERE id = ?"
@@ -186,7 +186,7 @@ class Export:
 
     @cached_property
     def processes_of_calls(self) -> list[int]:
-        """The distinct processes (globalTid >> 24) of the API calls, but at most two."""
+        """Up to two distinct processes (globalTid >> 24) that made API calls."""
         if not self.has(RUNTIME, "globalTid"):
             return []
         sql = f"SELECT DISTINCT globalTid >> 24 FROM {self.tables[RUNTIME][0]} LIMIT 2"
@@ -230,7 +230,7 @@ class Export:
 
 @contextmanager
 def opened(path: Path, shown: Path) -> Iterator[Export]:
-    """Open the export at `path`. Error messages contain the path `shown` instead.
+    """Open the export at `path`. Error messages name the path `shown` instead of `path`.
 
     Raise TraceFormatError if the file is not a complete export. SQLite's errors inside the `with`
     block are also converted to TraceFormatError.
@@ -249,7 +249,8 @@ def opened(path: Path, shown: Path) -> Iterator[Export]:
                     message = "an SQLite file, but not by nsys: no table of CUDA activities or NVTX ranges"
                 raise TraceFormatError(shown, message, expected=EXPECTED)
             yield export
-    # sqlite3 cannot build its error message if a damaged schema is not UTF-8
+    # UnicodeDecodeError is raised if a damaged schema is not UTF-8, because sqlite3 then cannot
+    # build its error message
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise TraceFormatError(shown, f"damaged: {error}; {AGAIN}", expected=EXPECTED) from None
 
@@ -343,7 +344,7 @@ def environment(export: Export) -> dict[str, object]:
 
 
 def start_time(export: Export) -> tuple[int, list[str]]:
-    """Return the time at which the capture started, in ns since 1970 or 0, and warnings."""
+    """Return the start of the capture in ns since 1970, or 0 if it is unknown, and warnings."""
     for (value,) in export.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)):
         if (start := whole(value)) is not None and start < MAX_NS:
             return start, []
@@ -351,7 +352,7 @@ def start_time(export: Export) -> tuple[int, list[str]]:
 
 
 def devices(export: Export) -> tuple[tuple[Device, ...], list[str]]:
-    """Return the GPUs, and warnings. A GPU has the index that CUDA uses in the profiled process."""
+    """Return the GPUs and warnings. The index of a GPU is CUDA's index in the profiled process."""
     rows = [dict(zip(_GPU, row, strict=True)) for row in export.rows("TARGET_INFO_GPU", _GPU)]
     by_id = {row["id"]: row for row in rows}
     by_index: dict[Any, dict[str, Any]] = {}
