@@ -267,7 +267,7 @@ def bench(
 
 @usage(bench)
 def check_charts(*, format: str | None = None, output: PathLike | None = None) -> None:
-    """Raise MissingExtraError if the output has charts but the extra that draws them is missing."""
+    """Raise MissingExtraError if the output has charts but the extra `report` is not installed."""
     path = None if output is None else Path(output)
     if path is None or not is_folder(path):
         require_charts(format, path)

@@ -318,7 +318,8 @@ def _main_table(answer: BenchResult) -> Table:
         marks = ["[~]" if row.is_wide(answer.precision) else "", numbers.get(cell, "")]
         values = {"status": "", "verified": VERIFIED[row.verified], **medians[cell]}
         values["mark"] = " ".join(filter(None, marks))
-        if len(batches) < 2:  # If all batches are equal, sequences/s repeats calls per second.
+        # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
+        if len(batches) < 2:
             values["sequences_per_s"] = ""
         lines.append((values, row))
     return Table.of(COLUMNS, lines)

@@ -393,7 +393,7 @@ def diff_cells(baseline: Side, candidate: Side, *, threshold: float = stats.THRE
     base, cand = map(_cells, sides)
     rows: list[DiffRow] = []
     costs: list[Cost] = []
-    # A union of sets would lose the order of the configs.
+    # Use lists, because a union of sets would lose the order of the configs.
     for key in [*base, *(key for key in cand if key not in base)]:
         if key in base and key in cand:
             rows += _paired_rows(sides, (base[key], cand[key]), threshold)
@@ -666,7 +666,7 @@ def _timed_row(
 
 
 def _codes(cell: CellRow) -> tuple[str, ...]:
-    # Sorted, so that codes in another order are equal.
+    # Sorted, because a different order of the same codes is not a difference.
     return tuple(sorted({refusal.code for refusal in cell.refusals}))
 
 

@@ -326,7 +326,8 @@ def bisect_one(base: Config, name: str, ends: tuple[int, int], choose: Choose) -
 def first_indices(domain: Sequence[int]) -> list[int]:
     """Return the indices of the values to query in the first round.
 
-    There are many, because the choice may change back and forth, for example at each multiple of 8.
+    There are many values, because the choice may change back and forth, for example at multiples
+    of 8.
     """
     if len(domain) <= ALL_OF:
         return list(range(len(domain)))
