@@ -150,9 +150,9 @@ def _verdicts(row: LayerDiff) -> str:
 
 
 def _both(row: LayerDiff, name: str) -> str | None:
-    """Return a field of both sides as `before → after`.
+    """Return the values of a field on both sides as `before → after`.
 
-    Return a single value if both are equal, and None if both are unknown.
+    Return a single value if both values are equal, and None if both are unknown.
     """
     values = (getattr(side, name, None) for side in (row.baseline, row.candidate))
     before, after = (None if each is None else SIDE_TEXTS[name](each) for each in values)

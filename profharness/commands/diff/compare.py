@@ -681,7 +681,7 @@ def _grouped(rows: Kernels) -> Groups:
 
 
 def _aligned(baseline: Groups, candidate: Groups) -> tuple[Groups, Groups, set[str]]:
-    """Merge roles so that both sides have the same roles, and return the sides and composite roles.
+    """Merge roles so that both sides can be compared. Return both sides and the composite roles.
 
     If one side has a fused kernel and the other has the kernels of math, all kernels of a direction
     (forward or backward) become one composite role. If the kernel names of one side do not separate

@@ -642,7 +642,8 @@ def _explained(question: Question, *, full: bool, measure: bool) -> Document:
 def _predict(config: Config, platform: Platform) -> dict[str, Any] | None:
     """Return the kernel time and the best backend according to the atlas of the platform.
 
-    If there is no atlas for the platform, print a hint and return None.
+    Return None if there is no atlas of this GPU and release. In this case, print a hint if the GPU
+    has an atlas of another release.
     """
     from profharness.atlas.predictions import timed  # slow to import, because it loads numpy
 
