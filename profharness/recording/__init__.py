@@ -1,1 +1,1 @@
-"""What makes a run: its plan, the worker process, the profilers, and the observer of programs."""
+"""Create runs: plan cells, supervise the worker process and profilers, and observe programs."""

@@ -1,4 +1,4 @@
-"""Captures, verifications and their resumption, from the plan to the finished run folder."""
+"""Plan, execute and resume captures, benchmarks and verifications. The result is a run folder."""
 
 from __future__ import annotations
 
@@ -72,10 +72,11 @@ def capture(
 ) -> Path:
     """Run every config on every backend and return the run folder.
 
-    With `options.cases`, verify every case of every config instead. Failed cells and wrong backends are
-    results, not errors; failures of nsys or ncu are problems of the run. Raise UsageError for unknown
-    names, ToolError for a missing tool, CaptureError if no worker starts, and Interrupted when the user
-    stops the run, which `resume` can then finish.
+    If `options.cases` is set, verify every case of every config instead of measuring. Failed cells
+    and wrong outputs of backends are recorded as results, and failures of nsys or ncu as problems.
+
+    Raise UsageError for unknown names, ToolError for a missing tool, CaptureError if no worker
+    starts, and Interrupted if the user stops the run. `resume` can finish an interrupted capture.
     """
     options = options or CaptureOptions()
     run, tools = plan_capture(configs, backends, options)
@@ -99,8 +100,8 @@ def execute(
 ) -> RunFolder:
     """Execute a planned run in a new folder in `out`.
 
-    `python` is the interpreter of the worker, and `prewarmed` a worker that is already loading
-    torch. Raise CaptureError if no worker starts, and Interrupted when the user stops the run.
+    `python` is the Python interpreter for the worker, and `prewarmed` is a worker that already
+    loads torch. Raise CaptureError if no worker starts, and Interrupted if the user stops the run.
     """
     folder = write_folder(out, run, backends, python)
     with locked(folder):
@@ -110,9 +111,9 @@ def execute(
 def plan_capture(
     configs: Sequence[Config], backends: Sequence[str], options: CaptureOptions
 ) -> tuple[Run, dict[str, Tool]]:
-    """Plan a capture, benchmark or verification, and find the tools of its profilers.
+    """Plan a capture, benchmark or verification, and find the tools that its profilers need.
 
-    Raise what `capture` raises.
+    Raise UsageError for unknown names, and ToolError for a missing tool.
     """
     if options.cases:
         cells = plan_checks(
@@ -130,12 +131,13 @@ def plan_capture(
 
 
 def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
-    """Run the cells of a folder that have no result yet, with the protocol of the run.
+    """Run the cells of a run folder that have no result yet, and failed passes of profilers.
 
-    Raise UsageError for a verification or a finished run, and CaptureError for a run in progress.
+    Raise UsageError if the run is finished or cannot be resumed, and CaptureError if another
+    process is executing the run.
     """
     with locked(folder):
-        # read under the lock, because its last holder may have finished the run
+        # read the run after locking, because another process may have just finished the run
         run = read_run(folder)
         reason = why_not_resumed(folder, run)
         if reason is not None:
@@ -145,9 +147,9 @@ def resume(folder: Path, progress: Progress | None = None) -> RunFolder:
 
 
 def carry_on(folder: Path, progress: Progress | None = None) -> None:
-    """Run the cells of any kind of run folder that have no result yet.
+    """Run the cells of a run folder that have no result yet, also for a verification.
 
-    Raise what `capture` raises.
+    Do nothing if the run is finished. Raise the same errors as `capture`.
     """
     with locked(folder):
         run = read_run(folder)
@@ -158,7 +160,10 @@ def carry_on(folder: Path, progress: Progress | None = None) -> None:
 
 
 def why_not_resumed(folder: Path, run: Run) -> str | None:
-    """Return why a run cannot be resumed, or None if it can. Ignore the lock of its folder."""
+    """Return why a run cannot be resumed, or None if it can.
+
+    This does not check whether another process has locked the run folder.
+    """
     if any(cell.case is not None for cell in run.cells):
         return (
             f"run {run.run} is one of `profharness verify`, which always starts from the beginning"
@@ -181,7 +186,7 @@ def finished_message(folder: Path, run: Run) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run folder. Raise CaptureError while another process has it locked."""
+    """Lock a run folder inside the block. Raise CaptureError if another process has locked it."""
     with hold_lock_file(folder / LOCK_FILE) as holder:
         if holder is not None:
             raise CaptureError(f"{folder}: {holder} is at work on this run; wait for its end")
@@ -197,10 +202,11 @@ def locked(folder: Path) -> Iterator[None]:
 def gpu_locked(
     device: str, notify: Callable[[str], None], folder: Path = LOCKS
 ) -> Iterator[tuple[int, ...]]:
-    """Lock the GPU that a worker on this device would use, if it can be locked.
+    """Lock the GPU that a worker on this device would use, if there is one.
 
-    While another process has it locked, wait, and report that to `notify`. Yield the descriptors that
-    children must inherit: the lock lasts as long as any of them.
+    If another process holds the lock, call `notify` with a message and wait. Yield the lock's file
+    descriptors, which child processes must inherit, because the GPU stays locked while any process
+    has a descriptor open.
     """
     gpu = next(iter(visible_gpus()), None) if device != CPU else None
     descriptor = open_lock_file(lock_file(gpu, folder)) if gpu else None
@@ -226,13 +232,13 @@ def lock_file(gpu: VisibleGpu, folder: Path = LOCKS) -> Path:
 
 
 def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell, ...]:
-    """Return one pending cell per config and backend.
+    """Return one pending cell for each pair of config and backend.
 
-    Raise UsageError for unknown names, or if there is no config.
+    Raise UsageError if a backend is unknown or there is no config.
     """
     _require_configs(configs)
     unique = find_backends(backends)
-    # duplicate configs make one cell
+    # use each config only once
     pairs = [(config, backend) for config in dict.fromkeys(configs) for backend in unique]
     return tuple(
         Cell(f"c{index:04d}", config, backend)
@@ -243,7 +249,10 @@ def plan_cells(configs: Sequence[Config], backends: Sequence[str]) -> tuple[Cell
 def plan_checks(
     configs: Sequence[Config], backends: Sequence[str], cases: Sequence[str], *, grad: bool
 ) -> tuple[Cell, ...]:
-    """Return one pending cell per config, case and backend. Raise UsageError for unknown cases."""
+    """Return one pending cell for each config, case that applies to the config, and backend.
+
+    If `grad` is set, verify gradients too. Raise UsageError for an unknown case.
+    """
     _require_configs(configs)
     planned = [
         (derived, backend, case, config.label)
@@ -272,7 +281,7 @@ def new_run(
 ) -> Run:
     now = datetime.now(UTC)
     return Run(
-        # two runs may start in the same second
+        # add random digits, because two runs may start in the same second
         run=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
         created=now.isoformat(timespec="seconds"),
         profilers=profilers,
@@ -292,10 +301,11 @@ def write_folder(
     python: str | None = None,
     name: str | None = None,
 ) -> Path:
-    """Create the folder of a run in `out`, with the sources of its backends.
+    """Create a run folder in `out`, with run.json and the sources of the backends.
 
-    `python` is the interpreter of its worker; `name` replaces the run id as the folder's name.
-    Raise CaptureError after removing what was written. An interrupt removes it too.
+    `python` is the Python interpreter for the worker. The name of the folder is `name`, or the
+    run ID by default. If anything fails, or the user interrupts, remove the folder again. Raise
+    CaptureError if the folder cannot be written.
     """
     folder = out / (name or run.run)
     made = False
@@ -303,14 +313,15 @@ def write_folder(
         with delay_signals():
             folder.mkdir(parents=True)
             made = True
-            # use the texts as given: a backend's name does not contain the folder of its file
+            # find backends by the user's arguments, because the name of a backend that is a file
+            # does not contain the file's folder
             write_sources(folder, find_backends(backends).values())
             if python is not None:
                 (folder / PYTHON_FILE).write_text(python, encoding="utf-8")
             write_run(folder, run)
     except BaseException as error:
         if made:
-            # without a complete record the folder could neither be resumed nor ingested
+            # an incomplete folder could neither be resumed nor ingested
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError | CaptureError):
             raise
@@ -331,7 +342,7 @@ def _carry_out(
 ) -> RunFolder:
     python = _read_python(folder)
     record = RunRecord(folder, run, progress, _backend_code(folder, run))
-    # save early, so that a killed run can be resumed
+    # save before the first cell, so that the run can be resumed if this process is killed
     record.save()
     profilers = find_profilers(run.profilers)
     inside = tuple(profiler.name for profiler in profilers if profiler.session is None)
@@ -359,13 +370,13 @@ def _carry_out(
                         inherited=inherited,
                         prewarmed=prewarmed if process == 0 else None,
                     )
-            # after the plain pass, which shows which cells run at all
+            # run nsys and ncu last, and only on cells that succeeded without them
             for profiler in profilers:
                 if profiler.session is not None:
                     _wrapped_pass(record, profiler, tools, python)
-            # raise a deferred interrupt here, where it still names the folder
+            # raise a deferred interrupt inside `interrupts_name`, which adds the run folder to it
             raise_deferred_signals()
-    except OSError as error:  # of the run folder, or of TMPDIR
+    except OSError as error:  # raised for the run folder or for TMPDIR
         raise unwritable(folder, f"{error.filename or folder}: {error.strerror}") from None
     finally:
         record.save()
@@ -376,7 +387,7 @@ def _carry_out(
 
 @contextlib.contextmanager
 def interrupts_name(folder: Path) -> Iterator[None]:
-    """Convert a KeyboardInterrupt of the block into Interrupted with the run folder."""
+    """Convert a KeyboardInterrupt in the block to Interrupted, which names the run folder."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -384,9 +395,9 @@ def interrupts_name(folder: Path) -> Iterator[None]:
 
 
 def _read_python(folder: Path) -> str | None:
-    """Return the interpreter that a run was started with, or None for this one.
+    """Return the path of the Python that the run's worker uses, or None for this Python.
 
-    Raise CaptureError if it is gone.
+    Raise CaptureError if that Python no longer exists.
     """
     try:
         python = os.fsdecode(read_input(folder / PYTHON_FILE, within=folder))
@@ -400,11 +411,11 @@ def _read_python(folder: Path) -> str | None:
 
 
 def _backend_code(folder: Path, run: Run) -> dict[str, dict[str, str]]:
-    """Return the hashes and commits of the backends, as parts of the environment."""
+    """Return the code hashes and Git commits of the backends, which extend the environment."""
     sources = read_sources(folder)
     backends = []
     for name in dict.fromkeys(cell.backend for cell in run.cells):
-        # a resumed run may name a file that no longer exists
+        # ignore a backend of a resumed run whose file no longer exists
         with contextlib.suppress(UsageError):
             backends.append(find_backend(name, sources))
     code = {"backend_code": fingerprints(backends), "backend_commit": commits(backends)}
@@ -429,23 +440,23 @@ def _wrapped_pass(
             record.add_entry,
             lambda: open_session(profiler, tools, record.folder, protocol, record.notify),
             record.add_outcome,
-            # do not inherit the GPU's lock, which a tool's daemon could keep after the run
+            # pass no descriptors of the GPU's lock, because a daemon of nsys could keep them open
             partial(worker_argv, python=python),
         )
     except CaptureError as error:
-        # a problem found by the session is more specific than a worker that did not start
+        # if the session has reported a problem, it is more specific than this error
         if len(record.problems) == before:
             problem = Problem(profiler.name, "worker_not_started", str(error), START_REMEDY)
             record.add_outcome((None, problem))
 
 
 def _tidy(folder: Path, run: Run) -> None:
-    # run.json contains all of the journal and the plan. The log stays if a cell failed.
+    # run.json contains everything that the journal and the plan contain
     for name in (JOURNAL_FILE, PLAN_FILE, SOURCES_FILE):
         (folder / name).unlink(missing_ok=True)
     if why_not_resumed(folder, run) is not None:
         (folder / PYTHON_FILE).unlink(missing_ok=True)
-    # remove temporary files of killed processes
+    # remove temporary files that killed processes have left
     for path in (*folder.glob(f".{RUN_FILE}.*"), *folder.glob("c*.torch.json*.tmp")):
         path.unlink(missing_ok=True)
     went_well = all(cell.status in ("ok", "refused") for cell in run.cells) and not run.problems

@@ -1,4 +1,4 @@
-"""Run a program with the observer, and write a run folder of its records."""
+"""Run a program with the observer, and write the recorded attention calls to a run folder."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from profharness.run import (
 OBSERVER = Path(__file__).resolve().parent / "observer"
 FOLDER = "PROFHARNESS_OBSERVE"  # read by observer/startup/sitecustomize.py
 OPTIONS_FILE, PROCESSES_FILE = "observe.json", "processes.jsonl"
-TOOL_ONLY = ("TMPDIR", "LC_ALL")  # variables that nsys needs, but the program must not inherit
+TOOL_ONLY = ("TMPDIR", "LC_ALL")  # changed for nsys only; the program keeps its own values
 NOT_CAPTURED = Protocol(iterations=0, warmup=0, samples=0, timeout_s=0.0)
-# reason that observer/window.py writes to the journal
+# observer/window.py writes this text to the journal as the reason for an unrecorded step
 ELSEWHERE = "attention ran in threads other than the main one, which alone the profiler records"
 RECORD_THREAD = (
     "to see their times, record such a thread with torch.profiler (record_shapes=True) and "
@@ -52,16 +52,16 @@ class Observed:
 
     folder: Path
     run: Run
-    code: int  # exit code of the program; 128 + the number of the signal that ended it
-    why: str | None = None  # why nothing was recorded; the folder is then removed
-    reported: bool = True  # whether the observer ran in any process
+    code: int  # the program's exit code, or 128 + the number of the signal that ended it
+    why: str | None = None  # why nothing was recorded, in which case the folder was removed
+    reported: bool = True  # whether the observer ran in at least one process
 
 
 def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
-    """Run a program and return what it left in a run folder.
+    """Run a program with the observer and create a run folder with the records.
 
-    The folder is removed if nothing was recorded. Raise CaptureError if the program does not start,
-    and ToolError if nsys is missing.
+    If nothing was recorded, remove the folder. Raise CaptureError if the program does not start,
+    and ToolError if nsys is requested but missing.
     """
     tools = require_tools(find_profilers([NSYS] if options.profiler == NSYS else []))
     profilers = () if options.profiler == "none" else (options.profiler,)
@@ -69,7 +69,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     folder = write_folder(options.out, run, ())
     shared = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
     (folder / OPTIONS_FILE).write_text(json.dumps(shared), encoding="utf-8")
-    # load the observer into every Python of the program
+    # make every Python process of the program load the observer when it starts
     environment = with_startup({**os.environ, FOLDER: str(folder.resolve())}, OBSERVER / "startup")
     report = folder / "nsys-1.nsys-rep"
     try:
@@ -103,7 +103,7 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
 def _run_under_nsys(
     tool: Path, report: Path, argv: Sequence[str], environment: Mapping[str, str]
 ) -> int:
-    if shutil.which(argv[0]) is None:  # otherwise nsys prints its own message
+    if shutil.which(argv[0]) is None:  # otherwise nsys would report this with a message of its own
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     with tempfile.TemporaryDirectory(prefix="profharness-nsys-") as scratch:
         unset = [part for name in TOOL_ONLY if name not in environment for part in ("-u", name)]
@@ -114,7 +114,7 @@ def _run_under_nsys(
 
 
 def why_silent(folder: Path) -> str | None:
-    """Return why no process of the program recorded any attention, or None if one did."""
+    """Return why no process of the program recorded any attention, or None if any process did."""
     if next(_rows(folder, "template"), None) is not None:
         return None
     failed = next(_rows(folder, "failed"), None)
@@ -136,7 +136,7 @@ def why_silent(folder: Path) -> str | None:
 
 
 def _window_problems(folder: Path, options: ObserveOptions) -> Iterator[Problem]:
-    """Yield why no step was recorded, or which calls are missing in the recorded steps."""
+    """Yield a problem if no step was recorded, or if calls are missing in the recorded steps."""
     windows = list(_rows(folder, "window"))
     closed = [row for row in windows if row.get("state") == "closed"]
     if closed:
@@ -173,7 +173,7 @@ def _rows(folder: Path, event: str) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    # damage is reported when the run is ingested
+    # ignore damaged files here, because `ingest` reports them
     with contextlib.suppress(TraceFormatError):
         yield from filter(None, observed_rows(path))
 

@@ -1,4 +1,8 @@
-"""Short-lived workers that report the environment, usable backends, peaks, and PyTorch's choices."""
+"""Start short-lived workers that report on the machine.
+
+They report the environment, the usable backends, the peaks of the device, and PyTorch's dispatch
+decisions.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +47,19 @@ PROBE_PROTOCOL = Protocol(iterations=1, warmup=0, samples=0, timeout_s=180)
 
 @dataclass(frozen=True)
 class BackendState:
-    """Whether a backend ran the probe config."""
+    """The result of a backend on the probe config."""
 
     backend: str
     summary: str
     runs: bool
-    reason: str | None  # the message if it did not run
+    reason: str | None  # why the backend did not run, or None if it ran
     device: str
-    status: str = "ok"  # of the cell
+    status: str = "ok"  # status of the cell
     code: str | None = None  # code of the first refusal
 
 
 def probe_environment() -> dict[str, Any] | str:
-    """Return the environment of a worker, or a message if none starts."""
+    """Return the environment of a worker, or an error message if no worker starts."""
     try:
         with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
             return worker_environment(Path(folder), PROBE_PROTOCOL)
@@ -64,15 +68,16 @@ def probe_environment() -> dict[str, Any] | str:
 
 
 def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> tuple[str, str]:
-    """Start a worker in a Python, given by its path or its name on PATH.
+    """Check that a worker can run in another Python, given by its path or its name on PATH.
 
-    Return its path, and a text with its versions. `wrapped` are profilers that will run around it,
-    which need the package nvtx there. Raise CaptureError if it cannot be used.
+    Return the path of that Python and a text with its version and its version of torch. `wrapped`
+    lists profilers such as nsys, for which that Python also needs the package nvtx. Raise
+    CaptureError if a worker cannot run in it.
     """
     path = shutil.which(name)
     if path is None:
         raise CaptureError("no such program; name a Python that has torch")
-    # do not resolve the link of a virtual environment, which selects its packages
+    # do not resolve symlinks, because the path of a virtual environment selects its packages
     path = str(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         try:
@@ -89,7 +94,7 @@ def probe_interpreter(name: str, wrapped: Sequence[str] = ()) -> tuple[str, str]
 
 
 def probe_backends() -> list[BackendState]:
-    """Run one small config on every backend, including `kernels/` and entry points.
+    """Run one small config on every backend, including `kernels/` and installed packages.
 
     Raise CaptureError if no worker starts.
     """
@@ -97,10 +102,10 @@ def probe_backends() -> list[BackendState]:
     ambiguous = {}
     for name in implementation_names():
         try:
-            # built-in backends take precedence
+            # a built-in backend of the same name takes precedence
             backends.setdefault(name, find_backend(name))
         except UsageError as error:
-            # two packages may offer the same name; probe the others all the same
+            # two packages provide a backend of this name; still probe the other backends
             ambiguous[name] = str(error)
     with tempfile.TemporaryDirectory(prefix="profharness-") as folder:
         options = CaptureOptions(("events",), Path(folder), PROBE_PROTOCOL)
@@ -126,18 +131,18 @@ def probe_backends() -> list[BackendState]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured peaks, stored by `Store.add_peaks`."""
+    """The measured peaks of a device, which `Store.add_peaks` stores."""
 
     peaks: Peaks
     environment: dict[str, Any]
-    created: str = ""  # ISO 8601, UTC
+    created: str = ""  # time of the measurement in UTC, in ISO 8601 format
 
 
 def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
-    """Measure copy bandwidth and matrix rates on `cuda`, `cpu` or `auto`; this takes seconds.
+    """Measure the memory bandwidth and FLOP rates of a device, which takes some seconds.
 
-    Raise CaptureError with the last lines of the process's output if it died or took longer than
-    timeout_s.
+    `device` is `cuda`, `cpu` or `auto`. Raise CaptureError if the measuring process fails or takes
+    longer than `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="profharness-") as name:
         folder = Path(name)
@@ -162,7 +167,9 @@ def measure_peaks(device: str = "auto", timeout_s: float = 180.0) -> Measured:
 
 
 AskProgress = Callable[[int, int, str], None]
-"""Takes the number of finished configs, the total, and the label of the last finished one."""
+"""A function that is called with the number of finished configs, the number of all configs, and the
+label of the config that was finished last.
+"""
 
 
 def ask(
@@ -174,11 +181,11 @@ def ask(
     progress: AskProgress | None = None,
     asked: str = AUTO,
 ) -> tuple[list[LiveAnswer], dict[str, Any]]:
-    """Return PyTorch's answer for each config, in order, and the environment of the process.
+    """Query PyTorch's dispatch decisions. Return one answer per config, and the environment.
 
-    `asked` is `auto`, or a set or order of backends. `device` is `cuda`, `cpu` or `auto`.
-    `timeout_s` limits one config. If the process died or took too long, the answer has an error.
-    Raise CaptureError if no process starts.
+    `asked` is `auto`, or a set or order of backends such as `flash+math`. `device` is `cuda`, `cpu`
+    or `auto`. `timeout_s` limits the time for one config. If the worker dies or exceeds the limit,
+    the answer contains an error. Raise CaptureError if no worker starts.
     """
     cells = tuple(Cell(f"c{index:04d}", config, asked) for index, config in enumerate(configs, 1))
     environment: dict[str, Any] = {}
@@ -212,6 +219,6 @@ def ask(
 
 
 def ask_argv(folder: Path, *, advice: bool) -> list[str]:
-    """Return the argv of the program that queries PyTorch."""
+    """Return the command line of the worker's program that queries PyTorch."""
     options = () if advice else ("--no-advice",)
     return worker_argv(folder, ["profharness.recording.worker.ask", *options])

@@ -1,7 +1,7 @@
-"""The worker process and the record of its run.
+"""Supervise the worker process, and record its results in run.json.
 
-The worker's journal is read while it runs. It is ended when it hangs and replaced when it dies, and
-run.json is complete at any time.
+This module reads the journal while the worker runs. It ends a worker that exceeds the time limit.
+If a worker dies, it starts a new one for the remaining cells. At any time, run.json is a valid file.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from profharness.run import (
 POLL_S = 0.01
 # Do not save after every entry, because each save writes all of run.json.
 SAVE_EVERY_S = 1.0
-MAX_IDLE = 3  # maximum consecutive workers that start but die before their first cell
-START_TIMEOUT_S = 300.0  # importing torch and opening a CUDA context on a slow disk
-ROOM_BYTES = 1 << 16  # with less free space, the cell did not cause the worker's death
-TRACE_BYTES = 1 << 28  # enough free space for any trace
+MAX_IDLE = 3  # give up after so many consecutive workers die before their first cell
+START_TIMEOUT_S = 300.0  # enough for importing torch from a slow disk and creating a CUDA context
+ROOM_BYTES = 1 << 16  # with less free space, a full disk is the likely reason why a worker died
+TRACE_BYTES = 1 << 28  # with less free space, a trace may not fit
 REAPED_S = 5.0  # maximum time to wait for a process after SIGKILL
 LOG_FILE = "worker.log"
 READ_BYTES = 1 << 20  # block size for reading the journal
@@ -76,33 +76,34 @@ LOG_TAIL_BYTES = 4000
 
 @dataclass(frozen=True)
 class Step:
-    """A step in the progress of a run."""
+    """A progress report about a run."""
 
-    done: int  # finished cells
+    done: int  # number of finished cells
     total: int
     cell: Cell
     stage: str  # stage of the cell, or its status once it is finished
-    notice: str | None = None  # a sentence for the user, such as what to wait for
-    lane: str = ""  # name of the lane, if the run is on lanes
-    traces: tuple[Path, ...] = ()  # complete traces of a finished cell
+    notice: str | None = None  # a message for the user, for example that the run waits for a GPU
+    lane: str = ""  # name of the lane, or empty if the run has no lanes
+    traces: tuple[Path, ...] = ()  # paths of the traces of a cell that has just finished
 
 
 Progress = Callable[[Step], None]
 
 
 def worker_argv(folder: Path, program: Sequence[str] = (), python: str | None = None) -> list[str]:
-    """Return the argv of the worker, or of another of its programs given by module and arguments.
+    """Return the command line of the worker.
 
-    `python` is another interpreter, which needs no package but torch.
+    `program` is a module of the worker and its arguments. The default program measures cells.
+    `python` is the path of another Python, which needs torch but no other package.
     """
     if python is not None:
         return [python, str(WORKER_SCRIPT), *program, str(folder)]
-    # -P keeps the working directory, which may contain a `kernels` or a `torch.py`, off the path
+    # -P keeps the working directory off sys.path, because it may contain a file like torch.py
     return [sys.executable, "-P", "-m", "profharness.recording.worker", *program, str(folder)]
 
 
 class _JournalReader:
-    """The new lines of a journal, from its end at the time of construction."""
+    """Reads the entries that are added to a journal after this object is created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,10 +111,10 @@ class _JournalReader:
         self._rest = b""
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield the entries written since the last call. Raise OSError."""
+        """Yield the entries written since the last call. Raise OSError if that fails."""
         try:
             file = open_input(self._path, within=self._path.parent)
-        # the worker creates the file once it has started
+        # the worker has not created the file yet
         except FileNotFoundError:
             return
         with file:
@@ -124,12 +125,12 @@ class _JournalReader:
                 if len(self._rest) > LINE_BYTES:
                     raise OSError(errno.EFBIG, "a line of the journal has no end", str(self._path))
                 for line in lines:
-                    # a crash may have cut a line short
+                    # ignore a line that is incomplete because the worker crashed
                     with contextlib.suppress(*NOT_A_RECORD):
                         yield decode_json(line, JournalEntry)
 
     def append(self, entry: JournalEntry) -> None:
-        """Write an entry on behalf of the worker, also after a line that a crash cut short."""
+        """Write an entry on behalf of a dead worker. End an incomplete last line first."""
         data = (b"\n" if self._rest else b"") + msgspec.json.encode(entry) + b"\n"
         with self._path.open("ab") as file:
             file.write(data)
@@ -139,7 +140,7 @@ class _JournalReader:
 
 @dataclass
 class _WorkerProcess:
-    """One worker process, from its plan to its end."""
+    """Starts and supervises one worker process until it ends."""
 
     folder: Path
     protocol: Protocol
@@ -153,11 +154,11 @@ class _WorkerProcess:
     stage: str = "start"
     has_environment: bool = False
     ended: tuple[str, ...] = ()
-    stopped: bool = False  # by a user interrupt
-    at_once: bool = False  # by a second interrupt; a tool's unwritten report is lost
-    inherited: tuple[int, ...] = ()  # descriptors that the worker keeps open
-    prewarmed: PrewarmedWorker | None = None  # becomes this worker if its environment fits
-    reported_s: float = 0.0  # part of the worker's stopped time that a warning has reported
+    stopped: bool = False  # whether the user interrupted the run
+    at_once: bool = False  # whether the user interrupted twice, which loses reports of nsys or ncu
+    inherited: tuple[int, ...] = ()  # file descriptors that the worker keeps open, to hold locks
+    prewarmed: PrewarmedWorker | None = None  # used if its environment fits
+    reported_s: float = 0.0  # time the worker was stopped that a warning has already reported
     remedy: str = "`profharness doctor` shows what is missing"
 
     def __post_init__(self) -> None:
@@ -167,9 +168,9 @@ class _WorkerProcess:
         self.log_offset = log.stat().st_size if log.exists() else 0
 
     def run(self, command: list[str]) -> None:
-        """Write the plan and follow the worker, in its own process group, to its end.
+        """Write the plan, start the worker in a new process group, and wait until the worker ends.
 
-        Afterwards nothing that it or its tool started is left.
+        Finally, end all processes that the worker or its profiler has started.
         """
         cells, wrapped = tuple(self.pending.values()), self.session.wrapped
         plan = Plan(cells, self.protocol, self.profilers, os.getpid(), wrapped=wrapped)
@@ -177,7 +178,8 @@ class _WorkerProcess:
         mark_of_worker = self.prewarmed.mark if self.prewarmed else None
         with orphans_adopted(self.session.notify, mark_of_worker) as mark:
             try:
-                # an interrupt right after the start would lose the reference to the process
+                # delay interrupts until `self.process` is set, because otherwise nothing could end
+                # the process
                 with delay_signals():
                     self.process = self._use_prewarmed(command) or start_group(
                         self.session.argv(command),
@@ -197,7 +199,11 @@ class _WorkerProcess:
                     self._finish(self.process)
 
     def _use_prewarmed(self, command: list[str]) -> ProcessGroup | None:
-        """Return the prewarmed worker's process, or end it and return None if it does not fit."""
+        """Send the command to the prewarmed worker and return its process.
+
+        Return None if there is no prewarmed worker. If the worker has another Python or
+        environment than the command needs, end the worker and return None.
+        """
         if self.prewarmed is None:
             return None
         plain = worker_argv(self.folder)[:-1]
@@ -208,7 +214,7 @@ class _WorkerProcess:
         return self.prewarmed.send(arguments, self.folder / LOG_FILE, self.inherited)
 
     def _now(self) -> float:
-        """Return the time in seconds on a clock that stops while the worker is stopped."""
+        """Return a time in seconds that does not advance while the worker is stopped by Ctrl-Z."""
         return time.monotonic() - (self.process.paused_s if self.process else 0.0)
 
     def read_journal(self) -> None:
@@ -238,7 +244,7 @@ class _WorkerProcess:
     def end_cell(self) -> None:
         """Write the result of the cell during which the worker died."""
         cell = self.pending.pop(str(self.cell))
-        # plain Python is not compiled, but loaded and called too
+        # use a longer text, because not every implementation is compiled in this stage
         stage = {"compile": "loading, compiling or the first call"}.get(self.stage, self.stage)
         if self.returncode is None:
             status = "timeout"
@@ -260,7 +266,7 @@ class _WorkerProcess:
         )
 
     def _follow(self, process: subprocess.Popen[bytes]) -> int | None:
-        """Wait for the process. Return its exit code, or None if it takes too long."""
+        """Read the journal until the process ends. Return the exit code, or None on timeout."""
         timeout_s = self.protocol.timeout_s
         while not has_ended(process):
             self.read_journal()
@@ -272,14 +278,18 @@ class _WorkerProcess:
         return process.returncode
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        """End the process and clean up. A second interrupt shortens ending it, but not the cleanup."""
+        """End the process and clean up.
+
+        A second interrupt by the user ends the process faster, but does not shorten the cleanup.
+        """
         try:
             if not has_ended(process):
                 self._end(process)
         finally:
             with delay_signals():
                 self.session.clear(process, at_once=self.at_once)
-                wait_for(process, REAPED_S)  # a process that hangs in a driver cannot be ended
+                # limit the time, because a process that hangs in a driver never ends
+                wait_for(process, REAPED_S)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         try:
@@ -293,14 +303,14 @@ class _WorkerProcess:
             raise
 
     def log(self) -> str:
-        """Return what this process wrote, at most MAX_TEXT_BYTES from the end."""
+        """Return the end of this process's output, at most MAX_TEXT_BYTES."""
         cut = self.process.cut_bytes if self.process else 0
         return read_end(self.folder / LOG_FILE, max(0, self.log_offset - cut))
 
     def why_unwritable(self) -> str | None:
-        """Return why the worker could not write to its folder, or None if it could.
+        """Return why the worker could not write to the run folder, or None if it could.
 
-        Use what is visible from outside, else the worker's own message.
+        Check the file system first, because the worker may have died without a message.
         """
         reported = self.returncode == EXIT_UNWRITABLE
         try:
@@ -309,23 +319,24 @@ class _WorkerProcess:
             return error.strerror
         if state.f_flag & os.ST_RDONLY:
             return os.strerror(errno.EROFS)
-        # not f_bfree, which includes blocks reserved for root
+        # use f_bavail, because f_bfree includes blocks that are reserved for root
         free = state.f_bavail * state.f_frsize
         if free < (TRACE_BYTES if reported else ROOM_BYTES):
             return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free); see worker.log"
-        # without the message, a backend ended the process with the same exit code
+        # check the message too, because a backend may exit with the same code by chance
         _, mark, reason = self.log().rpartition(UNWRITABLE)
         return reason.splitlines()[0] if reported and mark else None
 
     def _stderr_tail(self) -> str:
-        """Return the last one or two non-empty lines that this process wrote to stderr."""
+        """Return the last one or two non-empty lines that this process wrote to its log."""
         text = self.log()[-LOG_TAIL_BYTES:]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " / ".join(lines[-2:])[:500]
 
 
 def _describe_exit(returncode: int) -> str:
-    number = -returncode if returncode < 0 else returncode - 128  # shells and nsys return 128 + n
+    # Popen returns minus the number of the signal, but shells and nsys return 128 plus the number
+    number = -returncode if returncode < 0 else returncode - 128
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -344,14 +355,14 @@ def run_cells(
     inherited: tuple[int, ...] = (),
     prewarmed: PrewarmedWorker | None = None,
 ) -> None:
-    """Run cells until each has an `end` entry in the journal.
+    """Start workers until each cell has an `end` entry in the journal.
 
-    `on_entry` gets every entry, including those written here, and `on_outcome` what each worker
-    process left. The worker keeps the `inherited` descriptors open. The first process is
-    `prewarmed`, if given.
+    `on_entry` is called with every journal entry, including entries that this process writes for a
+    dead worker. `on_outcome` is called with the trace and the problem of each worker. Workers keep
+    the file descriptors `inherited` open. `prewarmed` is used as the first worker if it fits.
 
-    Raise CaptureError if a worker cannot start, or if MAX_IDLE workers in a row reached no cell. On any
-    exception, including KeyboardInterrupt, the worker is ended first.
+    Raise CaptureError if a worker cannot start, or if MAX_IDLE consecutive workers die before their
+    first cell. On any exception, including KeyboardInterrupt, end the worker first.
     """
     pending = {cell.cell: cell for cell in cells}
     journal = _JournalReader(folder / JOURNAL_FILE)
@@ -365,7 +376,7 @@ def run_cells(
             try:
                 start.run(command(folder))
             finally:
-                # entries may have been written since the last poll
+                # read entries that were written after the last poll
                 start.read_journal()
                 if not start.at_once:
                     outcome = session.close(
@@ -380,7 +391,7 @@ def run_cells(
             raise unwritable(folder, why)
         if start.cell is not None:
             start.end_cell()
-        # a worker that dies between two cells is replaced, unless that happens repeatedly
+        # replace a worker that dies before its first cell, unless that happens repeatedly
         idle = 0 if start.ended or start.cell else idle + 1
         if pending and idle and (not start.has_environment or idle == MAX_IDLE):
             raise start.failure()
@@ -392,7 +403,10 @@ def worker_environment(
     python: str | None = None,
     prewarmed: PrewarmedWorker | None = None,
 ) -> dict[str, Any]:
-    """Return the environment that a worker reports. Raise CaptureError if it cannot start."""
+    """Start a worker without cells and return the environment that it reports.
+
+    Raise CaptureError if the worker cannot start.
+    """
     entries: list[JournalEntry] = []
     journal = _JournalReader(folder / JOURNAL_FILE)
     start = _WorkerProcess(folder, protocol, {}, journal, entries.append, Session())
@@ -418,10 +432,10 @@ REMEDIES = {
 
 
 class RunRecord:
-    """A run and its folder.
+    """The record of a run, which is updated by journal entries and saved to run.json.
 
-    A cell keeps its first result. A later pass under a profiler can only add a problem of that
-    profiler. `code` contains the hashes and commits of the backends, which are added to the
+    If a cell fails only in a later pass under nsys or ncu, it keeps its earlier result, and the run
+    gets a problem. `code` contains the hashes and commits of the backends, which extend the
     environment.
     """
 
@@ -437,17 +451,19 @@ class RunRecord:
         self._code = code
         self._cells = {cell.cell: cell for cell in run.cells}
         self._wrapped = [item for item in run.traces if PROFILERS[item.profiler].session]
-        # a resumed run retries failed passes, but a disturbed measurement stays disturbed
+        # Keep problems of the GPU, because disturbed measurements are not repeated. Drop the other
+        # problems, because a resumed run retries failed passes.
         self.problems = [problem for problem in run.problems if problem.profiler == GPU]
         self._progress = progress or (lambda _: None)
         self._saved = 0.0
         self._pass: tuple[Profiler | None, int, int] = (None, 0, 0)
 
     def begin_pass(self, profiler: Profiler | None, process: int = 0) -> list[Cell]:
-        """Return the cells that a pass has to run.
+        """Begin a pass and return the cells that it has to run.
 
-        `profiler` is None for the pass inside the worker. A later `process` times the successful
-        cells again.
+        `profiler` is nsys or ncu, or None for the pass without a tool around the worker. `process`
+        numbers the repetitions of that pass, each in a new process. A repetition runs only cells
+        that succeeded.
         """
         cells = list(self._cells.values())
         if process:
@@ -458,7 +474,7 @@ class RunRecord:
             ]
         todo = [cell for cell in cells if cell.status == "pending"]
         if profiler is not None:
-            # cells in the profiler's traces and problems are done
+            # skip cells that already have a trace or a problem of this profiler
             covered: list[TraceFile | Problem] = [*self._wrapped, *self.problems]
             seen = {
                 cell for item in covered if item.profiler == profiler.name for cell in item.cells
@@ -469,7 +485,7 @@ class RunRecord:
         return [replace(cell, message=None) if cell.status == "pending" else cell for cell in todo]
 
     def add_entry(self, entry: JournalEntry) -> None:
-        """Process one journal entry."""
+        """Update the run by one journal entry, and report the progress."""
         if entry.environment is not None:
             device = str(entry.environment.get("device_type", CPU))
             self._cells = {
@@ -481,7 +497,7 @@ class RunRecord:
                 self.run = replace(self.run, environment=entry.environment | (self._code or {}))
             return
         if entry.problem is not None:
-            problem = entry.problem  # a possible disturbance of the times
+            problem = entry.problem  # the GPU watch found a possible disturbance of the timings
             if problem not in self.problems:
                 self.problems.append(problem)
                 self.save()
@@ -492,7 +508,8 @@ class RunRecord:
         stage = entry.stage or "start"
         result = entry.result
         if result is not None:
-            # if the cell ended its worker, the result has the config as requested
+            # Take the config from `cell`, because the result of a cell during which the worker died
+            # has a config without a resolved dtype.
             capture = result.case is None
             result = replace(result, config=cell.config) if capture else self._resolve_check(result)
             if profiler is None or cell.status == "pending":
@@ -521,7 +538,7 @@ class RunRecord:
             self.save()
 
     def _turns_done(self, cell: Cell) -> int:
-        """Return the number of processes in which a cell is done. A failed cell needs no more."""
+        """Return in how many processes a cell is done. A failed cell counts as done in all."""
         if cell.status == "pending":
             return 0
         return cell.process + 1 if cell.status == "ok" else self.run.protocol.processes
@@ -532,14 +549,14 @@ class RunRecord:
         self._progress(Step(finished, total, cell, "", notice))
 
     def explain_pending(self) -> None:
-        """Record in each cell that no pass reached why its profiler failed."""
+        """Add a message to each cell without a result if a profiler's failure is the reason."""
         for cell in self._cells.values():
             if cell.status != "pending":
                 continue
             reasons = [
                 f"{item.profiler}: {item.message} [{item.code}]"
                 for item in self.problems
-                # disturbances prevent no cell from running
+                # problems of the GPU only disturb timings
                 if item.profiler != GPU and (not item.cells or cell.cell in item.cells)
             ]
             if reasons:
@@ -548,10 +565,10 @@ class RunRecord:
         self.save()
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Record the trace and the problem of a worker process that ran under a tool."""
+        """Record the trace and the problem of a worker process that ran under nsys or ncu."""
         trace, problem = outcome
         if trace is not None:
-            # the trace may contain parts of failed cells
+            # leave out failed cells, of which the trace may contain only a part
             done = tuple(cell for cell in trace.cells if self._cells[cell].status == "ok")
             self._wrapped.append(replace(trace, cells=done))
         if problem is not None:
@@ -560,7 +577,7 @@ class RunRecord:
             self.save()
 
     def save(self) -> None:
-        """Write run.json with the traces that exist."""
+        """Write run.json, with all traces that exist in the run folder."""
         cells = tuple(self._cells.values())
         traces = (*_cell_traces(self.folder, self.run.profilers, cells), *self._wrapped)
         self.run = replace(self.run, cells=cells, traces=traces, problems=tuple(self.problems))
@@ -568,7 +585,10 @@ class RunRecord:
         self._saved = time.monotonic()
 
     def _resolve_check(self, result: Cell) -> Cell:
-        """Resolve the dtypes of a verified cell. A worker that died or hung failed its check."""
+        """Resolve the default dtype in the result of a verified cell.
+
+        If the worker died or hung, add a failed check.
+        """
         device = str(self.run.environment.get("device_type", CPU))
         asked = parse_config(result.asked) if result.asked else result.config
         return replace(
@@ -582,7 +602,7 @@ class RunRecord:
 def _cell_traces(
     folder: Path, profilers: tuple[str, ...], cells: tuple[Cell, ...]
 ) -> list[TraceFile]:
-    """Return the worker's traces of finished cells, without incomplete ones."""
+    """Return the traces that profilers inside the worker wrote for successful cells."""
     return [
         TraceFile(profiler.name, path.name, (cell.cell,))
         for profiler in (PROFILERS[name] for name in profilers)
