@@ -1,1 +1,1 @@
-"""PyTorch's dispatch rules as data: which backend PyTorch selects, and why it refuses the others."""
+"""PyTorch's dispatch rules: which backend PyTorch selects, and why it refuses other backends."""

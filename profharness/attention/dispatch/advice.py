@@ -1,8 +1,8 @@
-"""Find every property of a config that prevents a backend from computing it, and the smallest change
-that lets the backend compute it.
+"""Find the properties of a config because of which a backend refuses it, and the smallest change
+after which the backend accepts it.
 
-Both searches ask an oracle whether the backend accepts a config. PyTorch stops at its first failing
-check, so a single answer does not contain all reasons.
+Both searches repeatedly ask an oracle whether the backend accepts a changed config. A single answer
+is not enough, because PyTorch stops at its first failing check.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from profharness.rows import Refusal
 
 ANSWERS_FILE = "answers.jsonl"
 EASY_DIM = 64
-EASY_LENGTH = 32  # a multiple of 8 that is greater than 1 and not 64 modulo 128
+EASY_LENGTH = 32  # accepted by all backends: a multiple of 8, but not 64 modulo 128
 Oracle = Callable[[Config, str], Eligibility]
-"""A function that returns whether a backend accepts a config. PyTorch's first reason against the
-backend comes first. An oracle queries either PyTorch or the rules.
+"""A function that returns whether a backend accepts a config, and the reasons against the backend.
+The reason that PyTorch reports comes first. An oracle queries either PyTorch or the rules.
 """
 ChoiceFunction = Callable[[Config], str]
-"""A function that returns the backend that `auto` selects for a config, `none` (PyTorch raises) or
-`unknown`.
+"""A function that returns the backend that `auto` selects for a config, `none` if PyTorch raises an
+exception, or `unknown`.
 """
 _Ask = Callable[[Config], Refusal | None]
 """A function that returns why the backend refuses a config. It returns None if the backend accepts
@@ -43,7 +43,7 @@ def rounded_up(number: int) -> int:
 
 
 def with_dims(config: Config, head_dim: int, value_dim: int) -> Config:
-    """Return the config with these head dims. If they are equal, head_dim_v is None, as in a parsed
+    """Return the config with these head dims. If both are equal, head_dim_v is None, as in a parsed
     config.
     """
     return replace(
@@ -57,7 +57,9 @@ def _easy_remainder(config: Config) -> Config:
 
 
 def _easy_size(config: Config) -> Config:
-    """Change head_dim to 57 to 64, or to 121 to 128 if head_dim_v is 64, with the same remainder modulo 8."""
+    """Change head_dim to at most 64 without changing its remainder modulo 8, for example from 100 to 60.
+    If head_dim_v is 64, change head_dim to at most 128, so that both dims still differ.
+    """
     easy = EASY_DIM * (2 if config.head_dim_v == EASY_DIM else 1)
     head_dim = easy - (-config.head_dim % 8)
     return with_dims(config, head_dim, config.head_dim_v or head_dim)
@@ -71,8 +73,8 @@ def _easy_heads(config: Config) -> Config:
     return replace(config, num_heads=kv_heads * group, num_kv_heads=kv_heads)
 
 
-# The order is that in which a config is made easy: the remainder of head_dim is read before its
-# size is changed. The order also decides which of several reasons comes first.
+# `make_easy` applies the functions in this order. The order also decides which of several reasons
+# comes first.
 PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "dtype": lambda c: replace(c, dtype="fp16"),
     "mask": lambda c: replace(c, mask="none", mask_shape=None, mask_strides=None),
@@ -90,11 +92,11 @@ PROPERTIES: dict[str, Callable[[Config], Config]] = {
     "lengths": lambda c: replace(c, seq_len_q=EASY_LENGTH, seq_len_kv=EASY_LENGTH),
     "batch": lambda c: replace(c, batch=min(c.batch, 2)),
 }
-"""Functions that set one property to a value that every backend accepts."""
+"""For each property, a function that sets it to an easy value, which every backend accepts."""
 
 
 def make_easy(config: Config, names: Collection[str]) -> Config:
-    """Return the config with each of these properties set to its easy value."""
+    """Return the config with the named properties set to their easy values."""
     for name, ease in PROPERTIES.items():
         if name in names:
             config = ease(config)
@@ -102,25 +104,25 @@ def make_easy(config: Config, names: Collection[str]) -> Config:
 
 
 def keep_only(config: Config, names: Collection[str]) -> Config:
-    """Return the config with all properties except these set to their easy values."""
+    """Return the config with all properties except the named ones set to their easy values."""
     return make_easy(config, PROPERTIES.keys() - set(names))
 
 
 def difficult_properties(config: Config) -> tuple[str, ...]:
-    """Return the properties in which a config differs from an easy one."""
+    """Return the properties of a config that do not have their easy values."""
     return tuple(name for name, ease in PROPERTIES.items() if ease(config) != config)
 
 
 def blockers(
     config: Config, backend: str, oracle: Oracle
 ) -> tuple[tuple[tuple[str, ...], Refusal], ...]:
-    """Return everything that prevents `backend`, starting with PyTorch's first reason. Return nothing
+    """Return the blockers of a backend. The blocker with PyTorch's first reason comes first. Return ()
     if the backend is eligible, or if its eligibility is unknown.
 
-    A blocker is a set of properties that together prevent the backend, and the reason that applies
-    if the properties of all other blockers are made easy. If the properties of all blockers are made
-    easy, the backend accepts the config. The set is empty if the backend refuses even the easy
-    config, because then no change of the config can help.
+    A blocker is a set of properties and a reason. The backend refuses the config for this reason even
+    if the properties of all other blockers have easy values. If the properties of all blockers have
+    easy values, the backend accepts the config. The set is empty if the backend refuses even a config
+    with only easy values, because no change of the config can help in this case.
     """
     verdict = oracle(config, backend)
     if verdict.eligible is not False:
@@ -157,7 +159,9 @@ def _first(answer: Eligibility) -> Refusal:
 
 
 def _minimal_sets(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
-    """Return the minimal sets of properties with which an easy config is refused."""
+    """Return the smallest sets of properties with which the backend refuses a config whose other
+    properties have easy values.
+    """
     names = difficult_properties(config)
     sets: list[tuple[str, ...]] = [(name,) for name in names if refusal(keep_only(config, (name,)))]
     rest = [name for name in names if (name,) not in sets]
@@ -175,8 +179,11 @@ def _minimal_sets(config: Config, refusal: _Ask) -> list[tuple[str, ...]]:
 def _remaining(
     config: Config, gone: set[str], refusal: _Ask
 ) -> Iterator[tuple[tuple[str, ...], Refusal]]:
-    """Yield the reasons that remain after the properties found so far are made easy. Their cause is what
-    is left after all properties that do not matter are made easy, one by one.
+    """Yield further blockers, as long as the backend refuses the config although the properties in
+    `gone` have easy values.
+
+    A property belongs to such a blocker if the backend accepts the config after the property is made
+    easy too.
     """
     while (reason := refusal(make_easy(config, gone))) is not None:
         needed = [name for name in difficult_properties(config) if name not in gone]
@@ -196,8 +203,8 @@ def rule_oracle(
     device: str = CUDA,
     adjust: Callable[[AttentionParams], AttentionParams] = lambda params: params,
 ) -> Oracle:
-    """Return an oracle that applies the rules. `adjust` can set parameters that a config does not
-    contain, such as runtime flags.
+    """Return an oracle that applies the rules. `adjust` can set parameters of the call that a config
+    does not contain, such as runtime flags.
     """
 
     def ask(config: Config, backend: str) -> Eligibility:
@@ -223,16 +230,16 @@ class ConfigChange(NamedTuple):
     codes: tuple[str, ...]
     """The reason codes that this change may remove."""
     apply: Callable[[Config], Config | None]
-    """Return the changed config, or None if the change does not apply."""
+    """Returns the changed config, or None if the change does not apply."""
     text: str
     """A format string for a sentence about the change. `b` is the config before the change, and `a`
     the config after it.
     """
     exact: bool = True
-    """Whether the change keeps the output equal, within the error of the dtype."""
+    """Whether the output stays the same, apart from rounding errors."""
     group: str | None = None
-    """The name of a group. Of the changes in a group, only the first that removes the reason is
-    used.
+    """The name of a group of alternative changes. Only the first change in the group that removes the
+    reason is used.
     """
 
 
@@ -275,8 +282,8 @@ def _sixteenth(config: Config) -> Config | None:
     return replace(config, dropout=nearest) if config.dropout else None
 
 
-# The changes in order of preference: first those that keep the output, then those that change the
-# output or take something away.
+# The changes in order of preference. Most changes that keep the output come before changes that do
+# not keep it.
 CHANGES = (
     ConfigChange("contiguous", ("last_dim_stride",), Config.contiguous,
            "make the last dimension of q, k and v contiguous (a copy of each)"),
@@ -334,9 +341,10 @@ CHANGES = (
 
 
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
-    """Return Python code that starts with the tensors of `before` and makes the call of `after`.
-    Its output has the shape and dtype of the output of `before`. If `backend` is not `auto`, the
-    code permits only the backends that this name stands for (`sdpa_kernel`).
+    """Return Python code that converts the tensors of the config `before` to those of the config
+    `after` and calls SDPA. The output has the shape and the dtype of the output of `before`.
+
+    If `backend` is not `auto`, the code uses `sdpa_kernel` to permit only this backend, set or order.
     """
     imports = ["import torch", "import torch.nn.functional as F"]
     contexts = ["torch.inference_mode()"] if before.bwd and not after.bwd else []
@@ -386,8 +394,7 @@ def _before_call(before: Config, after: Config) -> Iterator[str]:
     if before.deterministic and not after.deterministic:
         yield "torch.use_deterministic_algorithms(False)  # or (True, warn_only=True)"
     if before.contiguous() != before and after.contiguous() == after:
-        # contiguous() returns the same tensor if only its storage offset is not a multiple of the
-        # alignment
+        # clone a tensor with a misaligned storage offset, because contiguous() does not copy it
         copy = "clone" if before.layout == "offset1" else "contiguous"
         yield f"q, k, v = (each.{copy}() for each in (q, k, v))"
     queries, keys = after.seq_len_q - before.seq_len_q, after.seq_len_kv - before.seq_len_kv
@@ -447,17 +454,17 @@ class Advice:
     config: str | None = None
     """The label of the changed config. None if the grammar cannot express the change."""
     verified: bool | None = None
-    """Whether the oracle accepted the changed config for this backend. None if the oracle could not
-    be asked.
+    """Whether the oracle accepted the changed config for this backend. None if the change cannot be
+    expressed as a config.
     """
     choice: str | None = None
     """The backend that `auto` or the requested setting selects after the change."""
     gain: float | None = None
-    """The speed-up, which is the time before the change divided by the time after it. None if the
-    times were not measured.
+    """The speed-up, which is the time before the change divided by the time after the change. None
+    if the times were not measured.
     """
     steps: tuple[str, ...] = ()
-    """Names of the changes, in order."""
+    """The names of the changes of which this advice consists, in order."""
 
 
 class _State(NamedTuple):
@@ -478,10 +485,10 @@ def advise(
     """Return at most three ways to let a backend compute a config, each with as few steps as
     possible.
 
-    `choose` selects a backend under `asked`, which is `auto` or a setting. If it is a setting, the
-    code in the advice sets it too. The config must have a dtype. Changes that the grammar cannot
-    express come last, and their `verified` is None. Return nothing if PyTorch already selects the
-    backend, if its eligibility is unknown, or if no change helps.
+    `choose` returns the backend that PyTorch selects under `asked`, which is `auto` or a setting. If
+    `asked` is a setting, the code in the advice uses this setting. The config must have a dtype.
+    Changes that the grammar cannot express come last, and their `verified` is None. Return () if
+    PyTorch already selects the backend, if its eligibility is unknown, or if no change helps.
     """
     answer = oracle(config, backend)
     if answer.eligible is None or (answer.eligible and choose(config) == backend):
@@ -510,7 +517,7 @@ def advise(
 
 
 def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
-    """Search breadth-first, so that the configs with the fewest changes are found first."""
+    """Return the accepted configs with the fewest changes, which a breadth-first search finds."""
     seen = {start.config}
     level = [start]
     for _ in range(MAX_CHANGES):
@@ -524,7 +531,7 @@ def _search(start: _State, backend: str, oracle: Oracle) -> list[_State]:
 
 
 def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config]) -> list[_State]:
-    """Apply each change that may remove the first reason against the backend."""
+    """Return the results of all changes that may remove the first reason against the backend."""
     states: list[_State] = []
     served: set[str] = set()  # groups from which a change has already removed the reason
     for change in CHANGES:
@@ -587,7 +594,7 @@ def _four_d(config: Config, _: str) -> Advice:
     return Advice("give 3-D inputs a batch dimension", code, steps=("four_d",))
 
 
-# Reason codes whose remedy cannot be expressed as a change of a config.
+# Functions that return advice for reason codes whose remedy is not a change of a config.
 OUTSIDE: dict[str, Callable[[Config, str], Advice | None]] = {
     "mask": _flex,
     "runtime_disabled": _switch,
@@ -605,7 +612,7 @@ class BackendAnswer:
         column("eligible", repeat=False, meaning="whether it supports the config; null if unknown"),
     ]
     reasons: tuple[Refusal, ...] = ()
-    """All reasons against the backend. PyTorch itself reports only the first."""
+    """All known reasons against the backend. PyTorch itself reports only the first reason."""
     advice: tuple[Advice, ...] = ()
     can_use: bool | None = None
     """The result of `can_use_*_attention`. None if PyTorch has no such function or if it was not
@@ -622,7 +629,7 @@ class LiveAnswer:
     config: str
     """The label of the config."""
     choice: str | None = None
-    """The backend that PyTorch selects, or `none` if PyTorch raises."""
+    """The backend that PyTorch selects, or `none` if PyTorch raises an exception."""
     priority_order: tuple[str, ...] = ()
     backends: tuple[BackendAnswer, ...] = ()
     error: str | None = None

@@ -1,5 +1,6 @@
-"""Explanations of why PyTorch selects a backend: the records of `explain`, and explanations by rule
-for a GPU, a PyTorch release and a cuDNN version.
+"""The records of `explain`, which explain why PyTorch selects a backend, and explanations by rule.
+
+An explanation by rule needs neither the GPU nor the PyTorch release that it is about.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ SCHEMA = "profharness.explain/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The explanation of one config. The fields predicted, choice and observed contain the name of
-    a backend, `none` (PyTorch raises) or `unknown`.
+    """The explanation of which backend computes one config. The fields predicted, choice and observed
+    contain the name of a backend, `none` if PyTorch raises an exception, or `unknown`.
     """
 
     config: Annotated[str, column(meaning="label of the attention problem")]
@@ -124,12 +125,16 @@ def environment_text(answer: Explanation) -> str:
 
 
 def chosen(answer: Explanation) -> str:
-    """Return the backend that PyTorch reports, or that the rules predict without PyTorch."""
+    """Return the backend that the rules predict if the explanation is by rule. Otherwise, return the
+    backend that PyTorch reports.
+    """
     return (answer.predicted if answer.source == "rules" else answer.choice) or "unknown"
 
 
 def settle(answer: Explanation) -> Explanation:
-    """Return the explanation with the field `agree`, None if fewer than two choices are known."""
+    """Return the explanation with its field `agree` set. The field is None if fewer than two choices are
+    known.
+    """
     witnesses = (answer.predicted, answer.choice, answer.observed)
     names = [name for name in witnesses if name not in (None, "unknown")]
     return replace(answer, agree=len(set(names)) == 1 if len(names) > 1 else None)
@@ -142,8 +147,8 @@ class Platform:
     machine: Machine
     device: str
     gpu: str | None  # the name of the GPU; None for the CPU
-    # Whether the cuDNN version is that of the release's build for this CUDA, and was not given by
-    # the user.
+    # Whether the cuDNN version is that of a known build of the release. False if the user gave the
+    # cuDNN version.
     pinned: bool = True
 
     @property
@@ -255,9 +260,11 @@ class MatrixRow:
 
 
 def requested_setting(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the setting among the names of backends (`flash+math` or `cudnn>flash`, else `auto`),
-    and the single backends among them, which limit the advice. Raise UsageError for several
-    settings, and for a name that is not one of PyTorch's own backends.
+    """Split names of backends into the setting to explain and the single backends to advise on.
+
+    The setting is a name such as `flash+math` or `cudnn>flash`. If there is no such name, it is
+    `auto`. Raise UsageError for several settings, and for a name that is not one of PyTorch's own
+    backends.
     """
     settings = [setting_name(name) for name in names if pytorch_chooses(name)]
     if len(settings) > 1:
@@ -282,8 +289,8 @@ def explain_by_rule(
     advice: bool = True,
     asked: str = AUTO,
 ) -> Explanation:
-    """Explain which backend PyTorch selects for a config under `auto` or a setting. If `backends` is
-    given, there is advice only for these backends.
+    """Explain which backend PyTorch selects for a config if `asked`, which is `auto` or a setting, is
+    active. If `backends` is given, the explanation contains advice only for these backends.
     """
     config = config.resolve(platform.device)
     machine, device, setting = platform.machine, platform.device, sdpa_setting(asked)
@@ -397,7 +404,7 @@ LEGACY = "The legacy sdp_kernel with its three flags off leaves cuDNN on."
 
 
 def _caveats(platform: Platform, params: AttentionParams, prediction: Prediction) -> Iterator[str]:
-    """Yield the assumptions that may be wrong, and the caveats of any choice by PyTorch."""
+    """Yield the assumptions that may be wrong, and caveats that apply to every choice of PyTorch."""
     machine, on_gpu = platform.machine, is_gpu(platform.device)
     release = release_text(machine.torch)
     if not machine.known:
@@ -440,7 +447,7 @@ def unread(answers: Iterable[Explanation]) -> str | None:
 
 
 def skipped_text(releases: Sequence[str]) -> str:
-    """Return a sentence about the releases of a range that have no explanation."""
+    """Return a sentence that lists the releases of a range whose rules are unknown."""
     return f"left out of the answer: the rules of PyTorch {join_few(releases, 6)} were not read"
 
 

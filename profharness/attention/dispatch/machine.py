@@ -22,7 +22,7 @@ Release = tuple[int, ...]
 
 
 class Wheel(NamedTuple):
-    """The versions in a CUDA build of a release.
+    """The CUDA and cuDNN versions of one build of a PyTorch release.
 
     cuDNN versions have the format of cudnnGetVersion(): 9.19.0 is 91900, and 8.9.2 is 8902.
     """
@@ -31,11 +31,11 @@ class Wheel(NamedTuple):
     cudnn: int | None
     """The cuDNN version that the wheel requires at run time."""
     cudnn_compiled: int | None = None
-    """The cuDNN version of the build, which CUDAHooks::versionCuDNN() returns."""
+    """The cuDNN version with which PyTorch was compiled. CUDAHooks::versionCuDNN() returns it."""
 
 
-# The releases whose binaries were read. The rules of all other releases count as unknown and are
-# never guessed from neighbouring releases.
+# The releases whose rules were read from their binaries. The rules of all other releases count as
+# unknown and are never guessed from neighbouring releases.
 RELEASES: dict[Release, Wheel] = {
     (2, 5, 0): Wheel("12.4", 90100, 90100),
     (2, 5, 1): Wheel("12.4", 90100, 90100),
@@ -55,9 +55,9 @@ RELEASES: dict[Release, Wheel] = {
     (2, 15, 0): Wheel("13.2", 92600, 92600),
 }
 OLDEST: Release = (2, 5)
-# Builds for CUDA versions other than that of the PyPI wheel. The cu130 build of 2.9 is known to try
-# cuDNN first, so it was compiled with cuDNN 9.9 or newer. PyTorch's build scripts pin its cuDNN to
-# 9.13.0.
+# Builds for other CUDA versions than the PyPI wheel. The cu130 build of 2.9.1 tries cuDNN first, so
+# it was compiled with cuDNN 9.9 or newer. At run time it needs cuDNN 9.13.0, according to PyTorch's
+# build scripts.
 OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
     (2, 9, 1): (Wheel("13.0", 91300, 90900),),
 }
@@ -65,7 +65,7 @@ OTHER_BUILDS: dict[Release, tuple[Wheel, ...]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The properties of a machine that dispatch depends on. None means unknown."""
+    """The properties of a machine on which PyTorch's choice depends. None means unknown."""
 
     torch: Release
     capability: tuple[int, int] = (0, 0)
@@ -170,7 +170,7 @@ def _supported(text: str) -> Release:
 
 
 def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
-    """Return the known and the unknown releases of a range."""
+    """Return the releases of a range that the rules cover, and the releases that they do not cover."""
     low, high = _supported(first), parse_release(last)
     low = low if first.count(".") > 1 else (*low[:2], 0)
     text = f"release range '{first.strip()}..{last.strip()}'"
@@ -183,7 +183,7 @@ def _parse_range(first: str, last: str) -> tuple[list[Release], set[Release]]:
     unknown = {low, high} - RELEASES.keys()
     newest = max(RELEASES)
     if high[0] == newest[0]:
-        # It is unknown which patch releases exist of minor versions after the newest known release.
+        # List later minor versions without patch releases, because it is unknown which ones exist.
         unknown |= {(high[0], minor, 0) for minor in range(newest[1] + 1, high[1])}
     return releases, unknown
 
@@ -225,8 +225,8 @@ class AttentionParams:
     """The parameters of one scaled_dot_product_attention call on dense tensors.
 
     query is [batch, heads, seq_q, head_dim], key [batch_kv, kv_heads, seq_kv, head_dim], value
-    [batch_kv, kv_heads_v, seq_kv, head_dim_v]. If batch_kv, kv_heads_v or head_dim_v is None, it
-    equals batch, kv_heads or head_dim.
+    [batch_kv, kv_heads_v, seq_kv, head_dim_v]. If batch_kv, kv_heads_v or head_dim_v is None, the
+    value of batch, kv_heads or head_dim applies.
     """
 
     batch: int
@@ -253,13 +253,13 @@ class AttentionParams:
     storage_offset_bytes: int = 0
     """The storage offset of query, key and value, in bytes."""
     deterministic: str = "off"
-    """`off`, `error` or `warn_only`."""
+    """The mode of torch.use_deterministic_algorithms: `off`, `error` or `warn_only`."""
     enabled: frozenset[str] = frozenset(SDPA_BACKENDS)
     """The backends whose runtime flag is on."""
     priority: tuple[str, ...] = ()
     """The backends that the caller put first (`set_priority=True`), in order."""
     flash_impl: str = "FA2"
-    """`FA2`, `FA3` or `FA4`."""
+    """The active version of FlashAttention: `FA2`, `FA3` or `FA4`."""
 
     @property
     def value_dim(self) -> int:
@@ -332,7 +332,9 @@ SETS_PRIORITY: Release = (2, 6)
 
 
 def permitted(params: AttentionParams, setting: SdpaSetting | None) -> AttentionParams:
-    """Return the call with only the backends of a setting enabled, or unchanged without a setting."""
+    """Return the parameters with only the backends of the setting enabled. If the setting is None,
+    return the parameters unchanged.
+    """
     if setting is None:
         return params
     priority = setting.backends if setting.ordered else ()
@@ -340,7 +342,7 @@ def permitted(params: AttentionParams, setting: SdpaSetting | None) -> Attention
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """Return the machine of a recorded environment. Values of a wrong type are unknown."""
+    """Return the machine that a recorded environment describes. A value of a wrong type is unknown."""
     try:
         release = parse_release(str(environment.get("torch", "")))
     except UsageError:
@@ -374,8 +376,8 @@ def rules_know(environment: Mapping[str, Any]) -> bool:
 
 
 def with_flags(environment: Mapping[str, Any]) -> Callable[[AttentionParams], AttentionParams]:
-    """Return a function that sets the runtime flags and the flash implementation of a recorded run in
-    the parameters of a call.
+    """Return a function that adds the runtime flags and the FlashAttention version of a recorded
+    environment to the parameters of a call.
     """
     on = frozenset(name for name in SDPA_BACKENDS if environment.get(f"sdp_{name}") is not False)
     activated = str(environment.get("flash_attention_impl"))

@@ -36,7 +36,7 @@ from profharness.attention.dispatch.rules import (
 from profharness.device_types import CPU, CUDA
 from profharness.rows import Refusal
 
-# The checks of cuDNN in the order of releases before 2.7, and of 2.7 and 2.8.
+# The order of the checks of cuDNN in releases before 2.7, and in the releases 2.7 and 2.8.
 CUDNN_BEFORE_2_7 = (
     *("runtime_disabled", "nonzero_lengths", "last_stride", "on_device", "tensor_shapes"),
     *("cudnn_shapes", "deterministic", "dtypes", "mask_shape", "hardware"),
@@ -121,7 +121,7 @@ def clean(text: str) -> str:
 
 
 def is_header(text: str) -> bool:
-    """Return whether a warning only announces the reasons that follow it."""
+    """Return whether a warning only announces that reasons follow in the next warnings."""
     kernels = "memory efficient kernel|flash attention kernel|cudnn attention kernel"
     return re.match(rf"({kernels}) not used because:$", clean(text), re.IGNORECASE) is not None
 
@@ -133,8 +133,8 @@ def code(text: str) -> str:
     return next(found, "unknown")
 
 
-# The fields of Machine that may be unknown and that the order of the backends depends on. Their
-# values are on both sides of each limit in the rules.
+# Fields of Machine that may be unknown, with example values. The rules compare these fields with
+# version limits, and there are example values on both sides of each limit.
 MISSING: dict[str, tuple[object, ...]] = {
     "cudnn": (
         *(90000, 90501, 91000, 91100, 91101, 91400, 91501, 91900, 92201, 92400, 92401, 92402),
@@ -155,14 +155,16 @@ class Eligibility(NamedTuple):
     """None if it is unknown whether the backend accepts the call."""
     reasons: tuple[Refusal, ...] = ()
     certain: tuple[Refusal, ...] = ()
-    """The reasons that certainly apply. PyTorch stops at the first of them and reports no other."""
+    """The reasons that apply for all possible values of unknown properties. PyTorch stops at the first
+    of these reasons and does not report the others.
+    """
 
 
 class Prediction(NamedTuple):
-    """What PyTorch is predicted to do with a call."""
+    """The prediction of how PyTorch dispatches a call."""
 
     choice: str
-    """The backend that PyTorch selects, `none` if PyTorch raises, or `unknown`."""
+    """The backend that PyTorch selects, `none` if PyTorch raises an exception, or `unknown`."""
     priority_order: tuple[str, ...]
     """The backends in the order in which PyTorch tries them. Empty if the order is unknown."""
     backends: Mapping[str, Eligibility]
@@ -173,8 +175,8 @@ class Prediction(NamedTuple):
 def _default_order(machine: Machine) -> tuple[str, ...]:
     """Return the order in which PyTorch tries the backends on CUDA if the caller sets none.
 
-    The overrideable backend, which 2.9 added at the end of the order, is omitted: PyTorch raises an
-    exception when it reaches this backend.
+    PyTorch 2.9 added the overrideable backend at the end of the order. This backend is omitted,
+    because PyTorch raises an exception when it reaches the backend.
     """
     release, (major, minor) = machine.torch, machine.capability
     if release < (2, 5, 1):
@@ -217,7 +219,7 @@ def judge(backend: str, params: AttentionParams, machine: Machine) -> Eligibilit
 
 
 def raises_later(verdict: Eligibility) -> bool:
-    """Return whether the dispatcher would select the backend, whose code then raises."""
+    """Return whether the dispatcher selects the backend although its code then raises an exception."""
     return [reason.code for reason in verdict.certain] == [RAISED_LATER]
 
 
@@ -232,11 +234,11 @@ def predict(params: AttentionParams, machine: Machine) -> Prediction:
 
 
 def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -> str | None:
-    """Predict the outcome of a cell of a run. Return None if it is unknown, and for backends that
-    PyTorch's dispatcher does not know.
+    """Predict the outcome of a cell of a run. Return None if the outcome is unknown, or if PyTorch's
+    dispatcher does not know the backend.
 
     For `auto`, `all-disabled`, a set or an order, return the backend that PyTorch selects, or
-    `none` if PyTorch raises. For a forced backend, return `eligible` or `refused`.
+    `none` if PyTorch raises an exception. For a single backend, return `eligible` or `refused`.
     """
     if not rules_know(environment):
         return None
@@ -258,10 +260,10 @@ def predict_cell(config: Config, backend: str, environment: Mapping[str, Any]) -
 def every_refusal(
     config: Config, backend: str, refusals: Sequence[Refusal], environment: Mapping[str, Any]
 ) -> tuple[Refusal, ...]:
-    """Return the refusals of a refused cell, followed by further reasons that the rules find.
-    PyTorch itself stops at the first reason.
+    """Return the refusals that PyTorch reported for a cell, followed by the reasons that the rules add.
 
-    If the rules do not cover the cell, return only `refusals`.
+    PyTorch stops at the first reason, so it does not report all reasons. If the rules do not cover
+    the cell, return only `refusals`.
     """
     if backend not in SDPA_BACKENDS or not refusals or not rules_know(environment):
         return tuple(refusals)
@@ -275,7 +277,7 @@ def every_refusal(
 
 
 def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set[str]:
-    """Return every backend that may be the first eligible one, and `none` if the call may raise."""
+    """Return each backend that PyTorch may select, and `none` if the call may raise an exception."""
     choices: set[str] = set()
     for backend in order:
         eligible = verdicts[backend].eligible
@@ -289,8 +291,8 @@ def _choices(order: tuple[str, ...], verdicts: Mapping[str, Eligibility]) -> set
 
 
 def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...], ...]:
-    """Return the possible orders of the backends: several if a property of the machine is unknown, and
-    none if the release is unknown.
+    """Return the orders in which PyTorch may try the backends. There can be several orders if a property
+    of the machine is unknown. Return () if the rules do not cover the release.
     """
     if not machine.known:
         return ()
@@ -301,7 +303,7 @@ def _orders(params: AttentionParams, machine: Machine) -> tuple[tuple[str, ...],
 
 
 def undecided(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
-    """Return the unknown fields of a Machine that the order of the backends for a call depends on."""
+    """Return the unknown fields of the machine on which the order of the backends depends."""
     if len(_orders(params, machine)) < 2:
         return ()
     missing = _missing(machine)

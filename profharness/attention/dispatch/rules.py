@@ -2,8 +2,8 @@
 
 The rules come from the dispatch functions in the binaries of the releases in machine.RELEASES, from
 the public source of PyTorch's sdp_utils, and from measurements on an H200 (2.11) and on a CPU
-(2.13). To add a release, add a row to machine.RELEASES, and edit the conditions and tables here
-where the release differs. `predict.py` applies the rules.
+(2.13). To add a release, add a row to machine.RELEASES, and edit the conditions and tables in this
+module if the release differs from its predecessor. `predict.py` applies the rules.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def takes_d256(machine: Machine) -> bool:
 
 
 def cudnn_head_dim_limit(params: AttentionParams, machine: Machine) -> int:
-    """Return the largest head_dim that cuDNN accepts. Both cuDNN versions must be known."""
+    """Return the largest head_dim that cuDNN accepts. The fields `cudnn` and `cudnn_compiled` of the
+    machine must be known.
+    """
     torch, cudnn = machine.torch, machine.cudnn or 0
     if torch < (2, 8):
         return 128
@@ -111,9 +113,9 @@ def flash_dtypes(params: AttentionParams, machine: Machine) -> tuple[str, ...]:
 def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
     """Return whether the backward pass of flash has too little shared memory for the head_dim.
 
-    This affects sm86 to sm89, from release 2.7 on also sm120, and from 2.15 on also sm121. On these
-    GPUs the memory is too small for a head_dim in (192, 224], and with dropout also for a larger
-    head_dim.
+    GPUs of sm86 to sm89 are affected, from release 2.7 on also sm120, and from 2.15 on also sm121.
+    Their memory is too small for a head_dim in (192, 224]. With dropout, it is also too small for a
+    larger head_dim.
     """
     newest = 1 if machine.torch >= (2, 15) else 0
     small = (8, 6) <= machine.capability <= (8, 9) or (
@@ -124,7 +126,7 @@ def training_large_heads(params: AttentionParams, machine: Machine) -> bool:
 
 
 def heads_differ(params: AttentionParams, machine: Machine) -> bool:
-    # 2.14 and newer broadcast a single key and value head without enable_gqa.
+    # From 2.14 on, PyTorch broadcasts a single key and value head even without enable_gqa.
     one_head = machine.torch >= (2, 14) and params.kv_heads == params.value_heads == 1
     return not (params.same_heads or one_head)
 
@@ -207,7 +209,7 @@ HAZARDS = {
 
 def hazards(backend: str, params: AttentionParams, machine: Machine) -> tuple[str, ...]:
     """Return descriptions of the known failures of a call that the dispatcher accepts. Each
-    contains a remedy.
+    description contains a remedy.
     """
     rule = HAZARDS.get(backend) if params.device == CUDA else None
     if rule and rule.since <= machine.torch < rule.until and rule.refuses(params, machine):
@@ -316,8 +318,8 @@ def stride_rule(singleton_ok: bool, mask_matters: bool = True) -> Rule:
 def head_rules(gqa: Release, since: Release = OLDEST, same_kv: bool = True) -> tuple[Rule, ...]:
     """Return the rules of check_batch_size_and_num_heads_dense.
 
-    The backend takes enable_gqa into account from release `gqa` on. If `same_kv` is true, key and
-    value must then have the same number of heads.
+    From release `gqa` on, the backend supports enable_gqa. If `same_kv` is true, calls with
+    enable_gqa need the same number of heads in key and value.
     """
 
     def differ(params: AttentionParams, machine: Machine) -> str:
@@ -459,9 +461,9 @@ CUDNN = (
 )  # fmt: skip
 
 
-# The dispatcher does not check this condition. It selects math, whose own code then raises. The
-# fused backends apply both the mask and is_causal (measured on an H100 with 2.11 and on a CPU with
-# 2.13).
+# The dispatcher does not check whether a call has both a mask and is_causal. If it selects math, the
+# code of math raises an exception. The fused backends apply both the mask and is_causal (measured on
+# an H100 with 2.11 and on a CPU with 2.13).
 RAISED_LATER = "causal_mask"
 CAUSAL_MASK = (
     "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
