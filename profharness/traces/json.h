@@ -1,6 +1,6 @@
-/* Find the values in a JSON text, according to the full grammar. Reads never go beyond the text.
+/* Find the values in a JSON text, and check its grammar. Reads never go beyond the text.
  *
- * Besides JSON's words, the words that Kineto writes for numbers that are not finite are accepted.
+ * The words that Kineto writes for numbers that are not finite, such as `inf`, are also accepted.
  */
 
 #include <stdint.h>
@@ -9,10 +9,10 @@
 #include <immintrin.h>
 #endif
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(NARROW)
-#define WIDE /* parts are also compiled for AVX2, and used if the processor supports it */
+#define WIDE /* some functions are also compiled for AVX2, and used if the processor has it */
 #endif
 
-#define MAX_DEPTH 64 /* of nested values */
+#define MAX_DEPTH 64 /* maximum depth of nested values */
 
 typedef const unsigned char *Place;
 
@@ -22,7 +22,9 @@ typedef struct {
 
 static inline int is_string(Slice text) { return text.begin && *text.begin == '"'; }
 
-/* The text before a value: separator, key and colon. Programs write the same text each time. */
+/* The text before a value: separator, key and colon. Programs write the same text
+ * for each object, so comparing with a known lead saves the parsing of the key.
+ */
 #define MAX_LEAD 32
 typedef struct {
     unsigned char text[MAX_LEAD];
@@ -30,8 +32,8 @@ typedef struct {
     int number; /* number of the key, or -1 if the key is not requested */
 } Lead;
 
-#define MAX_LEADS 16 /* members of an object whose leads are kept */
-#define SPELLINGS 2  /* per member, because objects of two kinds alternate */
+#define MAX_LEADS 16 /* number of members of an object whose leads are kept */
+#define SPELLINGS 2  /* leads per member; two, because two kinds of objects may alternate */
 typedef Lead Leads[MAX_LEADS][SPELLINGS]; /* by the index of the member in its object */
 
 typedef struct {
@@ -40,7 +42,7 @@ typedef struct {
     int asked;  /* the number of the key after which to call is_needless, or -1 */
     int (*is_needless)(const void *owner, const Slice *values);
     const void *owner;
-    int odd; /* valid, but a key is repeated or escaped */
+    int odd; /* whether a key is repeated or contains an escape sequence */
 } Text;
 
 /* Return the position of the next quote, backslash or control character. */
@@ -204,7 +206,7 @@ static Place skip_value(Text *text, Place at, int depth) {
     }
 }
 
-/* Return the closing quote of the string at `at` if it equals the key, else NULL. */
+/* Return the closing quote of the string at `at`, or NULL if the string does not equal the key. */
 static inline Place key_end(Place at, Place stop, Slice key) {
     size_t length = key.end - key.begin;
     if ((size_t)(stop - at) < length + 2 || at[length + 1] != '"')
@@ -252,8 +254,8 @@ typedef struct {
     int number;  /* number of the key, or -1 if the key is not requested */
 } Member;
 
-/* Return the member at `at`, which is after the opening brace or a value. `guess` is the most likely
- * number of its key. `leads` receives the text before the value, unless NULL.
+/* Return the member at `at`, which is after the opening brace or a value. `guess` is the most
+ * likely number of its key. If `leads` is not NULL, the text before the value is stored in it.
  */
 static Member parse_member(Text *text, Place at, int first, int guess, const Slice *keys, int count,
                            Lead *leads) {
@@ -293,8 +295,8 @@ static Member parse_member(Text *text, Place at, int first, int guess, const Sli
     return member;
 }
 
-/* Return the end of the object at `at`, and store the values of these keys. `leads` are the texts
- * before values in similar objects, or NULL.
+/* Return the end of the object at `at`, and store the value of each key in `keys`. `leads`
+ * contains the leads in earlier objects of the same kind, or is NULL.
  */
 static Place skip_members(Text *text, Place at, int depth, const Slice *keys, int count,
                           Slice *values, Leads *leads) {
@@ -333,8 +335,9 @@ static Place skip_members(Text *text, Place at, int depth, const Slice *keys, in
     }
 }
 
-/* Classes of 64 characters, a bit per character. `strings` marks characters from an opening quote up to
- * the closing one: each bit is the parity of the quotes up to it.
+/* The positions of special characters in a block of 64 characters, with one bit per character. In
+ * `strings`, the bits from an opening quote to the character before the closing quote are set: each
+ * bit is the parity of the number of quotes up to its position.
  */
 typedef struct {
     uint64_t strings, controls, opens, closes, begins, ends, escapes;
@@ -401,11 +404,11 @@ static inline int count_of(uint64_t places) {
     return (int)(places * UINT64_C(0x0101010101010101) >> 56);
 }
 
-/* Implement skip_pairs with `marks_of`, which classifies 64 characters. */
+/* Implement skip_pairs. `marks_of` finds the special characters in a block of 64 characters. */
 static inline __attribute__((always_inline)) Place skip_pairs_by(Place at, Place stop,
                                                                  int64_t curly,
                                                                  Marks (*marks_of)(Place)) {
-    uint64_t inside = 0; /* all bits set inside a string */
+    uint64_t inside = 0; /* all bits are set if the block starts inside a string */
     int64_t square = 0;
     for (Place here = at; stop - here >= 64; here += 64) {
         Marks found = marks_of(here);
@@ -437,8 +440,9 @@ TARGET static Place skip_pairs_by_32(Place at, Place stop, int64_t curly) {
 }
 #endif
 
-/* Return the end of an object that is not read. Only strings and pairs of brackets are checked. `curly`
- * is the number of objects open at `at`. Return NULL if the object is incomplete or the end is unclear.
+/* Return the end of an object that is not read. Only strings and pairs of brackets are checked.
+ * `curly` is the number of objects open at `at`. Return NULL if the object is incomplete or the end
+ * is unclear.
  */
 static Place skip_pairs(Place at, Place stop, int64_t curly) {
 #ifdef WIDE

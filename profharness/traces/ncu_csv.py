@@ -2,8 +2,8 @@
 
 ncu prints two forms: the table of `--csv --page raw`, which has one kernel per line, and the long
 form, which has one metric per line. The file is read line by line, because it may be large and
-because the output of the profiled program may interrupt the table. Numbers may be in the format of
-any locale.
+because the output of the profiled program may be mixed into the table. Numbers may be in the format
+of any locale.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ EXPECTED = "a table that `ncu --csv --page raw --print-units base` printed"
 AGAIN = "copy the file again, or make it again: ncu --import REPORT.ncu-rep --csv --page raw"
 DAMAGED = "{n} lines look like damaged rows and are left out"
 MAX_LINE = 1 << 22  # maximum length of a line, in characters
-WITNESSES = 1000  # maximum number of numbers that are examined to find the decimal mark
+WITNESSES = 1000  # maximum number of numbers that are read to find the decimal mark
 # Number of parts between the name of a range and its message. They contain the payload, the colour and
 # the type of the message.
 ITEM_TAIL = 5
-MAX_DOMAIN_PARTS = 8  # maximum number of parts in a domain's name, which may contain colons
+MAX_DOMAIN_PARTS = 8  # maximum number of colon-separated parts of a domain's name
 # If at least this fraction of the kernels has a metric, the metric is reported as missing in the other
 # kernels.
 MOST = 0.9
@@ -82,15 +82,15 @@ class NcuLaunch:
     """A profiled kernel."""
 
     name: str  # the mangled name, or the name that ncu demangled if a CSV contains only that
-    # The numeric metrics in the units of the report, and the other metrics. Only the first launch on
-    # each device has the constants of the device.
+    # `values` contains the numeric metrics in the units of the report, and `texts` the other
+    # metrics. The constants of a device are stored only in the first launch on the device.
     values: Mapping[str, float]
     texts: dict[str, str]
     device: int = 0
     stream: int | None = None
     start_end: tuple[NvtxRange, ...] = ()
     push_pop: tuple[NvtxRange, ...] = ()  # the stack of each domain, outermost range first
-    grid: Triple | None = None  # from a column of a CSV, as the block is
+    grid: Triple | None = None  # `grid` and `block` are read from the columns of a CSV
     block: Triple | None = None
 
 
@@ -174,7 +174,7 @@ def check_shape(path: Path, kernels: int, metrics: int, filled: int) -> None:
 
 
 class TableWarnings(Counter[str]):
-    """Counts warnings about a table. `{n}` in a text stands for its count.
+    """Counts warnings about a table. The count of a warning replaces `{n}` in its text.
 
     `lines` contains the first line that each warning concerns, counted from the header.
     """
@@ -271,10 +271,10 @@ def _lines_of(source: str | Path, path: Path) -> Iterator[str]:
 class Table:
     """The table that ncu printed, in a text or a file.
 
-    `rows` iterates over the rows after the row of units and reads the file as needed. `profiled` counts
-    the kernels that ncu said it profiled, in the lines read so far. `doubts` contains warnings about
-    lines, and `odd` warnings about the header. TraceFormatError is raised if the header, the units or a
-    row are truncated.
+    `rows` iterates over the rows after the row of units and reads the file as needed. `profiled`
+    counts ncu's messages that a kernel was profiled, in the lines read so far. `doubts` contains
+    warnings about lines, and `odd` contains warnings about the header. TraceFormatError is raised
+    if the header, the units or a row are truncated.
     """
 
     def __init__(self, source: str | Path, path: Path) -> None:
@@ -303,9 +303,10 @@ class Table:
         self.rows = chain([first], rows) if self.is_long else rows
 
     def units(self) -> tuple[dict[str, str], list[int]]:
-        """Return the units of the metrics, and the positions of their columns, not for the long form.
+        """Return the units of the metrics, and the positions of their columns.
 
-        If several columns have the same name, the last of them is used.
+        Do not call this for the long form. If several columns have the same name, the last of them
+        is used.
         """
         place = {name: index for index, name in enumerate(self.columns)}
         if len(place) < len(self.columns):
@@ -326,7 +327,7 @@ class Table:
                 yield part, ended
 
     def _records(self, lines: Iterator[tuple[str, bool]]) -> Iterator[_Row]:
-        """Yield the row of units and the rows of kernels. Count other lines that may be rows as damaged."""
+        """Yield the row of units and the rows of kernels, and count lines like damaged rows."""
         width = len(self.columns)
         for count, (line, ended) in enumerate(lines, start=1):
             cells = self._row(line, count, ended=ended)
@@ -369,7 +370,7 @@ class Table:
 
 
 def _overwritten(line: str) -> Iterator[str]:
-    """Divide a line at carriage returns outside quotes, which progress bars write."""
+    """Split a line at carriage returns outside quotes. Progress bars write carriage returns."""
     parts: list[str] = []
     quotes = 0
     for part in line.split("\r"):
@@ -396,7 +397,7 @@ def _bad_row(path: Path, count: int, what: str) -> TraceFormatError:
 def decimal_mark(cells: Iterable[str]) -> str:
     """Return the decimal mark of the numbers in a file, `.` or `,`.
 
-    Numbers such as `1.234,5` and `0,25` show the mark, but `84,480` does not.
+    Numbers such as `1.234,5` and `0,25` show the mark. `84,480` does not show it.
     """
     marks = Counter(islice(filter(None, map(_mark, cells)), WITNESSES))
     return "," if marks[","] > marks["."] else "."
@@ -414,13 +415,13 @@ def _mark(text: str) -> str | None:
     if other in head:
         return last if last not in head else None
     if last in head:
-        return other  # repeated marks separate thousands
+        return other  # a mark that occurs repeatedly separates thousands
     return last if len(tail) != 3 or len(head) > 3 or head.startswith("0") else None
 
 
 def number(text: str, mark: str = ".") -> float | None:
-    """Parse a number with the given decimal mark. Return None if it is no finite number."""
-    # Nearly all numbers match here. The other branch takes five times as long.
+    """Parse a number with a decimal mark. Return None if the text is not a finite number."""
+    # Nearly all numbers match _PLAIN. Other numbers take five times as long.
     if mark != "." or not _PLAIN.fullmatch(text):
         text = text.strip().translate(_NO_MARKS)
         if not _NUMBER.fullmatch(text):
@@ -437,7 +438,7 @@ def number(text: str, mark: str = ".") -> float | None:
 def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
     """Return the ranges that an NVTX cell describes, in the order of the cell.
 
-    If `numbered`, the text of each range starts with its id, as for start/end ranges.
+    If `numbered` is set, the text of each range starts with an id, as for start/end ranges.
     """
     body = re.sub(r'^\s*\d+\s+(?=")', "", cell).strip()
     ranges = []
@@ -451,8 +452,9 @@ def nvtx_ranges(cell: str, *, numbered: bool = False) -> tuple[NvtxRange, ...]:
 def _nvtx_range(parts: list[str]) -> NvtxRange | None:
     """Return the range that an item of an NVTX cell describes, or None if the range has no name.
 
-    `parts` are the parts of the item between colons, which the name may contain, too. Usually, the
-    message at the end repeats the name. Otherwise, the name is assumed to be as long as possible.
+    `parts` is the item, split at colons. The name may contain colons, too. If the message at the
+    end of the item repeats the name, this shows where the name ends. Otherwise, the name is assumed
+    to be as long as possible.
     """
     for domain in range(1, min(len(parts) - ITEM_TAIL, MAX_DOMAIN_PARTS + 1)):
         count, odd = divmod(len(parts) - ITEM_TAIL - domain, 2)
@@ -466,7 +468,10 @@ def _nvtx_range(parts: list[str]) -> NvtxRange | None:
 def _distinct_kernels(
     table: Table, rows: Iterable[_Row], places: list[int]
 ) -> Iterator[_KernelCells]:
-    """Yield the kernels of a table with one kernel per line, without copies of a file written twice."""
+    """Yield the kernels of a table that has one kernel per line.
+
+    Exact copies of earlier rows are left out. They occur if a file was written twice.
+    """
     own = [(index, name) for index, name in enumerate(table.columns) if name in OWN_COLUMNS]
     names = [table.columns[place] for place in places]
     seen: set[int] = set()
@@ -482,7 +487,10 @@ def _distinct_kernels(
 def _gather(
     table: Table, rows: Iterable[_Row], compactor: LaunchCompactor
 ) -> tuple[dict[str, str], list[_KernelCells]]:
-    """Return the units and the kernels of the long form. Rows without a metric contain ncu's advice."""
+    """Return the units and the kernels of the long form.
+
+    Rows without a metric contain ncu's advice.
+    """
     place = {name: index for index, name in enumerate(table.columns)}
     name_at, unit_at, value_at = (place[name] for name in LONG_COLUMNS)
     own = [(name, place[name]) for name in table.columns if name in OWN_COLUMNS]
@@ -511,7 +519,7 @@ def _gather(
         metrics.setdefault(name, cells[value_at])
     filled = [metrics for _, metrics in kernels.values()]
     check_shape(table.path, len(filled), len(units), sum(map(len, filled)))
-    # For example, the last kernel in a truncated file lacks metrics
+    # Count missing values. For example, the last kernel in a truncated file lacks metrics.
     have = Counter(name for metrics in filled for name in metrics)
     enough = max(2, min(len(filled) - 1, MOST * len(filled)))
     common = {name for name, count in have.items() if count >= enough}

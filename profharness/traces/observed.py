@@ -47,14 +47,14 @@ class ObservedCall:
     count: int
     pid: int
     rank: int | None = None
-    lengths: _Lengths = ()  # (batch, query length, key length) and the number of such calls
+    lengths: _Lengths = ()  # pairs of (batch, query length, key length) and a count
     file: str | None = None
     line: int | None = None
     function: str | None = None
     asked: str | None = None  # `auto`, or the allowed backends, joined by commas
     choice: str | None = None  # the backend that PyTorch selected
     ran: str | None = None  # the backend that computed the call, or `none` if it raised an error
-    mask: str | None = None  # the class of the first call's mask, or `none` without a mask
+    mask: str | None = None  # the kind of the first call's mask, or `none`
     enabled: tuple[str, ...] = ()  # the allowed backends, by priority
 
     @property
@@ -82,7 +82,10 @@ class _Mask:
 
 @dataclass(frozen=True)
 class _Template:
-    """A line of a journal that describes calls with equal properties, as the recorder documents."""
+    """A line of a journal that describes calls with equal properties.
+
+    The recorder documents the fields.
+    """
 
     template: _Number
     compiled: bool
@@ -178,7 +181,7 @@ def _journal(path: Path) -> tuple[list[ObservedCall], bool, int]:
             whole = not event.final_counts
             text = event.rank or ""
             rank = int(text) if text.isdecimal() and len(text) < 10 else None
-        elif isinstance(event, _Counts):  # each such line repeats all counts, so the last one wins
+        elif isinstance(event, _Counts):  # each such line repeats all counts
             counts = {number: (count, lengths) for number, count, lengths in event.counts}
             whole = whole or event.final
     # If a later process has the same pid, its journal has a name such as `123-2`
@@ -248,7 +251,10 @@ def _call(
 
 
 def _tensor(recorded: _Tensor | None, autocast: str | None) -> TensorArgument | None:
-    """Convert a recorded tensor, with the dtype to which autocast casts it, or None without dims."""
+    """Convert a recorded tensor. Its dtype is the dtype to which autocast casts the tensor.
+
+    Return None if the dims were not recorded.
+    """
     if recorded is None or recorded.dims is None:
         return None
     dims, strides, dtype = tuple(recorded.dims), tuple(recorded.strides or ()), recorded.dtype
@@ -263,7 +269,8 @@ def match_calls(
 ) -> list[int | None]:
     """Return for each call of a trace the index of the observed call that matches it.
 
-    The index is None if no observed call matches, or several with different information do.
+    The index is None if no observed call matches, or if several observed calls match but contain
+    different information.
     """
     named: dict[str | None, list[int]] = {}
     for index, item in enumerate(observed):
@@ -291,9 +298,10 @@ def match_calls(
 def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
     """Return a call of a trace, completed with information from the observed call that matches it.
 
-    A trace of nsys lacks the dtype, so the call gets the config of the observed call. That config
-    describes the first call of the template, so only calls with the same lengths get it. Uncompiled
-    flex_attention appears in a trace as eager attention, so its kind is corrected.
+    A trace of nsys lacks the dtype, so the call gets the config of the observed call. This config
+    describes the first call of the template, so only calls with the same lengths get the config.
+    Uncompiled flex_attention appears in a trace as eager attention, so the kind of such a call is
+    corrected.
     """
     other = item.call
     if _is_unfused(call, other):
@@ -308,8 +316,9 @@ def completed(call: AttentionCall, item: ObservedCall) -> AttentionCall:
 def _is_unfused(call: AttentionCall, other: AttentionCall) -> bool:
     """Return whether a call of a trace may be uncompiled flex_attention.
 
-    In a trace, it looks like eager attention. Its matrix products have another dtype than the call, and
-    PyTorch marks them as part of a compiled region.
+    In a trace, uncompiled flex_attention looks like eager attention. The dtype of its matrix
+    products differs from the dtype of the call, and PyTorch marks the products as part of a
+    compiled region.
     """
     return (call.kind, other.kind, other.compiled) == ("eager", "flex", False)
 
@@ -348,7 +357,7 @@ def _has_same_dtype(mine: TensorArgument, theirs: TensorArgument) -> bool:
 
 
 def _length_key(tensors: Sequence[TensorArgument | None]) -> tuple[int, ...]:
-    """Return the batch size and the query and key length, as the recorder counts them, or ()."""
+    """Return the batch size and the query and key length, or () if they are unknown."""
     query, key = [item.dims if item else () for item in tensors[:2]]
     if len(query) < 3 or len(key) < 3:
         return ()
@@ -360,7 +369,8 @@ def _nearest(
 ) -> int | None:
     """Return the index of the observed call that matches best, or None.
 
-    If several match equally well, return the first, but only if they contain the same information.
+    If several calls match equally well, return the index of the first call if all of them contain
+    the same information, and None otherwise.
     """
     rules: tuple[Callable[[ObservedCall], bool], ...] = (
         lambda item: _order(item.call) == _order(call),

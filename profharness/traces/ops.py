@@ -39,12 +39,12 @@ LINEAR = "aten::linear"  # the matrix products inside this op do not belong to a
 EVALUATION = "autograd::engine::evaluate_function: "
 REGION = re.compile(r"Torch-Compiled Region.*|CompiledFunction\w*|## Call CompiledFxGraph .*")
 GRADIENT = re.compile(r"aten::\w*attention\w*backward\w*|triton_\w*flex_attention_backward\w*")
-# Prefixes of the names of Inductor's kernels, and of those that it makes from a template
+# Prefixes of the names of all Inductor kernels, and of Inductor's kernels made from a template
 TRITON, TRITON_TEMPLATE = "triton_", "triton_tem_"
 MODULE = "nn.Module: "
 
-# The positions of the arguments of each op. In the text, the letters q, k, v and m stand for query,
-# key, value and mask. The dict contains the positions of the flags.
+# The positions of the arguments of each op. The letters q, k, v and m in the string are at the
+# positions of query, key, value and mask. The dict contains the positions of the flags.
 _INNER = "aten::_scaled_dot_product_"
 POSITIONS: dict[str, tuple[str, dict[str, int]]] = {
     OUTER: ("qkvm", {"dropout": 4, "causal": 5, "scale": 6, "gqa": 7}),
@@ -83,7 +83,8 @@ OVERLAPS = "{n} calls of modules begin in another and end after it: the layers m
 class OpArguments:
     """The arguments of an op that the trace records, by position.
 
-    Ops that have equal arguments share one object. Objects are hashed by identity, to be keys of a dict.
+    Ops that have equal arguments share one object. Objects are hashed by identity, so that they can
+    be keys of a dict.
     """
 
     dims: Sequence[Any] = ()
@@ -103,7 +104,7 @@ class HostSpan(NamedTuple):
     end: int  # ns
     thread: int  # index of the thread
     arguments: OpArguments = NO_ARGUMENTS
-    sequence: int = -1  # autograd's number, which a forward and its backward op have in common
+    sequence: int = -1  # autograd's sequence number, the same for forward and backward
 
 
 @cache
@@ -156,8 +157,8 @@ def flag(op: HostSpan, place: int) -> Any:
 def doubt(op: HostSpan, names: str, places: Mapping[str, int]) -> str | None:
     """Return why no config can be derived from the recorded arguments of an op, or None.
 
-    `names` and `places` are those in POSITIONS. nsys records only the dims. `replay_config` reports that
-    the dtype is missing.
+    `names` and `places` are the values in POSITIONS for the op. nsys records only the dims. The
+    missing dtype is reported by `replay_config`.
     """
     given = op.arguments
     if not given.dims:
@@ -257,7 +258,7 @@ def _dtype(*tensors: TensorArgument) -> str | None:
 
 
 def _is_stored(tensor: TensorArgument, order: Sequence[int]) -> bool:
-    """Return whether a tensor is contiguous if its dims are in the order `order`, outermost first.
+    """Return whether a tensor's dims are stored in `order`, outermost first, without gaps.
 
     The stride of a dim of size 1 does not matter. Return True if the strides are unknown.
     """
@@ -286,8 +287,8 @@ def _mask_tokens(mask: TensorArgument, dtype: str, whole: Sequence[int]) -> Iter
     for letter, size, dim in zip("kqhb", whole[::-1], mask.dims[::-1], strict=False):
         if dim not in (1, size):
             raise UsageError(f"a mask of {_joined(mask.dims)}")
-        # If the dim and the size are both 1, the grammar of configs expects q and k, but 1 in place
-        # of h and b.
+        # If the dim and the size are both 1, the grammar of configs expects the letters q and k,
+        # but the digit 1 instead of h and b.
         letters = (letter if dim == size and (dim > 1 or letter in "qk") else "1") + letters
     if len(mask.dims) not in (2, 3, 4):
         raise UsageError(f"a mask of {len(mask.dims)} dims")

@@ -1,9 +1,9 @@
 /* Read the events of a Chrome trace into columns, in one pass over their text.
  *
- * The scanner reads an event only if it is certain of every field that the event's role needs. For any
- * other event, it writes a row that contains only the offsets of the event's text, and the decoder reads
- * the event. If a part of an event is not needed, the scanner checks only its strings and its pairs of
- * brackets. It never writes outside the columns.
+ * The scanner reads an event only if it is certain of every field that the event's role needs. For
+ * any other event, it writes a row that contains only the offsets of the event's text, and the
+ * decoder reads the event. If a part of an event is not needed, the scanner checks only its strings
+ * and its pairs of brackets. It never writes outside the columns.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -26,8 +26,8 @@ typedef struct {
 /* The roles of categories. They must match those in chrome_events.py. */
 enum { DROP, OP, CALL, DEVICE, FRAME, ARROW, OTHER, UNSURE, ROLES };
 
-/* The columns of a row. They must match those in chrome_events.py. The numbers begin at NUMBERS. The
- * first number is the key, which is the correlation, or the id of an arrow.
+/* The columns of a row. They must match those in chrome_events.py. The columns from NUMBERS on
+ * contain numbers. The first number is the correlation ID, or the ID of an arrow.
  */
 enum {
     KNOWN, BEGIN, END, NAMED, THREAD, START, DURATION, CONFIG, ARGS_BEGIN, ARGS_END, NUMBERS
@@ -38,8 +38,8 @@ enum {
 #define MAX_TEXTS (1 << 20)                /* maximum number of distinct texts in the table */
 #define MAX_ARENA (256 << 20)              /* maximum size of these texts, in bytes */
 #define MAX_DURATION (INT64_C(1000) << 43) /* in nanoseconds */
-#define MAX_ARGUMENTS (4 << 20)            /* maximum size of the arguments of ops among them, in bytes */
-#define ARGUMENTS 253 /* these three are kinds of texts; the other kinds are categories */
+#define MAX_ARGUMENTS (4 << 20)            /* maximum size of the texts of op arguments, in bytes */
+#define ARGUMENTS 253 /* kinds of texts; smaller kinds are indices of categories */
 #define THREADS 254
 #define CONFIGS 255
 #define GIVEN 6
@@ -58,8 +58,8 @@ typedef struct {
     int64_t texts, texts_room;
     Bucket *buckets;
     size_t mask;
-    int64_t latest[CONFIGS + 1]; /* the last number found for each kind */
-    PyObject *given[GIVEN]; /* the owners of the slices below */
+    int64_t latest[CONFIGS + 1]; /* number of the last text that was found for each kind */
+    PyObject *given[GIVEN]; /* the objects that own the texts of the slices below */
     Slice categories[ARGUMENTS], keys[MAX_KEYS], op_keys[MAX_KEYS], module;
     Place roles;
     int category_count, numbers, key_count, op_key_count;
@@ -85,8 +85,8 @@ static int whole(Slice text, int64_t *number) {
     return 1;
 }
 
-/* Convert microseconds >= 0 with up to three decimals to nanoseconds. Return 0 if the text is not such
- * a number.
+/* Convert microseconds >= 0 with up to three decimals to nanoseconds. Return 0 if the text is not
+ * such a number.
  */
 static int moment(Slice text, int64_t *number) {
     Place at = text.begin;
@@ -185,8 +185,8 @@ static int is_text(const Scanner *self, int64_t number, int kind, const Slice *p
     return 1;
 }
 
-/* Return the number of the text that has this kind and consists of these parts. A new text gets the next
- * number. Return -1 if the table is full, and -2 if there is not enough memory.
+/* Return the number of the text that has this kind and consists of these parts. A new text gets the
+ * next number. Return -1 if the table is full, and -2 if there is not enough memory.
  */
 static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count) {
     size_t length = 1;
@@ -229,8 +229,8 @@ static int64_t number_of(Scanner *self, int kind, const Slice *parts, int count)
 
 /* --- events ----------------------------------------------------------------------------------- */
 
-/* Read the numbers in the args of a kernel or an API call into a row. Return 0 if the args do not have
- * the expected form.
+/* Read the numbers in the args of a kernel or an API call into a row. Return 0 if the args do not
+ * have the expected form.
  */
 static int take_args(Scanner *self, Slice args, int role, int64_t *row, int *failed) {
     Slice values[MAX_KEYS];
@@ -311,8 +311,8 @@ static void remember(Opening *frame, Place begin, const Slice *head) {
     }
 }
 
-/* Return the end of the event at `at` if it starts like the last frame and need not be read. Otherwise,
- * return NULL.
+/* Return the end of the event at `at` if it starts like the last frame and need not be read.
+ * Otherwise, return NULL.
  */
 static Place skip_frame(const Scanner *self, Place at, Place stop) {
     const Opening *frame = &self->frame;
@@ -322,8 +322,8 @@ static Place skip_frame(const Scanner *self, Place at, Place stop) {
     return is_foreign(self, rest) ? skip_pairs(rest.begin, stop, 1) : NULL;
 }
 
-/* Return the end of an event, and set *next to the start of the next event or to the end of the text.
- * Return NULL if the event is incomplete or if it is the last event of the array.
+/* Return the end of an event, and set *next to the start of the next event or to the end of the
+ * text. Return NULL if the event is incomplete or if it is the last event of the array.
  */
 static Place event_end(Place end, Place stop, Place *next) {
     *next = end ? skip_space(end, stop) : NULL;
@@ -396,9 +396,9 @@ static PyObject *scan(PyObject *object, PyObject *arguments) {
     return told ? Py_BuildValue("nN", behind, told) : NULL;
 }
 
-/* Read the args of ops. A row has the begin and the end of an op's args in the text. They are replaced by
- * the number of the text of its arguments, or -1 if the decoder must read them, and by the sequence
- * number, or -1 if there is none.
+/* Read the args of ops. At first, a row contains the begin and the end of an op's args in the text.
+ * The begin is replaced by the number of the text of the arguments, or by -1 if the decoder must
+ * read the args. The end is replaced by the sequence number, or by -1 if there is none.
  */
 static PyObject *arguments(PyObject *object, PyObject *given) {
     Scanner *self = (Scanner *)object;
@@ -449,9 +449,10 @@ static PyObject *texts(PyObject *object, PyObject *arguments) {
 
 /* --- intervals -------------------------------------------------------------------------------- */
 
-/* Find the parent of each interval. It is the last earlier interval of the thread that encloses the
- * start of the interval, or -1. The intervals must be sorted by thread and start. All intervals between
- * an interval and its parent have ended before the interval starts. All columns have 8 bytes per value.
+/* Find the parent of each interval, which is the last earlier interval of the thread that encloses
+ * the start of the interval, or -1. The intervals must be sorted by thread and start. All intervals
+ * between an interval and its parent have ended before the interval starts. All columns have 8
+ * bytes per value.
  */
 static PyObject *parents(PyObject *module, PyObject *arguments) {
     Py_buffer thread, start, stop, parent;
